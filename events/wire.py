@@ -46,6 +46,9 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     min_p: float = 0.0  # tokens less likely than this share of the likeliest one are not drawn; 0: all may be
     logit_bias: dict[int, float] = {}  # by token: added to its logit
     prompt_logprobs: int | None = None  # top-k logprobs wanted of the prompt's own tokens; None: none
+    unset: list[
+        str
+    ] = []  # fields above that the client left out: a server with defaults of its own is not sent them
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):

@@ -37,6 +37,8 @@ def registration(
         migration_limit=config.migration_limit,
         context_tokens=i.context_tokens,
         exact=i.exact,
+        root=i.root,
+        generation_config=i.generation_config,
         kv=layout(engine.kv),
         dp=i.dp,
         kv_events=kv_events,

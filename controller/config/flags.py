@@ -44,14 +44,14 @@ def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]
     for name, field in model.model_fields.items():
         if not is_section(field.annotation):
             yield name, [_flag("--", name), *_extra(field, "also", ())], field
-        elif start := _extra(field, "flags", ""):
+        elif issubclass(field.annotation, BaseModel):  # type: ignore[arg-type]
             section: type[BaseModel] = field.annotation  # type: ignore[assignment]
             for below, one in section.model_fields.items():
-                yield f"{name}.{below}", [_flag(start, below), *_extra(one, "also", ())], one
-        elif issubclass(field.annotation, BaseModel):  # type: ignore[arg-type]
-            for below, one in field.annotation.model_fields.items():  # type: ignore[union-attr]
-                if flag := _extra(one, "flag", ""):
-                    yield f"{name}.{below}", [flag], one
+                own = _extra(one, "flag", "")  # of a section in which only some settings have flags
+                if start := _extra(field, "flags", ""):
+                    yield f"{name}.{below}", [_flag(start, below), *_extra(one, "also", ())], one
+                elif own:
+                    yield f"{name}.{below}", [own], one
 
 
 def _flag(start: str, name: str) -> str:

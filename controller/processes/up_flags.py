@@ -25,7 +25,8 @@ ROUTER = "router"  # the section of a frontend's settings that `up` has flags fo
 OWN = (
     "migration_limit", "migration_max_seq_len", "on_corruption", "admission_control", "active_decode_blocks_threshold",
     "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code", "ttft_deadlines",
-    "park", "park_s", "console_actions", "model_folders",
+    "park", "park_s", "console_actions", "model_folders", "admission.first_token_s", "admission.first_token_s_per_1k",
+    "stream.early_head_s",
 )  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model

@@ -76,6 +76,8 @@ class WorkerJoined(WorkerObservation):
     kv_events: bool = False  # it says which KV blocks it stores and removes, and answers questions about them
     waiting_max: int | None = None  # requests that it lets wait beside `max_batch`; None: it does not say
     spare: bool = False  # it begins as a spare: it gets no traffic until it takes a lost worker's place
+    root: str = ""  # the weights' repository or folder, as the server behind it tells; empty: it does not
+    generation_config: str = ""  # digest of the model's defaults for sampling; empty: none are known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

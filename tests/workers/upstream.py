@@ -235,7 +235,7 @@ class Upstream:
         tokens = [300 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
         sampling = Sampling(
             max_tokens=body["max_tokens"],
-            temperature=body["temperature"],
+            temperature=body.get("temperature", 1.0),
             logprobs=max(1, body.get("logprobs", 0)),
             **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
         )

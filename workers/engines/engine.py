@@ -61,6 +61,8 @@ class EngineIdentity:
     exact: bool
     profile: Profile
     dp: int = 1  # DP ranks, each with a KV cache and a queue of its own
+    root: str = ""  # the weights' repository or folder, as the server tells; empty: it does not
+    generation_config: str = ""  # digest of the model's own defaults for sampling; empty: none are known
     waiting_max: int | None = None  # requests that it lets wait beside a full batch; None: any number
 
 

@@ -333,7 +333,7 @@ class Generation:
         """The move under way, if there is one, has brought its first token, or its attempt has failed too."""
         move, attempt, stats = self.progress.arrived(), self.output.attempt, self.stats
         if move is not None and attempt is not None:
-            exact = move.source.joined.exact and attempt.endpoint.joined.exact and not self.progress.spoilt
+            exact = policy.same_answers(move.source, attempt.endpoint) and not self.progress.spoilt
             exact = exact and self.request.deterministic and not self.continuation.texts
             gap_s = self._host.now() - (stats.last_at if stats.first_at is not None else move.since)
             self._reports.migrated(self.request, move, attempt, gap_s, exact=exact, well=well)

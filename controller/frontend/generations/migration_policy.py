@@ -23,7 +23,7 @@ from typing import TypeAlias
 from controller.frontend.health.poison import Held, Poisonous, Suspicion
 from controller.frontend.requests.failures import FULL, Failure
 from controller.frontend.requests.generation_request import Move
-from controller.router.endpoints import Key
+from controller.router.endpoints import Endpoint, Key
 from controller.router.selection.filter import AllBusy, AllTried
 
 POISONOUS = Poisonous.code
@@ -131,6 +131,14 @@ def leaves_unhealthy(*, corrupt: bool, refusal: str, others: Collection[Key], tr
     """Say whether an answer leaves a worker that was taken out of service. From one that is only slow or silent it does not
     move into nowhere: it stays while its tokens come, unless one of `others` can still be tried."""
     return corrupt or (not refusal and any(key not in tried for key in others))
+
+
+def same_answers(source: Endpoint, target: Endpoint) -> bool:
+    """Return whether a target continues exactly as the source would have: both take tokens, and serve the same weights with the
+    same defaults for what a client leaves out."""
+    one, other = source.joined, target.joined
+    same = (one.root, one.generation_config) == (other.root, other.generation_config)
+    return one.exact and other.exact and same
 
 
 def why_not_carried(failure: Failure, refused: str, *, under_way: bool) -> str:

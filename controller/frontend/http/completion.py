@@ -85,7 +85,7 @@ class Completion:
             lineage=admitted.lineage,
             prompt=prompt,
             prompt_text=text,
-            sampling=sampling(parsed, len(prompt), admitted.group.context_tokens, choice, admitted.serial),
+            sampling=self._sampling(admitted, len(prompt), choice),
             guided=parsed.guided,
             deterministic=admitted.group.engine != "openai" or _repeats_anywhere(parsed.sampling),
             names=names,
@@ -105,6 +105,20 @@ class Completion:
         if context is not None:
             context.accepted = generation.accepted
         self.generations.append(generation)
+
+    def _sampling(self, admitted: AdmittedRequest, prompt_tokens: int, choice: int) -> Sampling:
+        """Return how tokens are chosen: what the client left out by the server's defaults behind the openai engine, else by those
+        of the model's folder."""
+        parsed, group = admitted.parsed, admitted.group
+        found = sampling(parsed, prompt_tokens, group.context_tokens, choice, admitted.serial)
+        unset = parsed.sampling.unset
+        if group.engine == "openai":
+            seed = found.seed if parsed.sampling.seed is not None else None
+            return msgspec.structs.replace(found, seed=seed, unset=list(unset))
+        defaults = self._format.tokens.defaults
+        if not defaults or not unset:
+            return found
+        return msgspec.structs.replace(found, **{name: defaults[name] for name in unset if name in defaults})
 
     def _writer(
         self, index: int, prompt: list[int], text: str

@@ -28,6 +28,18 @@ from controller.frontend.requests.refused_fields import (
     unknown_options,
 )
 
+DEFAULTED = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Fields of sampling for which a model may have defaults of its own."""
+_LATER = DEFAULTED[2:]  # what a plain chat never has
+_PLAIN_UNSET = {
+    (heat, top): (*(() if heat else DEFAULTED[:1]), *(() if top else DEFAULTED[1:2]), *_LATER)
+    for heat in (False, True)
+    for top in (False, True)
+}
+"""What a plain chat leaves out, by whether it has a temperature and a top_p."""
+
 
 class RequestedSampling(Struct, kw_only=True, frozen=True):
     """How the client wants tokens to be chosen; what he leaves open has its default already."""
@@ -45,6 +57,7 @@ class RequestedSampling(Struct, kw_only=True, frozen=True):
     repetition_penalty: float = 1.0
     min_p: float = 0.0
     logit_bias: dict[int, float] = {}
+    unset: tuple[str, ...] = ()  # of `DEFAULTED`, those that the client left out
 
 
 class AnswerDetails(Struct, kw_only=True, frozen=True):
@@ -166,6 +179,7 @@ def _from_plain(chat: PlainChat) -> ParsedRequest:
             top_p=1.0 if chat.top_p is None else chat.top_p,
             seed=chat.seed,
             ignore_eos=chat.ignore_eos,
+            unset=_PLAIN_UNSET[chat.temperature is not None, chat.top_p is not None],
         ),
         messages=[{"role": message.role, "content": message.content} for message in chat.messages],
     )
@@ -246,6 +260,7 @@ def _sampling(body: RequestBody, max_tokens: int | None) -> RequestedSampling:
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         min_p=body.min_p or 0.0,
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items() if bias},
+        unset=tuple(name for name in DEFAULTED if getattr(body, name) is None),
     )
 
 

@@ -12,7 +12,7 @@ import codecs
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from controller.frontend.text.chat_templates import ChatTemplate, load_template
+from controller.frontend.text.generation_defaults import read_defaults
 from controller.frontend.text.segment_cache import KEPT_BYTES, TEXT_MAX, Beside, SegmentCache, in_thread
 from controller.frontend.text.token_reach import reach_of
 from events.errors import HoldfastError
@@ -156,12 +157,17 @@ class StreamDetokenizer:
 
 
 class Tokens:
-    """One model's tokenizer and chat template."""
+    """One model's tokenizer and chat template, and its defaults for sampling."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, kept_bytes: int = KEPT_BYTES
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        kept_bytes: int = KEPT_BYTES,
+        defaults: Mapping[str, float] | None = None,
     ) -> None:
         """Take a tokenizer as it is read from its file. `kept_bytes`: of segments that were read lately."""
+        self.defaults = defaults or {}
         self._tokenizer = tokenizer
         self.template = template
         self.size = ids_of(tokenizer)
@@ -247,7 +253,8 @@ def _load_alone(name: str) -> Tokens:
 @lru_cache(maxsize=32)
 def load_tokens(name: str) -> Tokens:
     """Return the tokenizer and chat template of `name`: a folder, or "builtin:sim". Raise TokenizerMissing."""
-    return Tokens(load_tokenizer(name), load_template(None if name == BUILTIN else Path(name)))
+    folder = None if name == BUILTIN else Path(name)
+    return Tokens(load_tokenizer(name), load_template(folder), defaults=read_defaults(folder))
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -372,3 +372,17 @@ def test_bytes_may_come_one_by_one() -> None:
     chunks = [chunk for place in range(len(stream)) for chunk in reading.feed(stream[place : place + 1])]
     assert [(chunk.tokens, chunk.finish) for chunk in chunks] == [([7, 8], "stop")]
     assert reading.end() == []
+
+
+async def test_what_a_client_leaves_out_is_left_out(upstream: Upstream, rig: Rig) -> None:
+    """The server's own defaults decide, as if the client had asked it directly; a canary leaves nothing out."""
+    names = ["temperature", "top_p", "top_k", "min_p"]
+    names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+    await rig.ask(prompt(), unset=names, max_tokens=2)
+    assert not set(names) & set(upstream.bodies[-1])
+    await rig.ask(prompt(), unset=names[2:], max_tokens=2, temperature=0.5, top_p=1.0)
+    asked = upstream.bodies[-1]
+    assert (asked["temperature"], asked["top_p"]) == (0.5, 1.0)
+    assert not set(names[2:]) & set(asked)
+    await rig.ask(prompt(), max_tokens=2, canary=True)
+    assert set(names) <= set(upstream.bodies[-1])

@@ -1,5 +1,6 @@
 """What does an upstream serve, by what it says and what we are told of it?"""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,8 @@ def identify(
         device="upstream",
         context_tokens=context,
         exact=known.exact,
+        root=known.root,
+        generation_config=config_digest(Path(settings.tokenizer)) if settings.tokenizer else "",
         profile=Profile(
             kv_blocks=blocks,
             block_tokens=block_tokens,
@@ -71,6 +74,14 @@ def identify(
         dp=known.ranks,
         waiting_max=settings.waiting_max,
     )
+
+
+def config_digest(folder: Path) -> str:
+    """Return a digest of the `generation_config.json` in a model's folder; empty if there is none."""
+    try:
+        return hashlib.sha256((folder / "generation_config.json").read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def block_size(given: int | None, said: int | None, *, announces: bool) -> int:

@@ -52,8 +52,8 @@ NOTHING_ADDED: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""What is said even where it says nothing: left out, the model's generation_config.json would decide (vLLM, SGLang), or
-the server's own defaults (llama-server), and a canary would not be the same question everywhere."""
+"""Values that change nothing. Sent with canaries, and with what a client gave: left out, the model's generation_config.json
+would decide (vLLM, SGLang), or the server's own defaults (llama-server), and a canary would not be the same everywhere."""
 
 
 class NoHandle(HoldfastError):
@@ -290,14 +290,17 @@ def _headers(abilities: Abilities, request: Generate) -> dict[str, str]:
 
 def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
     """Return the body that asks for a completion: the standard's fields, and extensions where they are taken."""
-    sampling = request.sampling
+    sampling, unset = (
+        request.sampling,
+        frozenset(request.sampling.unset),
+    )  # what the client left out is left out
     body: dict[str, Any] = {
         "model": abilities.model,
         "prompt": request.tokens if abilities.token_prompts else prompt_text(request),
         "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
+        **({} if "temperature" in unset else {"temperature": sampling.temperature}),
         "stream": True,
-        **(NOTHING_ADDED if abilities.extensions else {}),
+        **(_neutral(unset) if abilities.extensions else {}),
         **(request.guided or {}),
     }
     usual = Sampling(max_tokens=0)
@@ -305,7 +308,7 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
         "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
     ):  # fmt: skip
-        if (value := getattr(sampling, name)) != getattr(usual, name):
+        if name not in unset and (value := getattr(sampling, name)) != getattr(usual, name):
             body[name] = value
     if sampling.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
@@ -321,6 +324,13 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
         if abilities.ids_from == "logprobs":
             body["cache_prompt"] = False  # llama-server knows no salts; so it computes the whole prompt
     return body
+
+
+def _neutral(unset: frozenset[str]) -> dict[str, Any]:
+    """Return the values that change nothing, but for those that the server's defaults decide."""
+    if not unset:
+        return NOTHING_ADDED
+    return {name: value for name, value in NOTHING_ADDED.items() if name not in unset}
 
 
 def prompt_text(request: Generate) -> str:
