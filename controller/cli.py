@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from controller.config.variables import refuse_unknown
+from controller.terminal_text import safe_output
 from events.errors import Finding, HoldfastError, UsageError
 from events.process.imports import without
 
@@ -19,6 +20,13 @@ USAGE = 2
 FINDING = 3
 INTERRUPTED = 130
 ROLES = ("controller", "projector", "planner", "notifier", "frontend", "worker")
+DRAWING = (
+    "up",
+    "demo",
+    "top",
+    "status",
+    "plan",
+)  # these move the cursor, and clean what they show themselves
 CLOSED = (*ROLES, "up", "demo")  # who write into a fleet's directory
 
 
@@ -94,7 +102,10 @@ def _main(arguments: list[str]) -> int:
         logs.quiet()
     if wanted in CLOSED:
         os.umask(0o077)  # whatever they and their children write is their own user's alone
-    return _guarded(args)
+    if wanted in DRAWING or wanted in ROLES:
+        return _guarded(args)
+    with safe_output():  # names and reasons of others reach no terminal as they are
+        return _guarded(args)
 
 
 def parser_for(names: Container[str]) -> Parser:

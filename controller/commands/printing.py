@@ -6,6 +6,7 @@ from typing import Any
 
 from controller.columns import USUAL, columns, fitted
 from controller.deciders.worker import SPARE
+from controller.terminal_text import safe, safe_values
 from events import codec
 from events.fact import Recorded
 from events.process.presence import Presence
@@ -18,6 +19,7 @@ DAYS_TOLD_MAX = 1_000
 
 def print_status(status: dict[str, Any]) -> None:
     """Print the fleet as it is."""
+    status = safe_values(status)
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -194,7 +196,7 @@ def event_line(event: Recorded, output: str) -> str:
         }
         return json.dumps({**row, "body": codec.to_builtins(event.fact)})
     body = codec.to_builtins(event.fact)
-    fields = " ".join(f"{k}={_short(v)}" for k, v in body.items() if v not in (None, "", [], {}, ()))
+    fields = " ".join(f"{k}={safe(_short(v))}" for k, v in body.items() if v not in (None, "", [], {}, ()))
     line = f"{event.seq:>7} {event.at:%Y-%m-%dT%H:%M:%S.%f}Z {event.fact.kind():<20} {fields}"
     return fitted(line, hang=EVENT_HANG - (len(line) - len(line.lstrip())))
 

@@ -1,7 +1,7 @@
 """What `holdfast top` shows: the fleet, how busy it is, and what happened last, within the columns and lines that there are."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, JustifyMethod, RenderableType
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from controller.deciders.worker import SPARE
 from controller.replay.recent import URGENCY, RecentEvents
+from controller.terminal_text import safe, safe_values
 
 HEAD_LINES, EVENT_LINES_LEAST = 5, 5
 COLOURS = {
@@ -31,6 +32,7 @@ class FleetSeen(RecentEvents):
 
 def picture(seen: FleetSeen, lines: int) -> RenderableType:
     """Return one picture that takes at most so many lines."""
+    seen = replace(seen, status=seen.status and safe_values(seen.status), fault=safe(seen.fault))
     status = seen.status or {}
     workers = sorted(status.get("workers", ()), key=_urgency)
     room = max(1, lines - HEAD_LINES - 2 - EVENT_LINES_LEAST)

@@ -5,6 +5,7 @@ import select
 import sys
 from typing import TextIO
 
+from controller.terminal_text import safe
 from events.process.stderr import lose_the_rest
 
 
@@ -21,7 +22,7 @@ def warn(text: str) -> None:
 def _write(stream: TextIO, text: str) -> None:
     try:
         if _takes(stream):
-            print(text, file=stream, flush=True)
+            print("\n".join(map(safe, text.split("\n"))), file=stream, flush=True)
     except (OSError, ValueError):  # a closed pipe, a terminal that is gone, a closed file
         lose_the_rest()
 

@@ -1,11 +1,11 @@
 """What pages of history have in common: templates, styles, and the script that draws their pictures."""
 
-import re
 from datetime import datetime
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from controller.replay.report.markdown_text import escaped
 from controller.replay.sentences import span
 from events.errors import HoldfastError
 
@@ -28,8 +28,8 @@ def environment(package: str, *, escape: bool) -> Environment:
     found.filters |= {
         "span": _span,
         "clock": _clock,
-        "cell": _cell,
-        "line": _line,
+        "cell": escaped,
+        "line": escaped,
         "figure": _figure,
         "seconds": _seconds,
     }
@@ -52,16 +52,6 @@ def _seconds(value: float | None) -> str:
 def _clock(at: str) -> str:
     """Return an instant's time of day, to the millisecond."""
     return f"{datetime.fromisoformat(at):%H:%M:%S.%f}"[:-3]
-
-
-def _cell(text: str) -> str:
-    """Return a text that a cell of a Markdown table holds."""
-    return _line(text).replace("|", "\\|")
-
-
-def _line(text: str) -> str:
-    """Return a text that stays on a line of Markdown, and says there what it says here."""
-    return re.sub(r"([\\`*\[\]#])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
 
 
 def asset(package: str, name: str) -> str:

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from controller.deciders.golden import CONFIGURED
+from controller.terminal_text import safe
 from events import decisions as d
 from events import observations as o
 from events.fact import Fact, Recorded, Skipped
@@ -21,7 +22,10 @@ def line(event: Recorded, *, date: bool = False) -> str:
 
 def sentence(fact: Fact) -> str:
     """Return what a fact says, as one sentence without a full stop."""
-    say = SENTENCES.get(type(fact))
+    return safe(_said(fact, SENTENCES.get(type(fact))).replace("\n", " "))
+
+
+def _said(fact: Fact, say: "str | Callable[[Any], str] | None") -> str:
     if say is None:
         return f"{fact.kind()}: {fact}"
     return say.format(f=fact) if isinstance(say, str) else say(fact)

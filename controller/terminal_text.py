@@ -1,0 +1,75 @@
+"""Text that is safe on a terminal: names and reasons may come from a compromised worker or from a client.
+
+Control characters (C0 and C1), bidirectional controls, line separators and lone surrogates become `\\uXXXX`: they could clear the
+screen, reorder what is shown, answer for the operator, or set the terminal's title. In JSON that escape means the same character.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO, cast
+
+_BAD = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+_unsafe = re.compile(f"[{_BAD}]")
+_unsafe_in_output = re.compile(
+    f"(\x1b\\[[0-9;]{{0,32}}m)|(?![\n\t])[{_BAD}]"
+)  # colours are the commands' own
+
+
+def safe(text: str) -> str:
+    """Return one line of text without anything that a terminal would obey."""
+    return text if text.isascii() and text.isprintable() else _unsafe.sub(_escape, text)
+
+
+def safe_values(value: Any) -> Any:
+    """Return a value as JSON has it, with every string in it safe, names too."""
+    match value:
+        case str():
+            return safe(value)
+        case dict():
+            return {
+                safe(name) if isinstance(name, str) else name: safe_values(one) for name, one in value.items()
+            }
+        case list() | tuple():
+            return [safe_values(one) for one in value]
+    return value
+
+
+class SafeStream:
+    """A text stream of which only lines, tabs and colours reach a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text; return its length."""
+        self._stream.write(_unsafe_in_output.sub(_escape_but_colors, text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def safe_output() -> Iterator[None]:
+    """Let nothing but safe text reach stdout and stderr."""
+    with ExitStack() as stack:
+        if sys.stdout is not None:
+            stack.enter_context(redirect_stdout(cast(TextIO, SafeStream(sys.stdout))))
+        if sys.stderr is not None:
+            stack.enter_context(redirect_stderr(cast(TextIO, SafeStream(sys.stderr))))
+        yield
+
+
+def _escape(found: "re.Match[str]") -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
+def _escape_but_colors(found: "re.Match[str]") -> str:
+    return found[1] or _escape(found)

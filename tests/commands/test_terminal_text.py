@@ -1,0 +1,99 @@
+"""What others have named never acts on the operator's terminal, nor as markup of a report."""
+
+import io
+import json
+from datetime import UTC, datetime
+from typing import cast
+
+import pytest
+from rich.console import Console
+
+from controller.commands.printing import event_line, print_status
+from controller.commands.top_view import FleetSeen, picture
+from controller.processes.console import warn
+from controller.replay.report.markdown_text import escaped
+from controller.replay.sentences import line
+from controller.terminal_text import SafeStream, safe, safe_output, safe_values
+from events.fact import Recorded
+from events.observations import EngineFaulted
+
+EVIL = "w1\x1b]0;title\x07\x1b[2J\x9b31m\u202ecba\u2066\r\x08"
+SHOWN = r"w1\u001b]0;title\u0007\u001b[2J\u009b31m\u202ecba\u2066\u000d\u0008"
+FACT = EngineFaulted(worker=EVIL, instance="i1", reason=EVIL, fatal=True)
+EVENT = Recorded(1, datetime(2026, 1, 1, tzinfo=UTC), FACT, "e1")
+WORKER = {
+    "id": EVIL, "health": "HEALTHY", "weight": 1.0, "breaker": EVIL, "in_flight": 0, "model": EVIL, "reasons": [EVIL],
+    "last_canary": {"reason": EVIL}, "place": EVIL, "spare": False,
+}  # fmt: skip
+
+
+def clean(text: str) -> bool:
+    """Say whether nothing in a text acts on a terminal, besides colours."""
+    return io.StringIO(text).read() == _through(text)
+
+
+def _through(text: str) -> str:
+    out = io.StringIO()
+    SafeStream(out).write(text)
+    return out.getvalue()
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text() -> None:
+    assert safe(EVIL) == SHOWN
+    assert safe("Ünïcödé 日本語 😀 e\u0301") == "Ünïcödé 日本語 😀 e\u0301"
+    assert safe("a\ud800b\u2028c\ufeff") == r"a\ud800b\u2028c\ufeff"
+    assert safe_values({EVIL: [EVIL, 1, None, {"a": EVIL}]}) == {SHOWN: [SHOWN, 1, None, {"a": SHOWN}]}
+
+
+def test_events_and_timeline_show_names_and_reasons_as_text() -> None:
+    for text in (line(EVENT), event_line(EVENT, "text"), event_line(EVENT, "json")):
+        assert clean(text) and "u001b" in text
+    assert json.loads(event_line(EVENT, "json"))["body"]["reason"] == EVIL, "JSON says the same text"
+
+
+def test_status_shows_names_and_reasons_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    status = {
+        "workers": [WORKER], "awaited": [], "levels": {EVIL: "LEVEL_1"},
+        "journal": {"last_seq": 1, "first_seq": 1}, "spool": {}, "leader": EVIL,
+        "projector": {"position": None, "lag": None}, "processes": [],
+    }  # fmt: skip
+    print_status(status)
+    out = capsys.readouterr().out
+    assert clean(out) and "u001b" in out
+
+
+def test_top_shows_names_and_reasons_as_text() -> None:
+    seen = FleetSeen(status={"workers": [WORKER]}, fault=EVIL)
+    seen.take([EVENT])
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    console.print(picture(seen, 30))
+    assert clean(cast(io.StringIO, console.file).getvalue())
+
+
+def test_what_up_says_of_its_parts_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    warn(f"w1 ended: {EVIL}\nsecond line")
+    assert capsys.readouterr().err == f"w1 ended: {SHOWN}\nsecond line\n"
+
+
+def test_every_other_commands_output_goes_through_one_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    with safe_output():
+        print(EVIL, "\t", "\x1b[31mred\x1b[0m")
+    assert capsys.readouterr().out == f"{SHOWN} \t \x1b[31mred\x1b[0m\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<script>alert(1)</script>|", r"&lt;script>alert(1)&lt;/script>\|"),
+        ("[x](http://evil.example) ![i](y)", r"\[x\](http\://evil.example) \!\[i\](y)"),
+        ("www.evil.example", r"www\.evil.example"),
+        ("a_b _c_ *d* ~e~ `f` $g$ &amp;", r"a_b \_c\_ \*d\* \~e\~ \`f\` \$g\$ &amp;amp;"),
+        ("- item", r"\- item"),
+        ("12. item", r"12\. item"),
+        ("> quote", r"\> quote"),
+        ("=== \n# Head", r"\=== \# Head"),
+        ("a\x1b[2Jb", r"a\\u001b\[2Jb"),
+    ],
+)
+def test_nothing_in_a_name_is_markdown(text: str, shown: str) -> None:
+    assert escaped(text) == shown
