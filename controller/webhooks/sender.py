@@ -5,12 +5,15 @@ import contextlib
 import ssl
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.abc import AbstractResolver
 
 from controller.adapters.scaling.says import one_line
 from controller.ports import Clock
 from controller.webhooks.answers import Answer, retry_after_s
+from controller.webhooks.link_local import GuardedResolver, LinkLocalRefused, refusal
 from controller.webhooks.templates import WebhookRequest
 
 BODY_MAX = 4_096  # bytes of an answer
@@ -21,21 +24,35 @@ SAYS_S = 1.0  # that they may take behind its status
 class WebhookSender:
     """Posts to any URL."""
 
-    def __init__(self, session: aiohttp.ClientSession, clock: Clock, timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        clock: Clock,
+        timeout_s: float,
+        *,
+        allow_link_local: bool = False,
+    ) -> None:
         self._session, self._clock, self._timeout_s = session, clock, timeout_s
+        self._allow_link_local = allow_link_local
 
     @classmethod
-    async def open(cls, clock: Clock, timeout_s: float) -> "WebhookSender":
-        """Return one. aiohttp's own context is made at its import, and may trust nobody."""
+    async def open(cls, clock: Clock, timeout_s: float, *, allow_link_local: bool = False) -> "WebhookSender":
+        """Return one. aiohttp's own context is made at its import, and may trust nobody. Without `allow_link_local` it refuses
+        link-local and metadata addresses."""
+        resolver: AbstractResolver = aiohttp.DefaultResolver()
         trust: Any = await asyncio.to_thread(ssl.create_default_context)
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=trust, keepalive_timeout=KEPT_S),
+            connector=aiohttp.TCPConnector(
+                ssl=trust,
+                keepalive_timeout=KEPT_S,
+                resolver=resolver if allow_link_local else GuardedResolver(resolver),
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),  # ours is over all of it
             auto_decompress=False,
             trust_env=True,  # HTTPS_PROXY
         )
-        return cls(session, clock, timeout_s)
+        return cls(session, clock, timeout_s, allow_link_local=allow_link_local)
 
     async def send(self, url: str, request: WebhookRequest) -> Answer:
         """Post once, within the timeout. Never raises but for its cancellation."""
@@ -53,6 +70,9 @@ class WebhookSender:
             answer.close()
 
     async def _posted(self, url: str, request: WebhookRequest) -> aiohttp.ClientResponse:
+        why = "" if self._allow_link_local else refusal(urlsplit(url).hostname or "")
+        if why:  # aiohttp resolves no addresses, so that the resolver does not see them
+            raise LinkLocalRefused(why)
         own = {"User-Agent": f"Holdfast/{version('holdfast')}", "Accept-Encoding": "identity"}
         headers = {**own, **request.headers}
         return await self._session.post(url, data=request.body, headers=headers, allow_redirects=False)

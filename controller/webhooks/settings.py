@@ -14,6 +14,7 @@ from controller.setting_types import Positive, Strict
 from controller.webhooks import secrets
 from controller.webhooks.answers import RetryPolicy
 from controller.webhooks.kinds import checked
+from controller.webhooks.link_local import refusal
 from controller.webhooks.wording import FleetWording
 from events.errors import BadSetting
 
@@ -108,6 +109,10 @@ class NotifierSettings(Strict):
     wait_max_s: Positive = Field(
         60.0, description="and is never longer than that, unless Retry-After says so"
     )
+    allow_link_local: bool = Field(
+        False,
+        description="post to link-local addresses too, where clouds answer with an account's credentials",
+    )
     admin_host: str = Field("127.0.0.1", description="where /metrics, /health and /ready are served")
     admin_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="its port; 0: any free one")
 
@@ -117,6 +122,10 @@ class NotifierSettings(Strict):
             raise ValueError(f"{len(self.webhooks)} webhooks: {WEBHOOKS_MAX} at most")
         if twice := _twice(webhook.called for webhook in self.webhooks):
             raise ValueError(f"two webhooks are called {twice!r}: give each a name")
+        for webhook in self.webhooks:
+            why = refusal(urlsplit(webhook.address).hostname or "")
+            if why and not self.allow_link_local:
+                raise ValueError(f"the webhook {webhook.called}: {why}; allow_link_local permits it")
         self.policy()
         return self
 

@@ -35,7 +35,10 @@ async def run_notifier(
         loop.add_signal_handler(number, stop.set)
     connection = await BrokerConnection.open(nats_url, f"notifier:{name}")
     clock, metrics = SystemClock(), NotifierMetrics(CollectorRegistry())
-    sender, dead = await WebhookSender.open(clock, settings.timeout_s), DeadLetters(connection)
+    sender, dead = (
+        await WebhookSender.open(clock, settings.timeout_s, allow_link_local=settings.allow_link_local),
+        DeadLetters(connection),
+    )
     deliveries = [
         Delivery(
             webhook, settings.policy(), settings.wording(), partial(_followed, nats_url, webhook), sender, dead, clock, metrics
