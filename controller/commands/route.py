@@ -17,6 +17,7 @@ from typing import Any
 from controller.frontend.requests.overrides import OVERRIDABLE
 from controller.processes.up_flags import ROUTER, add_router_flags, check_frontend_flags
 from events.errors import HoldfastError, UsageError
+from events.process.own_port import opened
 from events.process.presence import Presence, present
 
 ANSWER_S = 10.0
@@ -109,7 +110,7 @@ def _ask(frontend: Presence, question: Mapping[str, Any]) -> dict[str, Any]:
     body = json.dumps(question).encode()
     request = urllib.request.Request(f"{frontend.url}/route", body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with opened(request, ANSWER_S) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
         raise HoldfastError(f"{frontend.name}: {_reason(error)}") from error

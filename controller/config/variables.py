@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from events.errors import BadSetting
 
 PREFIX = "HOLDFAST_"
-PLACES = ("HOLDFAST_NATS_URL", "HOLDFAST_DATABASE_URL", "HOLDFAST_DATA", "HOLDFAST_FLEET_KEY_FILE")
+PLACES = (
+    "HOLDFAST_NATS_URL",
+    "HOLDFAST_DATABASE_URL",
+    "HOLDFAST_DATA",
+    "HOLDFAST_FLEET_KEY_FILE",
+    "HOLDFAST_ADMIN_HOSTS",
+)
 WORKER_PREFIX = "HOLDFAST_WORKER_"  # read by the worker, which refuses what it does not know
 SECTIONS = ("controller", "frontend", "projector", "planner", "notifier")
 

@@ -16,6 +16,8 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "context_length_exceeded",
         "no_chat_template",
         "invalid_request",
+        "invalid_api_key",
+        "admin_refused",
         "model_not_found",
         "starting",
         "unknown_url",
@@ -77,6 +79,7 @@ REFUSALS = frozenset(  # of requests that were not begun anywhere, for another r
 )
 ERROR_TYPES = {
     400: "validation",
+    401: "unauthorized",
     404: "not_found",
     405: "validation",
     408: "validation",
@@ -154,6 +157,8 @@ class ApiError(HoldfastError):
             headers["X-Holdfast-Refused"] = self.code.partition(":")[0]
         if not self.should_retry:
             headers["x-should-retry"] = "false"
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         if self.allow:
             headers["Allow"] = self.allow
         return headers

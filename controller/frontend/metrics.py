@@ -241,8 +241,9 @@ class BoundMetrics(MetricTable):
 
     refused = counter(
         "holdfast_bound_refusals",
-        "What was refused or ended at a bound, by the bound: `text_length`, `long_texts`, `long_text_wait`, `body_bytes`, "
-        "`bodies_bytes`, `body_parse`, `body_values`, `body_wait`, `connections`, `connections_of_address`, `head_wait`.",
+        "What was refused or ended at a bound, by the bound: `api_key`, `text_length`, `long_texts`, `long_text_wait`, "
+        "`body_bytes`, `bodies_bytes`, `body_parse`, `body_values`, `body_wait`, `connections`, `connections_of_address`, "
+        "`head_wait`.",
         "bound",
     )
 

@@ -196,8 +196,26 @@ class FrontendSettings(Strict):
     port: int = Field(
         default=8000, ge=0, le=65_535, description="its port, which frontends share; 0: any free one"
     )
+    api_key_file: str = Field(
+        default="",
+        description="file of the API keys that clients need, `key` or `name:key` on each line; read again when it changes; "
+        "empty: none is needed",
+    )
+    insecure: bool = Field(
+        default=False, description="listen on other addresses than loopback without API keys"
+    )
+    tls_cert: str = Field(
+        default="",
+        description="file of the certificate chain (PEM) for TLS on both ports; read again when it changes; empty: no TLS",
+    )
+    tls_key: str = Field(default="", description="file of its private key (PEM), without a password")
     admin_host: str = Field(default="127.0.0.1", description="the address of metrics and readiness")
     admin_port: int = Field(default=0, ge=0, le=65_535, description="their port; 0: any free one")
+    admin_key_file: str = Field(
+        default="",
+        description="file of the keys with which other hosts may change settings on the admin port, as --api-key-file has them; "
+        "empty: only this host may",
+    )
     admin_api: bool = Field(
         default=False, description="answer /busy_threshold on the port of the API as well, for its clients"
     )
@@ -340,6 +358,12 @@ class FrontendSettings(Strict):
             raise ValueError(
                 "static names workers that are reached without a broker: request_plane must be tcp"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_complete(self) -> "FrontendSettings":
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key are needed together")
         return self
 
     @model_validator(mode="after")

@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from controller.metrics import CONTENT_TYPE
 from events.errors import HoldfastError
+from events.process import admin_guard
+from events.process.admin_guard import own_hosts
 from events.process.exposition import packed
 
 
@@ -30,7 +33,7 @@ async def serve(
         said = dict(report())
         return web.json_response(said, status=503 if request.path == "/ready" and not said["ready"] else 200)
 
-    app = web.Application()
+    app = web.Application(middlewares=[guarded(own_hosts())])
     app.add_routes([web.get("/metrics", metrics)])
     app.add_routes([web.get(path, health) for path in ("/health", "/live", "/ready")])
     app.add_routes(more)
@@ -38,6 +41,18 @@ async def serve(
     await runner.setup()
     await listen(runner, host, port)
     return runner
+
+
+def guarded(hosts: frozenset[str]) -> Middleware:
+    """Return a middleware that answers only what `admin_guard` lets pass."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if why := admin_guard.refusal(request.headers, hosts):
+            return web.json_response({"error": why}, status=403)
+        return await handler(request)
+
+    return guard
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:

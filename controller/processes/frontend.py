@@ -23,6 +23,7 @@ from controller.frontend.health.corruption import SERVED_EVERY_S, Served
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.open_port import check_open_port
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Observe
 from controller.processes import collector
@@ -72,6 +73,7 @@ async def run_frontend(
 
     Raise HoldfastError if it cannot begin: no port, no room for its spool, a journal that cannot be read.
     """
+    check_open_port(settings)
     if settings.static:
         return await FrontendProcess(settings, name, data, key=key).run_static()
     broker = nats_url if settings.request_plane == "nats" else ""
@@ -190,7 +192,10 @@ class FrontendProcess:
             collector.calm()
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(service()) for service in (*services, self._plane.run)]
-                running += [group.create_task(self._tick(director)), group.create_task(_check(api.openai))]
+                running += [
+                    group.create_task(self._tick(director)),
+                    group.create_task(_check(api.openai, listeners)),
+                ]
                 running.append(group.create_task(self._accept(director, listeners)))
                 await self._stop.wait()
                 await self.drain(api, listeners)
@@ -308,11 +313,12 @@ async def follow_peers(director: Director, bus: Bus) -> None:
             await asyncio.sleep(LINKS_S)
 
 
-async def _check(endpoints: OpenAiEndpoints) -> None:
+async def _check(endpoints: OpenAiEndpoints, listeners: Listeners) -> None:
     loop, heap = asyncio.get_running_loop(), HeapTrim()
     while True:
         await asyncio.sleep(CHECK_S)
         endpoints.check(loop.time())
+        listeners.check()
         await heap.look(loop.time())
 
 

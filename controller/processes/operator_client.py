@@ -3,7 +3,6 @@
 import asyncio
 import os
 import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from events.errors import HoldfastError
 from events.fact import Recorded
 from events.nats.bus import NatsBus
 from events.nats.urls import as_user, masked
+from events.process.own_port import opened
 
 ASK_WITHIN_S = 5.0
 CONNECT_WITHIN_S = 3.0
@@ -33,7 +33,7 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
     def get() -> bool:
         try:
-            with urllib.request.urlopen(url, timeout=deadline_s) as answer:
+            with opened(url, deadline_s) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError, ValueError):
             return False

@@ -12,7 +12,7 @@ from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreLost, StoreUnavailable
 from controller.processes import collector
-from controller.processes.controller_admin import listen, url_of
+from controller.processes.controller_admin import guarded, listen, url_of
 from controller.read_model.errors import StoreForbidden
 from controller.runtime.projection.metrics import ProjectorMetrics
 from controller.runtime.projection.projector import Projector
@@ -21,6 +21,7 @@ from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 from events.process import presence
+from events.process.admin_guard import own_hosts
 
 WATCH_S = 1.0
 ASK_S = 2.0
@@ -143,7 +144,7 @@ async def _serve(watch: ProjectorWatch, settings: ProjectorSettings) -> web.AppR
     async def ready(request: web.Request) -> web.Response:
         return web.json_response(watch.report(), status=503 if watch.ready() else 200)
 
-    app = web.Application()
+    app = web.Application(middlewares=[guarded(own_hosts())])
     app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

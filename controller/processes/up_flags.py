@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 
 from controller.config.flags import add_flags, as_variables, gather
 from controller.config.variables import PREFIX
+from controller.frontend.http.api_keys import ApiKeys
+from controller.frontend.http.tls import Tls
+from controller.frontend.open_port import check_open_port
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for
@@ -27,6 +30,7 @@ OWN = (
     "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code", "ttft_deadlines",
     "park", "park_s", "console_actions", "model_folders", "admission.first_token_s", "admission.first_token_s_per_1k",
     "stream.early_head_s",
+    "api_key_file", "insecure", "tls_cert", "tls_key", "admin_key_file",
 )  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
@@ -222,9 +226,23 @@ def check_frontend_flags(args: argparse.Namespace) -> None:
     gather(FrontendSettings, "frontend", {}, frontend_variables(args))
 
 
+def check_front_port(args: argparse.Namespace) -> FrontendSettings:
+    """Return the settings of the frontends, as far as flags and environment say. Raise BadSetting where the port is open to
+    other hosts without API keys, or a key file or certificate cannot be used."""
+    told = {name: value for name, value in os.environ.items() if name.startswith(f"{PREFIX}FRONTEND__")}
+    told |= frontend_variables(args) | {f"{PREFIX}FRONTEND__HOST": args.host}
+    settings = gather(FrontendSettings, "frontend", {}, told)
+    check_open_port(settings)
+    for file in filter(None, (settings.api_key_file, settings.admin_key_file)):
+        ApiKeys(Path(file))
+    Tls.of(settings.tls_cert, settings.tls_key)
+    return settings
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError if the flags do not go together."""
     check_frontend_flags(args)
+    check_front_port(args)
     journal_bounds(args)
     ladder_variables(args, os.environ)
     check_webhooks(args, os.environ)

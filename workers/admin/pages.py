@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from events.process.admin_guard import own_hosts, refusal
 from events.process.exposition import LARGE_BYTES, packed
 from workers.listening import listening
 
@@ -38,6 +39,7 @@ class Pages:
         """`request_s_max`: for a request and its answer."""
         self._request_s_max = request_s_max
         self._pages = pages
+        self._hosts = own_hosts()
         self._server: asyncio.Server | None = None
         self._open = 0
         self._silent: dict[
@@ -89,6 +91,8 @@ class Pages:
 
     async def _answer(self, head: bytes) -> PageAnswer:
         method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
+        if why := refusal(_headers(head), self._hosts):
+            return PageAnswer(f"{why}\n".encode(), "text/plain; charset=utf-8", HTTPStatus.FORBIDDEN)
         page = self._pages.get(rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1"))
         if method not in (b"GET", b"HEAD"):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -100,6 +104,15 @@ class Pages:
 
 def _error(status: HTTPStatus) -> PageAnswer:
     return PageAnswer(f"{status.phrase}\n".encode(), "text/plain; charset=utf-8", status)
+
+
+def _headers(head: bytes) -> dict[str, str]:
+    """Return the headers that the guard of admin ports looks at."""
+    lines = (line.decode("latin-1").partition(":") for line in head.split(b"\r\n")[1:])
+    found = {name.strip().lower(): value.strip() for name, _, value in lines}
+    return {
+        name: found[name.lower()] for name in ("Host", "Origin", "Sec-Fetch-Site") if name.lower() in found
+    }
 
 
 def _accepts(head: bytes) -> str:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, quoted, starting
+from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.busy_threshold import BusyThresholdEndpoint
 from controller.frontend.http.explain import explain
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints, refusal
@@ -23,12 +24,15 @@ from controller.frontend.http.tokenizing import TokenizerEndpoints
 from controller.frontend.requests.head import ENDPOINTS
 from controller.frontend.requests.reading import id_header
 from controller.frontend.responses.small_answers import ModelList, Version
+from events.process import admin_guard
+from events.process.admin_guard import own_hosts
 from events.process.exposition import packed
 
 log = structlog.get_logger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 ADMIN_PATHS = frozenset(route.path for route in ROUTES if route.admin)
+OPEN_PATHS = frozenset(("/health", "/ready", "/live", "/ping"))  # probes have no key
 API_PATHS = frozenset(route.path for route in ROUTES if route.api)
 
 
@@ -39,6 +43,8 @@ class Api:
         """Answer with what this director routes to; `openai` where its endpoints are not made as usual."""
         self.director = director
         self.openai = openai or OpenAiEndpoints(director)
+        self._admin_keys = ApiKeys.of(director.settings.admin_key_file)
+        self._hosts = own_hosts()
         self.draining = False
         self.listening = False  # on the port that the host's frontends share
         tokenizers = TokenizerEndpoints(director, self.openai.tokens, self.openai.intake)
@@ -71,6 +77,9 @@ class Api:
         if request.path in ADMIN_PATHS and not (admin or self.director.settings.admin_api):
             handler = None
         try:
+            keys = self.openai.keys
+            if keys is not None and not admin and request.path not in OPEN_PATHS:
+                keys.check(request.headers.get("Authorization", ""))
             if handler is None:
                 raise self._nowhere(request)
             return await handler(request)
@@ -86,6 +95,8 @@ class Api:
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request on the admin port: everything but the API."""
+        if why := self._refusal(request):
+            return refusal(ApiError(403, why, code="admin_refused"), {})
         if (request.method, request.path) == ("POST", "/route"):
             try:
                 intake = self.openai.intake
@@ -97,6 +108,22 @@ class Api:
             why = "this is the admin port; the API is on the frontend's own port"
             return refusal(ApiError(404, why, code="unknown_url"), {})
         return await self.handle(request, admin=True)
+
+    def _refusal(self, request: web.BaseRequest) -> str:
+        """Return why a request on the admin port is not answered; empty: it is."""
+        if why := admin_guard.refusal(request.headers, self._hosts):
+            return why
+        transport = request.transport
+        if request.method in admin_guard.READING or request.path == "/ping" or transport is None:
+            return ""
+        if admin_guard.is_local(transport.get_extra_info("peername"), transport.get_extra_info("sockname")):
+            return ""
+        keys = self._admin_keys
+        if keys is not None:
+            keys.refresh()
+            if keys.named(request.headers.get("Authorization", "")):
+                return ""
+        return "from another host this needs an admin key (--admin-key-file): Authorization: Bearer KEY"
 
     def _nowhere(self, request: web.BaseRequest) -> ApiError:
         asked = templated(request.path)[0]

@@ -13,6 +13,7 @@ from controller.frontend.http.api import Api, Handler
 from controller.frontend.http.client_handler import ClientServer
 from controller.frontend.http.fast_path import FastPathConnection
 from controller.frontend.http.open_connections import OpenConnections
+from controller.frontend.http.tls import Tls
 from controller.frontend.requests.head import cached_heads
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
@@ -34,6 +35,8 @@ class Listeners:
         port, if that is more than the api does there."""
         self._settings = settings
         self._api = api
+        self._tls = Tls.of(settings.tls_cert, settings.tls_key)
+        self._context = None if self._tls is None else self._tls.context
         refused, body_mb_max = api.director.metrics.bounds.count, settings.admission.body_mb_max
         self._clients = OpenConnections(settings.connections, refused)
         self._public = _runner(ClientServer(api.handle, self._clients, body_mb_max))
@@ -55,7 +58,7 @@ class Listeners:
         settings = self._settings
         await self._public.setup()
         await self._admin.setup()
-        admin = web.TCPSite(self._admin, settings.admin_host, settings.admin_port)
+        admin = web.TCPSite(self._admin, settings.admin_host, settings.admin_port, ssl_context=self._context)
         port = settings.port
         try:
             self._shared = await self._hold(settings.host, port)
@@ -70,9 +73,11 @@ class Listeners:
         make = partial(
             FastPathConnection, self._api.openai.answer, self._heads, server, self._connections, self._clients
         )
+        handshake_s = None if self._context is None else self._settings.connections.head_s
         return await loop.create_server(
-            make, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False
-        )
+            make, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False,
+            ssl=self._context, ssl_handshake_timeout=handshake_s,
+        )  # fmt: skip
 
     async def accept(self) -> None:
         """Take connections on the shared port. Raise SharedPortTaken."""
@@ -111,12 +116,21 @@ class Listeners:
     @property
     def url(self) -> str:
         """Where the API answers. Between `open` and `refuse`."""
-        return _url(self.sockets[0].getsockname())
+        return self._url(self.sockets[0].getsockname())
 
     @property
     def admin_url(self) -> str:
         """Where metrics and readiness answer, of this frontend alone."""
-        return _url(self._admin.addresses[0])
+        return self._url(self._admin.addresses[0])
+
+    def _url(self, address: Any) -> str:
+        host, port = address[:2]
+        return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def check(self) -> None:
+        """Read the certificate again if it has changed. Called every second."""
+        if self._tls is not None:
+            self._tls.refresh()
 
     async def refuse(self) -> None:
         """Take no new connections on the shared port: the host's other frontends get them."""
@@ -152,8 +166,3 @@ class Listeners:
 
 def _runner(server: ClientServer) -> web.ServerRunner:
     return web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
-
-
-def _url(address: Any) -> str:
-    host, port = address[:2]
-    return f"http://{host}:{port}"

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, unavailable
+from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.http.served_models import not_served
 from controller.frontend.requests.admission_headers import read_admission
@@ -44,6 +45,7 @@ class OpenAiEndpoints:
         self.tokens = tokens
         self._over = False  # nothing is answered any more
         self.intake = Intake(director.settings, director.metrics.bounds.count)
+        self.keys = ApiKeys.of(director.settings.api_key_file, director.metrics.bounds.count)
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
@@ -80,6 +82,8 @@ class OpenAiEndpoints:
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
+            if self.keys is not None:
+                self.keys.check(head.credentials)
             if isinstance(given, bytes):
                 overrides = head.overrides
             else:
@@ -264,7 +268,9 @@ class OpenAiEndpoints:
                 stream.release()
 
     def check(self, now: float) -> None:
-        """Cut off the clients that have not read for too long. Called every second."""
+        """Cut off the clients that have not read for too long, and read changed keys. Called every second."""
+        if self.keys is not None:
+            self.keys.refresh()
         for stream in [*self.completions.values(), *self._unread]:
             if stream is not None:
                 stream.check(now)

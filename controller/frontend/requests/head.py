@@ -35,6 +35,7 @@ class Head(msgspec.Struct, frozen=True):
     keep: bool = True  # the connection, when it is answered
     chunked: bool = True  # so can a stream's answer be
     overrides: RoutingOverrides = NO_OVERRIDES
+    credentials: str = ""  # the header Authorization
     asked: AdmissionHeaders = NOTHING  # of how it is let in, where that is by deadlines
     end: int = 0  # how many bytes it takes, with the empty line
     whole: int = 0  # and with the body
@@ -47,7 +48,17 @@ def read_head(
     tier, warning = tier_asked(tiers, headers.get("X-Priority"))
     given = own_id(headers.get("X-Request-Id"))
     chunked = version >= (1, 1)
-    return Head(endpoint, given, tier, warning, traceparent(headers), version, keep and chunked, chunked)
+    return Head(
+        endpoint,
+        given,
+        tier,
+        warning,
+        traceparent(headers),
+        version,
+        keep and chunked,
+        chunked,
+        credentials=headers.get("Authorization", ""),
+    )
 
 
 def cached_heads(

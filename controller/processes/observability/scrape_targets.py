@@ -28,10 +28,11 @@ def target_groups(present: Iterable[Presence]) -> list[TargetGroup]:
     found = []
     for one in sorted(present, key=lambda one: (one.role, one.name)):
         address = urlsplit(one.url)
-        if one.role in MEASURED and address.scheme == "http" and address.netloc:
-            found.append(
-                TargetGroup(targets=[address.netloc], labels={"role": one.role, "process": one.name})
-            )
+        if one.role in MEASURED and address.scheme in ("http", "https") and address.netloc:
+            labels = {"role": one.role, "process": one.name}
+            if address.scheme == "https":  # Prometheus' own label
+                labels["__scheme__"] = "https"
+            found.append(TargetGroup(targets=[address.netloc], labels=labels))
     return found
 
 

@@ -1,6 +1,5 @@
 """What a frontend's console has of its process: the fold, the last events, connections to workers, the commands of `holdfast`."""
 
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from controller.runtime.view import FleetView
 from events.fact import Recorded
 from events.journal.port import Journal
 from events.nats.bus import Bus
+from events.process.admin_guard import own_hosts
 
 EARLIER_EVENTS = 4 * TOLD_MAX  # most of them are routine
 ReadEnded = Callable[[int], Awaitable[Sequence[Mapping[str, Any]]]]
@@ -42,7 +42,7 @@ def make(
     fleet's directory, by which operators' commands find it, if the console may give any."""
     sources = ConsoleSources(
         name=name,
-        names=frozenset({socket.gethostname().lower()}),
+        names=own_hosts(),
         fleet=lambda: view.fleet,
         seq=lambda: view.seq,
         streams=lambda: {worker: _streams(plane, worker) for worker in plane.welcomes},
