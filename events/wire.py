@@ -137,7 +137,8 @@ class Logprob(msgspec.Struct, array_like=True):
 
 
 class Chunk(msgspec.Struct, array_like=True):
-    """What one step gave one stream. `finish`: stop, length, or None. `error` ends the stream: see `Fault`.
+    """What one step gave one stream. `finish`: stop, length, or another finish_reason of the engine; or None. `error` ends the
+    stream: see `Fault`.
 
     Where `prompt_logprobs` were asked for, the first chunk with tokens has one more logprob for each token of the prompt, before
     those of its own tokens; that of the prompt's first token says nothing."""
@@ -149,6 +150,14 @@ class Chunk(msgspec.Struct, array_like=True):
     logprobs: list[Logprob] | None = None
     text: str | None = None  # from engines that give text and no tokens
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first chunk
+
+
+def finish_reason(given: object) -> str:
+    """Return an engine's own finish_reason as clients get it; `stop` for what cannot be one."""
+    return given if isinstance(given, str) and _finish_reason(given) else "stop"
+
+
+_finish_reason = re.compile(r"[a-z_]{1,40}").fullmatch
 
 
 def join(earlier: Chunk, later: Chunk) -> bool:

@@ -10,6 +10,7 @@ RETRY_AFTER_SHED_S = 30
 QUOTED_MAX = 200  # characters of a client's own words in an error
 CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
     (
+        "invalid_http",
         "invalid_json",
         "invalid_value",
         "unsupported_parameter",
@@ -25,6 +26,7 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "body_too_large",
         "body_timeout",
         "head_timeout",
+        "headers_too_large",
         "too_many_connections",
         "internal",
         "engine_error",
@@ -84,6 +86,7 @@ ERROR_TYPES = {
     405: "validation",
     408: "validation",
     413: "validation",
+    431: "validation",
     499: "cancelled",
     502: "backend_error",
     503: "unavailable",

@@ -243,7 +243,7 @@ class BoundMetrics(MetricTable):
         "holdfast_bound_refusals",
         "What was refused or ended at a bound, by the bound: `api_key`, `text_length`, `long_texts`, `long_text_wait`, "
         "`body_bytes`, `bodies_bytes`, `body_parse`, `body_values`, `body_wait`, `connections`, `connections_of_address`, "
-        "`head_wait`.",
+        "`head_bytes`, `head_wait`.",
         "bound",
     )
 

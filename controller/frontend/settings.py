@@ -69,6 +69,7 @@ class ConnectionSettings(Strict):
 
     total_max: int = Field(default=16_384, ge=0)  # 0: any number
     per_address_max: int = Field(default=4096, ge=0)  # 0: any number
+    head_bytes_max: int = Field(default=2**15, ge=2**13)  # of a request's line and headers together
     head_s: Positive = 5.0  # from the first byte of a request's head to its last
     idle_s: Positive = 75.0  # without a request; before the first, too
 
@@ -227,6 +228,14 @@ class FrontendSettings(Strict):
         default=False,
         description="let the console drain, resume, empty and restart workers, too; else it only shows them",
     )
+    cors_origins: tuple[str, ...] = Field(
+        default=(),
+        description="origins whose pages may use the API from a browser, such as https://app.example.com; *: all; empty: none",
+    )
+    model_aliases: dict[str, str] = Field(
+        default={},
+        description="alias=model,...: further names under which clients may ask for a model",
+    )
     migration_limit: int = Field(
         default=3, ge=0, le=2**32 - 1, description="how often a request may move to another worker; 0: never"
     )
@@ -345,12 +354,13 @@ class FrontendSettings(Strict):
     @classmethod
     def _by_tier(cls, value: Any) -> Any:
         """Let flags and variables say it as `premium=500,standard=2000`."""
-        if not isinstance(value, str):
-            return value
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        if not all(tier.strip() and equals for tier, equals, _ in pairs):
-            raise ValueError("tier=milliseconds,... is wanted, such as premium=500,standard=2000")
-        return {tier.strip(): milliseconds.strip() for tier, _, milliseconds in pairs}
+        return _pairs(value, "tier=milliseconds,... is wanted, such as premium=500,standard=2000")
+
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _by_alias(cls, value: Any) -> Any:
+        """Let flags and variables say it as `gpt-4o=llama-70b`."""
+        return _pairs(value, "alias=model,... is wanted, such as gpt-4o=llama-70b")
 
     @model_validator(mode="after")
     def _a_broker_for_the_plane(self) -> "FrontendSettings":
@@ -383,6 +393,16 @@ class FrontendSettings(Strict):
     def _what_is_not_set_keeps_its_default(cls, value: Any) -> Any:
         """Let one number of one link be set alone: each link has defaults of its own."""
         return laid_over(asdict(MovingPolicy()), value) if isinstance(value, Mapping) else value
+
+
+def _pairs(value: Any, wanted: str) -> Any:
+    """Read `name=value,...`. Raise ValueError with what is wanted."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if not all(name.strip() and equals and one.strip() for name, equals, one in pairs):
+        raise ValueError(wanted)
+    return {name.strip(): one.strip() for name, _, one in pairs}
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

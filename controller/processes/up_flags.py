@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from controller.config.flags import add_flags, as_variables, gather
-from controller.config.variables import PREFIX
+from controller.config.variables import PREFIX, WORKER_PREFIX
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.tls import Tls
 from controller.frontend.open_port import check_open_port
@@ -31,6 +31,7 @@ OWN = (
     "park", "park_s", "console_actions", "model_folders", "admission.first_token_s", "admission.first_token_s_per_1k",
     "stream.early_head_s",
     "api_key_file", "insecure", "tls_cert", "tls_key", "admin_key_file",
+    "cors_origins", "model_aliases",
 )  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
@@ -170,6 +171,17 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 """The flags of `up` itself, as argparse takes them, in the order in which its help shows them."""
 
+VARIABLES: Mapping[str, str] = {
+    "--host": f"{PREFIX}FRONTEND__HOST",
+    "--port": f"{PREFIX}FRONTEND__PORT",
+    "--request-plane": f"{PREFIX}FRONTEND__REQUEST_PLANE",
+    "--planner-mode": f"{PREFIX}PLANNER__MODE",
+    "--engine": f"{WORKER_PREFIX}ENGINE",
+    "--model": f"{WORKER_PREFIX}MODEL",
+}
+"""Where `up` has a default of its own, the variable that the part itself would read goes before it."""
+TRUE = ("1", "true", "yes", "on", "y", "t")  # as pydantic reads them
+
 ACCEPT = "go on from what the journal holds, though it is not the one that this directory or its database remembers"
 CHAOS = "allow `holdfast chaos`: rehearsals only, never in production"
 
@@ -177,14 +189,16 @@ CHAOS = "allow `holdfast chaos`: rehearsals only, never in production"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `up`: its own, those of the frontends and of the ladder, and the one that is for rehearsals."""
     for flag, words in FLAGS.items():
-        parser.add_argument(flag, **words)
+        told = os.environ.get(VARIABLES.get(flag, ""))
+        parser.add_argument(flag, **(words if told is None else {**words, "default": told}))
     add_flags(parser, FrontendSettings, only=OWN)
     add_ladder_flags(parser)
     add_router_flags(parser)
     add_flags(parser, JournalSection)
     add_webhook_flags(parser)
     parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
-    parser.add_argument("--chaos", action="store_true", help=CHAOS)
+    chaos = os.environ.get(f"{PREFIX}CONTROLLER__CHAOS", "").lower() in TRUE
+    parser.add_argument("--chaos", action="store_true", default=chaos, help=CHAOS)
 
 
 def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:

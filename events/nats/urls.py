@@ -6,7 +6,8 @@
     ...&user=NAME                       what the broker's permissions call us: our answers come to _INBOX.NAME
     nats://host:4222?keys=DIR           DIR has a seed for each user: every process finds its own (`as_user`)
 
-Of several members of a cluster, with commas between, one is enough that says who we are.
+Of several members of a cluster, with commas between, one is enough that says who we are. The scheme of the first also holds for
+members that name none: nats://a:4222,b:4222.
 """
 
 from pathlib import Path
@@ -33,7 +34,14 @@ def _without_account(url: str) -> str:
 
 def addresses(urls: str) -> list[str]:
     """Return the URLs as nats-py takes them: without what only we understand."""
-    return [url.strip().partition("?")[0] for url in urls.split(",")]
+    return [url.partition("?")[0] for url in _members(urls)]
+
+
+def _members(urls: str) -> list[str]:
+    """Return each member's URL, with its scheme and what stands behind its question mark."""
+    first, *others = (url.strip() for url in urls.split(","))
+    scheme, separator, _ = first.partition("://")
+    return [first, *(url if "://" in url or not url else f"{scheme}{separator}{url}" for url in others)]
 
 
 def account(urls: str) -> dict[str, str]:
@@ -99,9 +107,9 @@ class BadBrokerUrl(HoldfastError):
 
 def check_url(urls: str) -> None:
     """Raise BadBrokerUrl unless a broker can be meant: nats-py's task would end in silence on some of the others."""
-    for url in urls.split(","):
+    for url in _members(urls):
         try:
-            parts = urlsplit(url.strip())
+            parts = urlsplit(url)
             good = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0
         except ValueError:  # a port that is no number
             good = False

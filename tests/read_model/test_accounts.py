@@ -1,10 +1,13 @@
 """Who may do what in the embedded database: whatever is refused is tried, and the fleet's own work is done."""
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
 import first_database
 import pytest
+import structlog
 from made_history import History
 from store_databases import execute, on
 
@@ -14,7 +17,7 @@ from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreLost
 from controller.processes.projector import run_projector
-from controller.read_model.errors import StoreForbidden
+from controller.read_model.errors import StoreForbidden, StoreLogin, StoreReadOnly, StoreUnavailable
 from controller.read_model.grants import READER_STATEMENT_S
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
@@ -146,7 +149,7 @@ async def test_each_does_its_work_and_a_rebuild_leaves_everybody_his_rights(
         PostgresStore(url, snapshot_every=5) for url in (urls.owner, urls.writer, urls.reader)
     )
     try:
-        with pytest.raises(StoreForbidden, match="holdfast database grants"):
+        with pytest.raises(StoreReadOnly, match="holdfast database grants"):
             await Projector(journal, reader).catch_up(1)
         await Projector(journal, writer).catch_up(len(history.events) // 2)
         await rebuild(journal, owner)
@@ -249,3 +252,49 @@ async def execute_script(url: str, script: str) -> None:
         await connection.execute(script)
     finally:
         await connection.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition, with a deadline."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_standby_or_a_wrong_password_makes_the_projector_wait_and_say_why(
+    urls: DatabaseUrls, tester_url: str
+) -> None:
+    """After a failover, or between a changed password and its deployment, the store is there again in a moment: the projector
+    goes on by itself, where it ended before with advice to rebuild."""
+    history = History().start().corruption()
+    journal = MemoryJournal(MemoryStream(history.events), "test")
+    store = PostgresStore(urls.writer)
+    projector = Projector(journal, store)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(projector.run())
+        try:
+            await execute(tester_url, "ALTER ROLE holdfast_writer SET default_transaction_read_only = on")
+            await store.close()
+            await until(lambda: any("takes no writes" in str(entry) for entry in logs))
+            await execute(tester_url, "ALTER ROLE holdfast_writer RESET default_transaction_read_only")
+            await until(lambda: projector.progress.projected == history.events[-1].seq)
+        finally:
+            await execute(tester_url, "ALTER ROLE holdfast_writer RESET default_transaction_read_only")
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await store.close()
+    assert {entry["event"] for entry in logs} >= {"projector_waits"}
+
+
+async def test_a_wrong_password_is_waited_for_by_migrations_and_the_store(urls: DatabaseUrls) -> None:
+    scheme, _, rest = urls.writer.partition("://")
+    account, _, place = rest.rpartition("@")
+    wrong = f"{scheme}://{account.partition(':')[0]}:wrong@{place}"
+    with pytest.raises(StoreLogin, match="password"):
+        await migrate.upgrade(wrong)
+    store = PostgresStore(wrong)
+    with pytest.raises(StoreLogin, match="password") as raised:
+        await store.position()
+    assert "wrong" not in str(raised.value) and "rebuild" not in str(raised.value)
+    assert isinstance(raised.value, StoreUnavailable)
+    await store.close()

@@ -12,7 +12,14 @@ from typing import Any, TypeAlias
 import asyncpg
 
 from controller.adapters.postgres.schema import SCHEMA
-from controller.read_model.errors import StoreForbidden, StoreGone, StoreRefused, StoreUnavailable
+from controller.read_model.errors import (
+    StoreForbidden,
+    StoreGone,
+    StoreLogin,
+    StoreReadOnly,
+    StoreRefused,
+    StoreUnavailable,
+)
 from events.errors import HoldfastError
 
 CONNECT_S = 5.0
@@ -41,11 +48,9 @@ AWAY = (
     asyncpg.PostgresSystemError,  # a file of its own is gone, or cannot be read
     asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again
 )
-FORBIDDEN = (
-    asyncpg.InsufficientPrivilegeError,
-    asyncpg.InvalidAuthorizationSpecificationError,  # no such account, or another password
-    asyncpg.ReadOnlySQLTransactionError,  # as a reader's are
-)
+FORBIDDEN = (asyncpg.InsufficientPrivilegeError,)
+LOGIN = (asyncpg.InvalidAuthorizationSpecificationError,)  # no such account, or another password
+READ_ONLY = (asyncpg.ReadOnlySQLTransactionError,)  # SQLSTATE 25006: a standby, or a reader's account
 _TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError)
 
 
@@ -87,6 +92,12 @@ class Link:
             except asyncpg.InvalidCatalogNameError as error:
                 self._drop()
                 raise StoreGone(f"{masked(self._url)}: {error}. {StoreGone.__doc__}") from error
+            except READ_ONLY as error:
+                self._drop()  # the next connection may reach the new primary
+                raise StoreReadOnly(f"{masked(self._url)}: {error}. {StoreReadOnly.__doc__}") from error
+            except LOGIN as error:
+                self._drop()
+                raise StoreLogin(f"{masked(self._url)}: {error}. {StoreLogin.__doc__}") from error
             except FORBIDDEN as error:
                 self._drop()
                 raise StoreForbidden(f"{masked(self._url)}: {error}. {StoreForbidden.__doc__}") from error

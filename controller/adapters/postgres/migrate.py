@@ -15,9 +15,24 @@ from typing import Any
 import asyncpg
 
 from controller.adapters.postgres import rights
-from controller.adapters.postgres.link import AWAY, CONNECT_S, FORBIDDEN, Link, masked, plain
+from controller.adapters.postgres.link import (
+    AWAY,
+    CONNECT_S,
+    FORBIDDEN,
+    LOGIN,
+    READ_ONLY,
+    Link,
+    masked,
+    plain,
+)
 from controller.adapters.postgres.schema import HEAD, SCHEMA
-from controller.read_model.errors import StoreForbidden, StoreRefused, StoreUnavailable
+from controller.read_model.errors import (
+    StoreForbidden,
+    StoreLogin,
+    StoreReadOnly,
+    StoreRefused,
+    StoreUnavailable,
+)
 from controller.read_model.grants import READER, WRITER, grants
 from events.errors import HoldfastError
 
@@ -117,7 +132,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
             if up and to == "head":
                 for grant in await _ours(connection, schema):
                     await connection.execute(text(grant))
-    except (DBAPIError, *AWAY, *FORBIDDEN) as error:
+    except (DBAPIError, *AWAY, *FORBIDDEN, *LOGIN, *READ_ONLY) as error:
         cut = late is not None and late.when() <= asyncio.get_running_loop().time()
         _translate(url, error, f"not done after {WITHIN_S:g} s" if cut else "")
         raise
@@ -156,6 +171,9 @@ async def _ours(connection: Any, schema: str) -> list[str]:
 def _translate(url: str, error: Exception, why: str) -> None:
     """Raise what we say instead of a driver's exception, if it is one that can be expected."""
     cause = getattr(getattr(error, "orig", None), "__cause__", None) or error
+    for kinds, said in ((READ_ONLY, StoreReadOnly), (LOGIN, StoreLogin)):
+        if isinstance(cause, kinds):
+            raise said(f"{masked(url)} cannot be migrated now: {cause}. {said.__doc__}") from error
     if isinstance(cause, FORBIDDEN):
         raise StoreForbidden(
             f"{masked(url)} cannot be migrated by this account: {cause}. {_BY_THE_OWNER}"

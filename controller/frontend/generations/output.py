@@ -17,7 +17,7 @@ from controller.frontend.requests.failures import Failure, classify
 from controller.frontend.responses.writers import ResponseWriter
 from controller.ports import LostCause
 from events.refusal import REASON, read_refusal
-from events.wire import Chunk, Sampling
+from events.wire import Chunk, Sampling, finish_reason
 
 
 class Owner(Protocol):
@@ -107,7 +107,7 @@ class GenerationOutput:
             if chunk.error is not None:
                 self._fail(owner, chunk.error)
             elif chunk.finish is not None:
-                owner.finished(chunk.finish)
+                owner.finished(finish_reason(chunk.finish))
         except Exception:
             owner.mistaken()
 
@@ -152,7 +152,7 @@ class GenerationOutput:
         if not self.has_output:
             self.has_output = True
             owner.first_output()
-        if chunk.finish == "stop":
+        if chunk.finish not in (None, "length"):
             self._accept_last(chunk)
         else:
             self._go_on(chunk)

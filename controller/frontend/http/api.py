@@ -19,7 +19,7 @@ from controller.frontend.http.explain import explain
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints, refusal
 from controller.frontend.http.openapi import VERSION, encoded
 from controller.frontend.http.routes import JSON, ROUTES, templated
-from controller.frontend.http.served_models import model_entry, not_served
+from controller.frontend.http.served_models import model_entry, not_served, served_names
 from controller.frontend.http.tokenizing import TokenizerEndpoints
 from controller.frontend.requests.head import ENDPOINTS
 from controller.frontend.requests.reading import id_header
@@ -70,6 +70,15 @@ class Api:
 
     async def handle(self, request: web.BaseRequest, *, admin: bool = False) -> web.StreamResponse:
         """Answer one request; `admin`: on the admin port."""
+        cors = None if admin else self.openai.cors
+        if cors is None:
+            return await self._handle(request, admin=admin)
+        asked = cors.preflight(request.headers) if request.method == "OPTIONS" else None
+        response = await self._handle(request, admin=False) if asked is None else asked
+        response.headers.update(cors.headers(request.headers.get("Origin", "")))
+        return response
+
+    async def _handle(self, request: web.BaseRequest, *, admin: bool) -> web.StreamResponse:
         method = "GET" if request.method == "HEAD" else request.method  # aiohttp leaves the body out
         handler = self.routes.get((method, request.path)) or self.routes.get(
             (method, templated(request.path)[0])
@@ -150,13 +159,14 @@ class Api:
         director = self.director
         if not director.live and not director.routing.served:
             raise starting()
-        return _json(ModelList([model_entry(director, model) for model in director.routing.served]))
+        return _json(ModelList([model_entry(director, *names) for names in served_names(director)]))
 
     async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
         _, model = templated(request.path)
-        if model not in self.director.routing.served:
+        found = dict(served_names(self.director)).get(model)
+        if found is None:
             raise not_served(self.director, model)
-        return _json(model_entry(self.director, model))
+        return _json(model_entry(self.director, model, found))
 
     async def _openapi(self, request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=encoded(), content_type=JSON)

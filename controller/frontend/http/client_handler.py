@@ -16,7 +16,7 @@ from typing import Any, cast
 from aiohttp import StreamReader, web
 from aiohttp.http import RawRequestMessage
 
-from controller.frontend.errors import quoted
+from controller.frontend.errors import ApiError
 from controller.frontend.http.api import Handler
 from controller.frontend.http.body_end import BodyEnd
 from controller.frontend.http.open_connections import OpenConnections
@@ -30,7 +30,7 @@ class ClientHandler(web.RequestHandler):
     """One connection."""
 
     __slots__ = (
-        "_ahead", "_body", "_clients", "_head_tail", "_head_timer", "_let_in", "_payload", "_unanswered",
+        "_ahead", "_body", "_clients", "_head_bytes", "_head_tail", "_head_timer", "_let_in", "_payload", "_unanswered",
     )  # fmt: skip
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, clients: OpenConnections) -> None:
@@ -39,10 +39,13 @@ class ClientHandler(web.RequestHandler):
             loop=loop,
             access_log=cast(Any, None),  # it is told of nothing
             keepalive_timeout=clients.settings.idle_s,
+            max_line_size=clients.settings.head_bytes_max,
+            max_field_size=clients.settings.head_bytes_max,
             auto_decompress=False,  # `Intake` inflates, no further than it must
         )
         self._clients = clients
         self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0  # of that head so far
         self._head_tail = b""  # the last bytes of the head that has begun
         self._body: BodyEnd | None = None  # what is still to come of the last request
         self._payload: StreamReader | None = None  # that body, as the answer reads it
@@ -92,6 +95,11 @@ class ClientHandler(web.RequestHandler):
         found = seen.find(_END)
         end = len(data) if found < 0 else found + len(_END) - len(self._head_tail)
         self._head_tail = seen[: len(self._head_tail) + end][1 - len(_END) :]
+        self._head_bytes += end
+        if self._head_bytes > self._clients.settings.head_bytes_max and self._let_in is not None:
+            self._clients.end_large_head(self._let_in)
+            self.force_close()
+            return len(data)
         self._offer(data[:end])
         if self._head_tail and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._clients.settings.head_s, self._head_is_late)
@@ -104,6 +112,7 @@ class ClientHandler(web.RequestHandler):
         if self._request_count != known:
             self._unanswered += self._request_count - known
             self._head_tail = b""
+            self._head_bytes = 0
             self._stop_head_timer()
             before = self._payload
             message, self._payload = self._messages[-1]
@@ -158,8 +167,16 @@ class ClientHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no request; aiohttp quotes all of the line that it did not understand."""
-        return super().handle_error(request, status, exc, None if message is None else quoted(message))
+        """Answer what is no request, and close. aiohttp would quote the line that it did not understand, which may hold a key."""
+        if status >= 500 or request.writer.output_size:
+            return super().handle_error(request, status, exc, message)
+        name = f" ({type(exc).__name__})" if exc is not None else ""
+        error = ApiError(status, f"this is not a valid HTTP request{name}", code="invalid_http")
+        response = web.Response(
+            status=status, body=error.encoded(), content_type="application/json", headers=error.headers
+        )
+        response.force_close()
+        return response
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:

@@ -48,6 +48,12 @@ class OpenConnections:
         if not self._by_address[address]:
             del self._by_address[address]
 
+    def end_large_head(self, transport: asyncio.Transport) -> None:
+        """End a connection on which a request's head is larger than it may be."""
+        self.refused("head_bytes")
+        why = f"the request's line and headers have more than {self.settings.head_bytes_max} bytes"
+        end(transport, ApiError(431, why, code="headers_too_large"))
+
     def end_late_head(self, transport: asyncio.Transport) -> None:
         """End a connection on which a request's head has begun, and not ended in time."""
         self.refused("head_wait")
@@ -64,7 +70,9 @@ def address_of(transport: asyncio.Transport) -> str:
 def end(transport: asyncio.Transport, error: ApiError) -> None:
     """Say an error to who has no request yet, and close."""
     body = error.encoded()
-    reason = {408: "Request Timeout", 503: "Service Unavailable"}[error.status]
+    reason = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}[
+        error.status
+    ]
     headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
     head = (
         f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json; charset=utf-8\r\n{headers}"

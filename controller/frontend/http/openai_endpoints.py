@@ -15,7 +15,8 @@ from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
-from controller.frontend.http.served_models import not_served
+from controller.frontend.http.cors import Cors
+from controller.frontend.http.served_models import model_of
 from controller.frontend.requests.admission_headers import read_admission
 from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.requests.head import Head, read_head
@@ -45,6 +46,7 @@ class OpenAiEndpoints:
         self.tokens = tokens
         self._over = False  # nothing is answered any more
         self.intake = Intake(director.settings, director.metrics.bounds.count)
+        self.cors = Cors.of(director.settings.cors_origins)
         self.keys = ApiKeys.of(director.settings.api_key_file, director.metrics.bounds.count)
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
@@ -71,14 +73,21 @@ class OpenAiEndpoints:
             return await self._respond(head, body, transport)
         except Exception:  # a mistake of ours, as in `handle`
             log.exception("request_failed", endpoint=head.endpoint)
-            return refusal(internal(), answer_headers(head))
+            return refusal(internal(), self._headers(head))
+
+    def _headers(self, head: Head) -> dict[str, str]:
+        """Return the headers that every answer to this request has."""
+        headers = answer_headers(head)
+        if self.cors is not None:
+            headers |= self.cors.headers(head.origin)
+        return headers
 
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
     ) -> web.Response | None:
         """Answer a request, of which the body is given, or is still to be read. Return what is to be written; None: it was
         streamed."""
-        headers, arrived = answer_headers(head), self._director.now()
+        headers, arrived = self._headers(head), self._director.now()
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
@@ -96,7 +105,7 @@ class OpenAiEndpoints:
                 headers["Warning"] = f"{head.warning}, {told}" if head.warning else told
             kind = "stream" if parsed.stream else "unary"
             if parsed.model not in self._director.table.known:
-                raise not_served(self._director, parsed.model)
+                parsed = resolved(self._director, parsed)
             model = parsed.model
             self._requests.active.add(1, model)
             self.answering += 1
@@ -143,7 +152,7 @@ class OpenAiEndpoints:
                 reservation.free()  # for the generations, which are launched before anybody else's turn comes
         format = ResponseFormat(
             id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
-            model=parsed.model,
+            model=parsed.called or parsed.model,
             created=int(time.time()),  # noqa: TID251 (shown to the client, compared with nothing)
             chat=parsed.chat,
             usage=parsed.stream and parsed.include_usage,
@@ -318,6 +327,11 @@ class OpenAiEndpoints:
             requests.rejections.labels(model, endpoint).inc()
         elif error.refusal:
             requests.refusals.labels(model, endpoint, error.refusal).inc()
+
+
+def resolved(director: Director, parsed: ParsedRequest) -> ParsedRequest:
+    """Return a request for the model that its alias stands for. Raise ApiError (404, 503)."""
+    return msgspec.structs.replace(parsed, model=model_of(director, parsed.model), called=parsed.model)
 
 
 def _shutting_down() -> ApiError:

@@ -1,5 +1,7 @@
 """Which models are served, and what have the workers of one in common?"""
 
+from msgspec import UNSET
+
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, invalid, starting, unavailable, unknown_model
 from controller.frontend.responses.small_answers import ModelEntry
@@ -19,13 +21,29 @@ def not_served(director: Director, model: str) -> ApiError:
     return unknown_model(model)
 
 
+def model_of(director: Director, name: str) -> str:
+    """Return the known model that a name stands for, its own or an alias. Raise ApiError: 404 for one that no worker serves."""
+    model = director.settings.model_aliases.get(name, name)
+    for one in (name, model):  # a worker's own name goes before an alias
+        if one in director.table.known:
+            return one
+    raise not_served(director, model)
+
+
+def served_names(director: Director) -> list[tuple[str, str]]:
+    """Return every name under which a served model may be asked for, with the model."""
+    served = director.routing.served
+    aliases = director.settings.model_aliases.items()
+    return [(model, model) for model in served] + [
+        (alias, model) for alias, model in aliases if model in served and alias not in served
+    ]
+
+
 def chosen_model(director: Director, name: str | None) -> str:
     """Return a model that is known: the one of this name, or the only one that is served. Raise ApiError: 404 for one that nobody
     serves, 400 where a name is wanted."""
     if name:
-        if name not in director.table.known:
-            raise not_served(director, name)
-        return name
+        return model_of(director, name)
     served = director.routing.served
     if len(served) != 1:
         raise invalid(f"which model? There are {', '.join(served) or 'none'}", "model")
@@ -43,6 +61,7 @@ def group_of(director: Director, model: str) -> EndpointGroup:
     return director.routing.group(model, first.lineage)
 
 
-def model_entry(director: Director, model: str) -> ModelEntry:
-    """Return what /v1/models says of a model that is served."""
-    return ModelEntry(id=model, max_model_len=group_of(director, model).context_tokens)
+def model_entry(director: Director, name: str, model: str) -> ModelEntry:
+    """Return what /v1/models says of a model that is served, under one of its names."""
+    root = UNSET if name == model else model
+    return ModelEntry(id=name, max_model_len=group_of(director, model).context_tokens, root=root)

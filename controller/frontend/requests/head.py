@@ -36,6 +36,7 @@ class Head(msgspec.Struct, frozen=True):
     chunked: bool = True  # so can a stream's answer be
     overrides: RoutingOverrides = NO_OVERRIDES
     credentials: str = ""  # the header Authorization
+    origin: str = ""  # the header Origin
     asked: AdmissionHeaders = NOTHING  # of how it is let in, where that is by deadlines
     end: int = 0  # how many bytes it takes, with the empty line
     whole: int = 0  # and with the body
@@ -58,6 +59,7 @@ def read_head(
         keep and chunked,
         chunked,
         credentials=headers.get("Authorization", ""),
+        origin=headers.get("Origin", ""),
     )
 
 

@@ -73,6 +73,7 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
 
     chat: bool
     model: str
+    called: str = ""  # the alias by which the client asks for the model; empty: by its own name
     stream: bool
     include_usage: bool
     n: int = 1

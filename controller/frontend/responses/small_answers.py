@@ -32,6 +32,7 @@ class ModelEntry(msgspec.Struct):
     object: str = "model"
     created: int = 0  # nobody knows
     owned_by: str = "holdfast"
+    root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model that it stands for
 
 
 class ModelList(msgspec.Struct):

@@ -176,5 +176,6 @@ def head_beginning(version: tuple[int, int], second: int) -> str:
         f"HTTP/{version[0]}.{version[1]} 200 OK\r\n"
         "Content-Type: text/event-stream; charset=utf-8\r\n"
         "Cache-Control: no-cache\r\n"
+        "X-Accel-Buffering: no\r\n"
         f"Date: {formatdate(second, usegmt=True)}\r\n"
     )

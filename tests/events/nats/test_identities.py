@@ -290,3 +290,15 @@ def test_a_seed_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     assert keys.public(folder, "operator").startswith("U") and keys.users(folder) == ["operator"]
     assert [path.name for path in folder.iterdir()] == ["operator.nk"]
+
+
+def test_members_of_a_cluster_may_leave_out_the_scheme_of_the_first() -> None:
+    """`nats://a:4222,b:4222` is one URL to everybody else's clients."""
+    together = "nats://user:word@a:4222,b:4222, tls://c:4222,d?nkey=FILE"
+    assert addresses(together) == ["nats://user:word@a:4222", "nats://b:4222", "tls://c:4222", "nats://d"]
+    assert account(together) == {"user": "user", "password": "word", "nkeys_seed": "FILE"}
+    check_url("nats://a:4222,b:4222")
+    assert masked("nats://user:word@a:4222,b:4222") == "nats://a:4222,nats://b:4222"
+    for wrong in ("a:4222,nats://b:4222", "nats://a:4222,", "nats://a:4222,b:0"):
+        with pytest.raises(BadBrokerUrl):
+            check_url(wrong)

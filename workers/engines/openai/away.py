@@ -34,11 +34,23 @@ def unreachable(url: str, path: str, error: Exception, within_s: float) -> Upstr
         return UpstreamAway(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
         return UpstreamAway(f"{shown(url)}{path} does not answer within {within_s:g} s")
+    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
+        return UpstreamAway(f"cannot connect to {shown(url)}: {_tls_reason(error)}")
     if isinstance(error, aiohttp.ClientConnectorError):
         number, words = error.os_error.errno or 0, error.os_error.strerror
         why = os.strerror(number) if number > 0 else words or type(error.os_error).__name__
         return UpstreamAway(f"cannot connect to {shown(url)} ({why})")
     return UpstreamAway(f"{shown(url)}{path}: {type(error).__name__}", str(error))
+
+
+def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
+    """Say what is wrong with TLS: such an error has the number of another one ("Operation not permitted")."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause: object = error.certificate_error
+        why = getattr(cause, "verify_message", "") or str(cause)
+        return f"its certificate is not trusted: {why} (SSL_CERT_FILE names certificates to trust)"
+    cause = error.os_error
+    return f"TLS failed: {getattr(cause, 'reason', None) or cause}"
 
 
 def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamAway:

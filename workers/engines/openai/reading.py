@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from events.wire import Chunk, Generate, Logprob
+from events.wire import Chunk, Generate, Logprob, finish_reason
 from workers.engines.openai.mistakes import error_of
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
@@ -127,7 +127,7 @@ class UpstreamStream:
         self._doubt_zeros_alone()
         last = _joined([*self._held, *([] if believed is None else [believed])])
         self.over = True
-        yield self._chunk(last, finish="length" if reason == "length" else "stop")
+        yield self._chunk(last, finish=finish_reason(reason))
 
     def _believe(self, piece: StreamPiece) -> StreamPiece | None:
         """Return what may be passed on: not yet a run of zeros, and all that was held back once something follows."""

@@ -1,0 +1,45 @@
+"""What the environment says goes before `up`'s defaults, and flags go before both."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.restart_plan import plan
+from controller.processes.up_flags import VARIABLES, add_arguments
+
+TOLD = {
+    "--host": ("127.0.0.9", "127.0.0.8"),
+    "--port": ("8123", "8124"),
+    "--request-plane": ("nats", "tcp"),
+    "--planner-mode": ("observe", "off"),
+    "--engine": ("openai", "simulated"),
+    "--model": ("/models/a", "/models/b"),
+}
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+@pytest.mark.parametrize("flag", VARIABLES)
+def test_a_variable_goes_before_the_default_and_a_flag_before_it(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, (variable, given) = flag[2:].replace("-", "_"), TOLD[flag]
+    assert str(getattr(parsed(), name)) != variable
+    monkeypatch.setenv(VARIABLES[flag], variable)
+    assert str(getattr(parsed(), name)) == variable
+    assert str(getattr(parsed(flag, given), name)) == given
+
+
+def test_frontends_listen_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_FRONTEND__HOST", "127.0.0.9")
+    monkeypatch.setenv("HOLDFAST_CONTROLLER__CHAOS", "true")
+    args = parsed()
+    children = {child.role: child.environment for child in plan(args, FleetDir(tmp_path))}
+    assert children["frontend"]["HOLDFAST_FRONTEND__HOST"] == "127.0.0.9"
+    assert args.chaos and children["controller"]["HOLDFAST_CONTROLLER__CHAOS"] == "true"

@@ -1,0 +1,49 @@
+"""A model may be asked for by further names."""
+
+from typing import Any
+
+from frontend_kit import frontend
+from scripted_worker import ScriptedWorker
+
+from controller.config.flags import gather
+from controller.frontend.settings import FrontendSettings
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+ALIASES = {"gpt-4o": "m", "gone": "none", "m2": "m"}
+
+
+async def test_an_alias_is_served_listed_and_named_in_the_answer() -> None:
+    async with frontend(ScriptedWorker(), model_aliases=ALIASES) as kit:
+        for name in ("m", "gpt-4o", "m2"):
+            status, answer, _ = await kit.post("/v1/chat/completions", model=name, **CHAT)
+            assert (status, answer["model"]) == (200, name)
+            events = await kit.stream("/v1/chat/completions", model=name, **CHAT)
+            assert {event["model"] for event in events if "model" in event} == {name}
+            status, _, _ = await kit.post("/tokenize", model=name, prompt="a")
+            assert status == 200
+        async with kit.http.get(kit.url + "/v1/models") as answer:
+            listed = {one["id"]: one.get("root") for one in (await answer.json())["data"]}
+        assert listed == {"m": None, "gpt-4o": "m", "m2": "m"}
+        async with kit.http.get(kit.url + "/v1/models/gpt-4o") as answer:
+            assert (await answer.json())["root"] == "m"
+        requests = kit.counted("dynamo_frontend_requests_total", "model")
+        assert set(requests) <= {("m",)}, "metrics know the model alone"
+
+
+async def test_an_alias_of_what_no_worker_serves_is_not_found() -> None:
+    async with frontend(ScriptedWorker(), model_aliases=ALIASES) as kit:
+        for name in ("gone", "unknown"):
+            status, answer, _ = await kit.post("/v1/chat/completions", model=name, **CHAT)
+            assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_workers_own_name_goes_before_an_alias() -> None:
+    async with frontend(ScriptedWorker(), model_aliases={"m": "other"}) as kit:
+        status, answer, _ = await kit.post("/v1/chat/completions", model="m", **CHAT)
+        assert (status, answer["model"]) == (200, "m")
+
+
+def test_flags_and_variables_say_it_in_one_line() -> None:
+    told = {"HOLDFAST_FRONTEND__MODEL_ALIASES": "gpt-4o=llama-70b, a/b:1=c"}
+    settings = gather(FrontendSettings, "frontend", {}, told)
+    assert settings.model_aliases == {"gpt-4o": "llama-70b", "a/b:1": "c"}
