@@ -5,7 +5,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controller.replay.report.markdown_text import escaped
+from controller.replay.markdown_text import escaped
 from controller.replay.sentences import span
 from events.errors import HoldfastError
 

@@ -2,9 +2,6 @@
 
 import socket
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
-from typing import Any
-
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 METADATA_HOSTS = ("metadata.google.internal", "metadata.goog", "metadata")
 NETWORKS: tuple[IPv4Network | IPv6Network, ...] = (
@@ -51,22 +48,3 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
             or (IPv4Address(int(found) & 0xFFFFFFFF) if within else found)
         )
     return found
-
-
-class GuardedResolver(AbstractResolver):
-    """Resolves names, and refuses one that leads to such an address: a URL is checked once, its name may change later."""
-
-    def __init__(self, resolver: AbstractResolver) -> None:
-        self._resolver = resolver
-
-    async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
-        """Return the addresses of a name. Raise LinkLocalRefused."""
-        found = await self._resolver.resolve(host, port, family)
-        for one in found:
-            if why := refusal(one["host"]):
-                raise LinkLocalRefused(f"{host}: {why}")
-        return found
-
-    async def close(self) -> None:
-        """Close the resolver."""
-        await self._resolver.close()

@@ -2,18 +2,19 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-from aiohttp.abc import AbstractResolver
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from controller.adapters.scaling.says import one_line
 from controller.ports import Clock
 from controller.webhooks.answers import Answer, retry_after_s
-from controller.webhooks.link_local import GuardedResolver, LinkLocalRefused, refusal
+from controller.webhooks.link_local import LinkLocalRefused, refusal
 from controller.webhooks.templates import WebhookRequest
 
 BODY_MAX = 4_096  # bytes of an answer
@@ -80,6 +81,25 @@ class WebhookSender:
     async def close(self) -> None:
         """Let go of what is open."""
         await self._session.close()
+
+
+class GuardedResolver(AbstractResolver):
+    """Resolves names, and refuses one that leads to such an address: a URL is checked once, its name may change later."""
+
+    def __init__(self, resolver: AbstractResolver) -> None:
+        self._resolver = resolver
+
+    async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
+        """Return the addresses of a name. Raise LinkLocalRefused."""
+        found = await self._resolver.resolve(host, port, family)
+        for one in found:
+            if why := refusal(one["host"]):
+                raise LinkLocalRefused(f"{host}: {why}")
+        return found
+
+    async def close(self) -> None:
+        """Close the resolver."""
+        await self._resolver.close()
 
 
 async def _beginning(answer: aiohttp.ClientResponse) -> str:

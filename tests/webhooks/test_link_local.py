@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from controller.webhooks.link_local import GuardedResolver, LinkLocalRefused, refusal
+from controller.webhooks.link_local import LinkLocalRefused, refusal
+from controller.webhooks.sender import GuardedResolver
 from controller.webhooks.settings import NotifierSettings
 
 REFUSED = [

@@ -18,7 +18,7 @@ from controller.frontend.text.tokenizer import BUILTIN, LONG_TEXT, Tokens, load_
 
 SECONDS = 20.0
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
-LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+LIVE = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 REFUSED = "holdfast_bound_refusals_total"
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from events.refusal import RequestRefusal, read_refusal
-from events.wire import ERRORS, Generate, Sampling
+from events.wire import ERRORS, Generate, Sampling, finish_reason
 from workers.engines.openai.mistakes import WORDS_MAX, error_of, refusal_of
 from workers.engines.openai.reading import UpstreamStream
 
@@ -130,3 +130,27 @@ def test_any_detail_is_a_refusal_of_the_400s(detail: str) -> None:
 def test_any_error_object_is_somebodys(said: Any) -> None:
     for canary in (False, True):
         assert error_of(said, canary=canary).partition(":")[0] in ERRORS
+
+
+@pytest.mark.parametrize(
+    ("reason", "passed"),
+    [
+        ("stop", "stop"),
+        ("length", "length"),
+        ("content_filter", "content_filter"),
+        ("tool_calls", "tool_calls"),
+        ("insufficient_system_resource", "insufficient_system_resource"),
+        ("<script>", "stop"),
+        ("x" * 41, "stop"),
+        ("", "stop"),
+        (7, "stop"),
+        ({"type": "stop"}, "stop"),
+    ],
+)
+def test_an_upstreams_own_finish_reason_is_passed_on(reason: object, passed: str) -> None:
+    """What cannot be a finish_reason is `stop`."""
+    stream = UpstreamStream(Generate(1, "r1", [1], 1, Sampling(max_tokens=4)), "nowhere")
+    event = {"choices": [{"index": 0, "text": "hi", "finish_reason": reason}]}
+    chunks = stream.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
+    assert [chunk.finish for chunk in chunks] == [passed]
+    assert finish_reason(reason) == passed

@@ -1,15 +1,18 @@
 """What a worker says of an upstream that is not there yet: nothing listens, it wants a key, it is loading. It quotes nobody."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from certificates import certificate
 
 from controller.adapters.embedded.free_port import free_port
 from events.process.key_file import read_key
 from workers.engines.engine import EngineDead
+from workers.engines.openai.away import UpstreamAway
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.patience import UpstreamWait
 from workers.engines.openai.upstream import Upstream
@@ -155,3 +158,25 @@ def test_a_key_is_what_stands_on_the_only_line(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"  {KEY}\r\n\n")
     assert read_key(file) == KEY
+
+
+async def test_an_untrusted_certificate_and_a_port_without_tls_say_so(tmp_path: Path) -> None:
+    """They were called `Operation not permitted`: such an error has the number of another one."""
+    cert, key = certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    runner = web.AppRunner(web.Application(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    (_, with_tls), (_, without) = runner.addresses
+    try:
+        for port, why in ((with_tls, "certificate is not trusted: self-signed"), (without, "TLS failed: ")):
+            upstream = Upstream(f"https://127.0.0.1:{port}", "", 1)
+            with pytest.raises(UpstreamAway, match=why) as raised:
+                await upstream.abilities()
+            assert "Operation not permitted" not in str(raised.value)
+            assert why in await upstream.healthy(10.0)
+            await upstream.close()
+    finally:
+        await runner.cleanup()

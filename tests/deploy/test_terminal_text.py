@@ -11,7 +11,7 @@ from rich.console import Console
 from controller.commands.printing import event_line, print_status
 from controller.commands.top_view import FleetSeen, picture
 from controller.processes.console import warn
-from controller.replay.report.markdown_text import escaped
+from controller.replay.markdown_text import escaped
 from controller.replay.sentences import line
 from controller.terminal_text import SafeStream, safe, safe_output, safe_values
 from events.fact import Recorded
