@@ -93,10 +93,8 @@ class Upstream:
                     return "" if response.status < 400 else f"{path} answers {response.status}"
             except TimeoutError:
                 return f"{path} does not answer within {deadline_s:g} s"
-            except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-                return unreachable(self._url, path, error, deadline_s).why
             except aiohttp.ClientError as error:
-                return f"{path} cannot be reached: {error}"
+                return f"{path} cannot be reached: {unreachable(self._url, path, error, deadline_s).why}"
         return "it has neither /health nor /v1/models"
 
     async def metrics(self, deadline_s: float) -> str | None:
