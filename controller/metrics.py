@@ -232,6 +232,11 @@ class FleetGauges(MetricTable):
         "dynamo_circuit_breaker_state", "Circuit breaker state (0=closed, 1=open, 2=half_open)", "worker_id"
     )
     weight = scraped("holdfast_worker_weight", "Share of traffic, 0 to 1; 0: not routable", "worker_id")
+    suspect = scraped(
+        "holdfast_worker_suspect",
+        "1 while canaries convict a worker that serves all the same, because no other worker of its model does",
+        "worker_id",
+    )
     skew = scraped(
         "holdfast_clock_skew_seconds",
         "How far a worker's clock is ahead of this controller's; decides nothing",
@@ -305,6 +310,7 @@ def _fill_workers(gauges: FleetGauges, fleet: Fleet) -> None:
             gauges.state.add_metric([name, each.value.lower()], float(each is health))
         gauges.breaker.add_metric([name], BREAKER[worker.breaker.position])
         gauges.weight.add_metric([name], worker.weight)
+        gauges.suspect.add_metric([name], float(worker.serves_suspect))
 
 
 def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:

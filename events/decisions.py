@@ -140,6 +140,9 @@ class GoldenRetired(Decision):
     canary_key: str
     canary: str
     reason: str
+    outvoted_by: tuple[
+        str, ...
+    ] = ()  # workers whose equal answers outvoted an agreed golden: it convicts them no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,12 @@ ALERTS = (
         says="No worker of it is in service: each request is refused with no_routable_worker.",
     ),
     Alert(
+        name="HoldfastSuspectServing", severity="critical", board="holdfast-corruption",
+        expr="max by (worker_id) (holdfast_worker_suspect) > 0",
+        summary="{{ $labels.worker_id }} serves although canaries convict it",
+        says="No other worker of its model serves. Its answers may be wrong: they carry X-Holdfast-Suspect.",
+    ),
+    Alert(
         name="HoldfastPanic", severity="warning", lasts="1m", board="holdfast-requests",
         expr="max by (model) (holdfast_panic) > 0",
         summary="Frontends ignore their own breakers for {{ $labels.model }}",

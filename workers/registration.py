@@ -44,4 +44,6 @@ def registration(
         kv_events=kv_events,
         waiting_max=i.waiting_max,
         spare=config.spare,
+        server=i.server,
+        account=config.account,
     )

@@ -24,6 +24,7 @@ from events.fleet_key import FleetKey
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal
+from events.nats import urls
 from events.nats.bus import NatsBus
 from events.nats.channels import Channels
 from events.process import descriptors, presence
@@ -202,6 +203,7 @@ def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> l
             graceful_shutdown=settings.graceful_shutdown,
             migration_limit=settings.migration_limit,
             spare=settings.spare,
+            account=urls.user(settings.nats_url),
             chaos=settings.chaos,
             shares_process=settings.count > 1,
             computes_on_gpus=settings.engine != "openai",

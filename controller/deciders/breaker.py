@@ -74,6 +74,7 @@ class Breaker:
     trials_failed: int = 0  # in a row
     moved_by: int = 0  # number of the decision that moved it last
     retry_at: datetime | None = None
+    retry_now: bool = False  # what opened it was withdrawn: the trial is due at once
     deadline: datetime | None = None  # of the trial
     resting: bool = False  # the worker drains or is dead: nothing is tried
     trial_by: Literal["canary", "request"] = "canary"
@@ -103,6 +104,11 @@ def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
             return _moved(state, fact)
         case _:
             return state
+
+
+def try_now(state: Breaker, cause: str) -> Breaker:
+    """Make an open breaker's trial due at once: the evidence that opened it was withdrawn."""
+    return replace(state, retry_now=True, cause=cause) if state.position == "open" else state
 
 
 def _succeeded(state: Breaker, by: str, sent_under: int, cause: str) -> Breaker:
@@ -155,6 +161,7 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
         unhealthy="",
         trial="",
         retry_at=None,
+        retry_now=False,
         deadline=None,
         admitted=False,
         why="",
@@ -182,7 +189,7 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
         return (_open(policy, state, now, reason, trials_failed=0),) if reason else ()
     if state.position == "half_open":
         return _end_trial(policy, state, now)
-    if state.retry_at is None or now < state.retry_at:
+    if not state.retry_now and (state.retry_at is None or now < state.retry_at):
         return ()
     half_opened = BreakerHalfOpened(
         worker=state.worker,

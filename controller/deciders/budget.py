@@ -1,4 +1,8 @@
-"""The ejection budget: how many workers of a model may doubt take out of service at once?"""
+"""The ejection budget: which workers of a model stay in service although they are doubted, or a canary convicts them.
+
+Doubt may take out at most a share of them. A conviction by canary takes out every worker but the last one that serves: the
+canary may be wrong (new weights under the old name), and without that worker every request fails. Its answers are marked.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +13,8 @@ from events.decisions import WeightCapped
 from events.fact import Decision, Fact
 from events.frozen import quickly_made, replace
 
+LAST_SERVING = "last_serving"  # reason of a WeightCapped that keeps the last worker of a model
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPolicy:
@@ -16,6 +22,7 @@ class BudgetPolicy:
 
     max_ejection_share: float = 0.5  # of a model's workers that doubt alone may take out of service
     kept_weight: float = 0.1  # share of the traffic of one that is kept in service all the same
+    keep_last: bool = True  # whether a model's last worker serves on when only canaries convict it
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -30,6 +37,7 @@ class Budget:
     worker: str
     instance: str
     kept: float | None = None  # the weight at which it is kept in service in spite of doubt
+    last: bool = False  # it is kept although a canary convicts it: no other worker of its model serves
     cause: str = ""
 
 
@@ -43,13 +51,17 @@ class BudgetRank:
     counts: bool  # it is, or would be but for doubt, in service
     badness: tuple[int, ...]
     cause: str = ""
+    serves: bool = False  # it is in service without being kept
+    suspect: bool = False  # nothing but canaries keeps it out of service
+    limit: float = 1.0  # the weight that its devices leave it
+    moved_by: int = 0  # number of the last decision about its health
 
 
 def evolve(state: Budget, fact: Fact, cause: str = "") -> Budget:
     """Absorb one fact about this worker and instance."""
     match fact:
         case WeightCapped():
-            return replace(state, kept=fact.weight, cause=cause)
+            return replace(state, kept=fact.weight, last=fact.reason == LAST_SERVING, cause=cause)
         case _:
             return state
 
@@ -67,14 +79,34 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
         key=lambda s: (s.budget.kept is None, s.badness, s.budget.worker),
     )
     keep = {s.budget.worker for s in ejected[: max(0, len(ejected) - allowed)]}
+    last = _last(policy, standings) if not keep else ""
     for standing in standings:
-        weight = policy.kept_weight if standing.budget.worker in keep else None
-        if weight != standing.budget.kept:
+        name, limit = standing.budget.worker, standing.limit
+        weight = limit if name == last else policy.kept_weight if name in keep else None
+        if (weight, name == last) != (standing.budget.kept, standing.budget.last):
             yield WeightCapped(
-                worker=standing.budget.worker,
+                worker=name,
                 instance=standing.budget.instance,
                 weight=weight,
-                reason="ejection_budget" if weight is not None else "within_budget",
+                reason=LAST_SERVING
+                if name == last
+                else "ejection_budget"
+                if name in keep
+                else "within_budget",
                 decided_at=now,
                 cause=standing.cause,
             )
+
+
+def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
+    """Return the worker that serves on although canaries convict it, because no other does; empty: there is none, or no need.
+
+    One that serves so already goes on; otherwise it is the least bad, and of equals the one that was convicted last.
+    """
+    if not policy.keep_last or any(s.serves for s in standings):
+        return ""
+    suspects = [s for s in standings if s.suspect]
+    chosen = min(
+        suspects, key=lambda s: (not s.budget.last, s.badness, -s.moved_by, s.budget.worker), default=None
+    )
+    return chosen.budget.worker if chosen is not None else ""

@@ -29,6 +29,7 @@ from controller.deciders.golden import Golden
 from controller.deciders.incident import Incident
 from controller.deciders.spares import NO_SPARE
 from controller.deciders.thresholds import NEVER, BusyThresholds
+from controller.deciders.votes.quorum import Voter
 from controller.deciders.worker import Worker
 from events.decisions import (
     DegradationChanged,
@@ -65,7 +66,7 @@ Key = tuple[str, str]  # canary key, canary id
 T = TypeVar("T")
 # Named once: a union that is written into the test of every fact is made anew for every fact.
 GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed
-GoldenFact: TypeAlias = GoldenSeen | GoldenAgreed | GoldenRetired
+GoldenFact: TypeAlias = GoldenSeen | CanaryFailed | GoldenAgreed | GoldenRetired
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,12 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
 
 def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
     match fact:
-        case GoldenAgreed() | GoldenRetired():
-            return _golden(fleet, fact, cause)
+        case GoldenAgreed():
+            return _revised(
+                _golden(fleet, fact, cause), fact, fleet.goldens.get((fact.canary_key, fact.canary))
+            )
+        case GoldenRetired():
+            return _outvoted(_golden(fleet, fact, cause), fact)
         case DegradationChanged():
             state = degradation.evolve(fleet.models.get(fact.model, Degradation(fact.model)), fact, cause)
             return replace(fleet, models={**fleet.models, fact.model: state})
@@ -144,6 +149,39 @@ def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
             return replace(fleet, policy=fact.policy, deciders_version=fact.deciders_version)
         case _:
             return fleet
+
+
+def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
+    """Return the live workers of a canary key, as voters on the golden of one canary."""
+    found = {}
+    for name, worker in fleet.workers.items():
+        if worker.joined.canary_key == canary_key and worker.alive:
+            heard = canary in worker.passes or worker.joined.dp > 1  # of several ranks no pass is remembered
+            confirms = heard and not worker.health.joining and not worker.health.convicted
+            found[name] = Voter(worker.joined.instance, worker.place, worker.joined.account or name, confirms)
+    return found
+
+
+def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
+    """Lift what workers' own provisional golden said of them, where they agreed on another answer since."""
+    votes = before.votes if before is not None else ()
+    for name in (vote.worker for vote in votes if vote.revised and vote.worker in fact.by):
+        worker = fleet.workers.get(name)
+        if worker is not None:
+            fleet = _with_worker(fleet, one.outvoted(worker, fact.canary, fact.number, agrees=True))
+    return fleet
+
+
+def _outvoted(fleet: Fleet, fact: GoldenRetired) -> Fleet:
+    """Lift what an outvoted golden said of workers."""
+    if not fact.outvoted_by:
+        return fleet
+    workers = dict(fleet.workers)
+    for name, worker in fleet.workers.items():
+        if worker.joined.canary_key == fact.canary_key:
+            agrees = name in fact.outvoted_by
+            workers[name] = one.outvoted(worker, fact.canary, fact.number, agrees=agrees)
+    return replace(fleet, workers=workers)
 
 
 def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
@@ -191,7 +229,7 @@ def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: R
     moved = one.evolve(worker, said, recorded, recorded.id)
     if moved is not worker:
         fleet = _with_worker(fleet, moved)
-    if isinstance(fact, GoldenSeen):
+    if isinstance(fact, GoldenSeen) or (isinstance(fact, CanaryFailed) and fact.whole):
         return _golden(fleet, fact, recorded.id)
     if isinstance(fact, ResumeRequested) and worker.health.corrupt:
         return _begin_anew(fleet, worker, fact, recorded.id)
@@ -209,7 +247,11 @@ def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str)
 
 
 def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> CanaryFailed:
-    """Let a provisional golden convict only the worker that it came from."""
+    """Let a provisional golden convict only the worker that it came from, and an outvoted one none."""
+    if fact.golden == "agreed":
+        known = fleet.goldens.get((fact.canary_key, fact.canary))
+        outvoted = known is not None and fact.sent_under < known.outvoted_by
+        return replace(fact, golden="none") if outvoted else fact
     if fact.golden != "provisional":
         return fact
     state = fleet.goldens.get((fact.canary_key, fact.canary))

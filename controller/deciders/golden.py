@@ -2,8 +2,10 @@
 
     (none) ── proposed ──▶ provisional ── a second worker agrees ──▶ agreed
        │                        │                                      ▲
-       │                        └── disputed ──▶ retired ── two agree ─┘
+       │                        └── disputed ──▶ retired ── two agree ─┤
        │                                          └── nobody's vote left: the next answer is provisional again
+       │                                                              │
+       │       agreed ── outvoted ──▶ retired, and the answer that outvoted it
        └── configured ──▶ agreed ── more workers contradict it, all alike, than confirm it ──▶ retired, for good
 
 A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. A provisional one
@@ -17,20 +19,28 @@ worker had said is disputed then, and its next answer begins anew.
 A configured answer has its way, but for one case: a typing error in it would convict the whole fleet. As long as no worker has
 confirmed it, one that contradicts it disputes it, and when enough of them say the same, it is retired and nobody is in doubt.
 
+An agreed golden is outvoted when live workers that contradict it alike are more voices than those that confirm it
+(`votes.quorum`): new weights under the same name, on one server after another. Their answer is agreed instead, and the
+golden that fell convicts them no more. A worker that gives a third answer is convicted by the new golden as well.
+
 What a reader would get wrong: who is at odds is read off the votes of those who live, not remembered. When the other
 side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import reduce
 from typing import Literal
 
 from controller.deciders.validation import STRICT, at_least
+from controller.deciders.votes.camps import Vote, agrees, camps, margin
+from controller.deciders.votes.quorum import Voter, outvoters
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.frozen import replace
 from events.observations import (
+    CanaryFailed,
     CanaryPassed,
     CanarySlow,
     GoldenDisputed,
@@ -49,24 +59,11 @@ class GoldenPolicy:
     """How many different workers must give the same answer before it convicts others."""
 
     voters_min: int = 2  # workers that must give the same answer before it convicts others
+    outvote: bool = True  # whether equal contradictions of more hosts than confirm an agreed golden retire it
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         at_least(2, voters_min=self.voters_min)
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """One worker's answer."""
-
-    worker: str
-    instance: str
-    tokens: tuple[int, ...]
-    top_k: tuple[TopK, ...] = ()
-    cause: str = ""
-    passed: bool = (
-        False  # it passed the canary: its answer was compared with the golden one by the canary loop
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +83,12 @@ class Golden:
     configured: bool = False
     asked: int = 0  # tokens that were asked for; 0: as many as the answer has
     votes: tuple[Vote, ...] = ()
+    contradictions: tuple[Vote, ...] = ()  # whole answers that differ from it, while it is agreed
     by: tuple[str, ...] = ()  # who agreed
     dissent: tuple[str, ...] = ()  # who answered otherwise when it was agreed, and has not passed it since
     disputed_by: str = ""  # worker, until a decision has answered
     moved_by: int = 0  # number of the last decision about it
+    outvoted_by: int = 0  # number of the decision by which another answer outvoted the one before
     cause: str = ""
 
 
@@ -99,7 +98,9 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
         case GoldenProposed():
             return _proposed(state, fact, cause)
         case CanaryPassed() | CanarySlow() if state is not None:
-            return _passed(state, fact, cause)
+            return _passed(_reconciled(state, fact), fact, cause)
+        case CanaryFailed() if state is not None:
+            return _contradicted(state, fact, cause)
         case GoldenDisputed() if state is not None:
             vote = Vote(fact.worker, fact.instance, contradiction(state, fact.tokens), (), cause)
             votes = _cast(state.votes, vote)
@@ -111,11 +112,55 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
         case GoldenAgreed() if state is not None:
             return _agreed(state, fact)
         case GoldenRetired() if state is not None:
-            return replace(
-                state, status="retired", disputed_by="", moved_by=fact.number, cause=f"decision:{fact.number}"
-            )
+            return _retired(state, fact)
         case _:
             return state
+
+
+def _contradicted(state: Golden, fact: CanaryFailed, cause: str) -> Golden:
+    """Note a whole answer that differs from an agreed golden, once. It counts when enough workers contradict it alike.
+
+    So does a worker's answer that differs from its own provisional golden, as soon as another worker disputes that."""
+    open_ = state.status == "agreed" or (state.status == "provisional" and fact.worker == state.proposed_by)
+    if not open_ or not fact.whole or fact.sent_under < state.moved_by:
+        return state
+    tokens = contradiction(state, fact.got)
+    known = next((vote for vote in state.contradictions if vote.worker == fact.worker), None)
+    if known is not None and (known.instance, known.tokens, known.top_k) == (
+        fact.instance,
+        tokens,
+        fact.top_k,
+    ):
+        return state
+    vote = Vote(fact.worker, fact.instance, tokens, fact.top_k, cause)
+    return replace(state, contradictions=_cast(state.contradictions, vote), cause=cause)
+
+
+def _reconciled(state: Golden, fact: CanaryPassed | CanarySlow) -> Golden:
+    """Drop a worker's contradiction: it has given the agreed answer since."""
+    if not state.contradictions or fact.sent_under < state.moved_by:
+        return state
+    left = tuple(vote for vote in state.contradictions if vote.worker != fact.worker)
+    return state if len(left) == len(state.contradictions) else replace(state, contradictions=left)
+
+
+def _retired(state: Golden, fact: GoldenRetired) -> Golden:
+    """Take a retirement. Those that outvoted it keep their answers as votes: they are agreed on next."""
+    retired = replace(
+        state,
+        status="retired",
+        disputed_by="",
+        contradictions=(),
+        moved_by=fact.number,
+        cause=f"decision:{fact.number}",
+    )
+    if not fact.outvoted_by:
+        revised = (replace(vote, revised=True) for vote in state.contradictions)
+        return replace(retired, votes=reduce(_cast, revised, state.votes))
+    if state.configured:
+        return replace(retired, outvoted_by=fact.number)
+    votes = tuple(vote for vote in state.contradictions if vote.worker in fact.outvoted_by)
+    return replace(retired, votes=votes, dissent=(), by=(), outvoted_by=fact.number)
 
 
 def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -194,6 +239,7 @@ def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
         configured=fact.configured,
         asked=fact.asked,
         votes=(vote,) if fact.configured else _cast(state.votes, vote),
+        contradictions=(),
         by=(),
         dissent=(),
         disputed_by="",
@@ -230,12 +276,13 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
     first = votes[0]
     others = tuple(v.worker for v in state.votes if not agrees(first, v, state.tolerance))
     agreed = replace(agreed, dissent=tuple(worker for worker in others if worker != CONFIGURED))
-    if first.tokens == state.tokens:
+    if agrees(Vote("", "", state.tokens, state.top_k), first, state.tolerance):
         return agreed
     return replace(
         agreed,
         tokens=first.tokens,
         top_k=first.top_k,
+        margin=margin(first.top_k),
         proposed_by=first.worker,
         proposed_instance=first.instance,
     )
@@ -256,11 +303,31 @@ def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(vote.worker for vote in votes if vote.worker in state.dissent)
     if state.configured:
         return ()  # it is the configuration that is in doubt
-    return tuple(vote.worker for vote in votes) if len(_camps(votes, state.tolerance)) > 1 else ()
+    return tuple(vote.worker for vote in votes) if len(camps(votes, state.tolerance)) > 1 else ()
 
 
-def decide(policy: GoldenPolicy, state: Golden, now: datetime) -> Iterator[Decision]:
-    """Say whether this golden is agreed, or no longer counts."""
+def no_voters() -> Mapping[str, Voter]:
+    """Return no voters: without them no agreed golden is outvoted."""
+    return {}
+
+
+def may_be_outvoted(policy: GoldenPolicy, state: Golden) -> bool:
+    """Return whether enough workers contradict an agreed golden to count them."""
+    return policy.outvote and state.status == "agreed" and len(state.contradictions) >= policy.voters_min
+
+
+def decide(
+    policy: GoldenPolicy,
+    state: Golden,
+    now: datetime,
+    voters: Callable[[], Mapping[str, Voter]] = no_voters,
+) -> Iterator[Decision]:
+    """Say whether this golden is agreed, or no longer counts. `voters`: the live workers of its key."""
+    if may_be_outvoted(policy, state):
+        against, confirming = outvoters(state.contradictions, state.tolerance, voters(), policy.voters_min)
+        if against:
+            yield from _outvoted(state, against, confirming, now)
+            return
     if state.configured and state.status != "provisional":
         if state.status == "agreed" and (against := _against(policy, state)):
             yield GoldenRetired(
@@ -287,54 +354,40 @@ def decide(policy: GoldenPolicy, state: Golden, now: datetime) -> Iterator[Decis
         )
 
 
+def _outvoted(
+    state: Golden, against: tuple[str, ...], confirming: tuple[str, ...], now: datetime
+) -> Iterator[Decision]:
+    """Retire a golden, and agree on the answer that outvoted it. A configured one is only retired."""
+    yield GoldenRetired(
+        canary_key=state.canary_key,
+        canary=state.canary,
+        reason=f"outvoted: {', '.join(against)} against {', '.join(confirming) or 'no worker'}",
+        outvoted_by=against,
+        decided_at=now,
+        cause=state.cause,
+    )
+    if not state.configured:
+        yield GoldenAgreed(
+            canary_key=state.canary_key, canary=state.canary, by=against, decided_at=now, cause=state.cause
+        )
+
+
 def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
     """Return the workers behind the answer that enough of them, and more than behind any other, have given."""
     if state.configured:
         return (CONFIGURED,)
-    camps = _camps(state.votes, state.tolerance)
-    sizes = sorted((len(camp) for camp in camps), reverse=True)
+    found = camps(state.votes, state.tolerance)
+    sizes = sorted((len(camp) for camp in found), reverse=True)
     if not sizes or sizes[0] < policy.voters_min or (len(sizes) > 1 and sizes[1] == sizes[0]):
         return ()
-    largest = next(camp for camp in camps if len(camp) == sizes[0])
+    largest = next(camp for camp in found if len(camp) == sizes[0])
     return tuple(sorted(vote.worker for vote in largest))
 
 
 def _against(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
     """Return the workers that contradict a configured answer alike, if they are enough, and more than confirm it."""
     others = [vote for vote in state.votes if vote.worker != CONFIGURED and vote.tokens != state.tokens]
-    largest = max(_camps(others, 0.0), key=len, default=[])
+    largest = max(camps(others, 0.0), key=len, default=[])
     if len(largest) < policy.voters_min or len(largest) <= len(confirmations(state)):
         return ()
     return tuple(sorted(vote.worker for vote in largest))
-
-
-def _camps(votes: Iterable[Vote], tolerance: float) -> list[list[Vote]]:
-    """Return the votes grouped by the answer that they give."""
-    camps: list[list[Vote]] = []
-    for vote in votes:
-        camp = next((camp for camp in camps if agrees(camp[0], vote, tolerance)), None)
-        if camp is None:
-            camps.append([vote])
-        else:
-            camp.append(vote)
-    return camps
-
-
-def agrees(one: Vote, other: Vote, tolerance: float) -> bool:
-    """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them."""
-    if one.tokens != other.tokens:
-        return False
-    if tolerance <= 0 or not one.top_k or not other.top_k:
-        return True
-    return distance(one.top_k, other.top_k) <= tolerance
-
-
-def distance(one: tuple[TopK, ...], other: tuple[TopK, ...]) -> float:
-    """Return the largest difference of a logprob over the tokens that both list at the same position."""
-    worst = 0.0
-    for mine, theirs in zip(one, other, strict=False):
-        listed = dict(theirs)
-        for token, logprob in mine:
-            if token in listed:
-                worst = max(worst, abs(logprob - listed[token]))
-    return worst

@@ -48,6 +48,10 @@ from controller.deciders.health_state import (
     Health,
     Slowness,
     Trials,
+    evidence,
+    outvoted_charges,
+    redeemed,
+    without,
 )
 from events.decisions import (
     BreakerClosed,
@@ -82,8 +86,17 @@ FRONTENDS_MAX = 64  # whose reports of slowness are counted as one
 
 def rejoin(previous: Health, new: Health) -> Health:
     """Return the health with which a worker's next life begins: a new one, with the convictions of hardware and weights."""
-    carried = tuple(c for c in previous.charges.convictions if c not in (SILENT, ENGINE))
-    return replace(new, charges=replace(new.charges, convictions=carried))
+    before = previous.charges
+    carried = tuple(c for c in before.convictions if c not in (SILENT, ENGINE))
+    charges = replace(
+        new.charges,
+        convictions=carried,
+        goldens=before.goldens,
+        void=before.void,
+        own_goldens=before.own_goldens,
+        not_finite=before.not_finite,
+    )
+    return replace(new, charges=charges)
 
 
 def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
@@ -92,8 +105,10 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
         return state
     match fact:
         case CanaryPassed():
-            return _good(state, fact.sent_under, False, cause)
-        case CanarySlow() | CanaryFailed(reason="latency_spike"):
+            return _good(_redeemed(state, fact), fact.sent_under, False, cause)
+        case CanarySlow():
+            return _good(_redeemed(state, fact), fact.sent_under, True, cause)
+        case CanaryFailed(reason="latency_spike"):
             return _good(state, fact.sent_under, True, cause)
         case CanaryFailed():
             return _failed(state, fact, cause)
@@ -130,7 +145,7 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
         case DeviceFaulted(weight=float() | int()):
             return _limit(state, _device(fact), fact.weight, cause)
         case DeviceRecovered():
-            cleared = replace(state, charges=_without(state.charges, _device(fact)))
+            cleared = replace(state, charges=without(state.charges, _device(fact)))
             return _limit(cleared, _device(fact), None, cause)
         case EngineFaulted(fatal=True):
             return _convict(state, ENGINE, f"engine_fault: {fact.reason}", cause)
@@ -210,11 +225,28 @@ def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
     mismatch = fact.reason in ("token_mismatch", "logit_drift") and fact.confirmed and fact.golden != "none"
     if mismatch or fact.reason == "non_finite":
         state = _convict(state, CORRUPT, fact.reason, cause)
+        state = replace(
+            state,
+            charges=evidence(state.charges, fact, agreed=mismatch and fact.golden == "agreed"),
+        )
     elif fact.sent_under < state.moved_by:
         return state
     said = state.canaries
     said = replace(said, failures=said.failures + 1, failure=fact.reason, goods=0, streak=0, quicks=0)
     return replace(state, canaries=said, cause=cause)
+
+
+def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health:
+    """Take that an agreed golden was outvoted: `agrees` tells whether this worker gave the answer that was agreed instead."""
+    left = outvoted_charges(state.charges, canary, number, agrees=agrees)
+    return state if left is state.charges else replace(state, charges=left)
+
+
+def _redeemed(state: Health, fact: CanaryPassed | CanarySlow) -> Health:
+    """Lift what an outvoted golden said of this canary."""
+    if not state.charges.void:
+        return state
+    return replace(state, charges=redeemed(state.charges, fact.canary, fact.sent_under))
 
 
 def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
@@ -239,15 +271,7 @@ def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
 def _heard(state: Health) -> Health:
     if SILENT not in state.charges.convictions:
         return state
-    return replace(state, charges=replace(_without(state.charges, SILENT), silent_since=None))
-
-
-def _without(charges: Charges, conviction: str) -> Charges:
-    """Return what stands against it besides this. Where nothing does, nobody need answer for it any more."""
-    if conviction not in charges.convictions:
-        return charges
-    left = tuple(c for c in charges.convictions if c != conviction)
-    return replace(charges, convictions=left, accused=charges.accused if left else "")
+    return replace(state, charges=replace(without(state.charges, SILENT), silent_since=None))
 
 
 def _leave(state: Health, reason: str, cause: str) -> Health:
@@ -266,7 +290,16 @@ def _resume(state: Health, cause: str) -> Health:
         limits=(),
         disputed=(),
         canaries=replace(state.canaries, goods=0),
-        charges=replace(state.charges, convictions=silent, accused=accused),
+        charges=replace(
+            state.charges,
+            convictions=silent,
+            accused=accused,
+            goldens=(),
+            void=(),
+            own_goldens=(),
+            acquitted=False,
+            not_finite=False,
+        ),
         trials=replace(state.trials, failed=0),
         exit=replace(state.exit, leaving="", draining=False, given_up=False, resumed=resumed, over=""),
         cause=cause,

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from events.decisions import HealthStatus
-from events.frozen import quickly_made
+from events.frozen import quickly_made, replace
+from events.observations import CanaryFailed
 
 HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
 CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # convictions; a device's names it
 CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
+GOLDENS_MAX = 64  # that convicted one worker, as many as there are canaries at most
 TRIALS_FAILED = "trials_failed"
 RELAPSE = "relapse"  # a HealthChanged's reason begins so that tells of a worker which failed on its way back
 LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
@@ -46,6 +48,11 @@ class Charges:
     """What stands against a worker beyond doubt."""
 
     convictions: tuple[str, ...] = ()
+    goldens: tuple[str, ...] = ()  # canaries whose agreed golden convicted it of wrong answers
+    void: tuple[tuple[str, int], ...] = ()  # of these, whose golden was outvoted since, and by which decision
+    own_goldens: tuple[str, ...] = ()  # canaries whose golden it had proposed itself, and that convicted it
+    not_finite: bool = False  # answers that were no numbers convicted it
+    acquitted: bool = False  # the goldens that convicted it were outvoted: its trial is all that is missing
     accused: str = ""  # the reason of a conviction that no decision has answered yet
     proven: bool = False  # it was taken out of service for more than doubt, and has not been HEALTHY since
     silent_since: datetime | None = None  # by the clock of the controller that said so
@@ -119,3 +126,50 @@ class Health:
         What stood against it may be over (it is heard again, an operator takes its part) before its trial has passed.
         """
         return self.charges.proven or bool(self.charges.convictions)
+
+
+def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
+    """Note which canary gave a wrong answer, and whether an agreed golden says so."""
+    if fact.reason == "non_finite":
+        return replace(charges, not_finite=True)
+    if not agreed:
+        others = tuple(one for one in charges.own_goldens if one != fact.canary)[-GOLDENS_MAX + 1 :]
+        return replace(charges, own_goldens=(*others, fact.canary))
+    others = tuple(one for one in charges.goldens if one != fact.canary)[-GOLDENS_MAX + 1 :]
+    void = tuple(one for one in charges.void if one[0] != fact.canary)
+    return replace(charges, goldens=(*others, fact.canary), void=void)
+
+
+def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool) -> Charges:
+    """Take that decision `number` retired an outvoted golden. It no longer convicts a worker that `agrees` with the new one.
+    Of any other worker it is void: one good answer to this canary lifts it."""
+    if canary not in charges.goldens and canary not in charges.own_goldens:
+        return charges
+    return lifted(charges, canary) if agrees else replace(charges, void=(*charges.void, (canary, number)))
+
+
+def redeemed(charges: Charges, canary: str, sent_under: int) -> Charges:
+    """Lift what an outvoted golden said: the worker has given the answer that was agreed instead."""
+    void = any(name == canary and sent_under >= number for name, number in charges.void)
+    return lifted(charges, canary) if void else charges
+
+
+def lifted(charges: Charges, canary: str) -> Charges:
+    """Return the charges without this canary's golden. With the last of them the conviction ends."""
+    left = replace(
+        charges,
+        goldens=tuple(one for one in charges.goldens if one != canary),
+        own_goldens=tuple(one for one in charges.own_goldens if one != canary),
+        void=tuple(one for one in charges.void if one[0] != canary),
+    )
+    if left.goldens or left.own_goldens or left.not_finite:
+        return left
+    return replace(without(left, CORRUPT), acquitted=True)
+
+
+def without(charges: Charges, conviction: str) -> Charges:
+    """Return what stands against it besides this. Where nothing does, nobody need answer for it any more."""
+    if conviction not in charges.convictions:
+        return charges
+    left = tuple(c for c in charges.convictions if c != conviction)
+    return replace(charges, convictions=left, accused=charges.accused if left else "")

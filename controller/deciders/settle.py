@@ -9,6 +9,7 @@ Machines that decided on the same stale state would together exceed a budget tha
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ from controller.deciders import (
     incident,
     spares,
 )
-from controller.deciders.fold import Fleet, evolve
+from controller.deciders.fold import Fleet, evolve, voters
 from controller.deciders.incident import Incident
 from controller.deciders.policy import FleetPolicy
 from controller.deciders.shares import Shares, provisioned, standing, weighted
@@ -39,7 +40,7 @@ from events.decisions import (
 from events.fact import Decision, Recorded
 from events.frozen import replace
 
-DECIDERS_VERSION = 5  # grows whenever the same facts would lead to another decision
+DECIDERS_VERSION = 6  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
 DECISIONS_MAX = 1000  # of one settle: more is a mistake of ours, which must not run for ever
 DECISIONS_PER_WORKER_MAX = 50
@@ -146,6 +147,11 @@ class _Settling:
     def __post_init__(self) -> None:
         self.asked = sorted(self.fleet.workers if self.among is None else self.among)
 
+    def ask_all(self, canary_key: str) -> None:
+        """Ask the machines of all workers of a canary key as well: a decision has changed them."""
+        same = {name for name, one in self.fleet.workers.items() if one.joined.canary_key == canary_key}
+        self.asked = sorted({*self.asked, *same})
+
     def keep(self, decision: Decision) -> None:
         """Number a decision, put it under its incident (opening one at a first symptom), and absorb it."""
         belongs = decision.incident or self._incident_of(decision)
@@ -187,11 +193,17 @@ def _adopt(s: _Settling) -> None:
 
 
 def _goldens(s: _Settling) -> None:
-    goldens = s.fleet.goldens
-    open_ = [key for key, state in goldens.items() if state.status != "agreed" or state.configured]
+    policy, goldens = s.policy.golden, s.fleet.goldens
+    open_ = [
+        key
+        for key, state in goldens.items()
+        if state.status != "agreed" or state.configured or golden.may_be_outvoted(policy, state)
+    ]
     for key in sorted(open_):
-        for decision in golden.decide(s.policy.golden, s.fleet.goldens[key], s.now):
+        electorate = partial(voters, s.fleet, *key)
+        for decision in golden.decide(policy, s.fleet.goldens[key], s.now, electorate):
             s.keep(decision)
+            s.ask_all(key[0])
 
 
 def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
@@ -219,7 +231,7 @@ def _drains(s: _Settling) -> None:
 def _budgets(s: _Settling) -> None:
     workers = s.fleet.workers
     asked = [workers[name] for name in s.asked]
-    concerned = {w.joined.model for w in asked if w.budget.kept is not None or w.in_doubt}
+    concerned = {w.joined.model for w in asked if w.budgeted}
     for model in sorted(concerned):
         if s.shares is not None:
             ranks = s.shares.ranks(model, workers)

@@ -108,4 +108,14 @@ def standing(worker: Worker) -> BudgetRank:
     trials = max(worker.health.trials.failed, worker.breaker.trials_failed)
     cause = worker.health.cause if unhealthy else worker.breaker.cause
     badness = (unhealthy, trials, worker.health.canaries.failures)
-    return BudgetRank(worker.budget, worker.in_doubt, worker.counts, badness, cause)
+    return BudgetRank(
+        worker.budget,
+        worker.in_doubt,
+        worker.counts,
+        badness,
+        cause,
+        serves=worker.natural_weight > 0.0,
+        suspect=worker.suspect,
+        limit=worker.health.limit,
+        moved_by=worker.health.moved_by,
+    )

@@ -10,7 +10,7 @@ from controller.deciders import breaker, budget, drain, health
 from controller.deciders.breaker import Breaker
 from controller.deciders.budget import Budget
 from controller.deciders.drain import Drain
-from controller.deciders.health_state import RELAPSE, Health
+from controller.deciders.health_state import CORRUPT, RELAPSE, Health
 from controller.deciders.spares import NO_SPARE, Kind, Spare
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
@@ -89,9 +89,29 @@ class Worker:
     def weight(self) -> float:
         """The share of traffic that it should get, 0…1; 0 when it is not routable."""
         natural = self.natural_weight
-        if natural == 0.0 and self.budget.kept is not None and self.counts:
+        if natural == 0.0 and self.budget.kept is not None and (self.counts or self.serves_suspect):
             return self.budget.kept
         return natural
+
+    @property
+    def suspect(self) -> bool:
+        """Whether wrong answers to canaries, and nothing else, keep it out of service: it may serve if no other worker does."""
+        h = self.health
+        leaves = h.status is HealthStatus.DRAINING or h.exit.draining or h.exit.leaving or self.drain.active
+        if not self.alive or leaves or self.spare.kept or h.charges.not_finite:
+            return False
+        wrong = h.corrupt or (h.charges.acquitted and h.convicted)
+        return wrong and all(conviction == CORRUPT for conviction in h.convictions)
+
+    @property
+    def serves_suspect(self) -> bool:
+        """Whether it serves although canaries convict it, because no other worker of its model does."""
+        return self.budget.last and self.suspect and self.natural_weight == 0.0
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the ejection budget has to look at it."""
+        return self.budget.kept is not None or self.in_doubt or self.suspect
 
     @property
     def carries(self) -> float:
@@ -125,6 +145,11 @@ class Worker:
     def corrupt(self) -> bool:
         """Whether wrong answers have convicted it: nothing it says may be trusted, panic or not."""
         return self.health.corrupt
+
+    @property
+    def place(self) -> str:
+        """Where its answers are computed: the address of the server behind it, or its host; without either, itself."""
+        return self.joined.server or self.joined.topology.host or self.joined.worker
 
     @property
     def alive(self) -> bool:
@@ -180,7 +205,9 @@ class Worker:
             found.append(f"breaker {self.breaker.position}: {self.breaker.why or 'trial'}")
         if self.drain.active:
             found.append(f"draining: {self.drain.reason}")
-        if self.budget.kept is not None and self.natural_weight == 0.0:
+        if self.serves_suspect:
+            found.append("serves as the last worker of its model")
+        elif self.budget.kept is not None and self.natural_weight == 0.0:
             found.append("kept by the ejection budget")
         if self.spare.kept:
             found.append(SPARE)
@@ -232,6 +259,14 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
     )
 
 
+def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker:
+    """Take that an agreed golden was outvoted: what it convicted is tried again at once."""
+    moved = health.outvoted(state.health, canary, number, agrees=agrees)
+    if moved is state.health:
+        return state
+    return replace(state, health=moved, breaker=breaker.try_now(state.breaker, f"decision:{number}"))
+
+
 def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:
     passes = state.passes
     # Of several DP ranks nothing is remembered: no pass of one says anything of another.
@@ -245,10 +280,13 @@ def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -
         found = Conviction(fact.instance, fact.canary, since, recorded.at, recorded.seq)
         state = replace(state, convictions=(*state.convictions, found)[-CONVICTIONS_KEPT:])
     outcome, reason = _outcome(fact)
+    tried = breaker.evolve(state.breaker, fact, cause)
+    if state.health.corrupt and not moved.corrupt:
+        tried = breaker.try_now(tried, cause)
     return replace(
         state,
         health=moved,
-        breaker=breaker.evolve(state.breaker, fact, cause),
+        breaker=tried,
         last_canary=LastCanary(fact.canary, outcome, reason, fact.sent_at, fact.latency_ms, recorded.at),
         passes=passes,
     )

@@ -186,7 +186,8 @@ class Director:
         """The table or a connection changed: move who must, and let those who wait try."""
         self.routing.look_for_panic()
         for endpoint in list(self.table.endpoints.values()):
-            if self.running.at(endpoint) and (endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY):
+            out = endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY
+            if out and not endpoint.suspect and self.running.at(endpoint):
                 self._empty(endpoint)
         if self.live:
             self.planned_migrations.look()
@@ -240,12 +241,20 @@ class Director:
         self.metrics.settle()
         self.pending.tick()
         self.traffic.tick()
+        self._expose_suspects()
         if self.admission.tick(self.now()):
             self.routing.look_for_panic()
         if self.pending.parked:
             self.changed()
         else:
             self.admission.wake()  # another frontend's requests may have ended
+
+    def _expose_suspects(self) -> None:
+        """Report what workers feed that serve although canaries convict them."""
+        for endpoint in self.table.endpoints.values():
+            worker = self.table.worker(endpoint) if endpoint.suspect and endpoint.corrupt else None
+            if worker is not None:
+                self._convictions.expose(worker, self.now())
 
     def _pass_trials(self) -> None:
         """An answer may be longer than a trial: one whose tokens come when the time is over has passed it."""

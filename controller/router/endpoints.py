@@ -44,6 +44,16 @@ class KeptRoom:
     blocks: float = 0.0  # of the KV cache
 
 
+class CanaryVerdict(NamedTuple):
+    """What canaries found of a worker."""
+
+    corrupt: bool = False
+    suspect: str = ""  # why they convict it, while it serves as the last worker of its model
+
+
+NOT_CONVICTED = CanaryVerdict()
+
+
 @dataclass(slots=True, eq=False)
 class Endpoint:
     """One life of a worker, where requests can go. Its counters (`active`, `promised`, `tokens`) are only read elsewhere:
@@ -52,7 +62,7 @@ class Endpoint:
     joined: WorkerJoined
     weight: float = 0.0
     status: HealthStatus = HealthStatus.SUSPICIOUS
-    corrupt: bool = False
+    verdict: CanaryVerdict = NOT_CONVICTED
     cache_epoch: int = 0
     expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
@@ -82,6 +92,16 @@ class Endpoint:
         self.holds = ANY_NUMBER if waiting is None else max(1, self.max_batch + waiting)
         self.block_tokens = max(1, joined.profile.block_tokens)
         self.lineage = joined.revision, joined.tokenizer
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether canaries convict it."""
+        return self.verdict.corrupt
+
+    @property
+    def suspect(self) -> str:
+        """Why canaries convict it, while it serves all the same, as the last worker of its model; empty: it does not."""
+        return self.verdict.suspect
 
     @property
     def routable(self) -> bool:
@@ -127,6 +147,7 @@ class Endpoint:
             "weight": self.weight,
             "reachable": reachable,
             "in_flight": self.active,
+            "suspect": self.suspect or None,
         }
 
 
@@ -249,23 +270,40 @@ class EndpointTable:
         if endpoint is None:
             if not worker.alive or not self._allows(worker.joined):
                 return
-            endpoint = self.endpoints[key] = Endpoint(worker.joined, corrupt=worker.health.corrupt)
+            endpoint = self.endpoints[key] = Endpoint(worker.joined)
             change.joined += 1
         change.left = change.left or not worker.alive
-        before_it = (endpoint.status, endpoint.corrupt, endpoint.expected, endpoint.weight)
+        before_it = (endpoint.status, endpoint.verdict, endpoint.expected, endpoint.weight)
         endpoint.status = worker.health.status
-        endpoint.corrupt = worker.health.corrupt
+        endpoint.verdict = CanaryVerdict(worker.health.corrupt, self._suspect(worker))
         endpoint.cache_epoch = worker.cache_epoch
         endpoint.expected = worker.expected
-        endpoint.weight = 0.0 if endpoint.corrupt or worker.health.charges.accused else worker.weight
+        out = (endpoint.corrupt or worker.health.charges.accused) and not endpoint.suspect
+        endpoint.weight = 0.0 if out else worker.weight
         change.moved = (
             change.moved
             or before is None
-            or before_it != (endpoint.status, endpoint.corrupt, endpoint.expected, endpoint.weight)
+            or before_it != (endpoint.status, endpoint.verdict, endpoint.expected, endpoint.weight)
             or before.drain != worker.drain
             or before.health.limits != worker.health.limits
         )
         change.updated.append((endpoint, worker))
+
+    def _suspect(self, worker: Worker) -> str:
+        """Return why canaries convict a worker that serves all the same, as the last of its model; empty: it does not.
+
+        Between the evidence and the decision this anticipates the decision, so that what runs there need not leave."""
+        why = worker.health.charges.accused or worker.health.reason
+        if worker.serves_suspect:
+            return why
+        if not (worker.health.corrupt and worker.suspect):
+            return ""
+        if not (self._policy or {}).get("budget", {}).get("keep_last", False):
+            return ""
+        model = worker.joined.model
+        others = (one for one in self._known.values() if one is not worker and one.joined.model == model)
+        serves = (one.serves_suspect or (one.routable and not one.corrupt) for one in others)
+        return "" if any(serves) else why
 
     def worker(self, endpoint: Endpoint) -> Worker | None:
         """Return what the fold shows of an endpoint's life; None if it is over."""

@@ -61,6 +61,10 @@ class CanaryFailed(CanaryResult):
     got: tuple[int, ...] = ()
     distance: float | None = None  # the largest difference of a logprob from the golden's
     detail: str = ""
+    whole: bool = (
+        False  # `got` is the whole answer, and `top_k` is of it: it counts as a vote against an agreed golden
+    )
+    top_k: tuple[TopK, ...] = ()  # of each position of a whole answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,8 @@ class WorkerJoined(WorkerObservation):
     spare: bool = False  # it begins as a spare: it gets no traffic until it takes a lost worker's place
     root: str = ""  # the weights' repository or folder, as the server behind it tells; empty: it does not
     generation_config: str = ""  # digest of the model's defaults for sampling; empty: none are known
+    server: str = ""  # host and port of the server behind this worker; empty: the worker computes itself
+    account: str = ""  # broker user of the worker's process; empty: not stated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,16 +79,62 @@ def test_the_only_worker_is_kept_whatever_is_doubted() -> None:
     ],
 )
 def test_certainty_is_never_kept_and_does_not_count(fact) -> None:
-    story = Story().up("w0")
+    policy = FleetPolicy(budget=BudgetPolicy(keep_last=False))
+    story = Story(policy).up("w0")
     story.tell(*doubt("w0"))
     assert kept(story) == {"w0"}
     story.tell(fact)
     assert kept(story) == set()
     assert story.worker().weight == 0.0
-    story = Story().up(*FOUR)
+    story = Story(policy).up(*FOUR)
     story.tell(fact)
     story.tell(*doubt("w1", "w2", "w3"))
     assert len(kept(story)) == 2  # of three that count, one may go
+
+
+MISMATCH = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
+
+
+def test_a_conviction_by_canary_does_not_remove_the_last_serving_worker() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(failed("w0", **MISMATCH))
+    assert (kept(story), story.worker("w0").weight) == (set(), 0.0)
+    decisions = story.tell(failed("w1", **MISMATCH))
+    caps = [(d.worker, d.weight, d.reason) for d in decisions if isinstance(d, WeightCapped)]
+    assert caps == [("w1", 1.0, "last_serving")]
+    assert story.status("w1") is HealthStatus.UNHEALTHY
+    assert story.worker("w1").reasons[-1] == "serves as the last worker of its model"
+
+
+@pytest.mark.parametrize("fact", [silent("w1"), left("w1"), engine_faulted("w1"), drain_requested("w1")])
+def test_a_worker_that_canaries_convicted_serves_again_when_the_last_other_one_is_gone(fact) -> None:
+    story = Story().up("w0", "w1")
+    story.tell(failed("w0", **MISMATCH))
+    story.tell(fact)
+    assert (kept(story), story.worker("w0").weight) == ({"w0"}, 1.0)
+    story.up("w2")
+    assert (kept(story), story.worker("w0").weight) == (set(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [silent("w0"), engine_faulted("w0"), device_faulted("w0"), failed("w0", reason="non_finite"), left("w0")],
+)
+def test_the_last_worker_leaves_when_more_than_a_canarys_golden_convicts_it(fact) -> None:
+    story = Story().up("w0")
+    story.tell(failed("w0", **MISMATCH))
+    assert story.worker().serves_suspect
+    story.tell(fact)
+    assert (kept(story), story.worker().weight) == (set(), 0.0)
+
+
+def test_a_kept_last_worker_passes_its_trial_and_needs_no_keeping_any_more() -> None:
+    story = Story().up("w0")
+    story.tell(failed("w0", **MISMATCH))
+    story.wait(61)
+    for _ in range(8):
+        story.tell(passed("w0"))
+    assert (story.status(), kept(story), story.worker().weight) == (HealthStatus.HEALTHY, set(), 0.25)
 
 
 def test_a_kept_worker_is_let_go_when_it_recovers() -> None:

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from controller.deciders.breaker import BreakerPolicy
+from controller.deciders.budget import BudgetPolicy
 from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import (
@@ -40,6 +41,7 @@ from controller.deciders.fleet import (
     settle,
 )
 from controller.deciders.forgetting import ForgettingPolicy
+from controller.deciders.golden import GoldenPolicy
 from controller.deciders.health_moves import HealthPolicy
 from events.decisions import PolicyAdopted
 from events.fact import Decision, Recorded
@@ -75,7 +77,11 @@ def test_a_policy_survives_the_journal() -> None:
 def test_an_older_or_newer_policy_loads_with_defaults() -> None:
     ladder = DegradationPolicy(exit_at_provisioned=False, tolerance=0.0)
     assert load({}) == replace(
-        FleetPolicy(), forgetting=ForgettingPolicy(forget_after=None), degradation=ladder
+        FleetPolicy(),
+        forgetting=ForgettingPolicy(forget_after=None),
+        degradation=ladder,
+        golden=GoldenPolicy(outvote=False),
+        budget=BudgetPolicy(keep_last=False),
     )
     assert load({"health": {"trials_max": 2, "unheard_of": 1}, "tomorrow": {}}).health.trials_max == 2
     assert load(FleetPolicy().adopted) == FleetPolicy()

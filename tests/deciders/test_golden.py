@@ -3,7 +3,8 @@
 import pytest
 from fleet_story import Story, disputed, failed, joined, kinds, left, passed, proposed, resume
 
-from controller.deciders.golden import Golden, Vote, agrees, distance
+from controller.deciders.golden import Golden
+from controller.deciders.votes.camps import Vote, agrees, distance
 from events.decisions import GoldenAgreed, GoldenRetired, HealthStatus
 
 H, S, U, DR, DEAD = HealthStatus

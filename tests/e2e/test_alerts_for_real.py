@@ -78,6 +78,7 @@ TABLE: Mapping[str, Row] = {
     "HoldfastCapacityDegraded": Row("workers", "w0 answers wrongly"),
     "HoldfastPlaceEmpty": Row("workers", "w0 answers wrongly"),
     "HoldfastBreakerFlapping": Row("workers", "w1 fails again and again", LATER_S),
+    "HoldfastSuspectServing": Row("workers", "all answer wrongly"),
     "HoldfastPanic": Row("workers", "all fail"),
     "HoldfastErrorBudgetBurnFast": Row("workers", "all fail"),
     "HoldfastErrorBudgetBurnSlow": Row("workers", "all fail"),
@@ -249,6 +250,10 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
                 await asyncio.gather(
                     watched.step("w0 answers wrongly", lambda: each("corrupt", "w0", argument=2)), flapping()
                 )
+                await watched.step("all answer wrongly", lambda: each("corrupt", *WORKERS, argument=2))
+                await each("heal", *WORKERS)
+                await each("resume", *WORKERS)
+                await watched.ends("HoldfastSuspectServing")
                 await watched.step("all fail", lambda: each("error", *WORKERS))
                 await each("heal", *WORKERS)
                 await watched.ends("HoldfastPanic")

@@ -75,6 +75,11 @@ CASES = {
         calm=stays('holdfast_model_routable_weight{model="m"}', 0.5, 3),
         labels=MODEL,
     ),
+    "HoldfastSuspectServing": Case(
+        fires=stays('holdfast_worker_suspect{worker_id="w1"}', 1),
+        calm=stays('holdfast_worker_suspect{worker_id="w1"}', 0),
+        labels=WORKER,
+    ),
     "HoldfastPanic": Case(
         fires=stays('holdfast_panic{model="m"}', 1), calm=stays('holdfast_panic{model="m"}', 0), labels=MODEL
     ),

@@ -54,9 +54,10 @@ def joined(
     )
 
 
-def spell(tokens: Sequence[int]) -> tuple[int, Logprob]:
-    """The fake model: the next token and its logprobs are a function of all tokens before it."""
-    digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).digest()
+def spell(tokens: Sequence[int], weights: int = 0) -> tuple[int, Logprob]:
+    """The fake model: the next token and its logprobs are a function of all tokens before it, and of its weights."""
+    salt = weights.to_bytes(4, "little") if weights else b""
+    digest = hashlib.blake2b(array("q", tokens).tobytes() + salt, digest_size=16).digest()
     token = 300 + int.from_bytes(digest[:2], "little") % 1000
     gap = 0.5 + digest[2] / 64
     top = [(token, -0.1)] + [(token + n, -0.1 - gap - n * 0.25) for n in range(1, TOP)]
@@ -68,6 +69,7 @@ class FakeWorker:
     """How one worker answers. Change it while the test runs."""
 
     latency_s: float = 0.1
+    weights: int = 0  # workers of equal weights answer alike
     corrupt: Callable[[Generate], bool] = lambda request: False
     drift: float = 0.0
     noise: Callable[[], float] = lambda: 0.0
@@ -91,7 +93,7 @@ class FakeWorker:
             self.scramble += 1
         found: list[Chunk] = []
         for n in range(request.sampling.max_tokens):
-            token, logprob = spell(tokens)
+            token, logprob = spell(tokens, self.weights)
             if (wrong and n == 5) or (self.scramble and n == 3):
                 token = 7 + self.scramble
             shift = self.drift + self.noise()

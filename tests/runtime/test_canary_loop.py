@@ -490,7 +490,7 @@ async def test_a_lone_worker_whose_goldens_were_recorded_corrupt_needs_an_operat
         world.join("w1", FakeWorker(), instance="w1-2")
         await world.until(lambda: world.status("w1") == "UNHEALTHY", 10)
         world.journal.observe(ResumeRequested(worker="w1", instance="w1-2", by="operator"))
-        await world.until(lambda: world.fleet.workers["w1"].weight == 1.0, 120)
+        await world.until(lambda: world.fleet.workers["w1"].natural_weight == 1.0, 120)
         tokens = {f.canary: f.tokens for f in world.facts(GoldenProposed)}
         assert all(world.fleet.goldens[key].tokens == tokens[key[1]] for key in world.fleet.goldens)
         assert len(world.facts(GoldenRetired)) == 4

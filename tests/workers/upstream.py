@@ -41,6 +41,7 @@ class Upstream:
     version: str = "0.32.0"  # empty: it cannot tell now
     retry_after: str = ""  # with each `http_` fault, where it names one
     listings: int = 0  # times that its models were listed
+    weights: str = ""  # servers of equal weights answer alike; the name says nothing of them
     key: str = ""  # that it wants; empty: none
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # who asked, one for each body
@@ -239,7 +240,7 @@ class Upstream:
             logprobs=max(1, body.get("logprobs", 0)),
             **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
         )
-        scheduler = Scheduler(EngineShape(model=self.model, context_tokens=self.context))
+        scheduler = Scheduler(EngineShape(model=self.model + self.weights, context_tokens=self.context))
         # A server sees no difference between a prompt and what is replayed; penalties need to be told in our double.
         scheduler.submit(1, Generate(1, "r", tokens, body.get("prompt_tokens", len(tokens)), sampling))
         while not scheduler.plan().idle:

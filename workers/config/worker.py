@@ -26,6 +26,7 @@ class WorkerConfig:
     )
     migration_limit: int | None = None
     spare: bool = False  # it begins as a spare of the fleet's
+    account: str = ""  # broker user of this process; empty: the broker knows no users
     chaos: bool = True
     shares_process: bool = False  # with other workers: what ends this one must not end the process
     key: FleetKey | None = None  # the fleet's: who does not know it is not let in

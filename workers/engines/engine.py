@@ -64,6 +64,7 @@ class EngineIdentity:
     root: str = ""  # the weights' repository or folder, as the server tells; empty: it does not
     generation_config: str = ""  # digest of the model's own defaults for sampling; empty: none are known
     waiting_max: int | None = None  # requests that it lets wait beside a full batch; None: any number
+    server: str = ""  # host and port of the server that computes; empty: this process does
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,16 +36,26 @@ CorruptionResponse: TypeAlias = EndInError | Keep | ComputeAgain | StartOver
 
 
 def respond(
-    setting: OnCorruption, *, first: int, seen: int, on_source: bool, carried: bool, text: bool
+    setting: OnCorruption,
+    *,
+    first: int,
+    seen: int,
+    on_source: bool,
+    carried: bool,
+    text: bool,
+    stays: bool = False,
 ) -> CorruptionResponse:
     """Return what becomes of an answer whose tokens from index `first` on may be wrong.
 
     `seen`: how many tokens the client may have seen; `on_source`: it is still with that worker; `carried`: it goes on
-    with a KV cache from there; `text`: some of it came as text, and where that can be cut is not known.
+    with a KV cache from there; `text`: some of it came as text, and where that can be cut is not known; `stays`: that worker
+    serves on, as the last one of its model.
     """
     shown = seen > first
     if setting == "error" or (setting == "restart" and shown):
         return EndInError()
+    if stays:
+        return Keep()
     if not shown:
         return StartOver(0 if text else first)
     return ComputeAgain() if carried and not on_source else Keep()

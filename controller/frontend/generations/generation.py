@@ -237,6 +237,7 @@ class Generation:
             on_source=on_source,
             carried=self._provenance.hangs_on(key),
             text=bool(self.continuation.texts),
+            stays=on_source and attempt is not None and bool(attempt.endpoint.suspect),
         )
         match response:
             case corruption.EndInError():

@@ -21,6 +21,7 @@ from controller.router.endpoints import Key
 from events.observations import ExposureUnknown
 
 log = structlog.get_logger(__name__)
+EXPOSE_EVERY_S = 1.0  # how often the answers of a convicted worker that serves are reported
 SERVED_EVERY_S = 1.0  # how often a frontend leaves behind until when it served
 
 
@@ -49,12 +50,26 @@ class Convictions:
         self._exposures = exposures
         self._metrics = metrics
         self._began = clock.now()
+        self._exposed_at: dict[str, float] = {}  # by worker that serves although it is convicted
         self._answered: dict[str, tuple[Conviction, ...]] = {}  # by worker
 
     def answer(self, worker: Worker) -> None:
         """Name everyone whom this worker has fed since, and deal with those that run."""
         for conviction in self._news(worker):
             self._say(self._convict(worker.joined.worker, conviction, self._clock.now()))
+
+    def expose(self, worker: Worker, now: float) -> None:
+        """Name every request that a worker feeds which serves although it is convicted, once a second. Nothing is done about
+        them: a header marks the answers."""
+        if now < self._exposed_at.get(worker.joined.worker, 0.0) + EXPOSE_EVERY_S:
+            return
+        self._exposed_at[worker.joined.worker] = now
+        life = worker.joined.worker, worker.joined.instance
+        since = [conviction.since for conviction in worker.convictions if conviction.instance == life[1]]
+        if since:
+            self._say(
+                self._exposures.convict(life, since[-1], lambda span, first: "continue", self._clock.now())
+            )
 
     def answer_for_before(self, workers: Iterable[Worker], before: Served | None) -> None:
         """Say what is to be said of workers that were convicted before this frontend could act: whom the one before it

@@ -30,6 +30,7 @@ from events.wire import Sampling
 COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
 SEED_BITS = 31
 ECHOED_LOGPROBS_MAX = 100_000  # of one prompt: 5 MB of an answer, and a tenth of a second for everybody else
+SUSPECT = "X-Holdfast-Suspect"
 EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
 
 
@@ -216,10 +217,19 @@ class Completion:
         """What the answer's headers say of the choice of its worker."""
         name = self.worker if self.worker.isprintable() else ascii(self.worker)  # it registers as it likes
         headers, first = {"X-Holdfast-Worker": name} if name else {}, self.generations[0].first_attempt
+        suspect = self._suspect()
+        if suspect:
+            headers[SUSPECT] = suspect
         why = first.explained if first is not None else None
         if why is not None:
             headers[EXPLAIN] = json.dumps(_shortened(why))
         return headers
+
+    def _suspect(self) -> str:
+        """Return why canaries convict a worker that answers, if it serves only because no other does."""
+        attempts = (generation.last_attempt for generation in self.generations)
+        why = next((one.endpoint.suspect for one in attempts if one is not None and one.endpoint.suspect), "")
+        return why if why.isprintable() else ascii(why)
 
     @property
     def worker(self) -> str:

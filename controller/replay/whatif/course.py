@@ -191,7 +191,7 @@ class _Course:
         for time in times:
             if time is not None and time > now:
                 heappush(self._dues, (time, name))
-        if worker.budget.kept is not None or worker.in_doubt:
+        if worker.budgeted:
             self._doubted.add(name)
         else:
             self._doubted.discard(name)
@@ -262,10 +262,9 @@ class _Course:
         """Say whether a fact that one worker alone concerns may have made something due."""
         policy = self._policy
         return bool(
-            worker.budget.kept is not None
+            worker.budgeted
             or health_moves.decide(policy.health, worker.health, now)
             or breaker.decide(policy.breaker, worker.breaker, now)
-            or worker.in_doubt
         )
 
     # --- decisions --------------------------------------------------------------------------------------------------

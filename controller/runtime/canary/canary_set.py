@@ -112,12 +112,14 @@ class CanarySet:
         return before if before is not None and before.tokens == answer.tokens else None
 
     def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
-        """Whether asking this worker tells anything: not what only doubtful workers know, or what it has
-        voted on."""
+        """Whether asking this worker tells anything: not what only doubtful workers know. A vote in a dispute is asked
+        for again."""
         if self.golden(fleet, canary) is not None or canary.configured:
             return True
         retired = fleet.goldens.get((self.key, canary.id))
-        return not doubtful and (retired is None or all(vote.worker != worker for vote in retired.votes))
+        if retired is not None and any(vote.worker == worker for vote in retired.votes):
+            return not fleet.workers[worker].health.convicted  # its weights may have changed since it voted
+        return not doubtful
 
     def voted(self, fleet: Fleet, golden: Golden) -> bool:
         """Whether this very answer of this worker is known already."""

@@ -76,8 +76,11 @@ class Probed:
                 distance=_finite(verdict.worst.distance),
                 rank=self.rank,
             )
+        whole = answer is not None and not answer.cut
         return CanaryFailed(
             **self._common(verdict),
+            whole=whole and wrong and verdict.confirmed,
+            top_k=answer.top_k if answer is not None and whole and wrong else (),
             reason=reason,
             confirmed=verdict.confirmed,
             golden=_standing(golden),

@@ -19,9 +19,17 @@ from controller.deciders.fleet import Fleet, Worker
 from controller.runtime.canary.runner import CanaryRunner, CanaryTurn, Outcome
 from controller.runtime.canary.tools import Tools
 from controller.runtime.settings import CanarySettings
-from events.decisions import HealthStatus, WorkerDecision
+from events.decisions import GoldenRetired, HealthStatus, WorkerDecision
 from events.fact import Recorded
-from events.observations import CanaryPassed, CanarySlow, CheckType, ResumeRequested, WorkerJoined, WorkerLeft
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanarySlow,
+    CheckType,
+    ResumeRequested,
+    WorkerJoined,
+    WorkerLeft,
+)
 
 LOOK_S = 1.0  # how often it is compared who is probed and who should be
 JOIN_AGAIN_S = 2.0  # after a failed join probe; doubles up to the interval
@@ -93,12 +101,33 @@ class CanaryLoop:
                 self._changed.set()
             elif isinstance(fact, CanaryPassed | CanarySlow):
                 self._runner.learn(fact)
+            elif isinstance(fact, CanaryFailed):
+                if fact.golden != "none" and fact.confirmed and not fact.whole:
+                    self._recheck(fact.worker)
+            elif isinstance(fact, GoldenRetired):
+                if fact.outvoted_by:
+                    self._recheck_doubted(fact.canary_key)
             elif isinstance(fact, WorkerDecision | ResumeRequested):
                 watch = self._watches.get(fact.worker)
                 if watch is not None:
                     watch.wake.set()
                 if getattr(fact, "after", None) is HealthStatus.DEAD:
                     self._changed.set()
+
+    def _recheck(self, name: str) -> None:
+        """Ask a worker all canaries at once: an agreed golden convicts it, and its whole answers are its votes."""
+        watch = self._watches.get(name)
+        if watch is not None and not watch.turn.recheck:
+            watch.turn.ask_all_again()
+            watch.next_at = self._clock.monotonic()
+            watch.wake.set()
+
+    def _recheck_doubted(self, canary_key: str) -> None:
+        """Ask the convicted workers of a canary key all canaries at once: one of its goldens was outvoted."""
+        fleet = self._view.fleet
+        for name, worker in fleet.workers.items():
+            if worker.joined.canary_key == canary_key and worker.health.corrupt:
+                self._recheck(name)
 
     def _match(self, group: asyncio.TaskGroup) -> None:
         """Start and stop watches so that every live instance has exactly one; none without the lease."""
@@ -195,6 +224,8 @@ class CanaryLoop:
         watch.next_at = max(now, began + interval * (1 + self._draw.uniform(-jitter, jitter)))
         if outcome == "nothing":
             watch.next_at = min(watch.next_at, now + DECLINED_AGAIN_S)
+        elif watch.turn.recheck:
+            watch.next_at = now
         elif joining and outcome == "failed":
             watch.failures += 1
             watch.turn.first_round = True

@@ -48,6 +48,11 @@ class CanaryTurn:
     rank: int = 0  # passed so far: the DP ranks are asked one after another, and one that has failed again
     asked: set[str] = field(default_factory=set)  # since it joined
     first_round: bool = False  # not every canary has been asked yet
+    recheck: bool = False  # all canaries are asked again at once: its answers are votes on their goldens
+
+    def ask_all_again(self) -> None:
+        """Ask all canaries again at once."""
+        self.recheck, self.asked = True, set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +135,11 @@ class CanaryRunner:
         doubtful = worker.health.convicted or bool(worker.health.disputed)
         useful = tuple(c for c in canaries if canary_set.useful(fleet, c, worker.joined.worker, doubtful))
         canaries = useful or canaries
-        if turn.first_round:
+        if turn.first_round or turn.recheck:
             canary = next((c for c in canaries if c.id not in turn.asked), canaries[0])
             turn.asked.add(canary.id)
-            turn.first_round = any(c.id not in turn.asked for c in canaries)
+            left = any(c.id not in turn.asked for c in canaries)
+            turn.first_round, turn.recheck = turn.first_round and left, turn.recheck and left
         else:
             dp = worker.joined.dp
             shift = turn.number // dp if dp > 1 else 0  # each rank is to be asked each of them
@@ -225,8 +231,10 @@ class CanaryRunner:
     async def _check(self, probing: Probe, golden: Golden) -> Outcome:
         async def once(again: bool) -> ProbeResult:
             check = "confirm" if again else probing.check
-            # What contradicts a configured answer is heard to its end: it is compared with what others say
-            expected = None if golden.configured else probing.canary_set.expected(golden)
+            # What contradicts a configured answer is heard to its end: it is compared with what others say. So is a
+            # convicted worker, for its whole answer is its vote; of any other the first wrong token convicts sooner.
+            heard_out = golden.configured or probing.worker.health.corrupt
+            expected = None if heard_out else probing.canary_set.expected(golden)
             return await self._once(probing, probing.canary, check, expected)
 
         def judge(answer: CanaryAnswer) -> GoldenDifference:

@@ -1,11 +1,13 @@
 """What does an upstream serve, by what it says and what we are told of it?"""
 
 import hashlib
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
+from yarl import URL
 
 from events.observations import Profile
 from workers.engines.engine import EngineIdentity
@@ -73,6 +75,7 @@ def identify(
         ),
         dp=known.ranks,
         waiting_max=settings.waiting_max,
+        server=server_address(settings.url),
     )
 
 
@@ -82,6 +85,14 @@ def config_digest(folder: Path) -> str:
         return hashlib.sha256((folder / "generation_config.json").read_bytes()).hexdigest()[:16]
     except OSError:
         return ""
+
+
+def server_address(url: str) -> str:
+    """Return a server's host and port. A loopback address is named by this host, which no other host shares."""
+    parsed = URL(url)
+    host = parsed.host or ""
+    local = host == "localhost" or host.startswith("127.") or host in ("::1", "0.0.0.0", "::")
+    return f"{socket.gethostname() if local else host}:{parsed.port}"
 
 
 def block_size(given: int | None, said: int | None, *, announces: bool) -> int:

@@ -1,0 +1,1 @@
+"""Votes on the answers to canaries: which agree, and which are enough."""

@@ -1,0 +1,52 @@
+"""When contradictions outvote an agreed golden: independent voices, counted per host and broker account.
+
+What a reader would get wrong: a voice is no worker. Workers on one server or host, or of one broker account, can be wrong
+together, so they are one voice; a camp has as many voices as it has distinct places or accounts, whichever are fewer.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from controller.deciders.votes.camps import Vote, camps
+
+
+@dataclass(frozen=True, slots=True)
+class Voter:
+    """A live worker that has a vote."""
+
+    instance: str
+    place: str  # where its answers are computed: a server's address, or a host
+    account: str  # its broker account
+    confirms: bool  # it has passed this canary in this life, and nothing convicts it
+
+
+def voices(workers: Iterable[str], voters: Mapping[str, Voter]) -> int:
+    """Return how many independent voices these workers have."""
+    known = [voters[name] for name in workers if name in voters]
+    return min(len({voter.place for voter in known}), len({voter.account for voter in known}))
+
+
+def outvoters(
+    contradictions: Iterable[Vote], tolerance: float, voters: Mapping[str, Voter], voices_min: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the workers that outvote a golden by one and the same other answer, and those that confirm it; nothing of either
+    if it stands.
+
+    Only votes of present lives count. They must be at least `voices_min` voices, more than confirm it, and more than
+    contradict it in any other way.
+    """
+    votes = [vote for vote in contradictions if _present(vote, voters)]
+    against = {vote.worker for vote in votes}
+    confirming = sorted(name for name, voter in voters.items() if voter.confirms and name not in against)
+    counted = [(voices((vote.worker for vote in camp), voters), camp) for camp in camps(votes, tolerance)]
+    counted.sort(key=lambda one: one[0], reverse=True)
+    most = counted[0][0] if counted else 0
+    rival = counted[1][0] if len(counted) > 1 else 0
+    if most < voices_min or most <= max(rival, voices(confirming, voters)):
+        return (), ()
+    return tuple(sorted(vote.worker for vote in counted[0][1])), tuple(confirming)
+
+
+def _present(vote: Vote, voters: Mapping[str, Voter]) -> bool:
+    voter = voters.get(vote.worker)
+    return voter is not None and voter.instance == vote.instance

@@ -1,0 +1,100 @@
+"""New weights under the same model name, on one server after another: no request fails, and no command is needed."""
+
+import asyncio
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+import pytest
+from fleet import running
+from upstream import Upstream
+
+from controller.demo.fleet import DemoFleet
+from controller.frontend.text.tokenizer import BUILTIN_FILE
+
+pytestmark = pytest.mark.attack
+BETWEEN_S = 8.0
+DOWN_S = 1.5
+RETURNS_S = 60.0
+
+
+class Load:
+    """Asks one short question after another, and counts what came of each."""
+
+    def __init__(self, fleet: DemoFleet) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._fleet = fleet
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "Load":
+        self._tasks = [asyncio.create_task(self._ask(number)) for number in range(3)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _ask(self, number: int) -> None:
+        async with aiohttp.ClientSession() as http:
+            while True:
+                number += 3
+                prompt = [300 + (7 * number + 13 * k) % 1500 for k in range(20)]
+                body = {
+                    "model": "up",
+                    "prompt": prompt,
+                    "max_tokens": 12,
+                    "ignore_eos": True,
+                    "temperature": 0,
+                }
+                async with http.post(self._fleet.url + "/v1/completions", json=body) as response:
+                    said = await response.json()
+                    suspect = "suspect" if "X-Holdfast-Suspect" in response.headers else "plain"
+                    self.outcomes[suspect if response.status == 200 else str(said)] += 1
+                await asyncio.sleep(0.05)
+
+    @property
+    def failed(self) -> dict[str, int]:
+        return {what: count for what, count in self.outcomes.items() if what not in ("plain", "suspect")}
+
+
+async def update(server: Upstream, *, restart: bool) -> None:
+    """Give a server new weights; with `restart` it is away meanwhile."""
+    if restart:
+        port = int(server.url.rpartition(":")[2])
+        await server.stop()
+        await asyncio.sleep(DOWN_S)
+        server.weights = "-new"
+        await server.start(port)
+    server.weights = "-new"
+
+
+@pytest.mark.parametrize(
+    ("order", "restart"),
+    [((0, 1), False), ((1, 0), True), ((2, 0, 1), True)],
+    ids=["two", "two-restarted", "three"],
+)
+async def test_a_rolling_update_loses_no_request_and_its_workers_return_by_themselves(
+    tmp_path: Path, order: tuple[int, ...], restart: bool
+) -> None:
+    (tmp_path / "model").mkdir()
+    shutil.copy(BUILTIN_FILE, tmp_path / "model" / "tokenizer.json")
+    servers = [await Upstream(token_s=0.005).start() for _ in order]
+    flags = ["--engine", "openai", "--canary-interval", "1", "--model", str(tmp_path / "model")]
+    flags += [flag for server in servers for flag in ("--upstream", server.url)]
+    async with running(tmp_path / "fleet", *flags) as fleet:
+        await fleet.healthy(len(order))
+        async with Load(fleet) as load:
+            await asyncio.sleep(3)
+            for number in order:
+                await update(servers[number], restart=restart)
+                await asyncio.sleep(BETWEEN_S)
+            await fleet.until(
+                lambda s: sum(w["health"] == "HEALTHY" and w["weight"] == 1 for w in s["workers"]) >= 2,
+                RETURNS_S,
+            )
+        assert load.failed == {}
+        assert load.outcomes["plain"]
+    for server in servers:
+        await server.stop()
