@@ -92,7 +92,7 @@ class FleetSupervisor:
     def url(self) -> str:
         """Where the fleet answers."""
         host = f"[{self.args.host}]" if ":" in self.args.host else self.args.host
-        tls = self.args.tls_cert or os.environ.get("HOLDFAST_FRONTEND__TLS_CERT")
+        tls = getattr(self.args, "tls_cert", None) or os.environ.get("HOLDFAST_FRONTEND__TLS_CERT")
         return f"{'https' if tls else 'http'}://{host}:{self.args.port}"
 
     @property

@@ -229,7 +229,9 @@ def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return what frontends are told of their flags through their environment."""
     own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in OWN)
     given = {place: getattr(args, place) for place in own}
-    folders = [str(args.model.resolve())] if args.model is not None else []
+    folders = (
+        [str(args.model.resolve())] if isinstance(args.model, Path) else []
+    )  # `route` has a model's name there
     folders += [given["model_folders"]] if given.get("model_folders") else []
     given["model_folders"] = ",".join(folders) or None
     return as_variables("frontend", FrontendSettings, given)

@@ -91,7 +91,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_an_address_of_another_host_is_named(tmp_path: Path) -> None:
-    done = holdfast("up", "--data", str(tmp_path), "--host", "203.0.113.1", "--port", "18999")
+    done = holdfast("up", "--data", str(tmp_path), "--host", "203.0.113.1", "--insecure", "--port", "18999")
     refused(done, "203.0.113.1:18999 cannot be used: ")
     assert "in use" not in done.stderr
 
