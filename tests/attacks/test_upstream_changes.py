@@ -5,7 +5,9 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
 from fleet import client, running
@@ -75,6 +77,53 @@ async def test_a_rotated_key_is_used_without_a_restart(world: World) -> None:
     for _ in range(10):
         assert await status(world.fleet, "up") == 200
     assert [worker["instance"] for worker in (await world.fleet.healthy(2))["workers"]] == lives
+
+
+async def refused(fleet: DemoFleet, **more: Any) -> tuple[int, str, str]:
+    """Return status, code and Retry-After of one request that must be refused."""
+    async with client(fleet) as api:
+        with pytest.raises(openai.APIStatusError) as raised:
+            await api.completions.create(model="up", prompt=list(range(300, 320)), max_tokens=4, **more)
+        response = raised.value.response
+        return response.status_code, response.json()["error"]["code"], response.headers["Retry-After"]
+
+
+async def test_servers_that_say_when_to_retry_are_asked_once(world: World) -> None:
+    """A request makes at most one attempt at each server, the next ones none, and no worker loses its health."""
+    times = ("14", "12")  # longer than the queue waits
+    for server, seconds in zip(world.servers, times, strict=True):
+        server.bodies.clear()
+        server.fault, server.retry_after = "http_429", seconds
+    try:
+        for _ in range(5):
+            status, code, retry_after = await refused(world.fleet)
+            assert (status, code) == (503, "upstream_overloaded") and 1 <= int(retry_after) <= 12
+        for server in world.servers:
+            assert len([body for body in server.bodies if "cache_salt" not in body]) <= 1
+    finally:
+        for server in world.servers:
+            server.fault = server.retry_after = ""
+    await becomes(world.fleet, "up", 200)
+    workers = (await world.fleet.healthy(2))["workers"]
+    assert all(worker["weight"] == 1 for worker in workers)
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"extra_body": {"guided_choice": ["yes", "no"]}}])
+async def test_any_request_is_retried_before_its_first_token(world: World, more: dict[str, Any]) -> None:
+    """One server cuts each connection before a token: the other one answers, also n > 1 and constrained requests."""
+    first, _ = world.servers
+    for server in world.servers:
+        server.obeys = frozenset(("guided",))
+    first.fault, first.after = "cut", 0
+    try:
+        async with client(world.fleet) as api:
+            prompt = list(range(300, 320))
+            for _ in range(4):
+                answer = await api.completions.create(model="up", prompt=prompt, max_tokens=4, **more)
+                assert all(choice.finish_reason == "length" for choice in answer.choices)
+    finally:
+        first.fault, first.after = "", 3
+    await becomes(world.fleet, "up", 200)
 
 
 async def test_a_server_with_another_model_is_served_under_its_new_name(world: World) -> None:

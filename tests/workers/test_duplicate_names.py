@@ -28,7 +28,8 @@ async def test_a_second_worker_of_a_live_name_does_not_register(begin: Begin) ->
     with pytest.raises(
         NameTaken, match=r"another live worker is named w0 \(instance i1\); it stays in service"
     ):
-        await newcomer(life, "w0", 20.0).run(asyncio.Event())
+        async with asyncio.timeout(10):
+            await newcomer(life, "w0", 20.0).run(asyncio.Event())
     assert [fact.instance for fact in life.facts if isinstance(fact, WorkerJoined)] == ["i1"]
     (said,) = [fact for fact in life.facts if isinstance(fact, WorkerAwaited)]
     assert (said.worker, said.instance, said.name_taken_by) == ("w0", "i2", "i1")

@@ -18,6 +18,7 @@ from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.preemption import Preemptible, Preemption
 from controller.frontend.generations.rescheduler import Rescheduler
+from controller.frontend.requests.failures import MigrationBudget
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.queue import WaitedTooLong
 from controller.frontend.settings import FrontendSettings
@@ -34,6 +35,8 @@ class Waiting(Preemptible, Protocol):
     def stats(self) -> OutputStats: ...
     @property
     def progress(self) -> MigrationProgress: ...
+    @property
+    def budget(self) -> MigrationBudget: ...
 
     def give_up(self, why: GivenUp) -> None:
         """It has waited too long."""
@@ -121,7 +124,8 @@ class PendingGenerations(Generic[W]):
         until = request.first_token_by
         if until is None:
             until = generation.stats.began_at + self._queue_s * self._table.knobs(request.model).latency
-        turn = self._admission.again(request.model, request.lineage, max(0.0, until - now))
+        declined = generation.budget.declined
+        turn = self._admission.again(request.model, request.lineage, max(0.0, until - now), declined)
         self._in_line[generation] = turn
         turn.add_done_callback(partial(self._leave_line, generation))
 

@@ -6,7 +6,7 @@ when to come back, and is counted into `RequestsRejected`.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ from controller.frontend.scheduling.overload import ALL_BUSY, OverloadAnswers
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.settings import FrontendSettings
-from controller.router.endpoints import Endpoint, EndpointTable, Lineage
+from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.selection.filter import AllBusy, AllClosed, NoneRoutable, NotServed, NoWorker
 from events.observations import RequestsRejected
 
@@ -86,15 +86,21 @@ class Admission:
         self.open = True
 
     def _room(
-        self, model: str, lineage: Lineage | None = None, wanted: WantedRoom = NOTHING, beyond: float = 0.0
+        self,
+        model: str,
+        lineage: Lineage | None = None,
+        wanted: WantedRoom = NOTHING,
+        beyond: float = 0.0,
+        *,
+        without: Collection[Key] = (),
     ) -> Reservation:
         """Return room at a worker, of any lineage or of this one, for a request that takes so much, and that may wait there,
         `beyond` a full batch by so much of one. Raise NoWorker."""
         try:
             if wanted is self._monitor.asked and not beyond:  # nothing is, nearly always
-                return Reservation(self._routing.room(model, lineage), self.wake, wanted)
+                return Reservation(self._routing.room(model, lineage, without), self.wake, wanted)
             with self._routing.asking(wanted, beyond):
-                return Reservation(self._routing.room(model, lineage), self.wake, wanted)
+                return Reservation(self._routing.room(model, lineage, without), self.wake, wanted)
         except AllClosed as error:
             if error.wait_s > self._settings.queue_s:
                 raise
@@ -113,9 +119,12 @@ class Admission:
         """Return the models for which requests wait for a free worker, and how many."""
         return self._queue.waiting()
 
-    def again(self, model: str, lineage: Lineage, deadline_s: float) -> "asyncio.Future[Reservation]":
-        """Let a request that was let in and found no room after all wait for it once more, before all others: see `Queue`."""
-        return self._queue.again(model, deadline_s, lambda: self._room(model, lineage))
+    def again(
+        self, model: str, lineage: Lineage, deadline_s: float, without: Collection[Key] = ()
+    ) -> "asyncio.Future[Reservation]":
+        """Let a request that was let in and found no room after all wait for it once more, before all others: see `Queue`. It
+        does not wait for endpoints `without` which it must do."""
+        return self._queue.again(model, deadline_s, lambda: self._room(model, lineage, without=without))
 
     async def admit(self, model: str, tier: str) -> Reservation:
         """Return room for a request, which its caller frees. Raise ApiError if it is not let in."""
@@ -188,6 +197,8 @@ class Admission:
         """Return what a client is told when nobody can take his request."""
         if isinstance(error, TooLate):
             return self._refused(model, tier, error.reason, self._too_late(error))
+        if isinstance(error, QueueFull | WaitedTooLong) and (closed := self._closed(model)) is not None:
+            error = closed  # their servers say better when to retry than the queue does
         if isinstance(error, QueueFull | WaitedTooLong):
             code = "queue_full" if isinstance(error, QueueFull) else "queue_timeout"
             return self._overload(model, tier, str(error), code)
@@ -203,6 +214,16 @@ class Admission:
             return self._refused(model, tier, error.code, ApiError(422, str(error), code=error.code))
         retry = 1 if error.code == "no_reachable_worker" else self._answers.longest_s
         return self._refused(model, tier, error.code, unavailable(str(error), error.code, retry))
+
+    def _closed(self, model: str) -> AllClosed | None:
+        """Return why no worker of a model has room, if that is because all of them are closed."""
+        try:
+            self._routing.room(model)
+        except AllClosed as closed:
+            return closed
+        except NoWorker:
+            pass
+        return None
 
     def _too_late(self, error: TooLate) -> ApiError:
         if error.reason == "deadline_unattainable":

@@ -134,12 +134,14 @@ class RequestRouter:
         finally:
             monitor.asked, self._beyond = before
 
-    def room(self, model: str, lineage: Lineage | None = None) -> Endpoint:
-        """Return an endpoint that has room for a new request, of any lineage or of this one. Raise NoWorker."""
+    def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
+        """Return an endpoint, none of `without`, with room for a new request of any lineage or of this one. Raise NoWorker."""
         endpoints = self._endpoints(model)
         if lineage is not None:
             group = self._table.group(model, lineage)
             endpoints = group.endpoints if group is not None else ()
+        if without:
+            endpoints = [endpoint for endpoint in endpoints if endpoint.key not in without]
         return self._picker.room(endpoints, self._rules)
 
     def route(

@@ -84,8 +84,9 @@ async def test_a_request_that_waits_in_line_is_not_sent_to_the_worker_that_decli
         answer = kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
         asking = asyncio.ensure_future(answer)
         await until(lambda: refusing.requests)
+        refusing.closed_s = 0.0  # open again, and not to be asked a second time
         await asyncio.sleep(0.3)
-        assert attempts(refusing) == [1]
+        assert attempts(refusing) == [1] and kit.director.admission.queued("m") == 1
         endpoint.end(requests=100)
         status, _, _ = await asking
         assert status == 200 and attempts(refusing, busy) == [1, 1]
@@ -105,3 +106,13 @@ async def test_a_stream_that_has_begun_waits_for_a_closed_worker() -> None:
         second.closed_s = 0.0
         text, _ = await asking
         assert text and len(second.requests) == 1
+
+
+async def test_a_request_that_waited_in_vain_for_closed_workers_is_told_their_time() -> None:
+    """A worker that closes again and again leaves its queue without a place: the answer has its time, not the queue's guess."""
+    worker = ScriptedWorker("w0")
+    async with frontend(worker, admission={"queue_s": 0.5}) as kit:
+        worker.closed_s = 0.4
+        await until(lambda: closed(kit, "w0"))
+        assert await ask(kit) == (503, "upstream_overloaded", "1")
+        assert not worker.requests
