@@ -103,6 +103,8 @@ def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
         own["HOLDFAST_WORKER_UPSTREAM"] = args.upstream[n]
         if keys := args.upstream_key_file:
             own["HOLDFAST_WORKER_UPSTREAM_KEY_FILE"] = str(keys[n % len(keys)].resolve())
+        if revisions := args.revision:
+            own["HOLDFAST_WORKER_REVISION"] = revisions[n % len(revisions)]
         for name in ("upstream_kv_events", "upstream_kv_replay"):
             if given := getattr(args, name):
                 own[f"HOLDFAST_WORKER_{name.upper()}"] = given[n]

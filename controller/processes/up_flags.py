@@ -102,6 +102,12 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "FILE",
         "help": "the file with the API key that the upstreams want; once for all, or once for each --upstream",
     },
+    "--revision": {
+        **EACH,
+        "metavar": "NAME",
+        "help": "revision of the upstreams' weights, part of the canary key: workers of different revisions share no golden; "
+        "once for all, or once for each --upstream",
+    },
     "--upstream-kv-events": {
         **EACH,
         "metavar": "ENDPOINT",
@@ -307,6 +313,12 @@ def _check_key_files(args: argparse.Namespace) -> None:
     if len(files) not in (0, 1, servers):
         raise UsageError(
             f"--upstream-key-file is given {len(files)} times, --upstream {servers} times: once for all, or once for each"
+        )
+    if args.revision and args.engine != "openai":
+        raise UsageError(f"--revision is for --engine openai, not for --engine {args.engine}")
+    if len(args.revision) not in (0, 1, servers):
+        raise UsageError(
+            f"--revision is given {len(args.revision)} times, --upstream {servers} times: once for all, or once for each"
         )
     for file in files:
         try:

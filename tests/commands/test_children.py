@@ -106,12 +106,13 @@ def test_workers_share_processes_as_far_as_they_go(tmp_path: Path) -> None:
 def test_each_worker_is_told_its_upstream_its_key_and_how_long_to_wait(tmp_path: Path) -> None:
     upstreams, keys = ["http://a", "http://b"], [tmp_path / "a.key", tmp_path / "b.key"]
     given = {"engine": "openai", "upstream": upstreams, "ready_timeout": 90.0, "upstream_kv_events": []}
-    for files in (keys, keys[:1]):
-        more = {"upstream_key_file": files, "upstream_kv_replay": []}
+    for files, revisions in ((keys, ["r1", "r2"]), (keys[:1], ["r1"])):
+        more = {"upstream_key_file": files, "upstream_kv_replay": [], "revision": revisions}
         args = argparse.Namespace(**{**vars(ARGS), **given, **more})
         told = [child.environment for child in plan(args, FleetDir(tmp_path)) if child.role == "worker"]
         assert [one["HOLDFAST_WORKER_UPSTREAM"] for one in told] == upstreams
         assert {one["HOLDFAST_WORKER_READY_TIMEOUT"] for one in told} == {"90.0"}
+        assert [one["HOLDFAST_WORKER_REVISION"] for one in told] == (revisions * 2)[:2]
         expected = [str(file) for file in (files * 2)[:2]]
         assert [one["HOLDFAST_WORKER_UPSTREAM_KEY_FILE"] for one in told] == expected
 
