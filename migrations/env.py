@@ -1,18 +1,26 @@
-"""What Alembic runs: the migrations, on the connection that `controller.adapters.postgres.migrate` hands over.
+"""Alembic's environment: runs the migrations on the connection of `controller.adapters.postgres.migrate`, and on no other.
+
+That module holds the lock, the deadline, the schema and the grants. `alembic upgrade` without it would do nothing, or
+migrate the wrong schema, so it is refused.
 
 To write a new one: `alembic -c migrations/alembic.ini revision -m "what changes"`, then raise HEAD in
 `controller/adapters/postgres/schema.py`.
 """
 
 from alembic import context
+from alembic.util import CommandError
 
 connection = context.config.attributes.get("connection")
-if connection is not None:
-    context.configure(
-        connection=connection,
-        target_metadata=context.config.attributes.get("metadata"),
-        version_table_schema=context.config.attributes["schema"],
-        transaction_per_migration=False,
+if connection is None:
+    raise CommandError(
+        "this command has no connection to a Holdfast database, so nothing was done: use `holdfast database migrate` or "
+        "`holdfast database downgrade`, which connect to HOLDFAST_DATABASE_URL, lock the tables and set the grants"
     )
-    with context.begin_transaction():
-        context.run_migrations()
+context.configure(
+    connection=connection,
+    target_metadata=context.config.attributes.get("metadata"),
+    version_table_schema=context.config.attributes["schema"],
+    transaction_per_migration=False,
+)
+with context.begin_transaction():
+    context.run_migrations()

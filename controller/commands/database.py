@@ -1,4 +1,4 @@
-"""`holdfast database reader | grants | migrate`: who may do what in the state store."""
+"""`holdfast database reader | grants | migrate | downgrade`: accounts and schema of the state store."""
 
 import argparse
 import asyncio
@@ -43,6 +43,16 @@ def prepare(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]
             f"--{role}", type=_account, default=default, metavar="NAME", help=f"its name (default: {default})"
         )
     command("migrate", "bring the tables up to date, as the account that HOLDFAST_DATABASE_URL names")
+    down = command(
+        "downgrade",
+        "take migrations of the tables back, before an older release is installed; the account is that of `migrate`",
+    )
+    down.add_argument(
+        "--to",
+        required=True,
+        metavar="REVISION",
+        help="migration to return to, for example 0001; `base` drops every table (the journal can fill them again)",
+    )
     return lambda args: _COMMANDS[args.database](args)
 
 
@@ -79,9 +89,21 @@ def _migrate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _downgrade(args: argparse.Namespace) -> int:
+    from controller.adapters.postgres import migrate
+
+    print(asyncio.run(migrate.take_back(_database(args), args.to)))
+    return 0
+
+
 def _database(args: argparse.Namespace) -> str:
     """Return the owner's URL, by the environment or of a fleet that runs."""
     return os.environ.get("HOLDFAST_DATABASE_URL") or str(_found(args)["database_owner_url"])
 
 
-_COMMANDS: dict[str, Run] = {"reader": _reader, "grants": _grants, "migrate": _migrate}
+_COMMANDS: dict[str, Run] = {
+    "reader": _reader,
+    "grants": _grants,
+    "migrate": _migrate,
+    "downgrade": _downgrade,
+}

@@ -15,7 +15,7 @@ from events import codec, subjects
 from events.journal import stream
 from events.journal.broker import BrokerRefused
 from events.journal.port import JournalUnavailable, StreamEnd
-from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NobodyHeard
+from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NobodyHeard, NotAllowed
 from events.observations import Commanded, CommandRefused
 
 ON_ITS_WAY_S = 1.0  # an answer that was given at the last moment
@@ -31,14 +31,15 @@ class NotCarriedOut(NoAnswer):
 async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float) -> Said:
     """Let something be done within so many seconds, and return the answer.
 
-    Raise NotCarriedOut where that is certain, NobodyHeard, and NoAnswer or JournalUnavailable where nobody can know.
+    Raise NotCarriedOut where that is certain, NobodyHeard, NotAllowed where the broker's permissions forbid it, and NoAnswer or
+    JournalUnavailable where the outcome is unknown.
     """
     begun = await _end(bus)
     id, deadline = codec.new_id(), begun.at + timedelta(seconds=within_s)
     whole = {**body, "id": id, "deadline": deadline.isoformat()}
     try:
         return dict(await bus.request(f"{subjects.CONTROL}.{verb}", whole, within_s + ON_ITS_WAY_S))
-    except NobodyHeard:
+    except (NobodyHeard, NotAllowed):
         raise
     except (NoAnswer, BusUnavailable) as error:
         try:

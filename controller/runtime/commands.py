@@ -35,10 +35,16 @@ READ_S = 2.0  # to read what the journal is known to have
 LOOK_S = 0.02
 SPELL_S = 2.0  # without a leader, until another one answers a question
 FLUSH_S = 1.0
+CERTAIN_S = 0.8  # after the deadline: the asker waits 1 s for a late answer
 KNOWN_MAX = 1000  # commands whose end is remembered
 LATE = "its deadline was over before it could be carried out, and it will not be carried out any more"
 
 log = structlog.get_logger(__name__)
+
+NOT_TAKEN = (
+    "the journal did not take {verb} before its deadline, so it has no effect and will have none: if the broker's permissions "
+    "refuse the controller, its log has `broker_refuses` with the subject"
+)
 
 
 class OperatorCommands:
@@ -149,7 +155,20 @@ class OperatorCommands:
             await self._clock.sleep(LOOK_S)
         if isinstance(said, str) and "says" in self._ended.get(command.id, {}):
             self._ended[command.id] = {"says": said}  # who did it knows more than the fact says
-        return self._ended.get(command.id)  # else it is not on the journal in time, and heeded by nobody
+        return self._ended.get(command.id) or await self._not_taken(command)
+
+    async def _not_taken(self, command: Command) -> Answer | None:
+        """Return why a command had no effect whose fact the journal did not take by its deadline; None if that is not certain.
+
+        It is certain once everything has been read that the journal held at its own time of the deadline or later.
+        """
+        give_up = self._clock.monotonic() + CERTAIN_S
+        while command.id not in self._ended and (asked_at := self._clock.monotonic()) < give_up:
+            due = await self._due(command)
+            if due is not None and due <= asked_at and command.id not in self._ended:
+                return {"error": NOT_TAKEN.format(verb=command.verb)}
+            await self._clock.sleep(LOOK_S * 5)
+        return self._ended.get(command.id)
 
     async def _refused(self, command: Command, why: str, *, late: bool = False) -> Answer:
         self._refuse(command, why, late=late)

@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 
 from events.errors import HoldfastError
-from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.nats.connection import DISCONNECTED, BrokerConnection, NotPermitted
 
 Body = Mapping[str, Any]
 Answer = Body | None
@@ -39,6 +39,10 @@ class NoAnswer(HoldfastError):
 
 class NobodyHeard(NoAnswer):
     """Nobody has heard it."""
+
+
+class NotAllowed(NoAnswer):
+    """The broker's permissions do not allow this user the request. Use the account of its role: `holdfast nats permissions`."""
 
 
 class Subscription(Protocol):
@@ -66,7 +70,7 @@ class Bus(Protocol):
         ...
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
-        """Ask and return the first answer. Raise BusUnavailable, NobodyHeard or NoAnswer."""
+        """Ask and return the first answer. Raise BusUnavailable, NobodyHeard, NotAllowed or NoAnswer."""
         ...
 
     async def close(self) -> None: ...
@@ -135,6 +139,8 @@ class NatsBus:
             return _decode(answer.body)
         except NoRespondersError as error:
             raise NobodyHeard(f"nobody listens on {subject}") from error
+        except NotPermitted as error:
+            raise NotAllowed(f"{error}. {NotAllowed.__doc__}") from error
         except TimeoutError as error:
             raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
         except msgspec.MsgspecError as error:

@@ -37,6 +37,10 @@ DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
 """What nats-py may raise when the broker is not there or does not answer in time."""
 
 
+class NotPermitted(NatsError):
+    """The broker's permissions do not let this user publish a request, or hear the answer to it."""
+
+
 class Interest:
     """A subscription that may be wished for before there is a connection."""
 
@@ -108,6 +112,8 @@ class BrokerConnection:
         self._asks_workers = False
         self._asked = 0
         self._answers: dict[int, asyncio.Future[BrokerReply]] = {}
+        self._subjects: dict[int, str] = {}  # of the requests that await an answer, in lower case
+        self._deaf = ""  # why no answer can be heard
         self._ever = False
         self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -200,13 +206,15 @@ class BrokerConnection:
     async def request(
         self, subject: str, body: bytes, deadline_s: float, headers: dict[str, str] | None = None
     ) -> BrokerReply:
-        """Ask and return the first answer. Raise one of DISCONNECTED, NoRespondersError among them.
+        """Ask and return the first answer. Raise one of DISCONNECTED, NoRespondersError and NotPermitted among them.
 
         Not nats-py's own request: its `wait_for` (of Python 3.11) can swallow a cancellation, and it waits out its
         deadline when the connection breaks.
         """
+        if self._deaf:
+            raise NotPermitted(self._deaf)
         worker = subjects.asked(subject)
-        with self.expect(worker) as (address, future):
+        with self.expect(worker) as (address, future), self._asking(subject):
             async with asyncio.timeout(deadline_s):
                 if worker and not self._asks_workers:
                     self._asks_workers = True  # first: two may ask at once
@@ -216,6 +224,16 @@ class BrokerConnection:
         if answer.nobody:
             raise NoRespondersError
         return answer
+
+    @contextlib.contextmanager
+    def _asking(self, subject: str) -> Iterator[None]:
+        """Note what the latest request was published on: the broker names the subject of what it does not permit."""
+        token = self._asked
+        self._subjects[token] = subject.lower()
+        try:
+            yield
+        finally:
+            del self._subjects[token]
 
     def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
@@ -281,8 +299,20 @@ class BrokerConnection:
             self.last_error = error
 
     def _forbidden(self, why: str) -> None:
-        """Count what the broker lets us neither say nor hear, and say it once for each subject."""
+        """Count what the broker lets us neither say nor hear, and say it once for each subject. A request that it concerns
+        fails."""
         self.refused += 1
+        told, account = why.lower(), f"user {self.user!r}" if self.user else "user of this connection"
+        if self._inbox.lower() in told:
+            self._deaf = (
+                f"the broker does not let the {account} subscribe to {self._inbox}.*, where answers arrive"
+            )
+        for token, subject in self._subjects.items():
+            future = self._answers.get(token)
+            refused = self._deaf if self._deaf else f'publish to "{subject}"' in told
+            if refused and future is not None and not future.done():
+                said = self._deaf or f"the broker does not let the {account} publish to {subject}"
+                future.set_exception(NotPermitted(said))
         if why not in self._told and len(self._told) < TOLD_MAX:
             self._told.add(why)
             log.error("broker_refuses", connection=self.name, user=self.user, why=why)
@@ -299,6 +329,8 @@ class BrokerConnection:
 
     def _changed(self, connected: bool) -> None:
         self.since = time.monotonic() if connected else None
+        if not connected:
+            self._deaf = ""  # the next connection may be permitted more
         if connected:
             self.up.set()
         else:

@@ -14,6 +14,11 @@ def gpu_share(busy: timedelta, interval: timedelta) -> float:
     return busy / interval if interval > timedelta(0) else inf
 
 
+def slot_time(prompt: int, answer: int, *, prefill_tokens_per_s: float, tpot: timedelta) -> timedelta:
+    """Return how long a canary holds one slot of the batch: its prefill, and a step for each token of its answer (N7)."""
+    return timedelta(seconds=prompt / prefill_tokens_per_s) + answer * tpot
+
+
 def detection_after(
     interval: timedelta, failures_max: int = 3, *, confirmed: bool = False
 ) -> tuple[timedelta, timedelta]:

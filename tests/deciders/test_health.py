@@ -26,10 +26,11 @@ from fleet_story import (
     silent,
     slow,
 )
-from probing import checks_per_minute, detection_after, false_opens_per_day, gpu_share
+from probing import checks_per_minute, detection_after, false_opens_per_day, gpu_share, slot_time
 
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.health_moves import HealthPolicy
+from controller.runtime.settings import CanarySettings
 from events.decisions import BreakerOpened, HealthChanged, HealthStatus, IncidentOpened
 
 H, S, U, DR, DEAD = HealthStatus
@@ -410,6 +411,18 @@ def test_n07_a_canary_takes_longer_than_its_one_token() -> None:
     assert gpu_share(timedelta(milliseconds=2), every) == pytest.approx(0.000067, rel=0.01)
     assert gpu_share(timedelta(milliseconds=15), every) == pytest.approx(0.0005)
     assert gpu_share(timedelta(milliseconds=50), every) == pytest.approx(0.0017, rel=0.02)
+
+
+def test_n07_the_default_canaries_take_two_percent_of_one_batch_slot() -> None:
+    """A slot is held for the prefill and every decode step: of an idle 70B group at 20 ms a token 2.1 % of the time."""
+    canary = CanarySettings()
+    every, tpot = timedelta(seconds=canary.interval_s), timedelta(milliseconds=20)
+    slot = slot_time(canary.prompt_tokens_min, canary.tokens, prefill_tokens_per_s=5000.0, tpot=tpot)
+    assert gpu_share(slot, every) == pytest.approx(0.0215, rel=0.02)
+    assert gpu_share(slot, every) / 64 == pytest.approx(
+        0.00034, rel=0.02
+    )  # of a device with a full batch of 64
+    assert gpu_share(slot, every) > 300 * 0.00007  # the seed counts one token
 
 
 def test_n08_doubt_needs_three_canaries_and_a_confirmed_mismatch_one() -> None:

@@ -255,6 +255,17 @@ def test_an_alert_fires_when_it_should_and_else_does_not(name: str, tmp_path: Pa
     promtool("test", "rules", str(file))
 
 
+def test_b28_the_severity_grows_with_the_level_and_each_alert_leads_to_a_page() -> None:
+    """Levels 1 and 2 warn, 3 and 4 are critical; the seed paged for level 1 alike, without a runbook."""
+    warning, critical = BY_NAME["HoldfastCapacityDegraded"], BY_NAME["HoldfastCapacityCritical"]
+    assert (warning.severity, critical.severity) == ("warning", "critical")
+    assert warning.expr.endswith("> 0 < 3") and critical.expr.endswith(">= 3")
+    for alert in ALERTS:
+        assert (Path(__file__).parents[2] / alert.runbook_url).is_file() and alert.dashboard_url.startswith(
+            "/d/holdfast-"
+        )
+
+
 @pytest.mark.parametrize("rule", [*ALERTS, *RECORDED], ids=lambda rule: rule.name)
 def test_every_metric_and_label_of_a_rule_exists(rule: object) -> None:
     expr = rule.expr  # type: ignore[attr-defined]

@@ -301,7 +301,7 @@ async def test_a_model_that_is_gone_has_no_gauges_any_more() -> None:
     assert 'model="llama"' not in generate_latest(planner.metrics.registry).decode()
 
 
-async def test_those_that_are_starting_count_until_they_should_have_started() -> None:
+async def test_n19_those_that_are_starting_count_until_they_should_have_started() -> None:
     fleet, hook = PlannedFleet(3), PlayedHook()
     planner = fleet.planner(hook=hook, mode="act", hook_command="scale", repeat_s=0)
     await fleet.minutes(BUSY, 5)

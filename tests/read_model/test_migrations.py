@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import asyncpg
@@ -14,6 +16,7 @@ from controller.adapters.postgres import schema as names
 from controller.adapters.postgres.link import Link, StoreRefused
 from controller.adapters.postgres.migrate import DatabaseTooNew
 from controller.adapters.postgres.store import PostgresStore
+from controller.cli import main
 from controller.ports import StoreUnavailable
 from controller.read_model import rows as projection
 
@@ -35,6 +38,43 @@ async def test_up_and_down_and_up_again_from_an_empty_database(empty_database_ur
     assert await execute(empty_database_url, FUNCTIONS) == []
     await migrate.upgrade(empty_database_url)
     assert await execute(empty_database_url, OBJECTS) == first
+
+
+async def test_a_database_goes_back_to_an_older_migration_and_says_so(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`holdfast database downgrade` takes migrations back by one revision or all, and refuses what makes no sense."""
+    monkeypatch.setenv("HOLDFAST_DATABASE_URL", empty_database_url)
+
+    async def down(to: str) -> tuple[int, str]:
+        code = await asyncio.to_thread(main, ["database", "downgrade", "--to", to])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    assert await down("base") == (0, "the database is at migration base already\n")
+    await migrate.upgrade(empty_database_url)
+    assert await down("0001") == (0, f"the database went from migration {names.HEAD} back to 0001\n")
+    assert await migrate.version(empty_database_url) == "0001"
+    code, said = await down("0002")
+    assert code == 2 and "the database is at migration 0001, which is older than 0002" in said
+    code, said = await down("0815")
+    assert code == 2 and "there is no migration '0815'; this version has 0001, 0002" in said
+    assert await down("base") == (0, "the database went from migration 0001 back to base\n")
+    assert await asyncio.to_thread(main, ["database", "migrate"]) == 0
+    assert await migrate.version(empty_database_url) == names.HEAD
+
+
+@pytest.mark.parametrize(
+    "command", [("upgrade", "head"), ("downgrade", "base"), ("upgrade", "head", "--sql")]
+)
+def test_alembic_without_the_products_connection_refuses(command: tuple[str, ...]) -> None:
+    """`alembic` alone has no connection, lock or schema: it says which command has, instead of doing nothing."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "alembic", "-c", "migrations/alembic.ini", *command],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode != 0
+    assert "holdfast database migrate" in ran.stderr + ran.stdout and "Traceback" not in ran.stderr
 
 
 async def test_migrating_twice_changes_nothing(empty_database_url: str) -> None:

@@ -4,15 +4,20 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controller.adapters.control_api import ControlApi, serve
+from controller.adapters.embedded.nats_users import BrokerUsers
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.ports import Answer, Command
+from controller.runtime.command_sender import command
 from events.errors import HoldfastError
-from events.nats.bus import BusUnavailable, NatsBus, NoAnswer
+from events.journal.nats import NatsJournal
+from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NotAllowed
+from events.nats.urls import as_user, with_keys
 
 pytestmark = pytest.mark.servers
 
@@ -216,3 +221,39 @@ async def test_it_serves_again_after_the_broker_was_killed(
             await eventually(answered, 20)
         finally:
             await again.kill()
+
+
+@pytest.mark.parametrize("verb", ["drain", "move", "resume"])
+async def test_a_caller_whom_the_broker_does_not_permit_is_told_at_once(tmp_path: Path, verb: str) -> None:
+    """A refusal by the broker reaches the caller of drain, move and resume, in place of a timeout and a wrong reason."""
+    seeds = tmp_path / "seeds"
+    users = BrokerUsers(seeds)
+    users.make(["w0"])
+    server = await start_nats(tmp_path / "nats", users=users.written())
+    url = with_keys(server.url, seeds)
+    bus = await NatsBus.connect(as_user(url, "reader"), "reader", wait_s=10)
+    try:
+        journal = await NatsJournal.connect(as_user(url, "controller"), "controller:c1")
+        await journal.close()
+        async with asyncio.timeout(20), served(as_user(url, "controller")):
+            with pytest.raises(
+                NotAllowed, match=f"user 'reader' publish to control.{verb}.*holdfast nats permissions"
+            ):
+                await command(bus, as_user(url, "reader"), verb, {"worker": "w1", "by": "ada"}, 60.0)
+    finally:
+        await bus.close()
+        await server.kill()
+
+
+async def test_a_caller_that_may_not_hear_answers_is_told_at_once(tmp_path: Path) -> None:
+    """A request fails at once where the user may not subscribe to the inbox of its answers."""
+    deaf = 'authorization { users = [{ user: u, password: p, permissions: { publish: ">", subscribe: "nothing" } }] }'
+    server = await start_nats(tmp_path / "nats", users=deaf)
+    bus = await NatsBus.connect(server.url.replace("nats://", "nats://u:p@"), "operator", wait_s=10)
+    try:
+        async with asyncio.timeout(5):
+            with pytest.raises(NotAllowed, match="subscribe to _INBOX"):
+                await bus.request("control.drain", {}, 60.0)
+    finally:
+        await bus.close()
+        await server.kill()

@@ -12,11 +12,12 @@ from worker_life import ABOUT, Begin, Eventually, Life
 from worker_process import START_S, Process, Spawn
 
 from events import subjects
+from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
 from events.process.presence import present
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
-from workers.runtime import Alone, end_after
+from workers.runtime import Alone, FleetLinks, end_after
 from workers.shutdown import Stop, budget_s
 from workers.worker import WorkerDeadlines
 
@@ -168,7 +169,7 @@ async def test_more_signals_change_nothing(spawn: Spawn, eventually: Eventually)
     assert "signal_ignored" in process.events
 
 
-async def test_a_second_signal_ends_the_grace_where_that_is_wanted(
+async def test_b30_a_second_signal_ends_the_grace_where_that_is_wanted(
     spawn: Spawn, eventually: Eventually
 ) -> None:
     process, frontend = await serving(spawn, eventually, "--itl-ms", "10", "--second-signal", "hurry")
@@ -259,6 +260,29 @@ async def fallen(life: Life) -> str:
     assert isinstance(began, ShutdownBegan) and began.mode == "self_initiated"
     assert life.facts[-1] == WorkerLeft(**ABOUT, mode="self_initiated", exit=1)
     return began.reason
+
+
+class StuckJournal(MemoryJournal):
+    """A journal whose broker is away: a flush lasts as long as it may."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStream(), "worker:w0")
+        self.flushed: list[float] = []
+        self.closed = False
+
+    async def flush(self, deadline_s: float) -> bool:
+        self.flushed.append(deadline_s)
+        return False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_b30_facts_are_flushed_for_half_a_second_before_the_process_ends() -> None:
+    """A fatal error ends the process only after its facts had 0.5 s to be published."""
+    journal = StuckJournal()
+    await FleetLinks(journal, None).close()
+    assert (journal.flushed, journal.closed) == ([0.5], True)
 
 
 async def test_a_monitor_that_fails_ends_the_worker_and_blames_no_engine(begin: Begin) -> None:

@@ -34,11 +34,12 @@ from controller.read_model.errors import (
     StoreUnavailable,
 )
 from controller.read_model.grants import READER, WRITER, grants
-from events.errors import HoldfastError
+from events.errors import HoldfastError, UsageError
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
 LOCK_S = 60  # how long to wait for another migration, or for a table that somebody holds
 _BY_THE_OWNER = "`holdfast database migrate`, with HOLDFAST_DATABASE_URL as the owner of the tables, does it."
+MIGRATIONS = Path(__file__).parents[3] / "migrations"
 WITHIN_S = 600.0  # all of it; an index on an audit table of millions takes minutes
 
 
@@ -62,6 +63,29 @@ async def downgrade(url: str, *, schema: str = SCHEMA, to: str = "base") -> None
     """Take migrations back, all of them by default. Raise DatabaseTooNew or StoreUnavailable."""
     _refuse_newer(await version(url, schema=schema))
     await _run(url, schema, to, up=False)
+
+
+async def take_back(url: str, to: str, *, schema: str = SCHEMA) -> str:
+    """Downgrade to an older revision, or to `base`, and return a sentence about what was done.
+
+    Raise UsageError for a revision that is unknown or newer than the database's, and what `downgrade` raises.
+    """
+    found = await version(url, schema=schema)
+    _refuse_newer(found)
+    if to != "base" and to not in (known := _revisions()):
+        raise UsageError(f"there is no migration {to!r}; this version has {', '.join(known)}, and `base`")
+    if to != "base" and (found is None or to > found):
+        raise UsageError(f"the database is at migration {found or 'base'}, which is older than {to}")
+    if found is None or found == to:
+        return f"the database is at migration {found or 'base'} already"
+    await _run(url, schema, to, up=False)
+    return f"the database went from migration {found} back to {to}"
+
+
+def _revisions() -> list[str]:
+    from alembic.script import ScriptDirectory
+
+    return sorted(revision.revision for revision in ScriptDirectory(str(MIGRATIONS)).walk_revisions())
 
 
 async def version(url: str, *, schema: str = SCHEMA) -> str | None:
@@ -189,7 +213,7 @@ def _alembic(connection: Any, schema: str, to: str, up: bool) -> None:
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parents[3] / "migrations"))
+    config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes.update(connection=connection, schema=schema)
     (command.upgrade if up else command.downgrade)(config, to)
 

@@ -115,7 +115,8 @@ async def test_another_instance_at_the_address_is_not_taken_for_the_wanted_one(r
     await worker.stop()
 
 
-async def test_silence_with_open_streams_is_a_hang_within_a_second(road: Road) -> None:
+async def test_n17_silence_with_open_streams_is_a_hang_within_a_second(road: Road) -> None:
+    """A worker whose collective hangs is found by its missing frames: NCCL's own watchdog waits ten minutes (N17)."""
     quiet, other = ScriptedWorker("w1", always=Act(after=2, how="silence")), ScriptedWorker("w2")
     async with plane_to(road, quiet, other) as plane:
         ear = Ear()

@@ -28,7 +28,8 @@ def test_n21_the_level_is_none_where_fifteen_groups_carry_the_slo_and_level_1_wh
     assert "after the failure LEVEL_1" in (HERE / "group_failure_100.0.txt").read_text()
 
 
-def test_with_a_spare_all_sixteen_groups_serve_again_at_once_and_the_level_stays() -> None:
+def test_n18_with_a_spare_all_sixteen_groups_serve_again_at_once_and_the_level_stays() -> None:
+    """A spare is a whole loaded group: it takes the place within a second, and the failed group returns after a minute."""
     expected = (HERE / "group_failure_100.0_spare.txt").read_text()
     assert transcript(1.0, spares=1) == expected
     assert "after the failure NONE" in expected
