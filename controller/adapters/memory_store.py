@@ -121,12 +121,13 @@ class MemoryStore:
                     rows[name][row[:1]] = (*known[:5], *row[1:])
 
     def _keep(self, events: Sequence[Recorded], settled: Snapshot) -> None:
-        newest = self.tables.snapshots[-1].reach if self.tables.snapshots else 0
+        ours = (one.reach for one in self.tables.snapshots if one.deciders_version == DECIDERS_VERSION)
+        newest = max(ours, default=0)
         position = settled.position
         decision = next(
             (e for e in events if e.seq == position.decided and isinstance(e.fact, Decision)), None
         )
-        if decision is None or position.decided - newest < self._snapshot_every:
+        if decision is None or not fleet_codec.snapshot_due(position.decided, newest, self._snapshot_every):
             return
         fleet = fleet_codec.encode(settled.fleet)
         kept = _Kept(position.decided, decision.at, position, dict(settled.sources), fleet, DECIDERS_VERSION)

@@ -80,6 +80,16 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(_Blob).decode
 
 
+def snapshot_due(decided: int, kept: int, every: int) -> bool:
+    """Return whether the state store keeps another snapshot: `decided` and `kept` are the sequences of the last decision, and of
+    the last one that a snapshot contains.
+
+    The first is kept with the first decision, then each time the history has doubled, then after `every` events. So a process
+    that starts without the broker finds one, and folds no more than it lacks.
+    """
+    return decided > kept and decided - kept >= min(every, kept)
+
+
 def parts(
     fleet: Fleet, position: Position, sources: Mapping[str, Last], *, id: str, since: datetime
 ) -> list[SnapshotKept]:

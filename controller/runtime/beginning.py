@@ -1,10 +1,12 @@
-"""With what does a fold of the journal begin? With the state store's last snapshot, and the journal from there on.
+"""The first state of a fold: the state store's last snapshot, and the journal from there on.
 
-Where the journal has dropped what follows that snapshot, or there is none, with one that lies on the journal itself.
+Where the journal has dropped what follows that snapshot, or there is none, the fold begins with one that lies on the journal
+itself. While the broker is away it begins with what the state store holds.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 import structlog
 
@@ -23,6 +25,14 @@ FIND_DEADLINE_S = 60.0  # a snapshot of ten thousand workers has many parts
 ASK_AGAIN_S = 0.1
 
 log = structlog.get_logger(__name__)
+
+
+class StoredHistory(StateStore, Protocol):
+    """A state store whose kept events can be read in order."""
+
+    def select(self, *, after: int = 0) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield the kept events above a sequence, in order, in batches. Raise StoreUnavailable."""
+        ...
 
 
 def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
@@ -47,6 +57,22 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
             log.warning("store_unreachable_reading_all", why=str(error))
             snapshot = None
     return order_from(snapshot), position
+
+
+async def by_the_store(store: StoredHistory, snapshot: Order[Fleet]) -> Order[Fleet]:
+    """Return the fold of everything that the store holds: its snapshot, or nothing, and the events in `fleet_events` after it.
+
+    For a process that cannot read the journal. `fleet_events` lacks what changes no fold (messages that are no events, kept
+    snapshots), so sequences have gaps. Whoever can read the journal again folds it from the snapshot. Raise StoreUnavailable,
+    StoreRefused or OutOfOrder.
+    """
+    order = Order(evolve, snapshot.settled, snapshot.position, dict(snapshot.sources))
+    async for batch in store.select(after=order.last_seq):
+        for event in batch:
+            order.last_seq = event.seq - 1  # what lies between changes no fold
+            order.take(event)
+        await asyncio.sleep(0)
+    return order
 
 
 async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) -> Order[Fleet]:

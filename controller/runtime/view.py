@@ -1,8 +1,8 @@
 """The fleet as this process knows it: a snapshot from the state store, and the journal from there on.
 
-Whoever needs to know the fleet (the router, the canary loop, liveness, the actuator, metrics) hangs on a view. When
-the broker is away it holds what it last knew; when the journal turns out to be another one it says so and keeps
-what it held, for requests must be served whatever becomes of the control plane.
+Whoever needs to know the fleet (the router, the canary loop, liveness, the actuator, metrics) hangs on a view. While the
+broker is away it holds what it last knew, or what the state store's snapshot and events lead to. When the journal turns out
+to be another one it reports that and keeps what it held, for requests must be served whatever becomes of the control plane.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import structlog
 
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import ReadPosition, StateStore
-from controller.runtime.beginning import LOAD_DEADLINE_S, begin, join
+from controller.runtime.beginning import LOAD_DEADLINE_S, StoredHistory, begin, by_the_store, join
 from controller.runtime.fleet_fold import FleetFold
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -39,7 +39,7 @@ class FleetView(FleetFold):
         self,
         journal: Journal,
         *,
-        store: StateStore | None = None,
+        store: StoredHistory | None = None,
         store_suffices_after_s: float = STORE_SUFFICES_AFTER_S,
         audit_every_s: float = AUDIT_EVERY_S,
     ) -> None:
@@ -50,6 +50,7 @@ class FleetView(FleetFold):
         self._store_suffices_after_s = store_suffices_after_s
         self._audit_every_s = audit_every_s
         self._began_at: ReadPosition | None = None  # where the store stood when we began
+        self._behind: Order[Fleet] | None = None  # followed until it has reached what the store alone led to
         self._ready = False
         self._ours = False  # the stream is the one that the store has folded
         self._decided = asyncio.Event()  # a flag: it is ready, or will never be
@@ -84,8 +85,10 @@ class FleetView(FleetFold):
                 self._tell(())
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
-                order = await join(self._journal, self._began_at, self.order)
-                if order is not self.order:  # what we would have read next is no longer there
+                order = await join(self._journal, self._began_at, self._behind or self.order)
+                if self._behind is not None:
+                    self._behind = order
+                elif order is not self.order:  # what we would have read next is no longer there
                     log.warning("view_begins_on_the_journal", held=self.seq, begins=order.last_seq)
                     self.order = order
                     self._tell(())
@@ -111,8 +114,11 @@ class FleetView(FleetFold):
             log.error("view_stopped", seq=self.seq, why=str(error))
 
     async def _follow(self) -> None:
-        batches: AsyncIterator[Batch] = self._journal.read(self.seq)
+        batches: AsyncIterator[Batch] = self._journal.read((self._behind or self.order).last_seq)
         async for batch in batches:
+            if self._behind is not None:
+                self._catch_up(self._behind, batch)
+                continue
             try:
                 self.take(batch)
             except OutOfOrder:
@@ -121,6 +127,15 @@ class FleetView(FleetFold):
                 raise
             self.fault = None
             self._took(batch)
+
+    def _catch_up(self, behind: Order[Fleet], batch: Batch) -> None:
+        """Fold the journal aside until it has reached what is shown, which the store alone led to; then show that."""
+        for event in batch:
+            behind.take(event)
+        if behind.last_seq >= self.seq:
+            log.info("view_follows_the_journal_again", held=self.seq, seq=behind.last_seq)
+            self.order, self._behind, self.fault = behind, None, None
+            self._took(())
 
     def _took(self, batch: Batch) -> None:
         self._tell(batch)
@@ -135,11 +150,25 @@ class FleetView(FleetFold):
                 async with asyncio.timeout(ASK_END_DEADLINE_S):
                     self._target = await self._journal.last_seq()
             except (JournalUnavailable, TimeoutError):
-                if self.seq and not self.is_ready and loop.time() > give_up_at:
-                    log.warning("view_knows_only_the_store", seq=self.seq)
-                    self._be_ready()
+                if not self.is_ready and loop.time() > give_up_at:
+                    await self._know_by_the_store()
                 await asyncio.sleep(0.1)
         self._check_ready()
+
+    async def _know_by_the_store(self) -> None:
+        """Show what the state store holds, if that is anything, until the journal can be read."""
+        if self._store is not None and self._behind is None:
+            try:
+                order = await by_the_store(self._store, self.order)
+            except (HoldfastError, TimeoutError) as error:
+                log.warning("store_history_unreadable", why=str(error))
+                order = self.order
+            if order.last_seq > self.seq and not self._ours:
+                self._behind, self.order = self.order, order
+                self._tell(())
+        if self.seq:
+            log.warning("view_knows_only_the_store", seq=self.seq)
+            self._be_ready()
 
     async def _audit(self, store: StateStore) -> None:
         """Every few seconds, compare the store's settled state with ours. Where both stand at the same position they
@@ -161,7 +190,7 @@ class FleetView(FleetFold):
                 log.error("store_differs", position=compared.decided, number=compared.number)
 
     def _check_ready(self) -> None:
-        if self._ours and self._target is not None and self.seq >= self._target:
+        if self._behind is None and self._ours and self._target is not None and self.seq >= self._target:
             self._be_ready()
 
     def _be_ready(self) -> None:

@@ -107,13 +107,11 @@ class BrokerConnection:
         self._waiting: list[Interest] = []
         self.user = user(url)  # what the broker's permissions call us; empty: nobody has said
         own = self.client.new_inbox().rpartition(".")[2]  # nobody else on this broker has it
-        self.asker = f"{self.user or subjects.ANYBODY}.{own}"
         self._inbox = f"{inbox(url)}.{own}"
         self._asks_workers = False
         self._asked = 0
         self._answers: dict[int, asyncio.Future[BrokerReply]] = {}
-        self._subjects: dict[int, str] = {}  # of the requests that await an answer, in lower case
-        self._deaf = ""  # why no answer can be heard
+        self._asked_on: dict[int, str] = {}  # subjects of requests that await an answer, in lower case
         self._ever = False
         self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -138,6 +136,11 @@ class BrokerConnection:
                 "nats_away", connection=name, url=masked(url), why=connection.why
             )  # it is tried for ever
         return connection
+
+    @property
+    def asker(self) -> str:
+        """The name below which workers answer this connection."""
+        return f"{self.user or subjects.ANYBODY}.{self._inbox.rpartition('.')[2]}"
 
     @property
     def connected(self) -> bool:
@@ -211,8 +214,8 @@ class BrokerConnection:
         Not nats-py's own request: its `wait_for` (of Python 3.11) can swallow a cancellation, and it waits out its
         deadline when the connection breaks.
         """
-        if self._deaf:
-            raise NotPermitted(self._deaf)
+        if deaf := self._deaf():
+            raise NotPermitted(deaf)
         worker = subjects.asked(subject)
         with self.expect(worker) as (address, future), self._asking(subject):
             async with asyncio.timeout(deadline_s):
@@ -229,11 +232,20 @@ class BrokerConnection:
     def _asking(self, subject: str) -> Iterator[None]:
         """Note what the latest request was published on: the broker names the subject of what it does not permit."""
         token = self._asked
-        self._subjects[token] = subject.lower()
+        self._asked_on[token] = subject.lower()
         try:
             yield
         finally:
-            del self._subjects[token]
+            del self._asked_on[token]
+
+    def _deaf(self) -> str:
+        """Return why no answer can be heard on this connection; empty: it can."""
+        if not any(self._inbox.lower() in why.lower() for why in self._told):
+            return ""
+        return f"the broker does not let {self._account()} subscribe to {self._inbox}.*, where answers arrive"
+
+    def _account(self) -> str:
+        return f"the user {self.user!r}" if self.user else "the user of this connection"
 
     def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
@@ -302,20 +314,16 @@ class BrokerConnection:
         """Count what the broker lets us neither say nor hear, and say it once for each subject. A request that it concerns
         fails."""
         self.refused += 1
-        told, account = why.lower(), f"user {self.user!r}" if self.user else "user of this connection"
-        if self._inbox.lower() in told:
-            self._deaf = (
-                f"the broker does not let the {account} subscribe to {self._inbox}.*, where answers arrive"
-            )
-        for token, subject in self._subjects.items():
-            future = self._answers.get(token)
-            refused = self._deaf if self._deaf else f'publish to "{subject}"' in told
-            if refused and future is not None and not future.done():
-                said = self._deaf or f"the broker does not let the {account} publish to {subject}"
-                future.set_exception(NotPermitted(said))
         if why not in self._told and len(self._told) < TOLD_MAX:
             self._told.add(why)
             log.error("broker_refuses", connection=self.name, user=self.user, why=why)
+        deaf = self._deaf()
+        for token, subject in self._asked_on.items():
+            future = self._answers.get(token)
+            refused = deaf or f'publish to "{subject}"' in why.lower()
+            if refused and future is not None and not future.done():
+                said = deaf or f"the broker does not let {self._account()} publish to {subject}"
+                future.set_exception(NotPermitted(said))
 
     async def _on_disconnected(self) -> None:
         if not self._closing:
@@ -329,8 +337,8 @@ class BrokerConnection:
 
     def _changed(self, connected: bool) -> None:
         self.since = time.monotonic() if connected else None
-        if not connected:
-            self._deaf = ""  # the next connection may be permitted more
+        if not connected:  # the next connection may be permitted more
+            self._told = {why for why in self._told if self._inbox.lower() not in why.lower()}
         if connected:
             self.up.set()
         else:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 from made_history import History
@@ -12,7 +13,7 @@ from controller.deciders.fleet import Fleet, evolve
 from controller.ports import AnotherProjector, ReadPosition, RowsRead, Snapshot, StateStore
 from controller.read_model import rows as projection
 from events.decisions import IncidentClosed, IncidentOpened
-from events.fact import Recorded
+from events.fact import Decision, Recorded
 from events.observations import ScaleSet, TrafficReported
 from events.order import Order
 
@@ -138,6 +139,24 @@ async def test_snapshots_are_found_by_sequence_and_by_time(open_store: OpenStore
     when = history.events[newest.position.decided - 1].at
     assert await store.snapshot_at(when) == newest
     assert await store.snapshot_at(when - timedelta(milliseconds=1)) == older
+
+
+async def test_the_first_snapshot_is_kept_with_the_first_decision(open_store: OpenStore) -> None:
+    """A young fleet has a snapshot at once, and another each time its history has doubled, up to the usual distance."""
+    history = History().start()
+    for _ in range(8):
+        history.say(history.passed("w0"))
+        history.absorb()
+    store, reached = open_store(snapshot_every=12), list[int]()
+    fed = feeder(history, store)
+    for until in range(1, len(history.events) + 1):
+        await fed.feed(until)
+        if (kept := await store.load()) is not None and kept.position.decided not in reached:
+            reached.append(kept.position.decided)
+    first = next(event.seq for event in history.events if isinstance(event.fact, Decision))
+    assert reached[0] == first and len(reached) > 2
+    for before, after in pairwise(reached):
+        assert after - before >= min(12, before)
 
 
 async def test_a_start_from_a_snapshot_leads_to_the_same_state(open_store: OpenStore) -> None:

@@ -10,10 +10,12 @@ from made_history import History
 from structlog.testing import capture_logs
 
 from controller.adapters.clock import SystemClock
+from controller.adapters.memory_store import MemoryStore
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
 from controller.deciders.health_moves import HealthPolicy
 from controller.ports import ReadPosition, Snapshot, StoreAhead
 from controller.runtime.lease import Lease
+from controller.runtime.projection.projector import Projector
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.view import FleetView, ViewNotReady
 from events.codec import UnknownKind
@@ -283,6 +285,11 @@ class Store:
         self.on_load()
         return self.snapshot
 
+    async def select(self, *, after: int = 0) -> AsyncIterator[Sequence[Recorded]]:
+        """It has kept no events."""
+        for _ in ():
+            yield ()
+
 
 def kept(history: History) -> Store:
     order = history.order()
@@ -375,6 +382,36 @@ async def test_without_a_broker_a_view_makes_do_with_the_store() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("kept_snapshots", [0, 1])
+async def test_without_a_broker_a_view_folds_what_the_store_has_kept(
+    kept_snapshots: int, eventually: Eventually
+) -> None:
+    """A frontend that starts while the broker is away knows the fleet from the store's events, with a snapshot or without one,
+    and follows the journal from the snapshot again when the broker is back."""
+    history = beginning().start()
+    history.say(history.passed("w0"))
+    history.absorb()
+    store = MemoryStore(snapshot_every=len(history.events))
+    await Projector(MemoryJournal(history.stream, "projector"), store).catch_up(len(history.events))
+    del store.tables.snapshots[kept_snapshots:]
+    assert len(store.tables.snapshots) == kept_snapshots
+    held = history.order()
+    history.stream.reachable = False
+    view = FleetView(MemoryJournal(history.stream, "frontend:f1"), store=store, store_suffices_after_s=0.05)
+    task = asyncio.create_task(view.run())
+    await view.ready(5)
+    assert (view.fleet, view.seq) == (held.shown, held.last_seq)
+    history.stream.reachable = True
+    MemoryJournal(history.stream, "worker:w9").observe(history.joined("w9"))
+    await eventually(lambda: "w9" in view.fleet.workers)
+    whole: Order[Fleet] = Order(evolve, Fleet())
+    for event in history.stream.events:
+        whole.take(event)
+    assert view.order.shown == whole.shown and view.order.settled == whole.settled
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("wrong", [False, True])

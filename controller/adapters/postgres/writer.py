@@ -19,6 +19,7 @@ from events import codec
 from events.fact import Decision, Recorded
 
 _COUNT = f"SELECT {', '.join(f'(SELECT count(*) FROM {name}) AS {name}' for name in statements.STATE)}"
+_KEPT = "SELECT coalesce(max(reach), 0) FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
 COPY_FROM = 512  # events; below, one statement with arrays is quicker than COPY
 
 log = structlog.get_logger(__name__)
@@ -79,9 +80,9 @@ class Writer:
         self._decided = (last.seq, last.at) if last else self._decided
         if self._kept is None:
             async with self._link.use() as connection:
-                self._kept = await connection.fetchval("SELECT coalesce(max(reach), 0) FROM snapshots")
+                self._kept = await connection.fetchval(_KEPT, DECIDERS_VERSION, fleet_codec.VERSION)
         position = settled.position
-        if position.decided - (self._kept or 0) < self._snapshot_every:
+        if not fleet_codec.snapshot_due(position.decided, self._kept or 0, self._snapshot_every):
             return ()
         if self._decided is None or self._decided[0] != position.decided:
             return ()  # decided before this process began: its time is not known here

@@ -12,7 +12,7 @@ class ProjectorSettings(Strict):
 
     snapshot_every: Annotated[int, Field(gt=0)] = Field(
         5_000,
-        description="events between two kept snapshots: what `replay at` and a starting process fold at most",
+        description="most events between two kept snapshots, the first of which are closer: what a starting process folds",
     )
     admin_host: str = Field("127.0.0.1", description="where /metrics, /health and /ready are served")
     admin_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="its port; 0: any free one")
