@@ -26,8 +26,8 @@ from events.journal.port import Journal
 
 FINDING = 3
 NOTHING_SAID = (
-    "the journal says nothing of request {}: "
-    "it was answered where it was sent to, by nobody who was convicted; or it never came"
+    "the journal says nothing of request {}: it was answered by the worker that it was sent to, which was not convicted; or its "
+    "frontend ended before anything happened to it; or it never came"
 )
 Say = Callable[[str], None]
 Command = Callable[[argparse.Namespace, Journal, HistoryStore | None, Say], Awaitable[int]]
@@ -121,12 +121,15 @@ async def _request(args: argparse.Namespace, journal: Journal, store: HistorySto
     archive = _archive(journal, store)
     found = [one async for one in timeline.events(archive, request=args.request, routine=True)]
     story = request_story.told(args.request, found)
+    story.cut = await request_story.cut(story, archive, await journal.last_seq())
     said = story.lines() or [NOTHING_SAID.format(args.request)]
     if args.output == "json":
         say(json.dumps({"request": story.request, "says": said, "model": story.model, "workers": story.workers,
                         "gaps_ms": story.gaps_ms, "put_off": story.put_off, "exact": story.exact,
                         "exposed": [asdict(one) for one in story.exposed], "lost": story.lost,
-                        "lost_tokens": story.lost_tokens, "events": [as_json(one) for one in found]}, indent=1))  # fmt: skip
+                        "lost_tokens": story.lost_tokens,
+                        "cut": asdict(story.cut) | {"ended": story.cut.ended.isoformat()} if story.cut else None,
+                        "events": [as_json(one) for one in found]}, indent=1))  # fmt: skip
         return 0
     for line in said:
         say(line)
@@ -142,7 +145,8 @@ async def _story(args: argparse.Namespace, journal: Journal, archive: Archive, s
     if args.output == "json":
         told = [as_json(event) for event in story.events]
         say(json.dumps({"incident": story.incident, "subject": story.subject, "symptom": story.symptom,
-                        "closed": story.closed, "outcome": story.outcome, "lasted_s": story.lasted_s,
+                        "closed": story.closed, "outcome": story.outcome, "lasted_s": story.recovered_s,
+                        "recovered_s": story.recovered_s,
                         "events": told}, indent=1))  # fmt: skip
         return 0
     say(story.headline())

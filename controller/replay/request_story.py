@@ -1,12 +1,15 @@
 """What became of one request: where it was, how it moved and what its client noticed of that, and whose tokens it holds.
 
 The journal tells of requests to which something happened. One that was answered by the worker that it was sent to, and that
-nobody has convicted, is not on it; nor is whether an answer that has moved was completed, unless it could not be.
+nobody has convicted, is not on it; nor is whether an answer that has moved was completed, unless it could not be. But a
+frontend reports at least once a minute. One that has reported nothing for `QUIET` has ended, and has cut what it answered.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
+from controller.ports import Archive
 from controller.replay.sentences import count, span
 from events.fact import Recorded
 from events.observations import (
@@ -16,6 +19,19 @@ from events.observations import (
     RequestPreempted,
     RequestResumed,
 )
+
+QUIET = timedelta(
+    seconds=150
+)  # two missing reports of traffic, which a frontend makes each minute, and a margin
+ANSWERED_WITHIN = timedelta(hours=1)  # a frontend that has reported for so long since has not cut the request
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """The frontend that answered a request ended before the journal shows an end of it."""
+
+    frontend: str
+    ended: datetime  # when it reported last
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,7 @@ class RequestStory:
     exposed: list[ExposedSpan] = field(default_factory=list)
     lost: str = ""  # why it could not be continued; empty: it was not said to be lost
     lost_tokens: int = 0  # that its client had by then
+    cut: CutOff | None = None  # its frontend's end, if that came first
     events: list[Recorded] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -63,7 +80,35 @@ class RequestStory:
         ]
         if self.lost:
             said.append(f"  was lost after {count(self.lost_tokens, 'token')}: {self.lost}")
+        if self.cut is not None:
+            said.append(
+                f"  was cut by the frontend {self.cut.frontend}, which ended: it reported last at {self.cut.ended:%H:%M:%S} UTC. "
+                "Only an answer that was complete by then reached its client whole"
+            )
         return said
+
+
+async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | None:
+    """Return the end of the frontend that answered a request, if it ended after the last fact about it. `until`: the last
+    sequence of the journal."""
+    facts = [event for event in story.events if getattr(event.fact, "frontend", "")]
+    if not facts or story.lost or getattr(facts[-1].fact, "finished", False):
+        return None
+    frontend, source, begun = str(getattr(facts[-1].fact, "frontend", "")), facts[-1].source, facts[-1].at
+    reported, now = begun, begun
+    async for batch in archive.select(after=facts[-1].seq):
+        for event in batch:
+            if event.seq > until:
+                break
+            now = event.at
+            if event.source != source:
+                continue
+            if now - reported > QUIET:
+                return CutOff(frontend, reported)
+            reported = now
+            if reported - begun > ANSWERED_WITHIN:
+                return None
+    return CutOff(frontend, reported) if now - reported > QUIET else None
 
 
 def told(request: str, events: Sequence[Recorded]) -> RequestStory:

@@ -60,10 +60,22 @@ class Story:
     outcome: str
 
     @property
-    def lasted_s(self) -> float:
-        """Seconds from the first event to the end, or to the last event so far, by the stream's clock."""
-        ends = [e for e in self.events if isinstance(e.fact, IncidentClosed)] or self.events
-        return (ends[-1].at - self.events[0].at).total_seconds()
+    def recovered_s(self) -> float | None:
+        """Seconds from the opening of the incident to its closing, by the stream's clock; None: it is open.
+
+        It is the phase `recovered` of a post-mortem (`report.phases`), and the only duration of an incident.
+        """
+        opened = [
+            e.at
+            for e in self.events
+            if isinstance(e.fact, IncidentOpened) and e.fact.incident == self.incident
+        ]
+        closed = [
+            e.at
+            for e in self.events
+            if isinstance(e.fact, IncidentClosed) and e.fact.incident == self.incident
+        ]
+        return (closed[-1] - opened[0]).total_seconds() if opened and closed else None
 
     def headline(self) -> str:
         """Return the story in one line."""
@@ -71,7 +83,8 @@ class Story:
         exposed = sum(isinstance(e.fact, RequestExposed) for e in self.events)
         lost = sum(isinstance(e.fact, RequestAbandoned) for e in self.events)
         said = [f"{self.incident}: {sentences.about(self.subject)}, {self.symptom}"]
-        said.append(f"{sentences.span(self.lasted_s)}, {self.outcome if self.closed else 'not over yet'}")
+        took = self.recovered_s
+        said.append(f"{self.outcome} after {sentences.span(took)}" if took is not None else "not over yet")
         if moved:
             gap = max(fact.gap_ms for fact in moved)
             said.append(

@@ -298,7 +298,9 @@ async def test_streams_that_go_on_after_a_death_was_known_belong_to_it(open_stor
     history.say(history.migrated("req-2", "w2", "w0"), source="frontend-0", seconds=60)
     story = await told(history, open_store())
     assert story.outcome == "dead" and "; 1 request migrated" in story.headline()
-    assert story.lasted_s < 0.1, "the incident's time, not its aftermath's"
+    assert story.recovered_s is not None and story.recovered_s < 0.1, (
+        "the incident's time, not its aftermath's"
+    )
 
 
 async def test_streams_that_a_drain_moves_after_a_death_do_not_belong_to_it(open_store: OpenStore) -> None:

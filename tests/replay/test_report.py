@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from made_history import EPOCH, History
 
-from controller.replay import cli, pages, travel
+from controller.replay import cli, pages, timeline, travel
 from controller.replay.find import NoSuchEvent
 from controller.replay.pages import NoPlotly, plotly
 from controller.replay.report import window
 from controller.replay.report.window import NothingToTell
 from controller.replay.scan import JournalArchive
+from controller.replay.sentences import span
 from controller.replay.travel import NotYet
 from controller.replay.written import CannotWrite
 from events.decisions import DegradationChanged, IncidentOpened, Knobs
@@ -25,11 +26,15 @@ from events.errors import HoldfastError, UsageError
 from events.journal.memory import MemoryJournal
 from events.observations import (
     ChaosInjected,
+    CommandRefused,
+    DrainRequested,
     EngineFaulted,
     ExposureUnknown,
     IntrusionRefused,
     RequestAbandoned,
     RequestsRejected,
+    ScaleApplied,
+    ScaleSet,
     SnapshotKept,
     Topology,
 )
@@ -63,9 +68,9 @@ def history() -> History:
 
 async def test_three_sentences_say_what_happened_to_whom_and_how_it_was_met(history: History) -> None:
     what, whom, how = (await told(history))["summary"]
-    assert (
-        what
-        == "At 2026-03-01 12:00:07 UTC worker w2 came into trouble (token_mismatch), which ended after 0:03:43: recovered."
+    assert what == (
+        "At 2026-03-01 12:00:07 UTC worker w2 failed (token_mismatch); "
+        "it recovered 0:03:43 after its incident was opened: recovered."
     )
     assert whom == (
         "1 request went on elsewhere (longest gap 32 ms); "
@@ -75,6 +80,46 @@ async def test_three_sentences_say_what_happened_to_whom_and_how_it_was_met(hist
         "It was noticed after 0 ms, fenced after 0 ms, recovered after 0:03:43; "
         "199.8 GPU-seconds were missing, and at the least 67 % of the fleet served."
     )
+
+
+async def test_an_incident_has_one_recovery_time(history: History) -> None:
+    """The headline, the sentences, the phases and the JSON say the same number, also where a fault was played long before."""
+    again = History().start()
+    again.say(ChaosInjected(worker="w2", instance="w2-a", fault="corrupt", by="ada"))
+    again.corruption().recovery()
+    document = await told(again)
+    phases = {one["phase"]: one["seconds"] for one in document["phases"]}
+    assert phases["noticed"] >= 1
+    assert document["incident"]["recovered_s"] == document["incident"]["lasted_s"] == phases["recovered"]
+    assert (
+        span(phases["recovered"]) in document["summary"][0]
+        and span(phases["recovered"]) in document["summary"][2]
+    )
+    archive = JournalArchive(journal(again))
+    story = await timeline.story(journal(again), archive, document["incident"]["incident"])
+    assert (
+        story.recovered_s == phases["recovered"] and f"after {span(phases['recovered'])}" in story.headline()
+    )
+
+
+async def test_operators_acts_and_rehearsals_are_shown(history: History, tmp_path: Path) -> None:
+    """Commands, refused commands, quarantines, numbers of workers and rehearsals are listed, each with its operator."""
+    history.say(
+        ChaosInjected(worker="w1", instance="w1-a", fault="hang", by="ada"),
+        DrainRequested(worker="w0", instance="w0-a", deadline_s=None, by="ada"),
+        CommandRefused(worker="w9", verb="move", command="command-1", why="no such worker", by="bob"),
+        ScaleSet(model="llama", workers=4, by="bob", reason="a rush"),
+        ScaleApplied(model="llama", after=4, by="supervisor", ok=True, says="started", proposal="p"),
+    )
+    document = await told(history, "--since", "1")
+    found = [(one["by"], one["rehearsal"], one["refused"]) for one in document["acts"]]
+    assert found == [("ada", True, False), ("ada", False, False), ("bob", False, True), ("bob", False, False)]
+    assert "w0" in document["acts"][1]["text"]
+    text = "\n".join(await reported(history, "--since", "1", "-o", "md"))
+    assert "## What operators did" in text and "| rehearsal |" in text and "| ada |" in text
+    hidden = "\n".join(await reported(history, "--since", "1", "-o", "md", "--redact"))
+    assert "| ada |" not in hidden and "| person-1 |" in hidden
+    assert (await told(History().start(), "--since", "1"))["acts"] == []
 
 
 async def test_the_last_incident_is_told_and_any_event_of_another_names_it(history: History) -> None:
@@ -281,7 +326,7 @@ async def test_markdown_has_what_the_page_has(history: History, tmp_path: Path) 
     headings = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("#")]
     assert headings == [
         "# Incident incident-5: worker w2, token_mismatch",
-        "How long it took", "Who was hurt", "What it cost", "What led to what", "The policy in force",
+        "How long it took", "Who was hurt", "What operators did", "What it cost", "What led to what", "The policy in force",
             "Under another policy",
     ]  # fmt: skip
     await reported(history, "-o", str(tmp_path / "it.md"))

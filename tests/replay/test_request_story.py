@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from events.observations import (
     RequestMigrated,
     RequestPreempted,
     RequestResumed,
+    RequestsServed,
 )
 
 OF: dict[str, Any] = {"frontend": "f1", "request": "r", "model": "llama"}
@@ -124,6 +126,49 @@ async def test_of_one_to_which_nothing_happened_it_is_said_why_nothing_is_known(
     text = await typed(History(), "r")
     assert "says nothing of request r" in text and "convicted" in text
     assert json.loads(await typed(History(), "r", "-o", "json"))["events"] == []
+
+
+def reports(made: History, until_s: float, source: str = "frontend:f1") -> None:
+    """Let a frontend report its traffic each minute for so long."""
+    for _ in range(int(until_s // 60)):
+        made.say(
+            RequestsServed(
+                worker="w1", instance="w1-1", frontend=source.partition(":")[2], count=1, tokens=1, ttft_ms=1.0,
+                itl_ms=1.0, routed_under=0, window_s=1.0,
+            ),
+            source=source, seconds=60,
+        )  # fmt: skip
+
+
+async def test_a_request_that_a_dying_frontend_cut_says_so() -> None:
+    """The frontend reported for three minutes after the move and then nothing, while the fleet went on."""
+    made = history(moved("w0", "w1", 120))
+    reports(made, 180)
+    ended = made.now
+    reports(made, 600, source="frontend:f2")
+    text = await typed(made, "r")
+    assert f"was cut by the frontend f1, which ended: it reported last at {ended:%H:%M:%S} UTC" in text
+    found = json.loads(await typed(made, "r", "-o", "json"))
+    assert found["cut"] == {"frontend": "f1", "ended": ended.isoformat()}
+
+
+async def test_a_frontend_that_began_anew_has_cut_what_it_answered_before() -> None:
+    made = history(moved("w0", "w1", 120))
+    reports(made, 300, source="frontend:f2")
+    reports(made, 120)
+    assert json.loads(await typed(made, "r", "-o", "json"))["cut"]["frontend"] == "f1"
+
+
+@pytest.mark.parametrize("end", [None, LOST, replace(exposed("w1", 0, 3), finished=True)])
+async def test_a_frontend_that_lives_or_has_said_the_end_has_cut_nothing(end: Observation | None) -> None:
+    """A living frontend's request, a lost one and a finished one were not cut."""
+    made = history(moved("w0", "w1", 120), *([end] if end else []))
+    if end is None:
+        reports(made, 900)
+    else:
+        reports(made, 900, source="frontend:f2")
+    assert json.loads(await typed(made, "r", "-o", "json"))["cut"] is None
+    assert "was cut by" not in await typed(made, "r")
 
 
 def test_spans_are_kept_apart() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from controller.deciders.fleet import FleetPolicy, dump, load
 from controller.replay import sentences, timeline
 from controller.replay.find import name
+from controller.replay.report.acts import OperatorAct, acts
 from controller.replay.report.causes import Causes, causes
 from controller.replay.report.frames import Frame, Stretch, frames, stretches
 from controller.replay.report.hurt import Hurt, hurt
@@ -32,6 +33,7 @@ class Report:
     breakers: Sequence[Stretch]
     causes: Causes
     hurt: Hurt
+    acts: Sequence[OperatorAct]  # of operators, rehearsals included
     phases: Sequence[PhaseTimes]  # of an incident; else none
     policy: dict[str, Any] | None  # in force at the end
     unusual: Sequence[tuple[str, Any, Any]]  # of it: setting, value, default
@@ -58,10 +60,12 @@ class Report:
     def _what(self) -> str:
         if (story := self.story) is not None:
             end = (
-                f"ended after {span(story.lasted_s)}: {story.outcome}" if story.closed else "is not over yet"
+                f"recovered {span(story.recovered_s)} after its incident was opened: {story.outcome}"
+                if story.recovered_s is not None
+                else "is not over yet"
             )
             begun = f"{story.events[0].at:%Y-%m-%d %H:%M:%S} UTC"
-            return f"At {begun} {about(story.subject)} came into trouble ({story.symptom}), which {end}."
+            return f"At {begun} {about(story.subject)} failed ({story.symptom}); it {end}."
         opened = sum(isinstance(event.fact, IncidentOpened) for event in self.events)
         took = span((self.end - self.start).total_seconds())
         return f"In these {took} the journal took {count(len(self.events), 'event')}, and {count(opened, 'incident')} opened."
@@ -88,6 +92,7 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
         stretches(found, window.end, "breaker"),
         causes(story.events if story is not None else window.events),
         hurt(_told(window), found, window.end),
+        acts(window.events),
         compared(story, others) if story is not None else (),
         dict(policy) if policy is not None else None,
         _unusual(dump(load(policy))) if policy is not None else (),
@@ -188,7 +193,8 @@ def plain(found: Report) -> dict[str, Any]:
             "symptom": story.symptom,
             "closed": story.closed,
             "outcome": story.outcome,
-            "lasted_s": story.lasted_s,
+            "lasted_s": story.recovered_s,
+            "recovered_s": story.recovered_s,
         },
         "from": found.start.isoformat(),
         "to": found.end.isoformat(),
@@ -196,6 +202,11 @@ def plain(found: Report) -> dict[str, Any]:
             {"phase": one.phase, "seconds": one.here_s, "median_s": one.median_s, "mean_s": one.mean_s,
              "of": len(one.others)}
             for one in found.phases
+        ],
+        "acts": [
+            {"at": one.at.isoformat(), "seq": one.seq, "by": one.by, "text": one.text, "rehearsal": one.rehearsal,
+             "refused": one.refused}
+            for one in found.acts
         ],
         "cost": {
             "gpu_seconds_missing": hurt_.gpu_s,
