@@ -268,6 +268,12 @@ def _plan(parser: argparse.ArgumentParser) -> Run:
     return plan.prepare(parser)
 
 
+def _cost(parser: argparse.ArgumentParser) -> Run:
+    from controller.commands import cost
+
+    return cost.prepare(parser)
+
+
 def _scale(parser: argparse.ArgumentParser) -> Run:
     with without("aiohttp"):
         from controller.commands import scale
@@ -356,6 +362,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
     "plan": ("how many workers there should be, now or on a recorded day", _plan),
+    "cost": ("compare transfer with re-prefill on your hardware, and estimate failures and spares", _cost),
     "scale": (
         "set how many workers a model has, whatever the planner says, or leave that to it again",
         _scale,

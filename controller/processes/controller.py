@@ -26,12 +26,12 @@ from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
 from controller.metrics import ControllerMetrics, FleetCollector
-from controller.ports import StateStore
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
 from controller.processes.observability import scrape_targets
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
+from controller.runtime.beginning import StoredHistory
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
@@ -137,7 +137,7 @@ class ControllerProcess:
         settings: ControllerSettings,
         journal: NatsJournal,
         bus: NatsBus,
-        store: StateStore | None,
+        store: StoredHistory | None,
         data: Path,
         dialers: Mapping[str, Dialer],
         key: FleetKey | None = None,

@@ -1,0 +1,207 @@
+"""`holdfast cost`: transfer against re-prefill on your own hardware, and what failures cost a fleet of it."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+from controller.migration.cost import KvShape, MigrationTarget, MovingPolicy, estimate
+from controller.migration.links import Lane, LinkName, LinkSpec, LinkTable
+from controller.planner.spares import spares_needed
+from controller.simulator.rates import HOURS_PER_YEAR, PRESETS, mtbf_hours
+from events.errors import UsageError
+from events.observations import Profile
+
+Run = Callable[[argparse.Namespace], int]
+TOKENS = (256, 1024, 4096, 16_384, 65_536, 131_072)
+GIB = 1 << 30
+
+
+def prepare(parser: argparse.ArgumentParser) -> Run:
+    """Add the flags; return what runs the command."""
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag, (kind, default, metavar, text) in flags.items():
+            said = f"{text} (default: {_shown(default)})"
+            group.add_argument(flag, type=kind, default=default, metavar=metavar, help=said)
+    text = f"measured rate of a link in GB/s of one direction; NAME: {', '.join(get_args(LinkName))}"
+    parser.add_argument("--link", type=_link, action="append", default=[], metavar="NAME=GBPS", help=text)
+    text = "field study of failure rates (default: seed-3pct)"
+    parser.add_argument("--rates", choices=sorted(PRESETS), default="seed-3pct", help=text)
+    text = "how to print (default: text)"
+    parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help=text)
+    return _run
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return "that of --rates" if default is None else f"{default:g}"
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        found = {"move": moving(args), "fleet": failing(args)}
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(json.dumps(found, indent=1) if args.output == "json" else "\n".join(lines(found)))
+    return 0
+
+
+def moving(args: argparse.Namespace) -> dict[str, Any]:
+    """Return both methods' times in milliseconds for each length and link, and the crossover. Raise ValueError."""
+    kv = KvShape(
+        layers=args.layers, kv_heads=args.kv_heads, head_size=args.head_size, bytes_per_element=args.kv_bytes, tp=args.tp
+    )  # fmt: skip
+    measured = {name: LinkSpec(bytes_per_s=rate * 1e9) for name, rate in args.link}
+    policy = MovingPolicy(links=replace(LinkTable(), **measured), setup_s=args.setup_ms / 1000)
+    profile = Profile(
+        kv_blocks=0, block_tokens=16, max_batch=1, prefill_tokens_per_s=args.prefill_tokens_per_s, tpot_ms=()
+    )
+    links = []
+    for link in get_args(LinkName):
+        lanes = (
+            Lane(link, args.tp if link == "tcp" else 1),
+        ) * args.tp  # a host's TCP is shared by all shards
+        target = MigrationTarget(name=link, profile=profile, free_blocks=0, lanes=lanes)
+        costs = [estimate(policy, kv, target, tokens) for tokens in args.tokens]
+        links.append(
+            {
+                "link": link,
+                "gb_per_s": policy.links.spec(link).rate / 1e9,
+                "transfer_ms": [one.transfer_time_ms for one in costs],
+                "recommended": [one.recommended for one in costs],
+                "crossover_tokens": costs[0].crossover_tokens,
+            }
+        )
+    least = kv.shard_bytes_per_token * args.prefill_tokens_per_s
+    return {
+        "tokens": [*args.tokens],
+        "kv_bytes_per_token": kv.shard_bytes_per_token * kv.tp,
+        "bytes": [-(-tokens // 16) * 16 * kv.shard_bytes_per_token * kv.tp for tokens in args.tokens],
+        "reprefill_ms": [1000 * tokens / args.prefill_tokens_per_s for tokens in args.tokens],
+        "transfer_wins_above_gb_per_s": least / 1e9,
+        "links": links,
+    }
+
+
+def failing(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how often the fleet fails, what each failure takes, and the spares for it. Raise ValueError."""
+    rates = PRESETS[args.rates]
+    afr = args.afr if args.afr is not None else rates.afr
+    mttr_hours = args.mttr_hours if args.mttr_hours is not None else rates.mttr_hours
+    groups = args.gpus // args.tp
+    if not groups:
+        raise ValueError(f"{args.gpus} GPUs are less than one group of {args.tp}")
+    per_day = args.gpus * afr / HOURS_PER_YEAR * 24
+    return {
+        "gpus": args.gpus,
+        "groups": groups,
+        "source": rates.source if args.afr is None else "--afr",
+        "afr": afr,
+        "mtbf_hours": mtbf_hours(args.gpus, afr),
+        "failures_per_day": per_day,
+        "mttr_hours": mttr_hours,
+        "gpus_per_failure": args.tp,
+        "capacity_per_failure": 1 / groups,
+        "gpu_hours_lost_per_day": per_day * args.tp * mttr_hours,
+        "spare_groups": spares_needed(groups, per_day / groups, mttr_hours / 24, args.target),
+        "target": args.target,
+        "cold_start_s": cold_start_s(args.weights_gb, args.storage_gbps, args.start_s),
+    }
+
+
+def cold_start_s(weights_gb: float, storage_gbps: float, start_s: float) -> float:
+    """Return the seconds until a new group serves: its weights are read, and the rest of its start is measured (N19)."""
+    return weights_gb / storage_gbps + start_s
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """Return the tables as text."""
+    move, fleet = found["move"], found["fleet"]
+    told = [
+        f"Milliseconds to move one request ({move['kv_bytes_per_token'] / 1024:,.0f} KiB of KV cache per token)",
+        "",
+    ]
+    head = "".join(f"{tokens:>11,}" for tokens in move["tokens"])
+    told.append(f"{'tokens':24}{head}{'crossover':>11}")
+    told.append(f"{'GiB':24}" + "".join(f"{size / GIB:>11.3f}" for size in move["bytes"]))
+    told.append(f"{'re-prefill':24}" + "".join(f"{took:>11,.1f}" for took in move["reprefill_ms"]))
+    for one in move["links"]:
+        cells = "".join(f"{took:>11,.1f}" for took in one["transfer_ms"])
+        crossover = "none" if one["crossover_tokens"] is None else f"{one['crossover_tokens']:,}"
+        told.append(f"{one['link']:13} {one['gb_per_s']:5.1f} GB/s".ljust(24) + f"{cells}{crossover:>11}")
+    told += [
+        "",
+        f"Above {move['transfer_wins_above_gb_per_s']:.3f} GB/s per shard a transfer is faster from the crossover on.",
+        "",
+        f"{fleet['gpus']:,} GPUs in {fleet['groups']:,} groups, {100 * fleet['afr']:.1f} % of the GPUs fail in a year",
+        f"  source: {fleet['source']}",
+        f"  a failure every {fleet['mtbf_hours']:,.1f} h ({fleet['failures_per_day']:.3f} a day), however they are grouped",
+        f"  blast radius: {fleet['gpus_per_failure']} GPUs, {100 * fleet['capacity_per_failure']:.2f} % of the capacity, for "
+        f"{fleet['mttr_hours']:,.1f} h; {fleet['gpu_hours_lost_per_day']:,.1f} GPU-hours lost a day",
+        f"  spare groups for {100 * fleet['target']:g} % of the time: {fleet['spare_groups']}",
+        f"  a new group serves after {fleet['cold_start_s']:,.0f} s; a spare within a second",
+    ]
+    return told
+
+
+def _number(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return found
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10000000")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    found = _number(text)
+    if found >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
+    return found
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(_whole(part) for part in text.split(","))
+
+
+def _link(text: str) -> tuple[str, float]:
+    name, _, rate = text.partition("=")
+    if name not in get_args(LinkName):
+        raise argparse.ArgumentTypeError(f"{name!r} is not a link: {', '.join(get_args(LinkName))}")
+    return name, _number(rate)
+
+
+FLAGS: Mapping[str, Mapping[str, tuple[Callable[[str], Any], Any, str, str]]] = {
+    "model": {
+        "--layers": (_whole, 80, "N", "layers"),
+        "--kv-heads": (_whole, 8, "N", "KV heads"),
+        "--head-size": (_whole, 128, "N", "size of a head"),
+        "--kv-bytes": (_whole, 2, "N", "bytes per element: 2 for fp16 and bf16, 1 for fp8"),
+        "--tp": (_whole, 8, "N", "shards of a group"),
+        "--prefill-tokens-per-s": (_number, 5000.0, "R", "prefill rate of a group in tokens per second"),
+    },
+    "move": {
+        "--tokens": (_lengths, TOKENS, "N,…", "sequence lengths in tokens"),
+        "--setup-ms": (_number, 5.0, "MS", "milliseconds before a transfer's first byte"),
+    },
+    "fleet": {
+        "--gpus": (_whole, 1024, "N", "GPUs that serve"),
+        "--afr": (_number, None, "SHARE", "annual failure rate of one GPU: 0.03 is 3 %%"),
+        "--mttr-hours": (_number, None, "H", "mean hours until a failed group is back"),
+        "--target": (_share, 0.99, "SHARE", "share of the time for which the spares suffice"),
+        "--weights-gb": (_number, 140.0, "GB", "size of the weights in GB"),
+        "--storage-gbps": (_number, 2.0, "GBPS", "GB/s at which a group reads its weights"),
+        "--start-s": (_number, 60.0, "S", "measured seconds of a group's start without reading weights"),
+    },
+}
+"""By group and flag: its type, default, metavar and help."""
