@@ -54,7 +54,7 @@ def moving(args: argparse.Namespace) -> dict[str, Any]:
     kv = KvShape(
         layers=args.layers, kv_heads=args.kv_heads, head_size=args.head_size, bytes_per_element=args.kv_bytes, tp=args.tp
     )  # fmt: skip
-    measured = {name: LinkSpec(bytes_per_s=rate * 1e9) for name, rate in args.link}
+    measured: dict[str, Any] = {name: LinkSpec(bytes_per_s=rate * 1e9) for name, rate in args.link}
     policy = MovingPolicy(links=replace(LinkTable(), **measured), setup_s=args.setup_ms / 1000)
     profile = Profile(
         kv_blocks=0, block_tokens=16, max_batch=1, prefill_tokens_per_s=args.prefill_tokens_per_s, tpot_ms=()

@@ -121,14 +121,14 @@ async def _request(args: argparse.Namespace, journal: Journal, store: HistorySto
     archive = _archive(journal, store)
     found = [one async for one in timeline.events(archive, request=args.request, routine=True)]
     story = request_story.told(args.request, found)
-    story.cut = await request_story.cut(story, archive, await journal.last_seq())
+    cut = story.cut = await request_story.cut(story, archive, await journal.last_seq())
     said = story.lines() or [NOTHING_SAID.format(args.request)]
     if args.output == "json":
         say(json.dumps({"request": story.request, "says": said, "model": story.model, "workers": story.workers,
                         "gaps_ms": story.gaps_ms, "put_off": story.put_off, "exact": story.exact,
                         "exposed": [asdict(one) for one in story.exposed], "lost": story.lost,
                         "lost_tokens": story.lost_tokens,
-                        "cut": asdict(story.cut) | {"ended": story.cut.ended.isoformat()} if story.cut else None,
+                        "cut": asdict(cut) | {"ended": cut.ended.isoformat()} if cut else None,
                         "events": [as_json(one) for one in found]}, indent=1))  # fmt: skip
         return 0
     for line in said:

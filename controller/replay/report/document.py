@@ -1,7 +1,7 @@
 """What a report says, before it is a page: everything is here, as JSON has it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -203,11 +203,7 @@ def plain(found: Report) -> dict[str, Any]:
              "of": len(one.others)}
             for one in found.phases
         ],
-        "acts": [
-            {"at": one.at.isoformat(), "seq": one.seq, "by": one.by, "text": one.text, "rehearsal": one.rehearsal,
-             "refused": one.refused}
-            for one in found.acts
-        ],
+        "acts": [asdict(one) | {"at": one.at.isoformat()} for one in found.acts],
         "cost": {
             "gpu_seconds_missing": hurt_.gpu_s,
             "least_capacity": hurt_.least_capacity,
