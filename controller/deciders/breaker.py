@@ -107,8 +107,9 @@ def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
 
 
 def try_now(state: Breaker, cause: str) -> Breaker:
-    """Make an open breaker's trial due at once: the evidence that opened it was withdrawn."""
-    return replace(state, retry_now=True, cause=cause) if state.position == "open" else state
+    """Make the next trial due at once: the evidence that opened the breaker was withdrawn. A trial that is under way may still
+    fail by that evidence."""
+    return state if state.position == "closed" else replace(state, retry_now=True, cause=cause)
 
 
 def _succeeded(state: Breaker, by: str, sent_under: int, cause: str) -> Breaker:
@@ -172,7 +173,12 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
         case BreakerOpened():
             failed = state.trials_failed + (state.position == "half_open")
             return replace(
-                moved, position="open", retry_at=fact.retry_at, trials_failed=failed, why=fact.reason
+                moved,
+                position="open",
+                retry_at=fact.retry_at,
+                retry_now=state.retry_now,
+                trials_failed=failed,
+                why=fact.reason,
             )
         case BreakerHalfOpened():
             return replace(moved, position="half_open", deadline=fact.deadline)

@@ -264,7 +264,9 @@ def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker
     moved = health.outvoted(state.health, canary, number, agrees=agrees)
     if moved is state.health:
         return state
-    return replace(state, health=moved, breaker=breaker.try_now(state.breaker, f"decision:{number}"))
+    cause = f"decision:{number}"
+    tried = state.breaker if moved.corrupt else breaker.try_now(state.breaker, cause)
+    return replace(state, health=moved, breaker=tried)
 
 
 def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:

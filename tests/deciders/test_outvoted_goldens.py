@@ -57,6 +57,19 @@ def test_those_that_it_convicted_are_tried_at_once_and_return_without_eight_good
     assert (story.status("w0"), story.worker("w0").weight) == (H, 0.25)
 
 
+def test_a_trial_that_fails_by_the_fallen_golden_is_followed_by_another_at_once() -> None:
+    story = agreed(3)
+    story.tell(contradicts("w0"))
+    story.wait(61)
+    assert story.worker("w0").breaker.position == "half_open"
+    story.tell(contradicts("w1"))  # the golden falls while the trial is under way
+    story.record(replace(failed("w0"), sent_under=story.fleet.number))
+    decisions = story.settle()
+    assert kinds(decisions)[-1] == "BreakerHalfOpened"
+    story.tell(passed("w0"))
+    assert story.status("w0") is H
+
+
 def test_one_worker_outvotes_nobody_and_half_of_them_do_not() -> None:
     story = agreed(2)
     for _ in range(5):
