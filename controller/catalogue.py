@@ -24,7 +24,7 @@ EMITTERS: Mapping[str, str] = {
     "worker_heard": "the leading controller's liveness watch, once per return",
     "worker_lingered": "the leading controller's watch over the dead, once per instance",
     "observer_blind": "the leading controller's liveness watch, once per blindness",
-    "intrusion_refused": "the supervisor, for the embedded broker, once per user and few seconds",
+    "intrusion_refused": "the supervisor (embedded broker), a controller or a frontend, once per sender and few seconds",
     "drain_requested": "a controller, for an operator",
     "resume_requested": "a controller, for an operator",
     "move_requested": "a controller, for an operator",

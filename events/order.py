@@ -16,6 +16,9 @@ moved the fence, so the position moves with it.
 
 Repetitions are dropped here: a fact whose number is not above its source's last has been folded already.
 
+A worker's fact that names a source which is not its own (`events.intrusion.source_rule`) is folded, for its subject proves
+whose it is. It counts for no source: it is no repetition, and nothing that the named source publishes becomes one.
+
 Every process instance is a source, so what is remembered of them must end. A source from which nothing new has come
 for `REMEMBERED` of the stream's time is forgotten. That loses no guarantee: a sender never repeats a fact later than
 half of that after it was said (`events.journal.publisher`), and the other half is for clocks that disagree. Whether a
@@ -32,6 +35,7 @@ from typing import Generic, TypeVar
 from events.errors import QUARANTINE, HoldfastError
 from events.fact import Decision, Recorded, Skipped
 from events.frozen import quickly_made, replace
+from events.intrusion.source_rule import forged
 
 REMEMBERED = timedelta(days=14)  # how long a source may be silent before it is forgotten
 CLOCK_SLACK = timedelta(days=1)  # the broker's clock may be set back by so much
@@ -104,9 +108,15 @@ class Order(Generic[S]):
         if isinstance(event.fact, Decision):
             if event.seq > self.position.decided:
                 self._decide(event, event.fact)
-        elif self._is_new(event):
-            self.pending.append(event)
-            self._fresh.append(event)
+        else:
+            own = (
+                event
+                if not event.source or not forged(event.fact, event.source)
+                else replace(event, source="")
+            )
+            if self._is_new(own):
+                self.pending.append(own)
+                self._fresh.append(own)
         self.last_seq = event.seq  # not before: whoever goes on after an OutOfTurn reads the same event again
 
     def _is_new(self, event: Recorded) -> bool:

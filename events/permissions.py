@@ -15,10 +15,12 @@ Nobody deletes or purges the stream: no role has a word for it; only `holdfast u
 answered below the asker's own inbox, or, by a worker, below its own name: nobody can read or give another's answers.
 
 What a reader would get wrong: who may read the journal can have JetStream deliver it to a subject that he may not speak on
-himself. Workers cannot read it.
+himself. Workers have no right at JetStream at all: they can neither read the journal nor publish to it, so no acknowledgement
+of theirs reaches another subject. A controller takes their facts in (`controller.runtime.intrusion.intake`). Only a worker of
+0.2.0, which does not know that way, publishes to the journal itself (`direct`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from events import observations as seen
@@ -59,6 +61,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.GoldenProposed,
         seen.GoldenDisputed,
         seen.SnapshotKept,
+        seen.IntrusionRefused,
     ),
     "frontend": (
         seen.RequestsServed,
@@ -78,6 +81,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.ExposureUnknown,
         seen.PanicBegan,
         seen.PanicEnded,
+        seen.IntrusionRefused,
     ),
     "operator": (seen.EventQuarantined, seen.ScaleSet),
 }
@@ -114,9 +118,11 @@ class BrokerUser:
     subscribe: tuple[str, ...]
 
 
-def users(processes: Iterable[str]) -> list[BrokerUser]:
-    """Return all users of a fleet: one for each role, and these of its workers' processes (`worker_user`)."""
-    return [*map(_role, ROLES), *map(_worker, sorted(set(processes)))]
+def users(processes: Iterable[str], direct: Container[str] = ()) -> list[BrokerUser]:
+    """Return all users of a fleet: one for each role, and these of its workers' processes (`worker_user`). Those in `direct`
+    publish to the journal themselves."""
+    workers = [_worker(user, direct=user in direct) for user in sorted(set(processes))]
+    return [*map(_role, ROLES), *workers]
 
 
 def _role(name: str) -> BrokerUser:
@@ -126,9 +132,19 @@ def _role(name: str) -> BrokerUser:
     match name:
         case "controller":
             asks = [f"live.{verb}.*" for verb in _ASKED]
-            says = (*_READS, *_MAKES, *_LEASE, *facts, f"{DECIDED}.*", *asks, f"{subjects.PLANE}.*.*.*")
-            hears = (*answers, subjects.BEATS, subjects.LINKS, f"{subjects.CONTROL}.*")
-            return BrokerUser(name, (*says, "_INBOX.operator.>"), (*inbox, *hears))
+            taken_in = _facts(SAYS["worker"])
+            says = (
+                *_READS,
+                *_MAKES,
+                *_LEASE,
+                *facts,
+                *taken_in,
+                f"{DECIDED}.*",
+                *asks,
+                f"{subjects.PLANE}.*.*.*",
+            )
+            hears = (subjects.BEATS, subjects.LINKS, f"{subjects.CONTROL}.*", subjects.SAY_ALL)
+            return BrokerUser(name, (*says, "_INBOX.operator.>", "_INBOX.*.*.*"), (*inbox, *answers, *hears))
         case "frontend":
             says = (
                 *_READS,
@@ -154,10 +170,11 @@ def _role(name: str) -> BrokerUser:
             return BrokerUser(name, _READS, inbox)
 
 
-def _worker(user: str) -> BrokerUser:
-    says, hears = [*_JOURNAL], [f"_INBOX.{user}.>"]
+def _worker(user: str, *, direct: bool) -> BrokerUser:
+    says, hears = [*_JOURNAL] if direct else [subjects.journal_end(user)], [f"_INBOX.{user}.>"]
     for worker in workers_of(user):
-        says += _facts(SAYS["worker"], worker)
+        facts = _facts(SAYS["worker"], worker)
+        says += facts if direct else (subjects.said(user, subject) for subject in facts)
         says += [subjects.beat(worker), subjects.kv_events(worker), f"{subjects.ANSWER}.{worker}.>"]
         hears += [subjects.live(worker), f"kv.ask.{worker}.*", f"{subjects.PLANE}.{worker}.*.*"]
     return BrokerUser(user, tuple(says), tuple(hears))

@@ -22,6 +22,8 @@ PLANE_SCHEME = "nats"
 ANSWER = "answer"  # of a worker: it may answer below its own name, and nobody in another's
 DEAD_STREAM = "DEAD_LETTERS"  # a stream of its own, bounded: what a webhook has not taken
 DEAD = "dead.webhook"
+SAY = "say"  # facts of workers on their way to the journal: a controller checks each first
+SAY_ALL = f"{SAY}.>"
 ANYBODY = "any"  # an asker whom the broker does not know by name
 
 
@@ -127,6 +129,16 @@ def distrust(worker: str) -> str:
 def resume(worker: str) -> str:
     """Return the subject on which a drained worker is asked to serve again: JSON {instance}."""
     return f"live.resume.{token(worker)}"
+
+
+def said(user: str, subject: str) -> str:
+    """Return the subject on which a worker's process, by its broker account, publishes a fact for the intake."""
+    return f"{SAY}.{user}.{subject.removeprefix(f'{OBSERVED}.worker.')}"
+
+
+def journal_end(user: str) -> str:
+    """Return the subject on which a worker's process asks the intake where the journal ends, and its time."""
+    return f"{SAY}.{user}"
 
 
 def subject(fact: Fact) -> str:

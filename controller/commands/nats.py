@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from controller.adapters.embedded.nats_users import BrokerUsers, configuration
+from controller.adapters.embedded.nats_users import BrokerUsers
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator_client import find
 from events import permissions
-from events.broker_users import worker_user, workers_of
+from events.broker_users import worker_user
 from events.errors import UsageError
-from events.nats import keys, urls
+from events.nats import urls
 
 READER = "reader"
 Run = Callable[[argparse.Namespace], int]
@@ -96,7 +96,7 @@ def _permissions(args: argparse.Namespace) -> int:
     if args.keys is None and not own.is_dir():
         raise UsageError(f"there are no seeds in {own}: name the folder that shall have them with --keys")
     folder = (args.keys or own).resolve()
-    BrokerUsers(folder).make(args.worker)
-    workers = [name for name in keys.users(folder) if workers_of(name)]
-    print(HEAD.format(folder) + configuration(permissions.users(workers), folder), end="")
+    users = BrokerUsers(folder)
+    users.make(args.worker)
+    print(HEAD.format(folder) + users.written(), end="")
     return 0

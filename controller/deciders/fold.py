@@ -47,6 +47,7 @@ from events.decisions import (
 )
 from events.fact import Decision, Fact, Recorded
 from events.frozen import replace
+from events.intrusion.registration import impossible
 from events.observations import (
     BusyThresholdsSet,
     CanaryFailed,
@@ -55,6 +56,7 @@ from events.observations import (
     Commanded,
     GoldenDisputed,
     GoldenProposed,
+    IntrusionRefused,
     ResumeRequested,
     WorkerAwaited,
     WorkerJoined,
@@ -64,6 +66,7 @@ from events.observations import (
 
 Key = tuple[str, str]  # canary key, canary id
 T = TypeVar("T")
+CLAIMS_SINCE = 6  # the decider version from which impossible registrations are refused
 # Named once: a union that is written into the test of every fact is made anew for every fact.
 GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed
 GoldenFact: TypeAlias = GoldenSeen | CanaryFailed | GoldenAgreed | GoldenRetired
@@ -126,6 +129,8 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
             return _observed(fleet, worker, fact, recorded)
         if isinstance(fact, GoldenProposed) and fact.configured:  # from the settings: no worker has said it
             return _golden(fleet, fact, recorded.id)
+    if isinstance(fact, IntrusionRefused):
+        return _intruded(fleet, fact, recorded.id)
     if isinstance(fact, BusyThresholdsSet):
         moved = thresholds.evolve(fleet.thresholds.get(fact.model, NEVER), fact)
         return replace(fleet, thresholds={**fleet.thresholds, fact.model: moved})
@@ -205,7 +210,17 @@ def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
     return fleet if waiting is fleet.awaited else replace(fleet, awaited=waiting)
 
 
+def refuses(fleet: Fleet, fact: WorkerJoined) -> str:
+    """Return the impossible value for which a registration is refused; empty if it is accepted.
+
+    A journal that an older decider version leads is folded as that version did.
+    """
+    return "" if 0 < fleet.deciders_version < CLAIMS_SINCE else impossible(fact)
+
+
 def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
+    if refuses(fleet, fact):
+        return fleet
     name, cause = fact.worker, recorded.id
     previous = fleet.remembered(name)
     worker = one.join(previous, fact, cause, recorded.at)
@@ -234,6 +249,14 @@ def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: R
     if isinstance(fact, ResumeRequested) and worker.health.corrupt:
         return _begin_anew(fleet, worker, fact, recorded.id)
     return fleet
+
+
+def _intruded(fleet: Fleet, fact: IntrusionRefused, cause: str) -> Fleet:
+    """Remember of the life that tried it what is to eject it."""
+    worker = fleet.workers.get(fact.worker) if fact.eject else None
+    if worker is None or worker.joined.instance != fact.instance:
+        return fleet
+    return _with_worker(fleet, replace(worker, health=health.intruded(worker.health, fact.tried, cause)))
 
 
 def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str) -> Fleet:

@@ -16,6 +16,7 @@
 | DRAINING | empty and left, or deadline | DEAD |
 | DRAINING | ResumeRequested, then a good canary | HEALTHY by the ramp |
 | HEALTHY, SUSPICIOUS | DeviceFaulted with a weight, DeviceRecovered | the same, at most that weight |
+| any but DEAD | IntrusionRefused with `eject`, of this life | UNHEALTHY, until an operator resumes it |
 | any | WorkerLeft | DEAD |
 | DEAD | anything about this instance | DEAD |
 
@@ -172,6 +173,13 @@ def at_odds(state: Health, canaries: tuple[str, ...], cause: str) -> Health:
     return replace(state, disputed=canaries, cause=cause)
 
 
+def intruded(state: Health, tried: str, cause: str) -> Health:
+    """Take what this worker tried and was refused."""
+    if state.intrusion or state.status is DEAD:
+        return state
+    return replace(state, intrusion=tried or "?", cause=cause)
+
+
 def _device(fact: DeviceFaulted | DeviceRecovered) -> str:
     return f"{DEVICE} {fact.device} {fact.fault_class}"
 
@@ -289,6 +297,7 @@ def _resume(state: Health, cause: str) -> Health:
         state,
         limits=(),
         disputed=(),
+        intrusion="",
         canaries=replace(state.canaries, goods=0),
         charges=replace(
             state.charges,

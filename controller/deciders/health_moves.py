@@ -14,6 +14,7 @@ from controller.deciders.health_state import (
     DRAINING,
     ENGINE,
     HEALTHY,
+    INTRUSION,
     LIMITED,
     RELAPSE,
     SILENT,
@@ -41,6 +42,7 @@ class HealthPolicy:
     trials_max: int = 5  # the breaker's trials failed in a row: give up
     dead_after: timedelta = timedelta(seconds=30)  # of silence
     good_to_acquit: int = 8  # good canaries in a row: two rounds of the default four
+    eject_intruders: bool = True  # out of service: a worker that tried what harms other workers
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -103,6 +105,8 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
         return DRAINING, 0.0, state.exit.leaving
     if state.charges.accused:
         return UNHEALTHY, 0.0, state.charges.accused
+    if state.intrusion and policy.eject_intruders and state.status in (HEALTHY, SUSPICIOUS):
+        return UNHEALTHY, 0.0, f"{INTRUSION}: {state.intrusion}"
     if state.status is HEALTHY:
         return _from_healthy(policy, state)
     if state.status is SUSPICIOUS:
@@ -150,7 +154,7 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
 
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
     """Return whether a conviction stands in the way; enough good canaries acquit of all but silence."""
-    if SILENT in state.charges.convictions:
+    if SILENT in state.charges.convictions or (state.intrusion and policy.eject_intruders):
         return True
     standing = [c for c in state.charges.convictions if c != ENGINE]
     return bool(standing) and state.canaries.streak < policy.good_to_acquit

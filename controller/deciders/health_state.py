@@ -16,6 +16,7 @@ CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # con
 CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
 GOLDENS_MAX = 64  # that convicted one worker, as many as there are canaries at most
 TRIALS_FAILED = "trials_failed"
+INTRUSION = "intrusion"  # a HealthChanged's reason begins so that ejects a worker for what it tried
 RELAPSE = "relapse"  # a HealthChanged's reason begins so that tells of a worker which failed on its way back
 LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
 
@@ -94,6 +95,7 @@ class Health:
     reason: str = "joined"
     joining: bool = True  # has not been HEALTHY in this life
     disputed: tuple[str, ...] = ()  # canaries over whose goldens it is at odds with another worker
+    intrusion: str = ""  # what it tried and was refused, where it is to be ejected for that
     kept: bool = False  # the ejection budget holds it in service
     canaries: Canaries = Canaries()
     slowness: Slowness = Slowness()

@@ -53,6 +53,7 @@ BEFORE: Mapping[str, Mapping[str, Any]] = {
     "degradation": {"exit_at_provisioned": False, "tolerance": 0.0},
     "forgetting": {"forget_after": None},
     "golden": {"outvote": False},
+    "health": {"eject_intruders": False},
     "spares": {"on_return": "swap"},
 }
 """By part and field, what was decided before there was a policy for it: not written, so that an old policy stays what it was."""

@@ -37,7 +37,7 @@ from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
 from controller.runtime.commands import OperatorCommands
 from controller.runtime.hang_check import HangCheck
-from controller.runtime.host_processes import HostProcesses
+from controller.runtime.intrusion.intruders import Intruders
 from controller.runtime.keeping import SnapshotKeeper
 from controller.runtime.lease import Lease
 from controller.runtime.lingering import Lingering
@@ -161,9 +161,9 @@ class ControllerProcess:
             self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
         )
         self.actuator = Actuator(self.view, self.beats, bus, clock, settings.actuator, lambda: self.leading)
-        self.processes = HostProcesses()
+        self.intruders = Intruders(self.view, journal, clock, lambda: self.leading)
         self.lingering = Lingering(
-            self.view, self.beats, journal, self.processes, port_open, clock, lambda: self.leading
+            self.view, self.beats, journal, self.intruders.processes, port_open, clock, lambda: self.leading
         )
         self.commands = OperatorCommands(
             journal,
@@ -172,6 +172,7 @@ class ControllerProcess:
             leading=lambda: self.leading,
             vacant=lambda: self.lease.vacant,
         )
+        self.lease.report = self.intruders.foreign_lease
         self.view.listen(self._heard)
         self.lease.listen(self._lease_changed)
         self._led_at = float("-inf")  # by the loop's clock
@@ -230,6 +231,7 @@ class ControllerProcess:
                     ("snapshots", self._snapshots().run()),
                     ("room", room.run()),
                     ("control", self._control(nats_url)),
+                    ("intake", self.intruders.run(nats_url, name)),
                     ("links", self._keep_connected()),
                     ("ready", self._announce(self._runner, name)),
                 )
@@ -287,7 +289,7 @@ class ControllerProcess:
             self._bus,
             self.beats,
             chaos=self._settings.chaos,
-            processes=self.processes,
+            processes=self.intruders.processes,
         )
         try:
             await api_module.ControlApi(nats_url, operations, self.commands).run()

@@ -233,6 +233,7 @@ class FleetSupervisor:
                     children = {child.pid: child.name for child in self.children if child.pid is not None}
                     for recorded in batch:
                         self.exits.hear(recorded.fact, children)
+                        self.broker.hear(recorded.fact)
                         self.scaling.hear(recorded)
                     after, why = batch[-1].seq, ""
             except JournalUnavailable:

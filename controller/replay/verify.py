@@ -22,6 +22,7 @@ from events import codec
 from events.decisions import Absorbed, PolicyAdopted
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Recorded, Skipped
+from events.intrusion.source_rule import forged
 from events.journal.port import Journal
 from events.order import Order
 
@@ -69,6 +70,7 @@ class VerifyReport:
     folded: int = 0  # events
     decided: int = 0  # decisions that were decided again, alike
     foreign: int = 0  # messages that are no events of ours, or are quarantined: nobody folds them
+    forged: int = 0  # facts that name a source which is not theirs
     skipped: int = 0  # decisions of other deciders, or from before any policy was adopted
     skipped_versions: set[int] = field(default_factory=set)
     rows: int = 0  # compared, alike
@@ -102,6 +104,10 @@ class VerifyReport:
             )
         if self.foreign:
             said.append(f"stepped over {self.foreign} that are no events: see `holdfast journal inspect`")
+        if self.forged:
+            said.append(
+                f"{self.forged} facts name a source that is not theirs: forged, and counted for no source"
+            )
         if self.lag:
             said.append(f"the projector is {self.lag} events behind")
         said.append(self.difference.text() if self.difference else "no difference")
@@ -172,6 +178,7 @@ class _Run:
         self._order.take(event)
         self.report.folded += 1
         self.report.foreign += isinstance(event.fact, Skipped)
+        self.report.forged += bool(forged(event.fact, event.source))
         if event.seq <= self._position.seq:
             repeated = not isinstance(event.fact, Decision) and len(self._order.pending) == pending
             await self._compare_event(event, repeated)

@@ -27,6 +27,7 @@ from controller.runtime.settings import ActuatorSettings
 from events import subjects
 from events.decisions import DegradationChanged, HealthStatus, WorkerDecision
 from events.fact import Recorded
+from events.intrusion.control_message import control
 from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import ResumeRequested
 
@@ -175,7 +176,7 @@ class Actuator:
         fleet, trying = self._view.fleet, self._tries[name]
         worker = fleet.remembered(name)
         assert worker is not None, "it was due a moment ago"
-        body: dict[str, Any] = {"instance": trying.instance}
+        body: dict[str, Any] = {}
         subject = SUBJECTS[command](name)
         if command in ("distrust", "trust"):
             body["reason"] = ", ".join(_doubts(worker))
@@ -184,6 +185,7 @@ class Actuator:
         if command == "drain" and worker.drain.deadline is not None:
             left = (worker.drain.deadline - self._clock.now()).total_seconds()
             body["deadline_s"] = max(left, DEADLINE_S_MIN)
+        body = control(subject.split(".")[1], name, trying.instance, "actuator", body)
         try:
             answer = await self._bus.request(subject, body, self._settings.answer_s)
             refusal = str(answer.get("error") or "")

@@ -25,6 +25,7 @@ from controller.runtime.liveness import Liveness
 from controller.runtime.settings import LivenessSettings
 from events import subjects
 from events.fact import Recorded
+from events.intrusion.control_message import control
 from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import RequestFailed
 
@@ -118,7 +119,8 @@ class HangCheck:
         model = models.get(worker.joined.model)
         share = model.knobs.batch_size if model is not None else 1.0
         try:
-            await self._bus.request(subjects.batch(name), {"instance": instance, "share": share}, answer_s)
+            message = control("batch", name, instance, "hang_check", {"share": share})
+            await self._bus.request(subjects.batch(name), message, answer_s)
         except BusUnavailable:
             return True
         except NoAnswer:

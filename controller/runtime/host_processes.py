@@ -1,5 +1,8 @@
 """Is the process in which a worker's instance joined still there, on this host? Whoever signals it asks here first.
 
+A worker registers its pid, and a worker can lie: so the process must also run as our user, and be a worker by what `holdfast up`
+has put into its environment or, started otherwise, by its command line.
+
 What a reader would get wrong: a pid is a place, not a process. The system gives it away again, so a process that began
 after the instance had joined is somebody else's. And one that has ended keeps its pid until its parent asks how (a
 zombie): it does not live.
@@ -14,6 +17,8 @@ import psutil
 
 from controller.deciders.worker import LONG_AGO, Worker
 from controller.runtime.refusals import NotPossible
+from events.broker_users import worker_user
+from events.intrusion.reports import ReportIntrusion, not_reported
 
 CLOCKS_S = 10.0  # by which the journal's clock may be behind this host's
 
@@ -29,6 +34,30 @@ def began_at(pid: int) -> float | None:
         return None
 
 
+INSTANCE = "HOLDFAST_WORKER_INSTANCE"  # in the environment of a process that `holdfast up` has started
+ENTRIES = ("holdfast", "controller.cli", "workers.cli")
+
+
+def why_foreign(worker: Worker, pid: int) -> str:
+    """Return why a process is not that of this worker, by its user, environment and command line; "" if it may be."""
+    joined = worker.joined
+    try:
+        process = psutil.Process(pid)
+        if process.uids().effective != os.geteuid():
+            return "it runs as another user"
+        environment, words = process.environ(), process.cmdline()
+    except psutil.NoSuchProcess:
+        return ""  # it has ended: there is nothing to signal
+    except psutil.Error as error:
+        return f"it cannot be looked into: {type(error).__name__}"
+    life = environment.get(INSTANCE, "")
+    if life:
+        own = joined.instance == life or joined.instance.startswith(f"{life}-")
+        return "" if own else "it is another worker's"
+    ours = any(word.rpartition("/")[2] in ENTRIES for word in words) and "worker" in words
+    return "" if ours else "its command line is no worker's"
+
+
 @dataclass(frozen=True, slots=True)
 class HostProcesses:
     """The processes of this host, as far as they are workers'."""
@@ -36,6 +65,7 @@ class HostProcesses:
     host: str = platform.node()
     began_at: Callable[[int], float | None] = began_at
     signal: Callable[[int, int], None] = os.kill
+    report: ReportIntrusion = not_reported
 
     def here(self, worker: Worker) -> bool:
         """Return whether a worker runs, or ran, on this host."""
@@ -61,10 +91,18 @@ class HostProcesses:
             )
         if why := self._missing(worker):
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {why}")
+        if why := self._foreign(worker):
+            tried = f"have process {joined.pid} signalled, which is not its own: {why}"
+            self.report(worker_user(joined.worker), tried, worker=joined.worker, instance=joined.instance)
+            raise NotPossible(f"process {joined.pid}, registered by {joined.worker}, is not its own: {why}")
         try:
             self.signal(joined.pid, number)
         except OSError as error:
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
+
+    def _foreign(self, worker: Worker) -> str:
+        """Return why the process that a worker has registered is not its own. A double knows no command lines."""
+        return why_foreign(worker, worker.joined.pid) if self.began_at is began_at else ""
 
     def _missing(self, worker: Worker) -> str:
         """Return why the process of this pid is not the worker's; "" if it is."""

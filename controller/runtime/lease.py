@@ -5,6 +5,10 @@ revision, and when that has stood still for a whole time to live by the standby'
 compare-and-set. The holder counts its time from *before* it asked for a renewal, and so stops earlier than anybody
 can begin.
 
+Bytes that no controller writes (an acknowledgement that the broker was told to send here) say nothing about the lease: a holder
+that meets them renews over them at once, and a standby does not take them for a vacancy. Only a value of ours ends or passes on a
+lease.
+
     ttl 1 s: killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another one holds it
 """
 
@@ -29,7 +33,10 @@ log = structlog.get_logger(__name__)
 class Claim(msgspec.Struct):
     """What the cell holds. An empty holder has let go."""
 
-    holder: str = ""
+    holder: str
+
+
+FOREIGN_MAX = 8  # values in a row that are none of ours, and that are renewed over in one look
 
 
 class Lease:
@@ -39,6 +46,8 @@ class Lease:
         self.holder = holder
         self.leader = ""  # who held it when we looked last
         self.takeovers = 0
+        self.foreign = 0  # values seen that no controller has written
+        self.report: Callable[[bytes], None] = lambda value: None  # called with each of these
         self._cell = cell
         self._clock = clock
         self._ttl_s = ttl_s
@@ -74,7 +83,7 @@ class Lease:
     async def look(self) -> None:
         """Renew, or take over if the holder is gone."""
         try:
-            await (self._renew() if self.held else self._contend())
+            await (self._renew_over_foreign() if self.held else self._contend())
         except Fenced:
             self._held_until = 0.0
             self._seen_at = self._clock.monotonic()
@@ -89,7 +98,7 @@ class Lease:
         self._held_until = 0.0
         self._tell()
         try:
-            await self._cell.write(msgspec.json.encode(Claim()), self._revision)
+            await self._cell.write(msgspec.json.encode(Claim("")), self._revision)
         except (Fenced, JournalUnavailable, asyncio.CancelledError) as error:
             log.debug("lease_not_released", why=str(error))
 
@@ -100,11 +109,36 @@ class Lease:
         self._held_until = asked_at + self._ttl_s
         self.leader = self.holder
 
+    async def _renew_over_foreign(self) -> None:
+        """Renew, over bytes that no controller has written if need be. Raise Fenced where a controller has written."""
+        for _ in range(FOREIGN_MAX):
+            try:
+                await self._renew()
+            except Fenced:
+                value, revision = await self._cell.read()
+                if _holder(value) is not None:
+                    raise
+                self._meet_foreign(value)
+                self._revision = revision
+            else:
+                return
+
+    def _meet_foreign(self, value: bytes) -> None:
+        self.foreign += 1
+        self.report(value)
+
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
-        self.leader = _holder(value)
-        if revision != self._revision:
-            self._revision, self._seen_at = revision, self._clock.monotonic()
+        holder = _holder(value)
+        if holder is None:  # whoever led goes on, or is missed after its time
+            self._meet_foreign(value)
+            self._revision = revision
+            if not self.leader and not self._stood_still():
+                return
+        else:
+            self.leader = holder
+            if revision != self._revision:
+                self._revision, self._seen_at = revision, self._clock.monotonic()
         if not self.leader or self.leader == self.holder or self._stood_still():
             await self._renew()
             self.takeovers += 1
@@ -121,9 +155,11 @@ class Lease:
                 listener(held)
 
 
-def _holder(value: bytes) -> str:
-    """Return who holds the lease by this value; nobody, if it is none of ours."""
+def _holder(value: bytes) -> str | None:
+    """Return the holder by this value, empty if there is none; None: no controller has written it."""
+    if not value:
+        return ""
     try:
         return msgspec.json.decode(value, type=Claim).holder
     except msgspec.MsgspecError:
-        return ""
+        return None

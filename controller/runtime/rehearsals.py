@@ -22,6 +22,7 @@ from controller.runtime.command_words import done
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.refusals import ChaosRefused, NotPossible, Unanswered
 from events import subjects
+from events.intrusion.control_message import control
 from events.journal.port import Journal, JournalUnavailable
 from events.nats.bus import Bus, NoAnswer
 from events.observations import ChaosInjected
@@ -39,7 +40,9 @@ async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[
     NotPossible if it refuses, Unanswered if it does not answer."""
     try:
         until = (await journal.end()).at + timedelta(seconds=ASK_S)
-        answer = await bus.request(subject, {**body, "until": until.isoformat()}, ASK_S)
+        said = {**body, "until": until.isoformat()}
+        message = control(subject.split(".")[1], worker, str(body["instance"]), journal.source, said)
+        answer = await bus.request(subject, message, ASK_S)
     except JournalUnavailable as error:
         raise NotPossible(f"{worker} cannot be told until when: {error}") from error
     except NoAnswer as error:
@@ -105,7 +108,8 @@ class Rehearsals:
             self._journal.observe(said)  # the cause stands before its effects
             self._signal(worker, fault, duration_s)
         else:
-            await self._heard(worker, {"fault": fault, **struck, "duration": duration_s})
+            body = {"instance": worker.joined.instance, "fault": fault, **struck, "duration": duration_s}
+            await self._heard(worker, body)
             self._journal.observe(said)
         log.warning("chaos_injected", worker=name, fault=fault, argument=argument, by=by)
         return done(said)

@@ -17,6 +17,8 @@ WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence: somebody else has written
 DUPLICATE_IN_BATCH = 10201
 BATCH_DISABLED = (10174, 10205)
 MESSAGE_TOO_LARGE = 10054
+INTAKE_REFUSES = 90001  # not JetStream's: the intake will never take this fact
+INTAKE_LATER = 90002  # it does not take it now
 STREAM_NOT_FOUND = 10059
 MESSAGE_NOT_FOUND = 10037
 STREAM_EXISTS = 10058
@@ -44,6 +46,11 @@ class Ack(msgspec.Struct):
     def code(self) -> int:
         """The error's code; 0: there is none."""
         return int(self.error.get("err_code", self.error.get("code", -1))) if self.error else 0
+
+    @property
+    def said(self) -> str:
+        """What the error says; empty: there is none, or JetStream has said it."""
+        return str(self.error.get("description", "")) if self.error and self.code >= INTAKE_REFUSES else ""
 
 
 decode_ack = msgspec.json.Decoder(Ack).decode

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import structlog
 from nats.errors import MaxPayloadError
 
@@ -21,11 +22,12 @@ from events.journal.acknowledged import ACKNOWLEDGED, AcknowledgedPosition
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
 from events.journal.outbox import Outbox
-from events.journal.port import Fenced, JournalChanged, JournalGone, JournalUnavailable
+from events.journal.port import Fenced, JournalChanged, JournalGone, JournalUnavailable, StreamEnd
 from events.journal.publisher import Publisher
 from events.journal.reading import JournalReading
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused
+from events.nats import keys
 from events.nats.connection import DISCONNECTED, BrokerConnection
 
 APPEND_DEADLINE_S = 2.0
@@ -64,7 +66,9 @@ class NatsJournal(JournalReading):
             self._acknowledged_position,
             renumber=self._renumber,
             check=self._check,
+            route=self._route,
         )
+        self._intake = False  # our account publishes by way of the intake, and reads nothing
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -104,7 +108,8 @@ class NatsJournal(JournalReading):
 
     async def _start(self) -> None:
         await self._publisher.start()
-        if self.connection.connected:
+        self._intake = keys.uses_intake(self.connection.url)
+        if self.connection.connected and not self._intake:
             with contextlib.suppress(JournalUnavailable, broker.BrokerRefused):
                 await self._examine()
         self._tasks = [
@@ -133,10 +138,14 @@ class NatsJournal(JournalReading):
         self.state = self.state or found
         self.fault = None
 
+    def _route(self, subject: str) -> str:
+        return subjects.said(self.connection.user, subject) if self._intake else subject
+
     async def _check(self) -> bool:
         """Return whether the broker may be given facts, now that we are connected (again)."""
+        self._intake = keys.uses_intake(self.connection.url)
         try:
-            await self._examine()
+            await (self.end() if self._intake else self._examine())
         except (StreamRefused, JournalChanged) as error:
             if self.fault is None:
                 log.error("journal_refused", why=str(error))
@@ -151,6 +160,20 @@ class NatsJournal(JournalReading):
             log.debug("journal_unavailable", why=str(error))
             return False
         return True
+
+    async def end(self) -> StreamEnd:
+        if not self._intake:
+            return await super().end()
+        try:
+            subject = subjects.journal_end(self.connection.user)
+            reply = await self.connection.request(subject, b"", broker.API_DEADLINE_S)
+            end = msgspec.json.decode(reply.body, type=StreamEnd)
+        except DISCONNECTED as error:
+            raise JournalUnavailable(f"no controller takes facts in: {error!r}") from error
+        except msgspec.MsgspecError as error:
+            raise JournalUnavailable(f"a controller's answer is unreadable: {error}") from error
+        self.fault = None
+        return end
 
     # --- saying -----------------------------------------------------------------------------------------------------
 

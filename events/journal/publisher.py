@@ -34,6 +34,7 @@ from events.journal.outbox import Outbox, OutboxEntry
 from events.journal.spool import OutboxMessage
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.order import REMEMBERED
+from events.subjects import OBSERVED
 
 WINDOW = 16  # messages in flight: 4 ms of a server that syncs each, 50 ms of one with a busy disk; more becomes a batch
 AT_ONCE = 4  # so many go in the turn in which they are said; the rest of a burst becomes a batch
@@ -42,6 +43,7 @@ BATCH_MAX = 500  # the server allows 1,000
 ACK_DEADLINE_S = 2.5
 PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0  # after a refusal
 KEEP_EVERY_S = 0.6
+GIVEN_UP = (broker.MESSAGE_TOO_LARGE, broker.INTAKE_REFUSES)
 REPEATED_FOR = REMEMBERED / 2  # after it was said; see the module's text
 
 log = structlog.get_logger(__name__)
@@ -59,8 +61,11 @@ class Publisher:
         *,
         renumber: Callable[[OutboxMessage], OutboxMessage],
         check: Callable[[], Awaitable[bool]],
+        route: Callable[[str], str] = str,
     ) -> None:
+        """`route` returns where a message for a subject of the stream is published: there, or to the intake."""
         self.outbox = outbox
+        self._route = route
         self._connection = connection
         self._counters = counters
         self._acknowledged_position = acknowledged_position
@@ -104,7 +109,8 @@ class Publisher:
             return False
         try:
             client = self._connection.client
-            if not client.say(message.subject, message.body, f"{self._inbox}.{token}", message.headers):
+            subject = self._route(message.subject)
+            if not client.say(subject, message.body, f"{self._inbox}.{token}", message.headers):
                 return False
         except MaxPayloadError:
             return False  # `run` gives it up
@@ -139,6 +145,7 @@ class Publisher:
             now = loop.time()
             if self._overdue(now):
                 log.warning("acknowledgement_overdue", in_flight=len(self._flight))
+                self._checked = False  # we may have to publish elsewhere by now
                 self._rewind()
             if self._connection.connected and now >= self._paused_until and await self._trusted(now):
                 await self._pump(now)
@@ -168,7 +175,7 @@ class Publisher:
                 entry = self._due(self._waiting[0])
                 if entry is None:
                     self._waiting.popleft()
-                elif self._batches and self._singly <= 0 and len(self._waiting) >= BATCH_MIN:
+                elif self._goes_as_batch():
                     if self._flight:
                         return
                     await self._send_batch(now)
@@ -181,6 +188,11 @@ class Publisher:
             log.debug("publish_failed", error=repr(error))
             self._rewind()
             self._pause(now)
+
+    def _goes_as_batch(self) -> bool:
+        """Return whether what waits goes as an atomic batch. The intake takes single facts."""
+        many = self._batches and self._singly <= 0 and len(self._waiting) >= BATCH_MIN
+        return many and self._route(OBSERVED) == OBSERVED
 
     def _due(self, token: int) -> OutboxEntry | None:
         """Return a fact to send; None if it was acknowledged after all, or must not be repeated any more."""
@@ -224,7 +236,7 @@ class Publisher:
     async def _publish(self, token: int, message: OutboxMessage, headers: dict[str, str], reply: str) -> None:
         client = self._connection.client
         try:
-            await client.publish(message.subject, message.body, reply, headers)
+            await client.publish(self._route(message.subject), message.body, reply, headers)
         except MaxPayloadError:
             if self.outbox.get(token) is not None:
                 self._flight.pop(token, None)
@@ -262,9 +274,10 @@ class Publisher:
     def _refused(self, tokens: list[int], ack: Ack) -> None:
         if tokens[-1] not in self._flight:
             return  # an earlier refusal has turned the flight back
-        if ack.code == broker.MESSAGE_TOO_LARGE and len(tokens) == 1:
+        if ack.code in GIVEN_UP and len(tokens) == 1:
             self._flight.pop(tokens[0])
-            self.outbox.give_up(tokens[0], "it is larger than the stream takes")
+            if self.outbox.get(tokens[0]) is not None:
+                self.outbox.give_up(tokens[0], ack.said or "it is larger than the stream takes")
             return
         if ack.code in broker.BATCH_DISABLED:
             self._batches = False

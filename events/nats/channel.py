@@ -91,7 +91,9 @@ class Channel(asyncio.Transport):
     # --- what comes in
 
     def hear(self, kind: int, place: int, read: int, payload: bytes) -> None:
-        """Take a message of the other side."""
+        """Take a message of the other side. One of another kind is not from there: the broker's word to someone else, for one."""
+        if not OPEN <= kind <= RESET:
+            return
         self._heard_at = self._loop.time()
         if kind == RESET:
             self.end(ConnectionResetError(payload.decode(errors="replace") or "the other side broke it"))

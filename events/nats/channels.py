@@ -122,7 +122,7 @@ class Channels:
             kind, place, read = HEAD.unpack_from(body)
             if channel is not None:
                 channel.hear(kind, place, read, body[HEAD.size :])
-            elif kind != RESET:
+            elif OPEN <= kind < RESET:
                 self._stranger(kind, subject, reply, body[HEAD.size :])
 
     def _stranger(self, kind: int, subject: bytes, reply: bytes, payload: bytes) -> None:

@@ -49,8 +49,10 @@ class Interest:
         subject: str,
         callback: Callable[[Msg], Awaitable[None]] | None = None,
         raw: Raw | None = None,
+        queue: str = "",
     ) -> None:
         self.subject = subject
+        self._queue = queue  # of those who share the messages; empty: everybody gets each
         self._callback = callback
         self._raw = raw
         self._client: FastClient | None = None
@@ -63,7 +65,11 @@ class Interest:
             return
         self._client = client
         self._inner = await client.subscribe(
-            self.subject, cb=self._callback, pending_msgs_limit=PENDING_MSGS_MAX, pending_bytes_limit=0
+            self.subject,
+            queue=self._queue,
+            cb=self._callback,
+            pending_msgs_limit=PENDING_MSGS_MAX,
+            pending_bytes_limit=0,
         )
         if self._raw is not None:
             client.hear_raw(self._inner, self._raw)
@@ -175,9 +181,9 @@ class BrokerConnection:
             self._waiting.append(interest)
         return interest
 
-    async def subscribe_raw(self, subject: str, raw: Raw) -> Interest:
-        """Like `subscribe`, on the short way: for many messages, undecoded."""
-        interest = Interest(subject, raw=raw)
+    async def subscribe_raw(self, subject: str, raw: Raw, *, queue: str = "") -> Interest:
+        """Like `subscribe`, on the short way: for many messages, undecoded. Those of one `queue` share the messages."""
+        interest = Interest(subject, raw=raw, queue=queue)
         if self._ever:
             await interest.start(self.client)
         else:

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 from events.errors import BadSetting
-from events.nats.urls import SUFFIX
+from events.nats.urls import SUFFIX, account
 
 SEED_BYTES = 32
 ADMITTED_WITHIN_S = 5.0  # then the broker refuses us for a while
 POLL_S = 0.02
 TOLD = ".pub"  # beside a seed: the broker lets it in
+KNOWS_INTAKE = ".knows-intake"  # beside a seed: this process can hand its facts to the intake
+INTAKE = ".intake"  # beside a seed: the broker lets it publish facts to the intake only
 
 
 def seed_file(folder: Path, name: str) -> Path:
@@ -49,11 +51,24 @@ def kept(folder: Path, name: str) -> bool:
 
 def join(folder: Path, name: str) -> None:
     """Make sure of a seed, and wait a while until the fleet's broker knows a new one. Raise OSError."""
+    knows_intake(folder, name)
     if not kept(folder, name):
         return
     until = time.monotonic() + ADMITTED_WITHIN_S
     while not (folder / f"{name}{TOLD}").exists() and time.monotonic() < until:
         time.sleep(POLL_S)
+
+
+def knows_intake(folder: Path, name: str) -> None:
+    """Note beside a seed that its process can hand its facts to the intake. Raise OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / f"{name}{KNOWS_INTAKE}").touch(mode=0o600)
+
+
+def uses_intake(url: str) -> bool:
+    """Return whether the broker takes this user's facts by way of the intake. The answer can change while we live."""
+    seed = account(url).get("nkeys_seed", "")
+    return bool(seed) and Path(seed).with_suffix(INTAKE).exists()
 
 
 def public(folder: Path, name: str) -> str:

@@ -146,6 +146,9 @@ class IntrusionRefused(Observation):
     who: str  # a user of the broker, or "a stranger"
     tried: str  # the first thing that was refused
     times: int  # refusals since this was said last
+    worker: str = ""  # the worker that did it, where it is known
+    instance: str = ""  # its present life, if it has one
+    eject: bool = False  # the life is to be taken out of service until an operator resumes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,8 @@ def test_the_broker_lets_each_role_say_what_it_says(role: str) -> None:
     user = USERS["worker-w1" if role == "worker" else role]
     for kind in SAYS[role]:
         about = {"fleet": "all", "worker": "w1"}.get(kind.entity, "x")
-        assert may(user.publish, f"{subjects.OBSERVED}.{kind.entity}.{about}.{kind.kind()}"), kind
+        subject = f"{subjects.OBSERVED}.{kind.entity}.{about}.{kind.kind()}"
+        assert may(user.publish, subjects.said(user.name, subject) if role == "worker" else subject), kind
 
 
 @pytest.mark.parametrize(
@@ -77,17 +78,20 @@ def test_nobody_can_take_history_away(subject: str) -> None:
         ("live.stop.w1", {"controller"}),
         ("live.beat.w1", {"worker-w1"}),
         ("kv.events.x9", {"worker-x8+3"}),
-        ("fleet.observed.worker.w1.worker_joined", {"worker-w1"}),
-        ("fleet.observed.worker.w1.worker_left", {"worker-w1", "supervisor"}),
-        ("fleet.observed.worker.w1.worker_awaited", {"worker-w1"}),
+        ("fleet.observed.worker.w1.worker_joined", {"controller"}),  # from the intake
+        ("fleet.observed.worker.w1.worker_left", {"controller", "supervisor"}),
+        ("fleet.observed.worker.w1.worker_awaited", {"controller"}),
+        ("say.worker-w1.w1.worker_joined", {"worker-w1"}),
+        ("say.worker-w1.w2.worker_joined", set()),
+        ("say.worker-x8+3.x10.device_faulted", {"worker-x8+3"}),
+        ("say.worker-w1", {"worker-w1"}),
         ("fleet.observed.worker.w1.worker_lingered", {"controller"}),
         ("fleet.observed.event.7.event_quarantined", {"operator"}),
-        ("fleet.observed.worker.x10.device_faulted", {"worker-x8+3"}),
-        ("fleet.observed.worker.x11.device_faulted", set()),
+        ("say.worker-x8+3.x11.device_faulted", set()),
         ("fleet.observed.worker.w1.canary_passed", {"controller"}),
         ("answer.w1.frontend.x.1", {"worker-w1"}),
         ("_INBOX.operator.x.1", {"controller"}),
-        ("_INBOX.controller.x.1", set()),
+        ("_INBOX.controller.x.1", {"controller"}),
         ("$KV.HOLDFAST.lease", {"controller"}),
         ("$JS.API.STREAM.CREATE.FLEET", {"controller", "supervisor"}),
         ("$JS.ACK.FLEET.audit.1.2.3.4.5", {"reader", "notifier"}),
@@ -117,9 +121,17 @@ def test_who_may_hear_it(subject: str, who: set[str]) -> None:
     assert {user.name for user in USERS.values() if may(user.subscribe, subject)} == who
 
 
-def test_workers_cannot_read_the_journal() -> None:
+def test_workers_can_neither_read_the_journal_nor_publish_to_it() -> None:
+    """So no acknowledgement of theirs can be sent past the permissions of others."""
     for name in WORKERS:
-        assert not any("CONSUMER" in subject for subject in USERS[name].publish)
+        told = ("$JS", "$KV", "fleet.")
+        assert not any(subject.startswith(told) for subject in USERS[name].publish)
+
+
+def test_a_worker_of_0_2_0_publishes_to_the_journal_itself() -> None:
+    (direct,) = [user for user in users(["worker-w1"], {"worker-w1"}) if user.name == "worker-w1"]
+    assert may(direct.publish, "fleet.observed.worker.w1.worker_joined")
+    assert may(direct.publish, "$JS.API.STREAM.INFO.FLEET") and not may(direct.publish, "say.worker-w1")
 
 
 def test_a_process_of_many_is_called_by_its_first() -> None:

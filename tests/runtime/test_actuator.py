@@ -14,6 +14,7 @@ from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.settings import ActuatorSettings
 from events import subjects
+from events.intrusion.control_message import foreign
 from events.nats.bus import MemoryBus
 from events.observations import (
     CanaryPassed,
@@ -43,29 +44,35 @@ class Told:
         self.deaf = False
         self.heard: list[tuple[str, Mapping[str, Any]]] = []
 
+    def note(self, subject: str, body: Mapping[str, Any]) -> None:
+        """Remember a control message, without the form that each has."""
+        verb = subject.split(".")[1]
+        assert foreign(verb, subject.split(".")[2], body) == ""
+        self.heard.append((verb, {name: value for name, value in body.items() if name != "control"}))
+
     async def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        self.heard.append(("drain", body))
+        self.note(subject, body)
         if self.deaf:
             return {"error": "not now"}
         self.draining = True
         return {"draining": True}
 
     async def on_resume(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.heard.append(("resume", body))
+        self.note(subject, body)
         self.draining = False
         return {"draining": False}
 
     async def on_retire(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.heard.append(("retire", body))
+        self.note(subject, body)
         return {"retired": True}
 
     async def on_distrust(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.heard.append(("distrust", body))
+        self.note(subject, body)
         self.convicted = bool(body["reason"])
         return {"convicted": self.convicted}
 
     async def on_batch(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.heard.append(("batch", body))
+        self.note(subject, body)
         self.batch = float(body["share"])
         return {"batch": self.batch}
 

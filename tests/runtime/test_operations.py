@@ -15,6 +15,7 @@ from controller.runtime.host_processes import HostProcesses
 from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.refusals import ChaosRefused, NotPossible, UnknownWorker
 from events import subjects
+from events.intrusion.control_message import foreign
 from events.nats.bus import MemoryBus
 from events.observations import (
     ChaosInjected,
@@ -214,7 +215,8 @@ async def test_other_faults_are_forwarded_to_the_worker() -> None:
     heard: list[Mapping[str, Any]] = []
 
     async def on_chaos(subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        heard.append(body)
+        assert foreign("chaos", "w1", body) == ""
+        heard.append({k: v for k, v in body.items() if k not in ("control", "instance")})
         return {"error": "cannot drift"} if body["fault"] == "drift" else {"fault": body["fault"]}
 
     with pytest.raises(NotPossible, match="does not answer"):

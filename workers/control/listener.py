@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from events import subjects
+from events.intrusion.control_message import foreign
 from events.nats.bus import Answer, Bus, Handler, Subscription
 from events.nats.connection import DISCONNECTED
 from workers.config.worker import WorkerConfig
@@ -29,6 +30,7 @@ class CommandListener:
         self._handlers = {**commands.by_subject, subjects.beat(config.name): self._on_beat}
         self._subscription: Subscription | None = None
         self._strangers: set[str] = set()
+        self.foreign = 0  # messages on its subjects that are no control messages
 
     async def run(self) -> None:
         """Hear the controller's requests, now or as soon as there is a broker to hear them from. One subscription has them
@@ -48,9 +50,18 @@ class CommandListener:
         handler = self._handlers.get(subject)
         if handler is None or not self._commands.heeds(subject):
             return None
+        if handler != self._on_beat and (why := foreign(subject.split(".")[1], self._config.name, body)):
+            return self._ignore(subject, why)
         if "until" in body:
             return self._in_time(handler, subject, body)
         return handler(subject, body)
+
+    def _ignore(self, subject: str, why: str) -> Answer:
+        """Note a body that no controller has sent: an acknowledgement for another process, for one."""
+        self.foreign += 1
+        if self.foreign.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+            log.error("foreign_control_message", subject=subject, why=why, times=self.foreign)
+        return {"error": f"this is no control message: {why}"}
 
     async def _in_time(self, handler: Handler, subject: str, body: Mapping[str, Any]) -> Answer:
         """Do what may be done only soon. Raise HeardTooLate."""

@@ -16,19 +16,30 @@ class BrokerUsers:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._seen: list[tuple[str, int]] = []  # the seeds that are configured, and when each was written
+        self._seen: list[tuple[str, int, bool]] = []  # the seeds that are configured: when written, by intake
         self._looked = 0  # when the folder was changed, as of the last look
 
     def make(self, processes: Iterable[str]) -> None:
         """Make seeds for all roles and for these processes of workers, where there is none. Raise OSError."""
-        for name in (*ROLES, *processes):
+        for name in ROLES:
+            keys.kept(self.folder, name)
+        for name in processes:
+            keys.knows_intake(self.folder, name)
             keys.kept(self.folder, name)
 
     def written(self) -> str:
         """Return the configuration of all whose seeds are there. Raise BadSetting."""
         self._seen = self._look()
         workers = [name for name in keys.users(self.folder) if workers_of(name)]
-        return configuration(permissions.users(workers), self.folder)
+        direct = {name for name in workers if not self._knows_intake(name)}
+        for name in workers:  # before the broker knows: who is refused looks again
+            given = self.folder / f"{name}{keys.INTAKE}"
+            given.unlink(missing_ok=True) if name in direct else given.touch(mode=0o600)
+        return configuration(permissions.users(workers, direct), self.folder)
+
+    def withdraw(self, name: str) -> None:
+        """Let a user in no more, with the seed that it has. Raise OSError."""
+        keys.seed_file(self.folder, name).unlink(missing_ok=True)
 
     def changed(self) -> bool:
         """Say whether seeds have come, gone or changed since the configuration was written."""
@@ -48,9 +59,12 @@ class BrokerUsers:
         """Return the users' names, by their public keys, as the broker's log has these."""
         return {keys.public(self.folder, name): name for name in keys.users(self.folder)}
 
-    def _look(self) -> list[tuple[str, int]]:
-        found = (keys.seed_file(self.folder, name) for name in keys.users(self.folder))
-        return [(seed.name, seed.stat().st_mtime_ns) for seed in found]
+    def _knows_intake(self, name: str) -> bool:
+        return (self.folder / f"{name}{keys.KNOWS_INTAKE}").exists()
+
+    def _look(self) -> list[tuple[str, int, bool]]:
+        found = ((name, keys.seed_file(self.folder, name)) for name in keys.users(self.folder))
+        return [(seed.name, seed.stat().st_mtime_ns, self._knows_intake(name)) for name, seed in found]
 
 
 def configuration(users: Iterable[BrokerUser], folder: Path) -> str:

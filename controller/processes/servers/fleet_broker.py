@@ -17,6 +17,8 @@ from controller.processes.console import warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator_client import reachable
 from controller.processes.servers.kept_server import KeptServer
+from events.broker_users import workers_of
+from events.fact import Fact
 from events.nats.urls import with_keys
 from events.observations import IntrusionRefused
 
@@ -64,6 +66,13 @@ class FleetBroker:
         """Let one more process of workers in, before it is started. Raise OSError or what `written` raises."""
         if self._embedded:
             self._users.make((process,))
+            self._let_in()
+
+    def hear(self, fact: Fact) -> None:
+        """Withdraw the broker account of a sender that is to be ejected. Its successor gets a new seed with `admit`."""
+        if self._embedded and isinstance(fact, IntrusionRefused) and fact.eject and workers_of(fact.who):
+            self._users.withdraw(fact.who)
+            warn(f"{fact.who} is shut out of the broker: it tried to {fact.tried}")
             self._let_in()
 
     async def _start(self, port: int) -> EmbeddedServer:

@@ -1,0 +1,237 @@
+"""Intake of workers' facts: each is checked here before it reaches the journal.
+
+    worker ── say.ACCOUNT.WORKER.KIND ──▶ intake ── fleet.observed.worker.WORKER.KIND ──▶ journal
+           ◀── acknowledgement, or why not ──┘
+
+The broker lets an account publish only below its own `say.ACCOUNT`, so the subject proves the sender. Checked are the sender's
+budget, its reply address, the source and number (its own), the fact itself and its values. The headers are written anew: none
+that JetStream obeys (batches, expectations, expiry) comes from a worker. A fact that can never be accepted is refused for good,
+and its worker drops it; every refusal of that kind is reported with the sender's name.
+
+All controllers of a fleet share the subjects: one that is gone is replaced by the next within a moment. Repetitions are
+recognised by the journal (their ids), and facts that overtook one another by their sender (`events.journal.publisher`).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from events import codec, subjects
+from events.broker_users import WORKER, workers_of
+from events.errors import HoldfastError
+from events.fact import Recorded, Skipped
+from events.intrusion.registration import impossible
+from events.intrusion.reports import ReportIntrusion
+from events.intrusion.send_budget import Rate, SendBudget
+from events.journal import broker, messages
+from events.journal.port import StreamEnd
+from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.observations import WorkerJoined
+from events.permissions import SAYS
+
+QUEUE = "intake"
+FACTS = Rate(per_s=50.0, burst=2_000.0)  # a worker has a few in an hour; a spool of a bad day has hundreds
+BYTES = Rate(per_s=256 * 1024.0, burst=4 * 1024 * 1024.0)
+FACT_BYTES_MAX = 64 * 1024  # of one; a registration has about 2,000
+FLOOD = Rate(
+    per_s=50.0, burst=2_000.0
+)  # refused for want of budget; an honest worker waits 2.5 s for an answer
+UNANSWERED_MAX = 1_024  # facts that the journal has not acknowledged yet
+ACK_S = 2.0
+ACCOUNTS_MAX = 16_384
+ROLES = ("worker", "watch")
+NO_TIME = datetime(1970, 1, 1, tzinfo=UTC)  # of an event that has no place on the journal yet
+KINDS = frozenset(kind.kind() for kind in SAYS["worker"])
+
+log = structlog.get_logger(__name__)
+
+
+class FactRefused(HoldfastError):
+    """A worker's fact is refused for good."""
+
+
+class NotNow(HoldfastError):
+    """A worker's fact cannot be taken now; it is sent again."""
+
+
+class JournalEnds(Protocol):
+    """Where the journal ends."""
+
+    async def end(self) -> StreamEnd: ...
+
+
+def accepted(user: str, worker: str, kind: str, headers: bytes | None, body: bytes) -> Recorded:
+    """Return a worker's fact as an event without a place. Raise FactRefused or NotNow."""
+    if worker not in workers_of(user):
+        raise FactRefused(f"speak for {worker}")
+    if len(body) > FACT_BYTES_MAX:
+        raise FactRefused(f"publish a fact of {len(body)} bytes")
+    subject = f"{subjects.OBSERVED}.worker.{worker}.{kind}"
+    event = messages.read(0, NO_TIME, subject.encode(), headers, body)
+    if isinstance(event.fact, Skipped):
+        if event.fact.unknown:
+            raise NotNow(f"this controller does not know it: {event.fact.why}")
+        raise FactRefused(f"publish what is no fact: {event.fact.why}")
+    if kind not in KINDS:
+        raise FactRefused(f"publish {kind}, which no worker observes")
+    check_source(user, event.source, event.source_number)
+    if isinstance(event.fact, WorkerJoined) and (why := impossible(event.fact)):
+        raise FactRefused(f"register an impossible value: {why}")
+    return event
+
+
+def check_source(user: str, source: str, number: int) -> None:
+    """Raise FactRefused unless a fact's source is a process of this account, and its number one of that process's count."""
+    role, _, rest = source.partition(":")
+    name, _, life = rest.rpartition(":")
+    first = user.removeprefix(WORKER).partition("+")[0]
+    if role not in ROLES or not life or subjects.token(name) != first or number <= 0:
+        raise FactRefused(f"publish as another source: {source}, number {number}")
+
+
+def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of an accepted fact: only those that a fact has."""
+    assert event.said_at is not None
+    return codec.encode_headers(
+        event.fact,
+        id=event.id,
+        source=event.source,
+        source_number=event.source_number,
+        said_at=event.said_at,
+        correlation=event.correlation,
+        causation=event.causation,
+        traceparent=headers.get("traceparent", ""),
+    )
+
+
+class _Account:
+    """One account's budgets."""
+
+    def __init__(self, now: float) -> None:
+        self.facts, self.bytes = SendBudget(FACTS, now), SendBudget(BYTES, now)
+        self._patience = SendBudget(FLOOD, now)
+
+    def allows(self, size: int, now: float) -> bool:
+        return self.facts.take(1, now) and self.bytes.take(size, now)
+
+    def floods(self, now: float) -> bool:
+        """Count a refusal; return whether there were too many."""
+        return not self._patience.take(1, now)
+
+
+class FactIntake:
+    """Takes workers' facts in, over a broker connection of its own: a flood holds up neither the journal nor the heartbeats."""
+
+    def __init__(
+        self,
+        journal: JournalEnds,
+        report: ReportIntrusion,
+        instance_of: Callable[[str], str],
+        now: Callable[[], float],
+    ) -> None:
+        """`instance_of` returns the present life of a worker, to be ejected; empty if there is none."""
+        self._journal = journal
+        self._report = report
+        self._instance_of = instance_of
+        self._now = now
+        self._accounts: dict[str, _Account] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connection: BrokerConnection | None = None
+        self.accepted = self.refused = 0
+
+    async def run(self, url: str, name: str) -> None:
+        """Serve until cancelled."""
+        connection = self._connection = await BrokerConnection.open(url, f"intake:{name}")
+        try:
+            await connection.subscribe_raw(subjects.SAY_ALL, self.hear, queue=QUEUE)
+            await asyncio.Event().wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await connection.close()
+
+    def hear(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+        """Take one message, in the read loop."""
+        _, user, *rest = subject.decode("utf-8", "replace").split(".")
+        if not self._within_budget(user, len(body) + len(headers or b"")):
+            return
+        if not reply.startswith(f"{subjects_inbox(user)}.".encode()):
+            self._refuse(user, "", f"have an answer sent to {reply[:100].decode('utf-8', 'replace')}")
+            return
+        if len(self._tasks) >= UNANSWERED_MAX:
+            return  # its sender repeats it
+        work = self._end(reply) if not rest else self._take(user, rest, reply, body, headers)
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _within_budget(self, user: str, size: int) -> bool:
+        now, account = self._now(), self._accounts.get(user)
+        if account is None:
+            if len(self._accounts) >= ACCOUNTS_MAX:
+                self._accounts.pop(next(iter(self._accounts)))
+            account = self._accounts[user] = _Account(now)
+        if account.allows(size, now):
+            return True
+        self.refused += 1
+        flood = account.floods(now)
+        self._blame(user, "publish facts beyond its budget: " + f"{size} bytes", eject=flood)
+        return False
+
+    def _refuse(self, user: str, worker: str, tried: str) -> None:
+        self.refused += 1
+        self._blame(user, tried, worker=worker)
+
+    def _blame(self, user: str, tried: str, *, worker: str = "", eject: bool = False) -> None:
+        named = worker or next(iter(workers_of(user)), "")
+        self._report(user, tried, worker=named, instance=self._instance_of(named), eject=eject)
+
+    async def _end(self, reply: bytes) -> None:
+        with contextlib.suppress(HoldfastError):
+            self._answer(reply, msgspec.json.encode(await self._journal.end()))
+
+    async def _take(
+        self, user: str, rest: list[str], reply: bytes, body: bytes, headers: bytes | None
+    ) -> None:
+        worker, kind = rest if len(rest) == 2 else ("", "")
+        try:
+            event = accepted(user, worker, kind, headers, body)
+            answer = await self._publish(event, broker.parse_headers(headers))
+            self.accepted += 1
+        except FactRefused as error:
+            self._refuse(user, worker, str(error))
+            answer = _error(broker.INTAKE_REFUSES, str(error))
+        except NotNow as error:
+            answer = _error(broker.INTAKE_LATER, str(error))
+        except DISCONNECTED as error:
+            log.debug("intake_not_acknowledged", why=repr(error))
+            return
+        self._answer(reply, answer)
+
+    async def _publish(self, event: Recorded, headers: Mapping[str, str]) -> bytes:
+        """Return the journal's acknowledgement, as it is. Raise one of DISCONNECTED."""
+        assert self._connection is not None
+        body = codec.encode_body(event.fact)
+        subject = subjects.subject(event.fact)
+        reply = await self._connection.request(subject, body, ACK_S, written(event, headers))
+        return reply.body
+
+    def _answer(self, reply: bytes, body: bytes) -> None:
+        if self._connection is not None:
+            client = self._connection.client
+            client.post(reply + b" ", b"", body)
+            client.write()
+
+
+def subjects_inbox(user: str) -> str:
+    """Return the subject below which an account hears its answers."""
+    return f"_INBOX.{user}"
+
+
+def _error(code: int, why: str) -> bytes:
+    return msgspec.json.encode({"error": {"err_code": code, "description": why[:200]}})

@@ -1,0 +1,1 @@
+"""Recognition and reports of what a compromised process sends: budgets, sources, control messages."""

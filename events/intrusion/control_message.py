@@ -1,0 +1,49 @@
+"""The form of a control message to a worker, which nothing else on its subject has.
+
+A broker sends the acknowledgement of a publication wherever its publisher says, past all permissions: so a body that arrives on a
+control subject may come from no controller. A control message names the instance that it is for, and since 0.3 also its form, its
+sender and its verb. A controller of 0.2.0 names only what it wants: the instance, or a value that belongs to the verb.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+FORM = 1
+OLD = {"chaos": ("fault",), "drain": ("deadline_s",), "batch": ("share",), "distrust": ("reason",)}
+
+
+def control(verb: str, worker: str, instance: str, sender: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a control message."""
+    form = {"form": FORM, "verb": verb, "worker": worker, "sender": sender}
+    return {**body, "instance": instance, "control": form}
+
+
+def foreign(verb: str, worker: str, body: Mapping[str, Any]) -> str:
+    """Return why a body is no control message with this verb to this worker; empty if it is one."""
+    form = body.get("control")
+    if form is None:
+        return (
+            "" if any(name in body for name in ("instance", *OLD.get(verb, ()))) else "it names no instance"
+        )
+    if not isinstance(form, Mapping) or not isinstance(form.get("form"), int):
+        return "its form is unreadable"
+    if (form.get("verb"), form.get("worker")) != (verb, worker):
+        return f"it is for {form.get('worker')!r} to {form.get('verb')!r}"
+    return (
+        ""
+        if isinstance(form.get("sender"), str) and isinstance(body.get("instance"), str)
+        else "it names no sender"
+    )
+
+
+def acknowledged(body: bytes) -> int | None:
+    """Return the place in the journal of which this is the broker's acknowledgement; None: it is none, or a repetition's."""
+    try:
+        found = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+    seq = found.get("seq")
+    whole = "stream" in found and isinstance(seq, int) and seq > 0 and not found.get("duplicate")
+    return seq if whole and "error" not in found else None

@@ -1,0 +1,62 @@
+"""Plausibility of what a worker registers: bounds that no real engine exceeds.
+
+A registration outside them is refused by the fold (`controller.deciders.fold`): the worker is not part of the fleet. It is not
+refused by the codec, because readers of every version must take the same events from a journal.
+"""
+
+from collections.abc import Iterator
+from math import isfinite
+
+from events.observations import Profile, WorkerJoined
+
+BLOCKS_MAX = 1 << 32  # KV blocks of one worker
+BLOCK_TOKENS_MAX = 1 << 20
+REQUESTS_MAX = 1 << 24  # of a batch, or waiting
+TOKENS_MAX = 1 << 30  # of a context, or of one step
+PREFILL_MAX = 1e9  # tokens per second
+TPOT_MS_MAX = 1e7  # nearly three hours per token
+CURVE_MAX = 4096  # points of a TPOT curve
+RANKS_MAX = 1 << 16  # TP or DP ranks
+PID_MAX = 1 << 31
+LIMIT_MAX = 1 << 31  # migrations of one request
+
+Claim = tuple[str, float, float, float]  # name, value, least, most
+
+
+def impossible(joined: WorkerJoined) -> str:
+    """Return the first impossible value of a registration, as `name = value`; empty if there is none."""
+    for name, value, least, most in _claims(joined):
+        if not (isfinite(value) and least <= value <= most):
+            return f"{name} = {value!r}"[:80]
+    return ""
+
+
+def _claims(joined: WorkerJoined) -> Iterator[Claim]:
+    yield "context_tokens", joined.context_tokens, 1, TOKENS_MAX
+    yield "tp", joined.tp, 1, RANKS_MAX
+    yield "dp", joined.dp, 1, RANKS_MAX
+    yield "pid", joined.pid, 0, PID_MAX
+    yield from _optional("waiting_max", joined.waiting_max, REQUESTS_MAX)
+    yield from _optional("migration_limit", joined.migration_limit, LIMIT_MAX)
+    yield from _of_profile(joined.profile)
+    if (kv := joined.kv) is not None:
+        for name, value in (("layers", kv.layers), ("kv_heads", kv.kv_heads), ("head_size", kv.head_size)):
+            yield f"kv.{name}", value, 0, REQUESTS_MAX
+        yield "kv.element_bytes", kv.element_bytes, 0, 64
+
+
+def _of_profile(profile: Profile) -> Iterator[Claim]:
+    yield "profile.kv_blocks", profile.kv_blocks, 0, BLOCKS_MAX
+    yield "profile.block_tokens", profile.block_tokens, 0, BLOCK_TOKENS_MAX
+    yield "profile.max_batch", profile.max_batch, 0, REQUESTS_MAX
+    yield "profile.prefill_tokens_per_s", profile.prefill_tokens_per_s, 0, PREFILL_MAX
+    yield from _optional("profile.prefill_tokens_max", profile.prefill_tokens_max, TOKENS_MAX)
+    yield "points of profile.tpot_ms", len(profile.tpot_ms), 0, CURVE_MAX
+    for running, ms in profile.tpot_ms[:CURVE_MAX]:
+        yield "running of profile.tpot_ms", running, 0, REQUESTS_MAX
+        yield "profile.tpot_ms", ms, 0, TPOT_MS_MAX
+
+
+def _optional(name: str, value: float | None, most: float) -> Iterator[Claim]:
+    if value is not None:
+        yield name, value, 0, most

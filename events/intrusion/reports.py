@@ -1,0 +1,64 @@
+"""Reports of what was refused to a sender: `IntrusionRefused`, counted, and not more often than the journal can bear."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from events.fact import Observation
+from events.observations import IntrusionRefused
+
+EVERY_S = 10.0  # between two reports of one sender and kind of attempt
+SENDERS_MAX = 256
+TRIED_MAX = 200  # characters: the sender may have chosen some of them
+
+log = structlog.get_logger(__name__)
+
+
+class ReportIntrusion(Protocol):
+    """Reports that a sender was refused something."""
+
+    def __call__(
+        self, who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
+    ) -> None: ...
+
+
+def not_reported(who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False) -> None:
+    """Report to nothing."""
+
+
+@dataclass(slots=True)
+class _Attempts:
+    said_at: float
+    times: int = 0
+
+
+class Intrusions:
+    """Observes an attempt at once, and its repetitions together every 10 s."""
+
+    def __init__(self, observe: Callable[[Observation], object], now: Callable[[], float]) -> None:
+        self._observe = observe
+        self._now = now
+        self._known: dict[tuple[str, str, bool], _Attempts] = {}
+
+    def report(
+        self, who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
+    ) -> None:
+        """Count an attempt, and report it when it is due. `worker`, `instance`: whose life is to be ejected, with `eject`."""
+        tried = "".join(c if c.isprintable() else "?" for c in tried[:TRIED_MAX])
+        key, now = (who, tried.partition(":")[0], eject), self._now()
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= SENDERS_MAX:
+                self._known.pop(next(iter(self._known)))
+            known = self._known[key] = _Attempts(float("-inf"))
+        known.times += 1
+        if now - known.said_at < EVERY_S:
+            return
+        fact = IntrusionRefused(
+            who=who, tried=tried, times=known.times, worker=worker, instance=instance, eject=eject
+        )
+        known.said_at, known.times = now, 0
+        log.warning("intrusion_refused", who=who, tried=tried, times=fact.times, eject=eject)
+        self._observe(fact)

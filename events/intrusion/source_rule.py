@@ -1,0 +1,43 @@
+"""Which source may an observation name? A worker's process its own workers' facts; no other process a worker's.
+
+A source and its number make a repetition recognisable (`events.order`), so a fact that names another source's next numbers would
+have every reader drop what that source publishes later. A broker account proves the subject, the subject names the worker, and
+the source must belong to it. A process of several workers is called by the first of them.
+
+What a reader would get wrong: this holds for the kinds that workers publish. Accounts that publish the others are trusted.
+"""
+
+from events.fact import Fact
+from events.permissions import SAYS
+from events.subjects import token
+
+OF_WORKERS = ("worker", "watch")
+COUNT_MAX = 100_000  # workers of one process
+_WORKERS_SAY = frozenset(SAYS["worker"])
+_SAY = {role: frozenset(kinds) for role, kinds in SAYS.items()}
+
+
+def forged(fact: Fact, source: str) -> str:
+    """Return why this source cannot have published this fact; empty if it may have."""
+    role, _, rest = source.partition(":")
+    kind = fact.__class__
+    if kind not in _WORKERS_SAY:  # no account of a worker may publish it
+        return ""
+    if role in OF_WORKERS:
+        first, worker = token(rest.rpartition(":")[0]), token(str(getattr(fact, "worker", "")))
+        return "" if lives_in(worker, first) else f"its source is {first}, and it is about {worker}"
+    if role in _SAY and kind not in _SAY[role]:
+        return f"its source is a {role}, which publishes no {fact.kind()}"
+    return ""
+
+
+def lives_in(worker: str, first: str) -> bool:
+    """Return whether a worker can live in the process that is called by this first worker."""
+    if worker == first:
+        return True
+    stem = first.rstrip("0123456789")
+    number = worker.removeprefix(stem)
+    if not worker.startswith(stem) or not number.isdigit():
+        return False
+    apart = int(number) - int(first[len(stem) :] or 0)
+    return 0 < apart < COUNT_MAX and worker == f"{stem}{int(number)}"

@@ -1,0 +1,148 @@
+"""A worker that was taken over, with its broker account and the fleet key, harms no other stream. It is refused and ejected."""
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import nats
+from fleet import running, streamed, undisturbed
+
+from controller.demo.fleet import DemoFleet
+from controller.processes.operator_client import find
+from events import codec, subjects
+from events.fact import Fact
+from events.journal.broker import INTAKE_REFUSES
+from events.nats import keys
+from events.nats.urls import addresses
+from events.observations import IntrusionRefused, WorkerJoined, WorkerLeft
+
+USER = "worker-w1"
+FLAGS = ("--workers", "2", "--canary-interval", "1")
+FLOOD = 20_000
+
+
+async def test_a_compromised_worker_is_refused_reported_and_ejected_and_harms_no_other(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path / "fleet", *FLAGS) as fleet:
+        await fleet.healthy(2)
+        before = lives(await fleet.status())
+        intruder = await Intruder.of(fleet)
+        await intruder.past_all_permissions()
+        await intruder.as_others_and_with_impossible_values()
+        await intruder.with_a_context_of_one_token()
+        assert await streamed(fleet, [300, 301, 302], 16) == undisturbed([300, 301, 302], 16)
+        await intruder.floods()
+        async with asyncio.timeout(60):
+            while not any(fact.eject for fact in await intruder.reported()):  # noqa: ASYNC110 (the journal)
+                await asyncio.sleep(0.2)
+            while intruder.connection.is_connected:  # noqa: ASYNC110 (the broker cuts it off)
+                await asyncio.sleep(0.1)
+        began = time.monotonic()
+        assert await streamed(fleet, [400, 401], 16) == undisturbed([400, 401], 16)
+        assert time.monotonic() - began < 20
+        assert lives(await fleet.status())["w0"] == before["w0"], "the other worker lives as before"
+        tried = " | ".join(f"{fact.who}: {fact.tried}" for fact in await intruder.reported())
+        for words in ("publish to", "another source", "impossible value", "beyond its budget"):
+            assert words in tried, tried
+        assert {fact.who for fact in await intruder.reported()} == {USER}
+        await intruder.close()
+
+
+def lives(status: Any) -> dict[str, str]:
+    return {worker["id"]: worker["instance"] for worker in status["workers"]}
+
+
+class Intruder:
+    """Whoever holds a worker's broker account."""
+
+    def __init__(self, fleet: DemoFleet, connection: nats.NATS, joined: WorkerJoined) -> None:
+        self.fleet, self.connection, self.joined = fleet, connection, joined
+        self.told: list[str] = []
+
+    @classmethod
+    async def of(cls, fleet: DemoFleet) -> "Intruder":
+        (place,) = addresses(find(fleet.data)["nats_url"])
+        seed = keys.seed_file(fleet.data / "secrets" / "nats", USER)
+        facts = [event.fact for event in await fleet.events()]
+        joined = next(f for f in reversed(facts) if isinstance(f, WorkerJoined) and f.worker == "w1")
+        told: list[str] = []
+
+        async def tell(error: Exception) -> None:
+            told.append(str(error))
+
+        connection = await nats.connect(
+            place, nkeys_seed=str(seed), error_cb=tell, inbox_prefix=f"_INBOX.{USER}".encode(), allow_reconnect=False
+        )  # fmt: skip
+        made = cls(fleet, connection, joined)
+        made.told = told
+        return made
+
+    async def past_all_permissions(self) -> None:
+        """Publish to the journal itself, with the answer sent to where only controllers may publish; read it."""
+        left = WorkerLeft(worker="w1", instance="i", mode="graceful", exit=0)
+        places = (
+            "live.retire.w0",
+            "live.drain.w0",
+            "$KV.HOLDFAST.controller",
+            "fleet.decided.golden_retired",
+        )
+        for place in places:
+            await self.connection.publish(
+                subjects.subject(left), codec.encode_body(left), place, headers(left, "worker:w1:x", 1)
+            )
+            await self.connection.publish("$JS.API.STREAM.INFO.FLEET", b"", place)
+        await self.connection.publish("$JS.API.STREAM.MSG.GET.FLEET", b'{"seq":1}', f"_INBOX.{USER}.x.1")
+        async with asyncio.timeout(20):
+            while len(self.told) < 2 * len(places) + 1:  # noqa: ASYNC110 (the broker tells)
+                await asyncio.sleep(0.05)
+        assert all("permissions violation" in error for error in self.told)
+
+    async def as_others_and_with_impossible_values(self) -> None:
+        left = WorkerLeft(worker="w1", instance="i", mode="graceful", exit=0)
+        for source in ("frontend:frontend-0:x", "controller:controller:x", "worker:w0:x"):
+            assert (await self.say(left, source))["error"]["err_code"] == INTAKE_REFUSES
+        profile = replace(self.joined.profile, prefill_tokens_per_s=1e300)
+        for claim in (replace(self.joined, context_tokens=0), replace(self.joined, profile=profile)):
+            refused = await self.say(replace(claim, instance="i2"), "worker:w1:x")
+            assert refused["error"]["err_code"] == INTAKE_REFUSES
+
+    async def with_a_context_of_one_token(self) -> None:
+        """Register a possible value that is meant to narrow what the others serve."""
+        claim = replace(self.joined, instance="i3", url="tcp://127.0.0.1:1", context_tokens=1)
+        assert (await self.say(claim, "worker:w1:x", 2))["stream"] == "FLEET"
+
+    async def floods(self) -> None:
+        left = WorkerLeft(worker="w1", instance="i", mode="graceful", exit=0)
+        said, body = headers(left, "worker:w1:x", 3), bytes(4000)
+        subject = subjects.said(USER, subjects.subject(left))
+        try:
+            async with asyncio.timeout(20):  # nats-py may wait for ever on a connection that was cut off
+                for n in range(FLOOD):
+                    await self.connection.publish(subject, body, f"_INBOX.{USER}.f.{n}", said)
+        except Exception as error:  # it is cut off in the middle of it
+            self.told.append(repr(error))
+
+    async def say(self, fact: Fact, source: str, number: int = 1) -> Any:
+        subject = subjects.said(USER, subjects.subject(fact))
+        answer = await self.connection.request(
+            subject, codec.encode_body(fact), 10, headers=headers(fact, source, number)
+        )
+        return json.loads(answer.data)
+
+    async def reported(self) -> list[IntrusionRefused]:
+        return [e.fact for e in await self.fleet.events() if isinstance(e.fact, IntrusionRefused)]
+
+    async def close(self) -> None:
+        if self.connection.is_connected:
+            await self.connection.close()
+
+
+def headers(fact: Fact, source: str, number: int) -> dict[str, str]:
+    return codec.encode_headers(
+        fact, id=codec.new_id(), source=source, source_number=number, said_at=datetime.now(UTC)
+    )

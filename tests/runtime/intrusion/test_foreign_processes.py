@@ -1,0 +1,81 @@
+"""No process is signalled but the one of the worker that registered its number."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from frontend_kit import joined
+from scripted_worker import ScriptedWorker
+
+from controller.deciders.fold import Fleet, evolve
+from controller.deciders.worker import Worker
+from controller.runtime.host_processes import HostProcesses
+from controller.runtime.refusals import NotPossible
+from events.fact import Recorded
+from events.observations import Topology
+
+SLEEPS = "import time; time.sleep(60)"
+
+
+@contextmanager
+def process(*words: str, **environment: str) -> Iterator[int]:
+    started = subprocess.Popen([sys.executable, "-c", SLEEPS, *words], env={**os.environ, **environment})
+    try:
+        yield started.pid
+    finally:
+        started.kill()
+        started.wait()
+
+
+def worker(pid: int, instance: str = "w1-1") -> Worker:
+    fact = joined(
+        ScriptedWorker("w1", instance=instance), pid=pid, topology=Topology(host=HostProcesses().host)
+    )
+    at = datetime.now(UTC)
+    return evolve(Fleet(), Recorded(1, at, fact, "e1")).workers["w1"]
+
+
+def signalled(known: Worker) -> tuple[list[int], list[Any]]:
+    sent, reported = list[int](), list[Any]()
+    processes = HostProcesses(
+        signal=lambda pid, number: sent.append(pid),
+        report=lambda who, tried, **more: reported.append((who, tried)),
+    )
+    try:
+        processes.send(known, signal.SIGTERM)
+    except NotPossible as error:
+        assert "not its own" in str(error)
+    return sent, reported
+
+
+def test_a_process_that_is_no_worker_is_not_signalled() -> None:
+    with process() as pid:
+        sent, reported = signalled(worker(pid))
+    assert not sent and reported[0][0] == "worker-w1" and "command line" in reported[0][1]
+
+
+def test_another_workers_process_is_not_signalled() -> None:
+    with process(HOLDFAST_WORKER_INSTANCE="w2-1") as pid:
+        sent, reported = signalled(worker(pid))
+    assert not sent and "another worker's" in reported[0][1]
+
+
+def test_a_workers_own_process_is_signalled() -> None:
+    with process(HOLDFAST_WORKER_INSTANCE="w1-1") as pid:
+        assert signalled(worker(pid)) == ([pid], [])
+    with process(HOLDFAST_WORKER_INSTANCE="many") as pid:
+        assert signalled(worker(pid, "many-3")) == ([pid], [])
+    with process("holdfast", "worker", "--name", "w1") as pid:
+        assert signalled(worker(pid)) == ([pid], [])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root owns the first process")
+def test_another_users_process_is_not_signalled() -> None:
+    sent, reported = signalled(worker(1))
+    assert not sent and not reported  # it began before the worker joined, and cannot be looked into

@@ -1,0 +1,112 @@
+"""The intake takes workers' facts to the journal, each from its own account and within its budget, and nothing else."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from frontend_kit import joined
+from scripted_worker import ScriptedWorker
+
+from controller.runtime.intrusion.intake import FLOOD, FactIntake, FactRefused, NotNow, accepted, written
+from events import codec, subjects
+from events.fact import Fact
+from events.journal.messages import as_sent
+from events.observations import WorkerHeard, WorkerLeft
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LEFT = WorkerLeft(worker="w0", instance="w0-1", mode="graceful", exit=0)
+USER = "worker-w0"
+
+
+def headers(fact: Fact, source: str = "worker:w0:life", number: int = 1, **more: str) -> bytes:
+    made = codec.encode_headers(fact, id=codec.new_id(), source=source, source_number=number, said_at=NOW)
+    return as_sent({**made, **more})
+
+
+def take(fact: Fact, *, user: str = USER, worker: str = "w0", said: bytes | None = None) -> Any:
+    head = headers(fact) if said is None else said
+    return accepted(user, worker, fact.kind(), head, codec.encode_body(fact))
+
+
+def test_an_honest_fact_is_taken_with_its_own_source_and_number() -> None:
+    event = take(LEFT)
+    assert (event.fact, event.source, event.source_number) == (LEFT, "worker:w0:life", 1)
+    many = replace(LEFT, worker="w2")
+    assert accepted("worker-w0+3", "w2", many.kind(), headers(many), codec.encode_body(many)).fact == many
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"worker": "w1"}, "speak for w1"),
+        ({"fact": replace(LEFT, worker="w1")}, "belongs on"),
+        ({"source": "worker:w1:life"}, "another source"),
+        ({"source": "frontend:f0:life"}, "another source"),
+        ({"source": "controller:c0:life"}, "another source"),
+        ({"number": 0}, "another source"),
+        ({"fact": WorkerHeard(worker="w0", instance="w0-1", observer="c")}, "no worker observes"),
+        ({"body": b"x" * 70_000}, "70000 bytes"),
+        ({"body": b"{}"}, "no fact"),
+        ({"fact": joined(ScriptedWorker("w0"), context_tokens=0)}, "impossible value: context_tokens = 0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused_for_good(said: dict[str, Any], why: str) -> None:
+    fact = said.get("fact", LEFT)
+    head = headers(fact, said.get("source", "worker:w0:life"), said.get("number", 1))
+    with pytest.raises(FactRefused, match=why):
+        accepted(USER, said.get("worker", "w0"), fact.kind(), head, said.get("body", codec.encode_body(fact)))
+
+
+def test_a_newer_workers_fact_waits_for_a_newer_controller() -> None:
+    head = headers(LEFT, **{"ce-type": "holdfast.worker_dreamt"})
+    with pytest.raises(NotNow):
+        accepted(USER, "w0", "worker_dreamt", head, b"{}")
+
+
+def test_no_header_that_jetstream_obeys_comes_from_a_worker() -> None:
+    obeyed = {"Nats-Batch-Id": "b", "Nats-Batch-Sequence": "1", "Nats-Rollup": "all", "Nats-TTL": "1s"}
+    obeyed |= {"Nats-Expected-Last-Sequence": "0"}
+    event = take(LEFT, said=headers(LEFT, **obeyed))
+    rewritten = written(event, {"traceparent": "t", **obeyed})
+    assert not rewritten.keys() & obeyed.keys() and rewritten["traceparent"] == "t"
+    assert rewritten["Nats-Msg-Id"] == event.id
+
+
+class Reports:
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str, str, str, bool]] = []
+
+    def report(
+        self, who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
+    ) -> None:
+        self.said.append((who, tried, worker, instance, eject))
+
+
+async def test_a_flood_is_dropped_before_the_journal_reported_and_its_sender_ejected() -> None:
+    reports, now = Reports(), [0.0]
+    intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: now[0])  # type: ignore[arg-type]
+    subject, size = subjects.said(USER, subjects.subject(LEFT)).encode(), 3 * 1024 * 1024
+    intake.hear(subject, b"", bytes(size), None)  # no address for an answer: refused, and counted
+    assert "have an answer sent to" in reports.said[0][1]
+    for _ in range(int(FLOOD.burst) + 2):
+        intake.hear(subject, b"_INBOX.worker-w0.x.1", bytes(size), None)
+    assert not intake._tasks, "nothing of it is on its way to the journal"
+    assert reports.said[1][:2] == (USER, f"publish facts beyond its budget: {size} bytes")
+    assert reports.said[1][4] is False and reports.said[-1][2:] == ("w0", "w0-1", True)
+    other = FactIntake._within_budget(intake, "worker-w1", 1000)
+    assert other, "another account has a budget of its own"
+
+
+def test_an_answer_goes_nowhere_but_to_the_sender() -> None:
+    reports = Reports()
+    intake = FactIntake(None, reports.report, lambda worker: "", lambda: 0.0)  # type: ignore[arg-type]
+    for elsewhere in (
+        b"live.retire.w1",
+        b"$KV.HOLDFAST.controller",
+        b"_INBOX.worker-w1.x.1",
+        b"_INBOX.worker-w0x.1",
+    ):
+        intake.hear(subjects.said(USER, subjects.subject(LEFT)).encode(), elsewhere, b"{}", None)
+    assert len(reports.said) == 4 and not intake._tasks
