@@ -38,10 +38,12 @@ from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
 from controller.frontend.text.model_folders import ModelFolders
 from controller.ports import Clock, Observe, RequestPlane
-from controller.router.endpoints import Endpoint, EndpointTable
+from controller.router.endpoints import Endpoint, EndpointTable, Key
 from controller.router.selection.filter import NoWorker
+from events.broker_users import worker_user
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
+from events.intrusion.reports import Intrusions
 from events.observations import (
     BusyThresholdsSet,
     MoveRequested,
@@ -123,6 +125,7 @@ class Director:
         self.dispatcher: Dispatcher[Generation] = Dispatcher(
             table, self.routing, world.plane, poison, self.running, self.request_metrics, now, self._freed
         )  # fmt: skip
+        self.dispatcher.report = Intrusions(world.observe, now).report
         self.pending: PendingGenerations[Generation] = PendingGenerations(
             table, settings, self.rescheduler, now, self.admission, preemption, world.ended
         )
@@ -164,6 +167,22 @@ class Director:
             self._forget()
         if change:
             self.changed()
+
+    def flooded_by(self, worker: str, instance: str) -> None:
+        """A worker has sent this frontend more than an engine can compute."""
+        tried = "flood a frontend with frames"
+        self.dispatcher.report(worker_user(worker), tried, worker=worker, instance=instance, eject=True)
+
+    def claims_flooded_by(self, worker: str) -> None:
+        """A worker has published more KV events than an engine can have."""
+        lives = [endpoint.instance for endpoint in self.table.endpoints.values() if endpoint.worker == worker]
+        tried, instance = "flood the frontends with KV events", lives[-1] if lives else ""
+        self.dispatcher.report(worker_user(worker), tried, worker=worker, instance=instance, eject=True)
+
+    def claims_lost(self, life: Key, why: str) -> None:
+        """A worker has lost its KV claims."""
+        worker, instance = life
+        self.dispatcher.report(worker_user(worker), why, worker=worker, instance=instance)
 
     def _said_now(self, fact: RequestSuspected | RequestPoisonous) -> bool:
         """Say whether this process has said it: it knows better by now."""

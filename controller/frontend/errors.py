@@ -31,6 +31,7 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "internal",
         "engine_error",
         "non_finite",
+        "invalid_output",
         "disconnected",
         "stream_incomplete",
         "corrupt_output",

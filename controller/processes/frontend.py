@@ -172,6 +172,7 @@ class FrontendProcess:
     def _director(self, observe: Observe) -> Director:
         director = Director(World(self._name, self._plane, observe, SystemClock()), self._settings)
         self._plane.listen(director.changed)
+        self._plane.links.flooded = director.flooded_by
         return director
 
     # --- services -----------------------------------------------------------------------------------------

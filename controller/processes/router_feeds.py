@@ -35,6 +35,8 @@ class RouterFeeds:
         if settings.mode == "kv" and settings.kv_events:
             kv = await KvEvents.open(url, name, wait_s=wait_s)
             scheduler.follow(kv.view)
+            kv.view.claims.lost = director.claims_lost
+            kv.flooded = director.claims_flooded_by
         if settings.replica_sync:
             sync = await SlotSync.open(url, name, scheduler.slots, director.peers.names, wait_s=wait_s)
         return cls(kv, sync)

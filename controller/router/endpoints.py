@@ -17,6 +17,7 @@ from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.tiers import Tiers
 from events.decisions import HealthStatus, Knobs
+from events.intrusion.registration import impossible
 from events.observations import BusyThresholdsSet, WorkerJoined
 from events.wire import Load
 
@@ -77,8 +78,8 @@ class Endpoint:
     max_batch: int = field(init=False)
     holds: int = field(init=False)  # requests that it says it can hold: more are never sent there
     block_tokens: int = field(init=False)  # 1 of who registers nonsense
+    context_tokens: int = field(init=False)  # prompt and answer together; 0: its registration is impossible
     key: Key = field(init=False)
-    lineage: Lineage = field(init=False)
 
     def __post_init__(self) -> None:
         joined = (
@@ -91,7 +92,12 @@ class Endpoint:
         waiting = joined.waiting_max
         self.holds = ANY_NUMBER if waiting is None else max(1, self.max_batch + waiting)
         self.block_tokens = max(1, joined.profile.block_tokens)
-        self.lineage = joined.revision, joined.tokenizer
+        self.context_tokens = 0 if impossible(joined) else joined.context_tokens
+
+    @property
+    def lineage(self) -> Lineage:
+        """What must stay the same over a request's life."""
+        return self.joined.revision, self.joined.tokenizer
 
     @property
     def corrupt(self) -> bool:
@@ -153,13 +159,18 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class EndpointGroup:
-    """The workers of one model and lineage, of which there is at least one, and what they have in common."""
+    """The workers of one model and lineage, of which there is at least one, and the limits of a request to them.
+
+    The limits come from the workers that may get requests now (from all, if none may). Each is a vote, not a minimum: one
+    worker's claim must not narrow what the others serve.
+    """
 
     endpoints: tuple[Endpoint, ...]
-    context_tokens: int  # the fewest of all
-    engine: str
-    text_only: bool  # some of them give text and no tokens
+    context_tokens: int  # the largest context; a request is only sent to a worker that it fits
+    engine: str  # of most of them
+    text_only: bool  # most of them give text and no tokens
     block_sizes: tuple[int, ...]  # tokens of their KV blocks, the size of most of them first
+    usual_context: int = 0  # tokens, the context of most of them: for a request that sets no `max_tokens`
 
     @cached_property
     def keys(self) -> frozenset[Key]:
@@ -168,16 +179,29 @@ class EndpointGroup:
 
     @classmethod
     def of(cls, endpoints: Sequence[Endpoint]) -> "EndpointGroup":
-        """Look at all of them."""
-        joined = [endpoint.joined for endpoint in endpoints]
-        sizes = Counter(max(1, one.profile.block_tokens) for one in joined)
+        """Count what the routable ones registered."""
+        voters = [endpoint for endpoint in endpoints if endpoint.routable] or list(endpoints)
+        joined = [endpoint.joined for endpoint in voters]
+        sizes = Counter(endpoint.block_tokens for endpoint in endpoints)
         return cls(
             tuple(endpoints),
-            min(one.context_tokens for one in joined),
-            joined[0].engine,
-            any(one.engine == "openai" and not one.exact for one in joined),
+            max(endpoint.context_tokens for endpoint in voters),
+            Counter(one.engine for one in joined).most_common(1)[0][0],
+            usual([int(one.engine == "openai" and not one.exact) for one in joined]) > 0,
             tuple(size for size, _ in sizes.most_common()),
+            usual([endpoint.context_tokens for endpoint in voters]),
         )
+
+    def answer_room(self, prompt_tokens: int) -> int:
+        """Return how many tokens an answer to this prompt may have when its client sets no limit."""
+        room = self.usual_context - prompt_tokens
+        return room if room > 0 else self.context_tokens - prompt_tokens
+
+
+def usual(claims: Sequence[int]) -> int:
+    """Return the value that most of these have, and of several the largest."""
+    counts = Counter(claims)
+    return max(counts, key=lambda value: (counts[value], value))
 
 
 @dataclass(slots=True)
@@ -251,6 +275,9 @@ class EndpointTable:
             self._know(fleet)
         if change.left or change.joined:
             self._replace(endpoint for endpoint in self.endpoints.values() if self._lives(endpoint))
+        elif change.moved:  # other workers are routable now: limits are theirs
+            self._group.clear()
+            self._limits.clear()
         return change
 
     def _know(self, fleet: Fleet) -> None:
@@ -279,7 +306,7 @@ class EndpointTable:
         endpoint.cache_epoch = worker.cache_epoch
         endpoint.expected = worker.expected
         out = (endpoint.corrupt or worker.health.charges.accused) and not endpoint.suspect
-        endpoint.weight = 0.0 if out else worker.weight
+        endpoint.weight = 0.0 if out or not endpoint.context_tokens else worker.weight
         change.moved = (
             change.moved
             or before is None
@@ -370,10 +397,12 @@ class EndpointTable:
         return group
 
     def migration_limit(self, model: str) -> int | None:
-        """Return the smallest limit that a worker of this model has registered; None if none has."""
+        """Return the limit that most routable workers of this model have registered; None if none has."""
         if model not in self._limits:
-            limits = (endpoint.joined.migration_limit for endpoint in self.models.get(model, ()))
-            self._limits[model] = min((limit for limit in limits if limit is not None), default=None)
+            endpoints = self.models.get(model, ())
+            voters = [one for one in endpoints if one.routable] or endpoints
+            limits = [one.joined.migration_limit for one in voters if one.joined.migration_limit is not None]
+            self._limits[model] = usual(limits) if limits else None
         return self._limits[model]
 
     def _replace(self, endpoints: Iterable[Endpoint]) -> None:

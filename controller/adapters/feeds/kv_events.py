@@ -5,7 +5,7 @@ kv.ask.…     ◀── what is due, at most 16 at once, each with a deadline
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 
 import msgspec
@@ -15,14 +15,18 @@ from controller.router.endpoints import WorkerRank
 from controller.router.index.index import KvIndex
 from controller.router.index.view import KvHealth, KvView
 from events import kv, subjects
+from events.intrusion.send_budget import Rate, SendBudget
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.observations import WorkerJoined
 
+SENDERS_MAX = 65_536
 ASKS_MAX = 16  # questions that are on their way at once
 ASK_S = 2.0
 RETRY_S = 0.2
 SWEEP_RUNS = 200  # of the index, freed in one turn of the loop
 SWEEP_S = 0.005
+BATCHES = Rate(per_s=2_000.0, burst=20_000.0)  # of one worker: an engine's step makes one at most
+BATCH_BYTES = Rate(per_s=8 * 1024 * 1024.0, burst=64 * 1024 * 1024.0)
 LOOK_S = 1.0  # a task waits no longer without looking
 
 log = structlog.get_logger(__name__)
@@ -41,6 +45,12 @@ class KvEvents:
         """`ask_s`: how long an answer is waited for."""
         self.view = view or KvView()
         self.bad = 0  # messages that were none of ours
+        self.flooded: Callable[[str], None] = lambda worker: (
+            None
+        )  # called with the name of who sends too much
+        self._budgets: dict[
+            bytes, tuple[SendBudget, SendBudget]
+        ] = {}  # by subject: the broker allows a worker one
         self._connection = connection
         self._ask_s = ask_s
         self._loop = asyncio.get_running_loop()
@@ -135,7 +145,20 @@ class KvEvents:
         while True:  # noqa: ASYNC110 (it looks rarely: to be told would cost more)
             await asyncio.sleep(SWEEP_S if self.index.sweep(SWEEP_RUNS) else LOOK_S)
 
+    def _within_budget(self, subject: bytes, size: int) -> bool:
+        now = self._loop.time()
+        budgets = self._budgets.get(subject)
+        if budgets is None:
+            if len(self._budgets) >= SENDERS_MAX:
+                self._budgets.clear()
+            budgets = self._budgets[subject] = SendBudget(BATCHES, now), SendBudget(BATCH_BYTES, now)
+        return budgets[0].take(1, now) and budgets[1].take(size, now)
+
     def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+        if not self._within_budget(subject, len(body)):
+            self.bad += 1
+            self.flooded(subject.decode("utf-8", "replace").rpartition(".")[2])
+            return
         try:
             batch = kv.batch(body)
             if subject.decode() != subjects.kv_events(batch.worker):

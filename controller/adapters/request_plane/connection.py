@@ -14,6 +14,7 @@ from typing import cast
 import msgspec
 import structlog
 
+from controller.adapters.request_plane.frame_budget import FrameBudget
 from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Process
 from controller.adapters.request_plane.reported_load import ReportedLoad
 from controller.adapters.request_plane.reservations import StreamReservations
@@ -55,6 +56,7 @@ class WorkerConnection(asyncio.Protocol):
         self.instance = ""  # of the worker, once it has welcomed us
         self.stranger = ""  # why the other side is one
         self.late = 0  # chunks of streams that nobody reads any more
+        self.budget = FrameBudget(self._loop.time())
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -67,9 +69,11 @@ class WorkerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.detector.hear(self._loop.time())
         said: dict[int, wire.Chunk] = {}
-        steps, wrong = 0, ""
+        steps = frames = 0
+        wrong = ""
         try:
             for body in self._split.feed(data):
+                frames += 1
                 frame = wire.to_frontend.decode(body)
                 if type(frame) is wire.Step:
                     steps += 1
@@ -100,6 +104,7 @@ class WorkerConnection(asyncio.Protocol):
             wrong = self.stranger = str(error)
         if steps:
             self._stepped(steps, said)
+        wrong = self.budget.take(frames, len(data), self._loop.time()) or wrong
         if wrong:
             self.abort("disconnected", wrong)
 

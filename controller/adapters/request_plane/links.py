@@ -27,6 +27,7 @@ from events.observations import WorkerJoined
 from events.subjects import PLANE_SCHEME
 from events.wire import Welcome
 
+FLOOD_PAUSE_S = 30.0  # until a worker is connected to again that sent more than an engine can compute
 LOOK_S = 0.25  # how often one who waits for a connection looks whether it is still the one that is wanted
 
 log = structlog.get_logger(__name__)
@@ -109,6 +110,7 @@ class WorkerLinks:
         self._processes: dict[str, Process] = {}
         self._dialers: dict[str, Dialer] = {"tcp": TcpDialer(), **dialers}
         self._group: asyncio.TaskGroup | None = None
+        self.flooded: Callable[[str, str], None] = lambda worker, instance: None
         self._open = 0  # connections
         self._listeners: list[Callable[[], None]] = []
         self._telling: asyncio.Handle | None = None  # of the listeners, at the end of this turn
@@ -234,6 +236,12 @@ class WorkerLinks:
                     log.info("worker_connected", worker=link.worker, instance=link.instance)
                     self._changed()
                     await connection.ended
+                    if connection.budget.exceeded:
+                        self.flooded(link.worker, link.instance)
+                        link.connection = None
+                        link.up.clear()
+                        link.why = "it sent more than an engine can compute"
+                        await asyncio.sleep(FLOOD_PAUSE_S)
             except (OSError, TimeoutError, UnicodeError, WorkerUnreachable) as error:
                 link.failures += 1
                 link.why = str(error) or type(error).__name__

@@ -19,4 +19,5 @@ class Attempt(msgspec.Struct, eq=False):
     breaker_epoch: int  # the last move of this frontend's own breakers then
     paid: bool  # whether it has cost budget
     before: "Attempt | None"  # the one before it
+    claimed: int = 0  # prompt tokens that its worker said it had cached
     explained: dict[str, Any] | None = None  # why this worker was chosen, if that was asked

@@ -26,6 +26,11 @@ class Continuation(msgspec.Struct):
         """Tokens of the prompt and of what was accepted."""
         return len(self._request.prompt) + len(self.accepted)
 
+    @property
+    def vocabulary(self) -> int:
+        """One more than the highest token id."""
+        return self._tokens.size
+
     def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
         """Return what this worker, and of its DP ranks this one, is asked for now."""
         asked, made = self._request, len(self.accepted)

@@ -17,9 +17,11 @@ from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import explained
 from controller.ports import RequestPlane, Sink
-from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
 from controller.router.selection.filter import AllBusy, AllClosed, AllTried, Headroom, NoWorker
 from controller.router.selection.selector import Selection
+from events.broker_users import worker_user
+from events.intrusion.reports import ReportIntrusion, not_reported
 from events.wire import Why
 
 _FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # to look a member of an enum up takes as long as a call
@@ -34,6 +36,8 @@ class Dispatched(Protocol):
     def continuation(self) -> Continuation: ...
     @property
     def output(self) -> Sink: ...
+    @property
+    def stats(self) -> OutputStats: ...
     @property
     def budget(self) -> MigrationBudget: ...
     @property
@@ -69,6 +73,7 @@ class Dispatcher(Generic[G]):
         self._metrics = metrics
         self._now = now
         self._freed = freed
+        self.report: ReportIntrusion = not_reported
 
     # --- where to -----------------------------------------------------------------------------------------
 
@@ -113,7 +118,7 @@ class Dispatcher(Generic[G]):
                 room = _FRESH if generation.last_attempt is None and not where.waits else _HELD
                 return routing.route(request, tried | where.avoid, output, room=room)
             if only.key not in tried:
-                routing.room_at(only, request.lineage)
+                routing.room_at(only, request.lineage, request.tokens_max)
                 return routing.at(only, request, output)
         except NoWorker:
             pass
@@ -130,8 +135,9 @@ class Dispatcher(Generic[G]):
         stream = self._plane.open(endpoint.worker, endpoint.instance, asked, generation.output)
         first = generation.last_attempt is None
         why = explained(choice) if first and request.overrides.explain else None
+        claimed = self.scheduler.claimed(choice) if first else 0
         slot = self.scheduler.begin(choice, request, generation.continuation.accepted)
-        return self._begin(generation, endpoint, rank, stream, slot, paid, why)
+        return self._begin(generation, endpoint, rank, stream, slot, paid, why, claimed)
 
     def adopt(self, generation: G, endpoint: Endpoint, rank: int, stream: int) -> Attempt:
         """Take in that a worker goes on with a request under this stream, with the KV cache that it has taken over."""
@@ -147,6 +153,7 @@ class Dispatcher(Generic[G]):
         slot: int,
         paid: bool,
         why: dict[str, Any] | None,
+        claimed: int = 0,
     ) -> Attempt:
         request, last = generation.request, generation.last_attempt
         self._poison.sent(request, endpoint, slot)
@@ -161,6 +168,7 @@ class Dispatcher(Generic[G]):
             self._breakers.routed(endpoint.key),
             paid,
             last,
+            claimed,
             why,
         )
 
@@ -178,6 +186,10 @@ class Dispatcher(Generic[G]):
     def prompt_read(self, generation: G, attempt: Attempt) -> None:
         """The first token of an attempt has come."""
         self.scheduler.read(attempt.slot)
+        cached = generation.stats.cached_tokens
+        if attempt.claimed and cached is not None:
+            holder = WorkerRank(*attempt.endpoint.key, attempt.rank or 0)
+            self.scheduler.compare(holder, attempt.claimed, cached)
         self._poison.read(generation.request)
 
     def end(self, generation: G, attempt: Attempt) -> None:
@@ -213,6 +225,9 @@ class Dispatcher(Generic[G]):
         Return what it says of the request itself."""
         request, endpoint, reason = generation.request, attempt.endpoint, failure.reason
         poison, key, under = self._poison, endpoint.key, attempt.routed_under
+        if reason == "invalid_output":  # its stream is open: nothing of it is heard any more
+            self.cancel(attempt, "elsewhere")
+            self.report(worker_user(endpoint.worker), f"send {failure.detail}", worker=endpoint.worker)
         way = Way.of(reason, failure.detail, len(generation.continuation.accepted))
         if not failure.kind.blames or (reason in ERRORS and poison.repeats(request, key, way)):
             self.unjudged(attempt, has_output=begun)

@@ -12,6 +12,7 @@ from typing import Protocol
 from controller.frontend.errors import ApiError
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
+from controller.frontend.generations.output_check import invalid, shown
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.requests.failures import Failure, classify
 from controller.frontend.responses.writers import ResponseWriter
@@ -64,8 +65,8 @@ class GenerationOutput:
     """All that was accepted of one answer. Implements `controller.ports.Sink`."""
 
     __slots__ = (
-        "_max", "_owner", "_stop_token_ids", "accepted", "attempt", "continuation", "has_output", "live_migration",
-        "stats", "writer",
+        "_max", "_owner", "_prompt_tokens", "_stop_token_ids", "_vocabulary", "accepted", "attempt", "continuation",
+        "has_output", "live_migration", "stats", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,8 @@ class GenerationOutput:
     ) -> None:
         self._owner: Owner | None = owner  # None once the answer has ended
         self._max = sampling.max_tokens
+        self._vocabulary = continuation.vocabulary
+        self._prompt_tokens = continuation.length  # an attempt that goes on elsewhere has a longer one
         self._stop_token_ids = sampling.stop_token_ids
         self.writer = writer
         self.continuation = continuation
@@ -95,6 +98,9 @@ class GenerationOutput:
         if owner is None:
             return
         try:
+            if why := invalid(chunk, self._vocabulary, self._prompt_tokens):
+                owner.failed(Failure("invalid_output", why), self.attempt)
+                return
             if self.has_output and chunk.tokens and chunk.finish is None and chunk.error is None:
                 self._go_on(chunk)  # nearly always
                 return
@@ -187,7 +193,7 @@ class GenerationOutput:
         if reason == REASON:
             said = read_refusal(detail)
             owner.refused(
-                ApiError(said.status, said.message, code=said.code, param=said.param, kind=said.type)
+                ApiError(said.status, shown(said.message), code=said.code, param=said.param, kind=said.type)
             )
         else:
             owner.failed(classify(error), self.attempt)
@@ -198,6 +204,7 @@ class GenerationOutput:
         """Hear this attempt from now on."""
         self.attempt = attempt
         self.has_output = False
+        self._prompt_tokens = self.continuation.length
         if len(self.accepted) > self.stats.movable_max:
             self.stats.note_length(len(self.accepted))
 

@@ -111,7 +111,7 @@ class Completion:
         """Return how tokens are chosen: what the client left out by the server's defaults behind the openai engine, else by those
         of the model's folder."""
         parsed, group = admitted.parsed, admitted.group
-        found = sampling(parsed, prompt_tokens, group.context_tokens, choice, admitted.serial)
+        found = sampling(parsed, prompt_tokens, group, choice, admitted.serial)
         unset = parsed.sampling.unset
         if group.engine == "openai":
             seed = found.seed if parsed.sampling.seed is not None else None
@@ -246,16 +246,19 @@ def _shortened(why: dict[str, Any]) -> dict[str, Any]:
     return why | {"of": len(every), "candidates": best}
 
 
-def sampling(parsed: ParsedRequest, prompt_tokens: int, context: int, choice: int, serial: int) -> Sampling:
+def sampling(
+    parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup, choice: int, serial: int
+) -> Sampling:
     """Return how the workers should choose tokens.
 
-    `context`: tokens that a prompt and its answer may have together. Raise ApiError (400) if the request does not fit into it.
+    Raise ApiError (400) if no worker of the group has a context for the request.
     """
-    asked = parsed.sampling
+    asked, context = parsed.sampling, group.context_tokens
     room = context - prompt_tokens
     if room < 1:
         raise too_long(prompt_tokens, context, "messages" if parsed.chat else "prompt")
-    usual = room if parsed.chat else min(room, COMPLETION_TOKENS_DEFAULT)
+    usual = group.answer_room(prompt_tokens)
+    usual = usual if parsed.chat else min(usual, COMPLETION_TOKENS_DEFAULT)
     wanted = usual if asked.max_tokens is None else asked.max_tokens
     if wanted > room:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"

@@ -196,7 +196,7 @@ class OpenAiEndpoints:
         admitted, tokens = await self._admitted(head, parsed, id, lineage, overrides, arrived)
         most = 0
         for prompt, _, _ in admitted.prompts:  # what is mistaken does not stand in line
-            most = max(most, sampling(parsed, len(prompt), admitted.group.context_tokens, 0, 0).max_tokens)
+            most = max(most, sampling(parsed, len(prompt), admitted.group, 0, 0).max_tokens)
         asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
         reservation, until = await self._admission.enter(deadlines, wanted, lineage, asked)
         reservation.free()

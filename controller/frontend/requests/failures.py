@@ -48,6 +48,7 @@ KINDS = {
     "upstream_lost": Kind("engine_error", 502, "the server behind the worker was lost", patient=False),
     "stream_incomplete": Kind("engine_error", 502, "Stream ended before generation completed", patient=False),
     "non_finite": Kind("engine_error", 500, "the engine computed numbers that are not finite", patient=False),
+    "invalid_output": Kind("engine_error", 502, "the worker's output was invalid", patient=False),
     "not_serving": Kind(
         "cannot_connect", 503, "the worker does not serve this model", blames=False, free=True
     ),
@@ -76,10 +77,11 @@ CAUSES = sorted({kind.cause for kind in (*KINDS.values(), *PLANNED.values())})
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt ended, in the worker's or the connection's own words."""
+    """Why an attempt ended. `quoted`: the detail is the worker's text, which no client is told."""
 
     reason: str  # a key of KINDS, or of PLANNED
     detail: str
+    quoted: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -94,7 +96,8 @@ class Failure:
     def error(self) -> ApiError:
         """The error that the client gets if nothing else can be done. Who left a worker on purpose has found no other."""
         kind = self.kind
-        message = f"{kind.message}: {self.detail}" if self.detail not in ("", kind.message) else kind.message
+        told = not self.quoted and self.detail not in ("", kind.message)
+        message = f"{kind.message}: {self.detail}" if told else kind.message
         retry = 1 if kind.status == 503 else None
         code = "no_worker" if self.planned else self.reason
         return ApiError(kind.status, message, code=code, retry_after_s=retry)
@@ -103,7 +106,7 @@ class Failure:
 def classify(error: str) -> Failure:
     """Return the failure that a chunk's `error` names; what is unknown is the engine's fault."""
     reason, _, detail = error.partition(":")
-    return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error)
+    return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error, quoted=True)
 
 
 def smallest_limit(own: int, workers: Iterable[int | None]) -> int:

@@ -42,6 +42,11 @@ class GenerationRequest(
         ""  # the client's trace: it goes to the workers, and onto the events about this request
     )
 
+    @property
+    def tokens_max(self) -> int:
+        """The tokens of the prompt and of the longest answer: what a worker's context must hold."""
+        return len(self.prompt) + self.sampling.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Carried:

@@ -161,7 +161,7 @@ class RequestRouter:
                 self.monitor.wanted(plan.model, tokens, answer_max, plan.names), self._beyond
             )
         with asking:
-            among = Filter(self._siblings(plan), self._rules, tried, room)
+            among = Filter(self._siblings(plan), self._rules, tried, room, tokens=plan.tokens_max)
             if plan.overrides.explain:  # among those that could have it
                 return self.scheduler.choose(among.left(), plan, output)
             return self.scheduler.choose(among, plan, output)
@@ -181,18 +181,20 @@ class RequestRouter:
         """Return who could take a new request: those with room, or all, if nobody has any. Raise NoWorker."""
         endpoints = self._siblings(plan)
         try:
-            return Filter(endpoints, self._rules).left()
+            return Filter(endpoints, self._rules, tokens=plan.tokens_max).left()
         except (AllBusy, AllClosed):
-            return Filter(endpoints, self._rules, room=Headroom.NONE).left()
+            return Filter(endpoints, self._rules, room=Headroom.NONE, tokens=plan.tokens_max).left()
 
-    def room_at(self, endpoint: Endpoint, lineage: Lineage) -> None:
-        """See whether this endpoint could take a request. Raise NoWorker."""
-        Filter([endpoint] if endpoint.lineage == lineage else [], self._rules).left()
+    def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0) -> None:
+        """See whether this endpoint could take a request of so many tokens. Raise NoWorker."""
+        Filter([endpoint] if endpoint.lineage == lineage else [], self._rules, tokens=tokens).left()
 
     def targets(self, plan: GenerationRequest) -> list[Endpoint]:
         """Return everybody who could take requests like this one that have begun, none if there is nobody."""
         try:
-            return Filter(self._siblings(plan), self._rules, room=Headroom.HELD).left()
+            return Filter(
+                self._siblings(plan), self._rules, room=Headroom.HELD, tokens=plan.tokens_max
+            ).left()
         except NoWorker:
             return []
 

@@ -235,6 +235,22 @@ class KvScheduler:
         if stale := self.slots.expire(now=self.now()):
             log.warning("slots_expired", requests=len(stale))
 
+    def claimed(self, choice: Selection) -> int:
+        """Return how many prompt tokens the chosen rank itself says it has cached; 0 where it says nothing that matters."""
+        prompt = choice.request.prompt
+        if (
+            self.view is None
+            or choice.overlap_blocks < 1
+            or prompt.block_tokens != choice.endpoint.block_tokens
+        ):
+            return 0
+        return self.view.find(prompt.blocks).device.get(choice.holder, 0) * prompt.block_tokens
+
+    def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
+        """Compare what a rank claimed with what a request found there."""
+        if self.view is not None:
+            self.view.compare(holder, claimed, cached)
+
     def follow(self, view: KvView) -> None:
         """Know from now on by KV events what is cached: they come in there."""
         self.view = view

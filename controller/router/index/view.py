@@ -16,7 +16,8 @@ from math import inf
 from operator import is_
 from random import random
 
-from controller.router.endpoints import RANKS_MAX, WorkerRank
+from controller.router.endpoints import RANKS_MAX, Key, WorkerRank
+from controller.router.index.claims import KvClaims
 from controller.router.index.feed import CLEARED, Counts, Feed
 from controller.router.index.index import KvIndex, NoParent
 from events.kv import Answer, Cleared, KvBatch, KvEvent, KvRequest, Stored, Tier
@@ -50,6 +51,7 @@ class KvView:
         self._dice = dice
         self._joined: list[WorkerJoined] = []
         self._feeds: dict[WorkerRank, Feed] = {}
+        self.claims = KvClaims()
         self._due: list[
             tuple[float, int, WorkerRank]
         ] = []  # a heap; who is asked earlier or no more stays in it
@@ -62,10 +64,11 @@ class KvView:
         if len(joined) == len(self._joined) and all(map(is_, joined, self._joined)):
             return
         self._joined = joined
+        self.claims.know({(w.worker, w.instance): w.profile.kv_blocks for w in joined if w.kv_events})
         living = [
             WorkerRank(w.worker, w.instance, rank)
             for w in joined
-            if w.kv_events
+            if w.kv_events and (w.worker, w.instance) not in self.claims.disbelieved
             for rank in range(min(w.dp, RANKS_MAX))
         ]
         for gone in self._feeds.keys() - living:
@@ -75,6 +78,19 @@ class KvView:
             if holder not in self._feeds:
                 self._feeds[holder] = Feed(holder.rank, self.counts, now + self._dice() * FIRST_S)
                 self._note(holder, self._feeds[holder])
+
+    def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
+        """Compare how many prompt tokens a rank claimed with how many a request found cached there."""
+        key = (holder.worker, holder.instance)
+        self.claims.compare(key, claimed, cached)
+        if key in self.claims.disbelieved:
+            self._disbelieve(key)
+
+    def _disbelieve(self, key: Key) -> None:
+        """Follow a life no more, and forget what it has claimed."""
+        for holder in [holder for holder in self._feeds if holder[:2] == key]:
+            del self._feeds[holder]
+            self.index.forget(holder)
 
     def complete(self, holder: WorkerRank) -> bool:
         """Return whether everything is known that a rank is known to have said."""
@@ -95,14 +111,16 @@ class KvView:
         feed = self._feeds.get(holder)
         if feed is not None:
             self._apply(holder, feed.take(batch, now))
-            self._note(holder, feed)
+            if holder in self._feeds:
+                self._note(holder, feed)
 
     def answer(self, holder: WorkerRank, ask: KvRequest, answer: Answer | None, now: float) -> None:
         """Take in what came back for a question; None: nothing did."""
         feed = self._feeds.get(holder)
         if feed is not None:
             self._apply(holder, feed.answer(ask, answer, now))
-            self._note(holder, feed)
+            if holder in self._feeds:
+                self._note(holder, feed)
 
     # --- whom to ask
 
@@ -143,6 +161,8 @@ class KvView:
                 continue
             kind, status = apply(self.index, holder, event)
             self.counts.applied[kind, status] = self.counts.applied.get((kind, status), 0) + 1
+        if events and not self.claims.check(holder, self.index):
+            self._disbelieve((holder.worker, holder.instance))
 
 
 def apply(index: KvIndex, holder: WorkerRank, event: KvEvent) -> tuple[str, str]:

@@ -179,6 +179,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
     tried: Collection[Key] = ()
     room: Headroom = Headroom.FRESH
     among: int = 0  # frontends that serve now; 0: nobody had to know yet
+    tokens: int = 0  # of the prompt and the longest answer: a worker's context must hold them
 
     def left(self) -> list[Endpoint]:
         """Return all that are left, at least one. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
@@ -198,6 +199,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             endpoint.weight > 0.0
             and rules.recently_heard(endpoint.worker, endpoint.instance)
             and key not in self.tried
+            and endpoint.context_tokens >= self.tokens
             and (key not in rules.doubted or rules.allowed(endpoint))
             and (self.room is _NONE or self.has_room(endpoint))
         )
@@ -208,6 +210,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             endpoint.weight > 0.0
             and rules.reachable(endpoint.worker, endpoint.instance)
             and endpoint.key not in self.tried
+            and endpoint.context_tokens >= self.tokens
             and (endpoint.key not in rules.doubted or rules.allowed(endpoint))
         )
 

@@ -1,0 +1,69 @@
+"""Verification of workers' KV claims: bounded by what they registered, and compared with what requests found cached.
+
+A worker that claims more blocks than it has, or whose claims requests do not find, loses them: it is routed to as if it had
+nothing cached, until its life ends. One stale claim is normal, for blocks are evicted. 12 of 16 that gave less than half are not.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from controller.router.endpoints import Key, WorkerRank
+from controller.router.index.index import KvIndex
+from events.kv import Tier
+
+SLACK = 1.05  # of the registered blocks: events of one step may come in another order
+SLACK_BLOCKS = 256
+TIERED_MAX = 256  # times the registered blocks, over all tiers: slower tiers are not registered
+LOOK_AGAIN = 1.25  # growth of what a rank holds until it is counted anew
+CLAIMED_MIN = 64  # tokens: a smaller claim draws no request
+JUDGED = 16  # claims of one life
+WRONG = 12  # of these
+
+
+@dataclass(slots=True)
+class KvClaims:
+    """What is known of the claims of each life of a worker."""
+
+    lost: Callable[[Key, str], None] = lambda key, why: None  # called when a life loses its claims
+    disbelieved: set[Key] = field(default_factory=set)
+    _blocks: dict[Key, int] = field(default_factory=dict)  # registered
+    _looked: dict[WorkerRank, float] = field(
+        default_factory=dict
+    )  # how much a rank may hold until the next look
+    _wrong: dict[Key, deque[bool]] = field(default_factory=dict)
+
+    def know(self, blocks: Mapping[Key, int]) -> None:
+        """Take in who lives, and how many blocks each has registered."""
+        self._blocks = dict(blocks)
+        self.disbelieved &= blocks.keys()
+        for gone in self._wrong.keys() - blocks.keys():
+            del self._wrong[gone]
+        for holder in [holder for holder in self._looked if holder[:2] not in blocks]:
+            del self._looked[holder]
+
+    def check(self, holder: WorkerRank, index: KvIndex) -> bool:
+        """Return whether a rank holds no more than it can. Cheap until it holds more than it did."""
+        held, key = index.count(holder), (holder.worker, holder.instance)
+        most = self._blocks.get(key, 0) * SLACK + SLACK_BLOCKS
+        if held <= self._looked.get(holder, most):
+            return True
+        on_device = sum(len(blocks) for tier, _, blocks in index.held(holder) if tier == Tier.DEVICE)
+        self._looked[holder] = held * LOOK_AGAIN
+        if on_device <= most and held <= most * TIERED_MAX:
+            return True
+        self._lose(key, f"claim {on_device} KV blocks, and it has registered {self._blocks.get(key, 0)}")
+        return False
+
+    def compare(self, key: Key, claimed: int, cached: int) -> None:
+        """Compare how many prompt tokens a worker claimed with how many a request found cached."""
+        if claimed < CLAIMED_MIN or key in self.disbelieved or key not in self._blocks:
+            return
+        record = self._wrong.setdefault(key, deque(maxlen=JUDGED))
+        record.append(cached * 2 < claimed)
+        if sum(record) >= WRONG:
+            self._lose(key, f"claim cached prompts that {sum(record)} of {len(record)} requests did not find")
+
+    def _lose(self, key: Key, why: str) -> None:
+        self.disbelieved.add(key)
+        self.lost(key, why)

@@ -1,0 +1,78 @@
+"""Limits of a request come from the workers that may serve it: one worker's claim never narrows what the others serve."""
+
+from dataclasses import replace
+
+import pytest
+from frontend_kit import joined
+from scripted_worker import ScriptedWorker
+
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, usual
+from controller.router.selection.filter import Filter, NoneRoutable, Rules
+
+LINEAGE = ("r1", "builtin:sim")
+
+
+def table_of(*contexts: int, **named: object) -> EndpointTable:
+    table = EndpointTable()
+    table.set_static(
+        replace(joined(ScriptedWorker(f"w{n}")), context_tokens=context, **named)  # type: ignore[arg-type]
+        for n, context in enumerate(contexts)
+    )
+    return table
+
+
+def group_of(table: EndpointTable) -> EndpointGroup:
+    group = table.group("m", LINEAGE)
+    assert group is not None
+    return group
+
+
+def test_a_worker_that_registers_a_context_of_one_token_narrows_nothing() -> None:
+    group = group_of(table_of(8192, 8192, 1))
+    assert (group.context_tokens, group.usual_context) == (8192, 8192)
+    assert group.answer_room(100) == 8092
+
+
+def test_a_worker_that_registers_a_huge_context_moves_no_default() -> None:
+    group = group_of(table_of(8192, 8192, 1 << 30))
+    assert group.usual_context == 8192 and group.answer_room(100) == 8092
+
+
+def test_limits_come_from_routable_workers_while_there_is_one() -> None:
+    table = table_of(8192, 1, 1, 1)
+    for name in ("w1", "w2", "w3"):
+        table.endpoints[(name, "i1")].weight = 0.0
+    assert group_of(table).context_tokens == group_of(table).usual_context == 8192
+
+
+def test_a_registered_migration_limit_of_zero_takes_nobody_elses_migrations() -> None:
+    table = EndpointTable()
+    limits = (3, 3, 0)
+    table.set_static(
+        replace(joined(ScriptedWorker(f"w{n}")), migration_limit=limit) for n, limit in enumerate(limits)
+    )
+    assert table.migration_limit("m") == 3
+    assert usual([1, 2, 2, 1]) == 2
+
+
+def test_a_request_goes_only_to_a_worker_whose_context_holds_it() -> None:
+    table = table_of(8192, 100)
+    rules = Rules(
+        reachable=lambda worker, instance: True,
+        allowed=lambda endpoint: True,
+        external_load=lambda worker: None,
+        cap=lambda endpoint: 8,
+        frontends=lambda: 1,
+        recently_heard=lambda worker, instance: True,
+    )
+    endpoints = group_of(table).endpoints
+    names = [endpoint.worker for endpoint in Filter(endpoints, rules, tokens=101).left()]
+    assert names == ["w0"] and not Filter(endpoints, rules, tokens=101).fits(endpoints[1])
+    assert len(Filter(endpoints, rules, tokens=100).left()) == 2
+    with pytest.raises(NoneRoutable):
+        Filter(endpoints, rules, tokens=8193).left()
+
+
+def test_an_impossible_registration_gets_no_request() -> None:
+    nonsense = Endpoint(replace(joined(ScriptedWorker("w9")), context_tokens=-4))
+    assert nonsense.context_tokens == 0
