@@ -15,9 +15,9 @@ Nobody deletes or purges the stream: no role has a word for it; only `holdfast u
 answered below the asker's own inbox, or, by a worker, below its own name: nobody can read or give another's answers.
 
 What a reader would get wrong: who may read the journal can have JetStream deliver it to a subject that he may not speak on
-himself. Workers have no right at JetStream at all: they can neither read the journal nor publish to it, so no acknowledgement
-of theirs reaches another subject. A controller takes their facts in (`controller.runtime.intrusion.intake`). Only a worker of
-0.2.0, which does not know that way, publishes to the journal itself (`direct`).
+himself. A worker that uses the intake has no right at JetStream: it can neither read the journal nor publish to it, so no
+acknowledgement of its facts reaches another subject. A controller publishes them (`controller.runtime.intrusion.intake`). A
+worker of 0.2.0, which does not know that way, and one without a seed file publish to the journal themselves.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -118,21 +118,22 @@ class BrokerUser:
     subscribe: tuple[str, ...]
 
 
-def users(processes: Iterable[str], direct: Container[str] = ()) -> list[BrokerUser]:
-    """Return all users of a fleet: one for each role, and these of its workers' processes (`worker_user`). Those in `direct`
-    publish to the journal themselves."""
-    workers = [_worker(user, direct=user in direct) for user in sorted(set(processes))]
-    return [*map(_role, ROLES), *workers]
+def users(processes: Iterable[str], by_intake: Container[str] | None = None) -> list[BrokerUser]:
+    """Return all users of a fleet: one for each role, and these of its workers' processes (`worker_user`). Those in `by_intake`
+    hand their facts to a controller, the others publish to the journal themselves; None: there is no intake."""
+    taken_in = by_intake is not None
+    workers = [_worker(user, direct=user not in (by_intake or ())) for user in sorted(set(processes))]
+    return [*(_role(name, intake=taken_in) for name in ROLES), *workers]
 
 
-def _role(name: str) -> BrokerUser:
+def _role(name: str, *, intake: bool) -> BrokerUser:
     inbox = (f"_INBOX.{name}.>",)
     answers = (subjects.answers(f"{name}.*"),)
     facts = tuple(_facts(SAYS.get(name, ())))
     match name:
         case "controller":
             asks = [f"live.{verb}.*" for verb in _ASKED]
-            taken_in = _facts(SAYS["worker"])
+            taken_in = (*_facts(SAYS["worker"]), "_INBOX.*.*.*") if intake else ()
             says = (
                 *_READS,
                 *_MAKES,
@@ -143,8 +144,9 @@ def _role(name: str) -> BrokerUser:
                 *asks,
                 f"{subjects.PLANE}.*.*.*",
             )
-            hears = (subjects.BEATS, subjects.LINKS, f"{subjects.CONTROL}.*", subjects.SAY_ALL)
-            return BrokerUser(name, (*says, "_INBOX.operator.>", "_INBOX.*.*.*"), (*inbox, *answers, *hears))
+            asked = (subjects.SAY_ALL,) if intake else ()
+            hears = (*answers, subjects.BEATS, subjects.LINKS, f"{subjects.CONTROL}.*", *asked)
+            return BrokerUser(name, (*says, "_INBOX.operator.>"), (*inbox, *hears))
         case "frontend":
             says = (
                 *_READS,

@@ -11,7 +11,7 @@ from events.nats.bus import matches
 from events.permissions import SAYS, BrokerUser, users
 
 WORKERS = (worker_user("w1"), worker_user("x8", 3))
-USERS = {user.name: user for user in users(WORKERS)}
+USERS = {user.name: user for user in users(WORKERS, WORKERS)}
 SPOKEN = {
     "worker": "the worker",
     "controller": "controller",
@@ -129,7 +129,7 @@ def test_workers_can_neither_read_the_journal_nor_publish_to_it() -> None:
 
 
 def test_a_worker_of_0_2_0_publishes_to_the_journal_itself() -> None:
-    (direct,) = [user for user in users(["worker-w1"], {"worker-w1"}) if user.name == "worker-w1"]
+    (direct,) = [user for user in users(["worker-w1"], ()) if user.name == "worker-w1"]
     assert may(direct.publish, "fleet.observed.worker.w1.worker_joined")
     assert may(direct.publish, "$JS.API.STREAM.INFO.FLEET") and not may(direct.publish, "say.worker-w1")
 

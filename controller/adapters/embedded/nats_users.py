@@ -31,11 +31,11 @@ class BrokerUsers:
         """Return the configuration of all whose seeds are there. Raise BadSetting."""
         self._seen = self._look()
         workers = [name for name in keys.users(self.folder) if workers_of(name)]
-        direct = {name for name in workers if not self._knows_intake(name)}
+        by_intake = {name for name in workers if self._knows_intake(name)}
         for name in workers:  # before the broker knows: who is refused looks again
             given = self.folder / f"{name}{keys.INTAKE}"
-            given.unlink(missing_ok=True) if name in direct else given.touch(mode=0o600)
-        return configuration(permissions.users(workers, direct), self.folder)
+            given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
+        return configuration(permissions.users(workers, by_intake), self.folder)
 
     def withdraw(self, name: str) -> None:
         """Let a user in no more, with the seed that it has. Raise OSError."""

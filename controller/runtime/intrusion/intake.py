@@ -144,6 +144,11 @@ class FactIntake:
         self._connection: BrokerConnection | None = None
         self.accepted = self.refused = 0
 
+    @property
+    def unanswered(self) -> int:
+        """How many facts are on their way to the journal."""
+        return len(self._tasks)
+
     async def run(self, url: str, name: str) -> None:
         """Serve until cancelled."""
         connection = self._connection = await BrokerConnection.open(url, f"intake:{name}")
