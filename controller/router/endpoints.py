@@ -16,6 +16,8 @@ from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.tiers import Tiers
+from controller.router.kept_room import KeptRoom
+from controller.router.registered_limits import usual
 from events.decisions import HealthStatus, Knobs
 from events.intrusion.registration import impossible
 from events.observations import BusyThresholdsSet, WorkerJoined
@@ -35,14 +37,6 @@ class WorkerRank(NamedTuple):
     worker: str
     instance: str
     rank: int = 0
-
-
-@dataclass(slots=True)
-class KeptRoom:
-    """What requests that room is kept for will take."""
-
-    tokens: int = 0  # of their prompts, that have to be read
-    blocks: float = 0.0  # of the KV cache
 
 
 class CanaryVerdict(NamedTuple):
@@ -196,12 +190,6 @@ class EndpointGroup:
         """Return how many tokens an answer to this prompt may have when its client sets no limit."""
         room = self.usual_context - prompt_tokens
         return room if room > 0 else self.context_tokens - prompt_tokens
-
-
-def usual(claims: Sequence[int]) -> int:
-    """Return the value that most of these have, and of several the largest."""
-    counts = Counter(claims)
-    return max(counts, key=lambda value: (counts[value], value))
 
 
 @dataclass(slots=True)

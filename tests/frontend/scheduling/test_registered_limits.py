@@ -6,7 +6,8 @@ import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
-from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, usual
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable
+from controller.router.registered_limits import usual
 from controller.router.selection.filter import Filter, NoneRoutable, Rules
 
 LINEAGE = ("r1", "builtin:sim")
