@@ -76,9 +76,7 @@ class Endpoint:
     key: Key = field(init=False)
 
     def __post_init__(self) -> None:
-        joined = (
-            self.joined
-        )  # a life registers once: what a choice asks of every endpoint is read from it once
+        joined = self.joined  # a life registers once: what each choice asks is read from it once
         self.worker, self.instance = self.key = joined.worker, joined.instance
         self.model = joined.model
         self.ranks = min(max(1, joined.dp), RANKS_MAX)
@@ -155,8 +153,7 @@ class Endpoint:
 class EndpointGroup:
     """The workers of one model and lineage, of which there is at least one, and the limits of a request to them.
 
-    The limits come from the workers that may get requests now (from all, if none may). Each is a vote, not a minimum: one
-    worker's claim must not narrow what the others serve.
+    Limits are votes of the workers that may get requests now (of all, if none may): no single claim narrows them.
     """
 
     endpoints: tuple[Endpoint, ...]
