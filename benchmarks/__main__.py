@@ -46,6 +46,7 @@ BENCHMARKS = {
     "console": "benchmarks.serving.console",
     "scrape": "benchmarks.serving.scrape",
     "watched": "benchmarks.serving.watched",
+    "near_ties": "benchmarks.corruption.near_ties",
     "evictors": "benchmarks.router.evictors",
 }
 WITH_TORCH = {

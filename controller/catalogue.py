@@ -44,6 +44,7 @@ EMITTERS: Mapping[str, str] = {
     "canary_failed": "the leading controller's canary loop, once per probe",
     "golden_proposed": "the leading controller's canary loop",
     "golden_disputed": "the leading controller's canary loop, once per probe",
+    "tokens_unlikely": "the leading controller's canary loop: per sampled canary, or once in ten minutes for users' tokens",
     "requests_served": "a frontend, per worker and window with traffic",
     "request_failed": "a frontend, once per failure",
     "request_suspected": "a frontend, once per request that was still unread on a worker that fell",

@@ -30,6 +30,7 @@ from events.observations import (
     GoldenDisputed,
     IntrusionRefused,
     RequestMigrated,
+    TokensUnlikely,
     WorkerAwaited,
     WorkerJoined,
 )
@@ -118,6 +119,11 @@ class ControllerMetrics(MetricTable):
         "Confirmed answers that contradict another worker's provisional golden, or a configured one: one of the two is wrong",
         "worker_id",
     )
+    tokens_unlikely = counter(
+        "holdfast_tokens_unlikely",
+        "Findings that a worker draws tokens which are too unlikely, and that did not convict it: its sampler may be broken",
+        "worker_id",
+    )
     exposures_unknown = counter(
         "holdfast_exposure_unknown",
         "Spans of a convicted worker of which a frontend cannot say whom it served: it has restarted, or its memory was full",
@@ -181,6 +187,7 @@ class ControllerMetrics(MetricTable):
     def _begin(self, worker: str) -> None:
         self._known.add(worker)
         self.disputes.labels(worker)
+        self.tokens_unlikely.labels(worker)
         self.exposures_unknown.labels(worker)
         for reason in REASONS:
             self.canary_failures.labels(worker, reason)
@@ -189,7 +196,9 @@ class ControllerMetrics(MetricTable):
         """Count facts. Call it for what arrives, not for history."""
         for recorded in batch:
             fact = recorded.fact
-            if isinstance(fact, CanaryFailed | CanarySlow | GoldenDisputed | ExposureUnknown):
+            if isinstance(
+                fact, CanaryFailed | CanarySlow | GoldenDisputed | TokensUnlikely | ExposureUnknown
+            ):
                 if fact.worker in self._known:  # else it is late: its series have ended
                     self._found(fact)
             elif isinstance(fact, RequestMigrated):
@@ -203,7 +212,9 @@ class ControllerMetrics(MetricTable):
             elif isinstance(fact, WorkerJoined) and fact.worker not in self._known:
                 self._begin(fact.worker)
 
-    def _found(self, fact: CanaryFailed | CanarySlow | GoldenDisputed | ExposureUnknown) -> None:
+    def _found(
+        self, fact: CanaryFailed | CanarySlow | GoldenDisputed | TokensUnlikely | ExposureUnknown
+    ) -> None:
         match fact:
             case CanaryFailed():
                 self.canary_failures.labels(fact.worker, fact.reason).inc()
@@ -211,6 +222,8 @@ class ControllerMetrics(MetricTable):
                 self.canary_failures.labels(fact.worker, "latency_spike").inc()
             case GoldenDisputed():
                 self.disputes.labels(fact.worker).inc()
+            case TokensUnlikely():
+                self.tokens_unlikely.labels(fact.worker).inc()
             case ExposureUnknown():
                 self.exposures_unknown.labels(fact.worker).inc()
 

@@ -60,6 +60,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.CanaryFailed,
         seen.GoldenProposed,
         seen.GoldenDisputed,
+        seen.TokensUnlikely,
         seen.SnapshotKept,
         seen.IntrusionRefused,
     ),

@@ -99,7 +99,13 @@ class Bench:
     def differences(self, asked: Sequence[Asked]) -> list[goldens.GoldenDifference]:
         """Judge the model as it is now by these canaries, as the controller would."""
         return [
-            goldens.compare(answer, tokens=one.tokens, top_k=one.top_k, tolerance=self.tolerance)
+            goldens.compare(
+                answer,
+                tokens=one.tokens,
+                top_k=one.top_k,
+                tolerance=self.tolerance,
+                tie_margin=max(self.tolerance, self.settings.tie_margin),
+            )
             for one, answer in zip(asked, self.replay(asked), strict=True)
         ]
 
@@ -150,7 +156,15 @@ def _chosen(bench: Bench, pool: Sequence[goldens.Canary], *, cover: bool) -> lis
     chosen = (dealt(order, pool) if cover else order)[: settings.canaries]
     margins = ", ".join(f"{id} {answers[id].margin:.3f}" for id in chosen)
     print(f"{'covering' if cover else 'plain'} canaries, with their margins: {margins}", file=sys.stderr)
-    return [by_id[id] for id in chosen]
+    return [_cut(by_id[id], settings.margin_min) for id in chosen]
+
+
+def _cut(asked: Asked, margin_min: float) -> Asked:
+    """Return a question with the part of its answer that the controller takes as the golden."""
+    answer = goldens.CanaryAnswer(asked.tokens, asked.top_k)
+    part = goldens.settled_part(answer, answer, margin_min)
+    assert part is not None
+    return Asked(asked.prompt, part.tokens, part.top_k)
 
 
 def _calibrated(bench: Bench) -> float:

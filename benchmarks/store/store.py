@@ -55,7 +55,7 @@ EPOCH = datetime(2026, 3, 1, tzinfo=UTC)
 def observed(rng: random.Random, now: datetime, number: int) -> Observation:
     """Return something that a fleet at work reports."""
     worker = f"w{rng.randrange(WORKERS)}"
-    of = {"worker": worker, "instance": f"{worker}-a"}
+    of: dict[str, Any] = {"worker": worker, "instance": f"{worker}-a"}
     probe = {"canary_key": "key", "canary": f"c{rng.randrange(4)}", "check_type": "scheduled", "sent_under": number,
              "sent_at": now, "latency_ms": round(rng.uniform(5, 20), 3)}  # fmt: skip
     draw = rng.random()

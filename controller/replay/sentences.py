@@ -284,6 +284,11 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
         if f.proposed_by == CONFIGURED
         else f"{_asked(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
     ),
+    o.TokensUnlikely: lambda f: (
+        f"{f.worker} drew unlikely tokens in {f.canary}: its sampler may be broken"
+        if f.found_by == "canary"
+        else f"{f.worker} drew {f.unlikely} unlikely of {f.tokens} tokens for users: its sampler may be broken"
+    ),
     o.RequestsServed: lambda f: (
         f"{f.worker} served {count(f.count, 'request')} of {f.frontend} ({f.tokens} tokens)"
     ),

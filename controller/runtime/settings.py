@@ -67,8 +67,17 @@ class CanarySettings(Strict):
     tolerance_floor: Positive = 1e-3  # ten times the noise measured on healthy fp32 workers
     tolerance_margin: float = Field(default=3.0, ge=1)  # times the largest healthy distance
     tolerance_uncalibrated: Positive = 0.1  # until there are enough samples: coarse, but never a false alarm
+    tie_margin: float = Field(default=0.1, ge=0)  # logprob lead up to which a token may differ; 0: none
+    margin_min: float = Field(default=0.02, ge=0)  # smallest logprob lead of a golden's tokens
+    blind_repeats: int = Field(default=8, ge=2, le=32)  # wrong answers in a row that convict without logprobs
     samples_min: int = Field(default=30, ge=1)  # healthy answers from which the tolerance is calibrated
     calibrate_every_s: Positive = 1.0  # how often a healthy worker is probed until there are enough samples
+    sampled_every: int = Field(default=5, ge=0)  # one canary in so many is drawn at random; 0: none
+    sampled_as_users: bool = True  # at users' most common sampling parameters, once they are known
+    sampled_temperature: float = Field(default=0.7, gt=0, le=1)  # of sampled canaries until then
+    sampled_top_p: float = Field(default=0.95, gt=0, le=1)  # of sampled canaries until then
+    sampled_top_k: int = Field(default=0, ge=0)  # of sampled canaries until then; 0: all tokens
+    sampled_chance: float = Field(default=1e-10, gt=0, lt=0.01)  # of one convicting a correct worker
     slow_ratio: float = Field(default=3.0, gt=1)  # times the usual latency, from which an answer is slow
     slow_floor_ms: float = Field(default=50.0, ge=0)  # less than this over the baseline is never slow
     warmup_samples: int = Field(default=5, ge=1)  # answers from which the usual latency is known

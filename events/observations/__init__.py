@@ -16,6 +16,7 @@ from events.observations.canaries import (
     CheckType,
     GoldenDisputed,
     GoldenProposed,
+    TokensUnlikely,
     TopK,
     canary_key,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "ScaleSet",
     "ShutdownBegan",
     "SnapshotKept",
+    "TokensUnlikely",
     "TopK",
     "Topology",
     "TrafficReported",

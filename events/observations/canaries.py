@@ -29,6 +29,7 @@ class CanaryResult(WorkerObservation):
     latency_ms: float
     attempts: int = 1  # times that it was asked
     rank: int | None = None  # the DP rank that was asked; None: its worker has only one
+    temperature: float | None = None  # at which the answer was drawn; None: greedily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,23 @@ class GoldenDisputed(WorkerObservation):
     tokens: tuple[int, ...]
     distance: float | None = None  # the largest difference of a logprob from the golden's
     rank: int | None = None  # the DP rank that was asked; None: its worker has only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensUnlikely(WorkerObservation):
+    """A worker drew tokens that are less likely than chance explains: its sampler may be broken. No proof; it asks for a look.
+
+    `canary`: sampled canaries found it, and it does not convict, because no other worker could serve or confirm the comparison.
+    `users`: the share of unlikely tokens among those of users' requests is beyond that of its peers.
+    """
+
+    found_by: Literal["canary", "users"]
+    canary: str = ""
+    tokens: int  # that were looked at
+    unlikely: int  # of them
+    peers_share: float  # of unlikely tokens, at its peers
+    probability: float  # that chance alone explains it
+    detail: str = ""
 
 
 def canary_key(

@@ -19,6 +19,11 @@ class RequestsServed(WorkerObservation):
     itl_ms: float
     routed_under: int  # the last decision that the frontend had folded when it sent the first of them
     window_s: float
+    weighed: int = 0  # tokens of these answers that came with logprobs, because clients asked for them
+    unlikely: int = 0  # of these: below the frontend's logprob floor
+    sampling: tuple[float, float, int] | None = (
+        None  # the commonest (temperature, top_p, top_k) of these requests
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

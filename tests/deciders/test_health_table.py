@@ -47,6 +47,7 @@ from events.observations import (
     PanicBegan,
     RequestAbandoned,
     RestartRequested,
+    TokensUnlikely,
     WorkerLingered,
     WorkerObservation,
 )
@@ -266,6 +267,9 @@ FACTS: dict[str, Make] = {
     "request_suspected": lambda w, i: suspected(w, instance=i),
     "requests_served": lambda w, i: served(w, instance=i),
     "golden_proposed": lambda w, i: proposed(w, instance=i),
+    "tokens_unlikely": lambda w, i: TokensUnlikely(
+        worker=w, instance=i, found_by="users", tokens=100, unlikely=50, peers_share=0.0, probability=1e-9
+    ),
     "golden_disputed": lambda w, i: disputed(w, (7,), against="w9", instance=i),
     "chaos": lambda w, i: ChaosInjected(worker=w, instance=i, fault="kill"),
     "exposure_unknown": lambda w, i: ExposureUnknown(

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import hashlib
+import math
 import random
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from events.wire import Chunk, Generate, Logprob
 
 STEP_S = 0.05
 TOP = 5
+TIE = 0.01  # of logprobs
 
 
 def joined(
@@ -59,9 +61,16 @@ def spell(tokens: Sequence[int], weights: int = 0) -> tuple[int, Logprob]:
     salt = weights.to_bytes(4, "little") if weights else b""
     digest = hashlib.blake2b(array("q", tokens).tobytes() + salt, digest_size=16).digest()
     token = 300 + int.from_bytes(digest[:2], "little") % 1000
-    gap = 0.5 + digest[2] / 64
-    top = [(token, -0.1)] + [(token + n, -0.1 - gap - n * 0.25) for n in range(1, TOP)]
-    return token, Logprob(-0.1, top)
+    gap = 7.0 + digest[2] / 64
+    top = [(token, -0.005)] + [(token + n, -0.005 - gap - n * 0.25) for n in range(1, TOP)]
+    return token, Logprob(-0.005, top)
+
+
+def tied(token: int) -> Logprob:
+    """The logprobs where this token leads the next id by `TIE`."""
+    return Logprob(
+        -0.7, [(token, -0.7), (token + 1, -0.7 - TIE), *((token + n, -3.0 - n) for n in range(2, TOP))]
+    )
 
 
 @dataclass
@@ -79,12 +88,31 @@ class FakeWorker:
     says_nothing: bool = False
     logprobs: bool = True
     scramble: int = 0  # answers differ each time
+    ties: Collection[int] = ()  # positions of an answer where the two best tokens are `TIE` apart
+    flips: float = 0.0  # share of the near ties that fall the other way
+    draw: random.Random = field(default_factory=lambda: random.Random(1))
+    sampler: Literal["right", "nonsense", "nan"] = "right"  # what it does at a temperature above 0
+    seeded: bool = True  # the same seed gives the same draws
     tells: Callable[[int], bool] = lambda token: True  # of the others it says nothing, as llama-server does
     busy_until: float = 0.0  # it gets on with others' work, and begins no answer
     asked: int = 0
     open: int = 0
     overlapped: int = 0  # more than one question at a time, but for the ranking
     requests: list[Generate] = field(default_factory=list)
+
+    def drawn(self, request: Generate, place: int, best: int, logprob: Logprob) -> int:
+        """Return the token that this worker's sampler draws."""
+        how = request.sampling
+        if not how.temperature:
+            return best
+        if self.sampler == "nonsense":
+            return 300 + self.draw.randrange(1000)
+        seed = f"{how.seed}/{place}" if how.seed is not None and self.seeded else None
+        draw = random.Random(seed) if seed else self.draw
+        weights = [math.exp(value / how.temperature) for _, value in logprob.top]
+        rest = max(0.0, 1 - sum(math.exp(value) for _, value in logprob.top))
+        (token,) = draw.choices([*(t for t, _ in logprob.top), 299], [*weights, rest])
+        return token
 
     def chunks(self, request: Generate) -> list[Chunk]:
         tokens = list(request.tokens)
@@ -94,9 +122,15 @@ class FakeWorker:
         found: list[Chunk] = []
         for n in range(request.sampling.max_tokens):
             token, logprob = spell(tokens, self.weights)
+            if n in self.ties:
+                logprob = tied(token)
+                token += self.draw.random() < self.flips
+            token = self.drawn(request, n, token, logprob)
             if (wrong and n == 5) or (self.scramble and n == 3):
                 token = 7 + self.scramble
             shift = self.drift + self.noise()
+            if self.sampler == "nan" and request.sampling.temperature:
+                shift = math.nan
             top = [(t, value + shift * (1 if i == 0 else 0.5)) for i, (t, value) in enumerate(logprob.top)]
             tokens.append(token)
             last = n == request.sampling.max_tokens - 1

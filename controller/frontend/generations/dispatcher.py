@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
 from controller.frontend.generations.output_stats import OutputStats
+from controller.frontend.health.local_breakers import AnswerDraw
 from controller.frontend.health.poison import ERRORS, FALLS, PoisonWatch, Suspicion, Way, Where
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.requests.failures import Failure, MigrationBudget
@@ -212,8 +213,10 @@ class Dispatcher(Generic[G]):
             itl = (self._now() - first_at) / (count - 1) if count > 1 else None
             self._metrics.served(endpoint.worker, len(request.prompt), ttft, itl)
         self._breakers.served(
-            endpoint.key, count, ttft, itl, attempt.routed_under, attempt.breaker_epoch, model=request.model
-        )
+            endpoint.key, count, ttft, itl, attempt.routed_under, attempt.breaker_epoch,
+            model=request.model,
+            drawn=AnswerDraw(request.sampling, stats.weighed, stats.unlikely) if alone else None,
+        )  # fmt: skip
 
     def blame(self, attempt: Attempt, failure: Failure) -> None:
         """An attempt failed by its worker's fault."""

@@ -144,6 +144,8 @@ class GenerationOutput:
         tokens, writer = chunk.tokens, self.writer
         if len(self.accepted) + len(tokens) > self._max:
             tokens = tokens[: self._max - len(self.accepted)]
+        if chunk.logprobs:
+            self.stats.weigh(chunk.logprobs)
         used = writer.write(tokens, chunk.logprobs)
         if writer.stopped:
             self.accepted += tokens[:used]

@@ -1,6 +1,6 @@
 """How much has one answer brought, when, and from whom? Counted once per turn of the loop, however many tokens it had."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 from controller.frontend.generations.attempt import Attempt
@@ -9,6 +9,9 @@ from controller.frontend.request_metrics import ModelMetrics
 from controller.frontend.requests.failures import MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.scheduler import KvScheduler
+from events.wire import Logprob
+
+LOGPROB_FLOOR = -9.0  # one in 8,000: correct samplers draw few tokens below it, a broken one mostly such
 
 
 class OutputStats:
@@ -16,7 +19,7 @@ class OutputStats:
 
     __slots__ = (
         "_budget", "_metrics", "_now", "_provenance", "_tracker", "arrived_at", "began_at", "cached_tokens", "counted",
-        "first_at", "last_at", "movable_max",
+        "first_at", "last_at", "movable_max", "unlikely", "weighed",
     )  # fmt: skip
 
     def __init__(
@@ -43,11 +46,17 @@ class OutputStats:
         self.first_at: float | None = None
         self.cached_tokens: int | None = None  # of the prompt, at the first worker that has said it
         self.counted = 0  # accepted tokens when the last turn ended
+        self.weighed = self.unlikely = 0  # tokens with logprobs, and those of them that are improbable
 
     def first_output(self) -> None:
         """The first of the answer has come."""
         self.first_at = self._now()
         self._metrics.ttft.note(self.first_at - self.arrived_at)
+
+    def weigh(self, logprobs: Sequence[Logprob]) -> None:
+        """Count tokens that came with logprobs, and those below the floor."""
+        self.weighed += len(logprobs)
+        self.unlikely += sum(one.chosen < LOGPROB_FLOOR for one in logprobs)
 
     def count(self, accepted: int, attempt: Attempt) -> None:
         """Count what is new of so many accepted tokens: all of it came from this attempt, in this turn."""

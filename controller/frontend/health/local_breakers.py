@@ -27,14 +27,25 @@ from events.observations import (
     WorkerSlow,
     WorkerSlowCleared,
 )
+from events.wire import Sampling
 
 log = structlog.get_logger(__name__)
 
 SAMPLES_MAX = 256  # per worker and window
+PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
 SLOW_MS_MIN = 5.0  # a difference below this is nobody's slowness
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
 TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: who streams well by then has passed
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # the loop's clock as a datetime, for the machine that wants one
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDraw:
+    """How one answer's tokens were drawn."""
+
+    sampling: Sampling
+    weighed: int = 0  # tokens that came with logprobs
+    unlikely: int = 0  # of them: below the floor
 
 
 @dataclass(slots=True)
@@ -46,6 +57,21 @@ class Window:
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)  # each request's mean
     routed_under: int | None = None  # the smallest, so that a straggler is never taken for news
+    weighed: int = 0  # tokens with logprobs
+    unlikely: int = 0  # of them
+    drawn: dict[tuple[float, float, int], int] = field(
+        default_factory=dict
+    )  # requests by sampling parameters
+
+    def draw(self, drawn: AnswerDraw) -> None:
+        """Note how an answer's tokens were drawn, and how many of them were unlikely."""
+        self.weighed += drawn.weighed
+        self.unlikely += drawn.unlikely
+        sampling = drawn.sampling
+        how = (sampling.temperature, sampling.top_p, sampling.top_k)
+        known = "temperature" not in sampling.unset  # else it is the server's own default
+        if known and (how in self.drawn or len(self.drawn) < PARAMETERS_MAX):
+            self.drawn[how] = self.drawn.get(how, 0) + 1
 
 
 @dataclass(slots=True)
@@ -177,6 +203,7 @@ class LocalBreakers:
         breaker_epoch: int | None = None,
         *,
         model: str = "",
+        drawn: AnswerDraw | None = None,
     ) -> None:
         """A request ended well on this worker. `breaker_epoch` is what `routed` returned for it; None: it was the last."""
         found = self._outcomes_by.get(key) or self.outcomes(key)
@@ -191,6 +218,8 @@ class LocalBreakers:
             self._settle(key, found, self._moment())
         window.count += 1
         window.tokens += tokens
+        if drawn is not None:
+            window.draw(drawn)
         if window.routed_under is None or routed_under < window.routed_under:
             window.routed_under = routed_under
         if len(window.ttft_ms) < SAMPLES_MAX:
@@ -350,4 +379,7 @@ class LocalBreakers:
             itl_ms=median(window.itl_ms) if window.itl_ms else 0.0,
             routed_under=routed_under,
             window_s=window_s,
+            weighed=window.weighed,
+            unlikely=window.unlikely,
+            sampling=max(window.drawn, key=window.drawn.__getitem__) if window.drawn else None,
         )

@@ -28,7 +28,9 @@ from controller.runtime.canary.goldens import (
     configured,
     pool,
     rank,
+    settled_part,
 )
+from controller.runtime.canary.near_ties import TOKENS_MIN, HiddenTies
 from controller.runtime.settings import CanarySettings
 from events.observations import WorkerJoined
 
@@ -54,6 +56,7 @@ class CanarySet:
     proposed: dict[str, Golden] = field(default_factory=dict)  # not folded yet
     spoilt: set[str] = field(default_factory=set)  # candidates whose answer did not repeat itself
     unchecked: set[str] = field(default_factory=set)  # configured ones whose range nobody could check
+    ties: HiddenTies = field(default_factory=HiddenTies)  # of an engine without logprobs
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the pool is ranked
     baselines: dict[int, Baseline] = field(default_factory=dict)  # by length of the answer
 
@@ -64,8 +67,8 @@ class CanarySet:
         given = len(found)
         by_id = {canary.id: canary for canary in self.pool}
         for golden in self.goldens(fleet):
-            if golden.canary in by_id:
-                found[golden.canary] = self._as_agreed(golden, by_id[golden.canary])
+            if golden.canary in by_id and golden.canary not in self.spoilt:
+                found[golden.canary] = as_agreed(golden, by_id[golden.canary])
         for id in self.ranking or ():
             if len(found) >= max(self.settings.canaries, given):
                 break
@@ -83,6 +86,11 @@ class CanarySet:
         if golden is None or golden.status == "retired" or golden.prompt != canary.prompt:
             return None
         return golden
+
+    def comparable(self, fleet: Fleet) -> list[tuple[Canary, Golden]]:
+        """Return the canaries whose agreed goldens tell how likely each token is: sampled answers are compared with them."""
+        found = ((canary, self.golden(fleet, canary)) for canary in self.canaries(fleet))
+        return [(c, g) for c, g in found if g is not None and g.status == "agreed" and g.top_k]
 
     def propose(self, golden: Golden) -> None:
         """Keep a golden that is on its way to the fold, so that nobody proposes it twice."""
@@ -159,17 +167,50 @@ class CanarySet:
                 key=self.key,
                 why="the engine gives no logprobs",
             )
+        tie = self.ties.first(canary.id)
+        if tie is not None and answer.tokens[:tie] == golden.tokens[:tie]:
+            return GoldenDifference(None, None, f"compared up to the near tie at position {tie}")
         return compare(
             answer,
             tokens=golden.tokens,
             top_k=golden.top_k,
             tolerance=self.tolerance(golden),
             top_logit_range=canary.top_logit_range,
+            tie_margin=self.tie_margin(golden),
         )
 
     def expected(self, golden: Golden) -> ExpectedAnswer:
-        """Return what an answer is held against while it is being said."""
+        """Return what an answer is compared with while it arrives."""
         return ExpectedAnswer(golden.tokens, golden.top_k, self.tolerance(golden))
+
+    def tie_margin(self, golden: Golden) -> float:
+        """Return the lead that a token must exceed to be evidence; 0.0: near ties are not looked for."""
+        return max(self.tolerance(golden), self.settings.tie_margin) if self.settings.tie_margin else 0.0
+
+    def settled_part(
+        self, canary: Canary, answer: CanaryAnswer, repeated: CanaryAnswer
+    ) -> CanaryAnswer | None:
+        """Return the part of an answer that can be a golden; None if it was not even repeated alike."""
+        if (
+            len(answer.tokens) != canary.max_tokens
+        ):  # some upstreams tell of fewer: their positions are unknown
+            return answer if repeated.tokens == answer.tokens else None
+        return settled_part(answer, repeated, self.settings.margin_min)
+
+    def note_tie(self, canary: Canary, position: int, worker: str) -> None:
+        """Compare a canary only up to this position from now on: its recording did not repeat itself there."""
+        self.ties.note(canary.id, position, worker, alone=True)
+
+    def note_flip(self, fleet: Fleet, canary: Canary, position: int, worker: str) -> bool:
+        """Take note that a worker without logprobs answered a canary both ways; return whether that is a near tie."""
+        others = any(
+            name != worker and other.joined.canary_key == self.key and other.alive
+            for name, other in fleet.workers.items()
+        )
+        tie = self.ties.note(canary.id, position, worker, alone=not others)
+        if tie and position < TOKENS_MIN:
+            self.spoil(canary)  # too little of it can be compared
+        return tie
 
     def tolerance(self, golden: Golden) -> float:
         """Return the tolerance to judge by: a golden without logprobs is compared by its tokens only."""
@@ -197,10 +238,12 @@ class CanarySet:
         self.spoilt.add(canary.id)
         return True
 
-    def _as_agreed(self, golden: Golden, candidate: Canary) -> Canary:
-        prompt = tuple(golden.prompt)
-        text = candidate.text if candidate.prompt == prompt else ""
-        return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)
+
+def as_agreed(golden: Golden, candidate: Canary) -> Canary:
+    """Return the question as its golden has it: the same prompt, and as many tokens as were compared."""
+    prompt = tuple(golden.prompt)
+    text = candidate.text if candidate.prompt == prompt else ""
+    return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)
 
 
 def open_calibration(settings: CanarySettings) -> Calibration:

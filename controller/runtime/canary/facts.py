@@ -34,6 +34,7 @@ class Probed:
     sent_under: int
     sent_at: datetime
     rank: int | None = None  # of several DP ranks
+    temperature: float | None = None  # of a sampled canary
 
     def _common(self, verdict: Verdict) -> dict[str, Any]:
         return {
@@ -47,6 +48,7 @@ class Probed:
             "latency_ms": round(verdict.first.latency_ms, 3),
             "attempts": verdict.attempts,
             "rank": self.rank,
+            "temperature": self.temperature,
         }
 
     def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
@@ -103,7 +105,7 @@ class Probed:
             margin=0.0 if canary.configured else _finite(answer.margin) or 0.0,
             tolerance=0.0 if canary.configured or not answer.top_k else tolerance,
             configured=canary.configured,
-            asked=canary.max_tokens,
+            asked=len(answer.tokens) if answer.shortened else canary.max_tokens,
         )
 
     def _somebody_elses(self, golden: Golden | None) -> bool:

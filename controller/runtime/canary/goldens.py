@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from controller.runtime.canary.calibration import Calibration as Calibration
+from controller.runtime.canary.near_ties import TOKENS_MIN, margin, usable
 from controller.runtime.settings import ConfiguredCanary
 from events.observations import TopK
 from events.wire import Chunk, Logprob
@@ -84,12 +85,17 @@ class CanaryAnswer:
     top_k: tuple[TopK, ...] = ()
     finite: bool = True
     cut: bool = False  # nobody listened to the rest: this much was wrong already
+    shortened: bool = False  # we left out what follows its first near tie
 
     @property
     def margin(self) -> float:
         """The smallest top-1/top-2 logprob difference over the answer; 0 where the engine gave no top two."""
         gaps = [top[0][1] - top[1][1] if len(top) > 1 else 0.0 for top in self.top_k]
         return min(gaps, default=0.0) if self.finite else 0.0
+
+    def begin(self, tokens: int) -> "CanaryAnswer":
+        """Return the first so many tokens of this answer."""
+        return CanaryAnswer(self.tokens[:tokens], self.top_k[:tokens], self.finite, shortened=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,8 @@ class GoldenDifference:
     reason: Literal["token_mismatch", "logit_drift", "non_finite"] | None
     distance: float | None  # the largest logprob difference; None where nothing could be compared
     detail: str = ""
+    position: int | None = None  # of the first token that differs
+    blind: bool = False  # a token differs, and no logprobs tell whether it was a near tie
 
 
 # --- questions ----------------------------------------------------------------------------------------------
@@ -154,6 +162,19 @@ def rank(answers: Mapping[str, CanaryAnswer], *, tokens: int) -> tuple[str, ...]
     return tuple(sorted(usable, key=lambda id: (len(answers[id].tokens) < tokens, -answers[id].margin)))
 
 
+def settled_part(answer: CanaryAnswer, repeated: CanaryAnswer, margin_min: float) -> CanaryAnswer | None:
+    """Return the part of an answer that can be a golden: what stands before its first near tie.
+
+    That ends where the margin is below `margin_min`, or where asking again gave another token. Where fewer than TOKENS_MIN
+    tokens are left, return the whole answer; None if it was not repeated alike.
+    """
+    agreed = _agreed(answer.tokens, repeated.tokens)
+    cut = min(agreed, usable(answer.top_k, margin_min, len(answer.tokens)))
+    if TOKENS_MIN <= cut < len(answer.tokens):
+        return answer.begin(cut)
+    return answer if repeated.tokens == answer.tokens else None
+
+
 # --- answers ------------------------------------------------------------------------------------------------
 
 
@@ -188,25 +209,58 @@ def compare(
     top_k: Sequence[TopK],
     tolerance: float,
     top_logit_range: tuple[float, float] | None = None,
+    tie_margin: float = 0.0,
 ) -> GoldenDifference:
-    """Compare an answer with its golden: finite, the very same tokens, logprobs within `tolerance` (0.0:
-    unchecked)."""
+    """Compare an answer with its golden: finite, the same tokens, logprobs within `tolerance` (0.0: unchecked).
+
+    A token that differs at a near tie (a lead of at most `tie_margin`) is no difference; what follows it is not compared.
+    """
     if not answer.finite:
         return GoldenDifference("non_finite", None, "NaN or infinity among the logprobs")
     agreed = _agreed(tokens, answer.tokens)
     far = distance(top_k, answer.top_k, positions=agreed)
     if tuple(tokens) != answer.tokens and not (answer.cut and agreed == len(answer.tokens)):
-        return GoldenDifference("token_mismatch", far, f"the tokens differ from position {agreed} on")
+        return _differing(answer, tokens, top_k, agreed, far, tolerance, tie_margin)
     if tolerance > 0 and top_k and not answer.top_k:
         return GoldenDifference(
             "logit_drift", None, "the answer came without the logprobs that its golden has"
         )
     if far is not None and (answer.cut or far > tolerance > 0):
-        return GoldenDifference(
-            "logit_drift", far, f"a logprob is off by {far:.3g}; {tolerance:.3g} is tolerated"
-        )
+        return _drift(far, tolerance)
     outside = _out_of_range(answer, top_logit_range)
     return GoldenDifference("logit_drift", far, outside) if outside else GoldenDifference(None, far)
+
+
+def _differing(
+    answer: CanaryAnswer,
+    tokens: Sequence[int],
+    top_k: Sequence[TopK],
+    agreed: int,
+    far: float | None,
+    tolerance: float,
+    tie_margin: float,
+) -> GoldenDifference:
+    """Judge an answer whose token at position `agreed` is not the golden's."""
+    lead = None
+    if agreed < min(len(tokens), len(answer.tokens)):
+        lead = margin(_at(top_k, agreed), _at(answer.top_k, agreed), tokens[agreed], answer.tokens[agreed])
+    if lead is None or tie_margin <= 0 or abs(lead) > tie_margin:
+        blind = not top_k and not answer.top_k
+        detail = f"the tokens differ from position {agreed} on"
+        return GoldenDifference("token_mismatch", far, detail, agreed, blind)
+    if far is not None and far > tolerance > 0:
+        return _drift(far, tolerance)
+    return GoldenDifference(None, far, f"a near tie at position {agreed} fell the other way", agreed)
+
+
+def _at(top_k: Sequence[TopK], place: int) -> TopK:
+    return top_k[place] if place < len(top_k) else ()
+
+
+def _drift(far: float, tolerance: float) -> GoldenDifference:
+    return GoldenDifference(
+        "logit_drift", far, f"a logprob is off by {far:.3g}; {tolerance:.3g} is tolerated"
+    )
 
 
 @dataclass(slots=True)

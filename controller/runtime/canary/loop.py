@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.runtime.canary.runner import CanaryRunner, CanaryTurn, Outcome
+from controller.runtime.canary.runner import CanaryRunner, Outcome
 from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.turn import CanaryTurn
 from controller.runtime.settings import CanarySettings
 from events.decisions import GoldenRetired, HealthStatus, WorkerDecision
 from events.fact import Recorded
@@ -26,6 +27,7 @@ from events.observations import (
     CanaryPassed,
     CanarySlow,
     CheckType,
+    RequestsServed,
     ResumeRequested,
     WorkerJoined,
     WorkerLeft,
@@ -99,11 +101,8 @@ class CanaryLoop:
             fact = recorded.fact
             if isinstance(fact, WorkerJoined | WorkerLeft):
                 self._changed.set()
-            elif isinstance(fact, CanaryPassed | CanarySlow):
-                self._runner.learn(fact)
-            elif isinstance(fact, CanaryFailed):
-                if fact.golden != "none" and fact.confirmed and not fact.whole:
-                    self._recheck(fact.worker)
+            elif isinstance(fact, CanaryPassed | CanarySlow | CanaryFailed | RequestsServed):
+                self._learn(fact)
             elif isinstance(fact, GoldenRetired):
                 if fact.outvoted_by:
                     self._recheck_doubted(fact.canary_key)
@@ -128,6 +127,19 @@ class CanaryLoop:
         for name, worker in fleet.workers.items():
             if worker.joined.canary_key == canary_key and worker.health.corrupt:
                 self._recheck(name)
+
+    def _learn(self, fact: CanaryPassed | CanarySlow | CanaryFailed | RequestsServed) -> None:
+        """Pass on what tells of healthy noise and of samplers, and probe at once where users' tokens are unlikely."""
+        sampling = self._runner.sampling
+        if isinstance(fact, CanaryPassed | CanarySlow):
+            self._runner.learn(fact)
+        elif isinstance(fact, CanaryFailed) and _wants_votes(fact):
+            self._recheck(fact.worker)
+        sampling.hear(fact)
+        watch = self._watches.get(fact.worker)
+        if watch is not None and fact.worker in sampling.wanted:
+            watch.next_at = min(watch.next_at, self._clock.monotonic())
+            watch.wake.set()
 
     def _match(self, group: asyncio.TaskGroup) -> None:
         """Start and stop watches so that every live instance has exactly one; none without the lease."""
@@ -239,3 +251,8 @@ class CanaryLoop:
         elif not watch.spread:  # workers that joined together must not be probed together for ever
             watch.spread = True
             watch.next_at = max(now, began + interval * self._draw.random())
+
+
+def _wants_votes(fact: CanaryFailed) -> bool:
+    """Return whether a failure leaves open what the whole answer is: only that is a vote against its golden."""
+    return fact.confirmed and fact.golden != "none" and not fact.whole and fact.temperature is None

@@ -3,7 +3,8 @@
 The whole probe stands under one deadline, its confirmations included: a worker that freezes in mid-answer has failed as
 surely as one that never answered. Only time in which its engine is known to get on with others' work (a long prompt, a
 full batch) does not count, up to a bound: who waits in a queue has not failed. A wrong answer is asked again at once; a
-second wrong one confirms it (N8). Other failures are not repeated: the next probe will.
+second one that is wrong beyond the tolerance confirms it (N8). Without logprobs a near tie looks like a wrong answer, so all of
+`blind_repeats` answers must be wrong. Other failures are not repeated: the next probe will.
 
 A worker that says it is leaving, or that it is full until the deadline, has not failed: it is alive and has given no
 wrong answer. Such a probe says nothing (`ProbeResult.declined`); whoever is full is asked again within a second.
@@ -51,6 +52,7 @@ class Verdict:
     worst: GoldenDifference
     attempts: int
     confirmed: bool
+    both_ways: bool = False  # without logprobs: a right answer followed a wrong one, as at a near tie
 
 
 @dataclass(slots=True)
@@ -137,21 +139,26 @@ async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> N
         await asyncio.gather(timer, return_exceptions=True)
 
 
-def question(canary: Canary, *, top_k: int, ignore_eos: bool, rank: int = 0) -> Generate:
-    """Return the request that asks a canary: greedy, past the prefix cache, nobody's."""
+def question(canary: Canary, sampling: Sampling, *, rank: int = 0) -> Generate:
+    """Return the request that asks a canary: past the prefix cache, and no user's."""
     id = codec.new_id()
     return Generate(
         stream=0,
         request=f"canary-{id}",
         tokens=list(canary.prompt),
         prompt_tokens=len(canary.prompt),
-        sampling=Sampling(
-            max_tokens=canary.max_tokens, temperature=0.0, ignore_eos=ignore_eos, logprobs=top_k
-        ),
+        sampling=sampling,
         canary=True,
         cache_salt=id,
         prompt_text=canary.text,
         rank=rank,
+    )
+
+
+def greedy(canary: Canary, top_k: int) -> Sampling:
+    """Return how a canary is asked whose answer is compared token by token."""
+    return Sampling(
+        max_tokens=canary.max_tokens, temperature=0.0, ignore_eos=not canary.configured, logprobs=top_k
     )
 
 
@@ -242,6 +249,7 @@ async def ask_until_sure(
     once: Callable[[bool], Awaitable[ProbeResult]],
     judge: Callable[[CanaryAnswer], GoldenDifference],
     retries: int,
+    blind_repeats: int,
 ) -> Verdict:
     """Ask, and while the answer is wrong ask again, at most `retries` times or until a second wrong answer
     confirms.
@@ -253,6 +261,8 @@ async def ask_until_sure(
     if first.answer is None:
         return Verdict(first, GoldenDifference(None, None, first.detail), 1, False)
     found = judge(first.answer)
+    if found.blind:
+        return await _ask_blindly(once, judge, blind_repeats, first, found)
     attempts = 1
     while found.reason in ("token_mismatch", "logit_drift") and attempts <= retries:
         again = await once(True)
@@ -262,3 +272,22 @@ async def ask_until_sure(
         if again.failure == "non_finite":
             return Verdict(first, found, attempts, True)
     return Verdict(first, found, attempts, False)
+
+
+async def _ask_blindly(
+    once: Callable[[bool], Awaitable[ProbeResult]],
+    judge: Callable[[CanaryAnswer], GoldenDifference],
+    repeats: int,
+    first: ProbeResult,
+    found: GoldenDifference,
+) -> Verdict:
+    """Confirm a wrong answer that came without logprobs: all of `repeats` answers must be wrong."""
+    for attempts in range(2, repeats + 1):
+        again = await once(True)
+        if again.failure == "non_finite":
+            return Verdict(first, found, attempts, True)
+        if again.answer is None:
+            return Verdict(first, found, attempts, False)
+        if judge(again.answer).reason is None:
+            return Verdict(first, found, attempts, False, both_ways=True)
+    return Verdict(first, found, repeats, True)

@@ -8,14 +8,19 @@ A candidate whose answer does not repeat itself is no canary; the next best one 
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Literal
 
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
-from controller.runtime.canary.canary_set import CanarySet, open_calibration, open_canary_set
+from controller.runtime.canary.canary_set import (
+    CanarySet,
+    as_agreed,
+    open_calibration,
+    open_canary_set,
+)
 from controller.runtime.canary.facts import Probed, golden_of
 from controller.runtime.canary.goldens import (
     Calibration,
@@ -25,12 +30,23 @@ from controller.runtime.canary.goldens import (
     GoldenDifference,
     compare,
 )
-from controller.runtime.canary.probe import Deadline, ProbeResult, Verdict, ask, ask_until_sure, question
+from controller.runtime.canary.probe import (
+    Deadline,
+    ProbeResult,
+    Verdict,
+    ask,
+    ask_until_sure,
+    greedy,
+    question,
+)
+from controller.runtime.canary.sampling_check import SamplingCheck, sampled_id
 from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.turn import CanaryTurn, Probe
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
 from events.observations import CanaryPassed, CanarySlow, CheckType, WorkerJoined
+from events.wire import Sampling
 
 VOCABULARY_S = 30.0  # to read a tokenizer; the largest take a few seconds
 
@@ -38,38 +54,6 @@ Outcome = Literal["passed", "failed", "nothing"]
 """What a probe said; `nothing`: it was cut short, or the worker is leaving, or full."""
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class CanaryTurn:
-    """Where one instance is in the round robin of its canaries."""
-
-    number: int = 0
-    rank: int = 0  # passed so far: the DP ranks are asked one after another, and one that has failed again
-    asked: set[str] = field(default_factory=set)  # since it joined
-    first_round: bool = False  # not every canary has been asked yet
-    recheck: bool = False  # all canaries are asked again at once: its answers are votes on their goldens
-
-    def ask_all_again(self) -> None:
-        """Ask all canaries again at once."""
-        self.recheck, self.asked = True, set()
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One probe of one worker: everything about it that does not change meanwhile."""
-
-    worker: Worker
-    canary_set: CanarySet
-    canary: Canary
-    check: CheckType
-    probed: Probed
-    deadline: Deadline
-    rank: int = 0  # the DP rank that is asked
-
-    @property
-    def name(self) -> str:
-        return self.worker.joined.worker
 
 
 class CanaryRunner:
@@ -84,9 +68,12 @@ class CanaryRunner:
         self._sets: dict[str, CanarySet] = {}
         self._calibrations: dict[str, Calibration] = {}
         self._opening = asyncio.Lock()
+        self.sampling = SamplingCheck(look, tools, settings)
 
     def learn(self, fact: CanaryPassed | CanarySlow) -> None:
         """Take the distance of a passed probe, whichever controller sent it, as a sample of healthy noise."""
+        if fact.temperature is not None:
+            return
         worker = self._look()[0].workers.get(fact.worker)
         if worker is not None and worker.health.status is HealthStatus.HEALTHY:
             self._calibration(fact.canary_key).add(fact.distance, fact.worker)
@@ -106,6 +93,7 @@ class CanaryRunner:
             canary_set.forget((worker,))
         for calibration in self._calibrations.values():
             calibration.forget(worker)
+        self.sampling.forget(worker)
 
     async def probe(self, worker: Worker, turn: CanaryTurn, check: CheckType) -> Outcome:
         """Put the next canary to `worker`; exactly one fact about it is said unless the outcome is
@@ -117,6 +105,9 @@ class CanaryRunner:
                 outcome = await self._rank(canary_set, worker, check)
                 if outcome is not None:
                     return outcome
+        if (outcome := await self._sample(worker, turn, canary_set, check)) is not None:
+            return outcome
+        turn.sampling.since += not turn.first_round
         for _ in canary_set.pool:
             canary = self._next(turn, canary_set, worker)
             probing = self._begin(worker, canary_set, canary, check, turn.rank % max(1, worker.joined.dp))
@@ -179,17 +170,55 @@ class CanaryRunner:
     # --- asking -------------------------------------------------------------------------------------------
 
     async def _once(
-        self, probing: Probe, canary: Canary, check: CheckType, expected: ExpectedAnswer | None = None
+        self,
+        probing: Probe,
+        canary: Canary,
+        check: CheckType,
+        expected: ExpectedAnswer | None = None,
+        sampling: Sampling | None = None,
     ) -> ProbeResult:
         """Ask one question, and measure it."""
-        top_k = self._settings.top_k
-        request = question(canary, top_k=top_k, ignore_eos=not canary.configured, rank=probing.rank)
+        drawn = sampling or greedy(canary, self._settings.top_k)
+        request = question(canary, drawn, rank=probing.rank)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
         self._meter.asked(probing.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(probing.name))
         busy_s = (asked.latency_ms - asked.waited_ms) / 1000
         self._meter.spent(probing.name, busy_s * probing.worker.joined.tp / share)
         return asked
+
+    async def _sample(
+        self, worker: Worker, turn: CanaryTurn, canary_set: CanarySet, check: CheckType
+    ) -> Outcome | None:
+        """Ask a sampled canary, if one is due and a golden tells what to expect. Return None otherwise."""
+        if turn.first_round or turn.recheck or not self.sampling.due(turn.sampling, worker):
+            return None
+        agreed = canary_set.comparable(self._look()[0])
+        if not agreed:
+            return None
+        canary, golden = agreed[turn.sampling.number % len(agreed)]
+        turn.sampling.since, turn.sampling.number = 0, turn.sampling.number + 1
+        self.sampling.wanted.discard(worker.joined.worker)
+        drawn = self.sampling.parameters
+        probing = self._begin(worker, canary_set, canary, check, turn.rank % max(1, worker.joined.dp))
+
+        async def once(sampling: Sampling, expected: ExpectedAnswer | None, again: bool) -> ProbeResult:
+            return await self._once(probing, canary, "confirm" if again else check, expected, sampling)
+
+        tolerance = canary_set.tolerance(golden)
+        verdict = await self.sampling.ask(worker, canary, golden, drawn, tolerance, once)
+        if verdict.first.declined or not self._stands(probing):
+            return "nothing"
+        if verdict.first.answer is None and not verdict.confirmed:
+            return self._fail(probing, verdict, golden)
+        probed = replace(probing.probed, canary=sampled_id(canary, drawn), temperature=drawn.temperature)
+        probing = replace(probing, probed=probed)
+        if not verdict.confirmed:
+            return self._pass(probing, verdict)
+        if self.sampling.may_convict(worker):
+            return self._fail(probing, verdict, golden)
+        self.sampling.report(worker, probed.canary, verdict)
+        return "passed"
 
     async def _rank(self, canary_set: CanarySet, worker: Worker, check: CheckType) -> Outcome | None:
         """Ask a worker the whole pool at once, to choose from it. Return None once there is a choice."""
@@ -229,6 +258,9 @@ class CanaryRunner:
         return await self._check(probing, golden)
 
     async def _check(self, probing: Probe, golden: Golden) -> Outcome:
+        if not golden.configured:  # it may be shorter than the candidate that it was made of
+            probing = replace(probing, canary=as_agreed(golden, probing.canary))
+
         async def once(again: bool) -> ProbeResult:
             check = "confirm" if again else probing.check
             # What contradicts a configured answer is heard to its end: it is compared with what others say. So is a
@@ -240,23 +272,19 @@ class CanaryRunner:
         def judge(answer: CanaryAnswer) -> GoldenDifference:
             return probing.canary_set.judge(probing.canary, golden, answer)
 
-        verdict = await ask_until_sure(once, judge, self._settings.max_retries)
+        s = self._settings
+        verdict = await ask_until_sure(once, judge, s.max_retries, s.blind_repeats)
         if verdict.first.declined or not self._stands(probing):
             return "nothing"
+        if verdict.both_ways and self._is_tie(probing, verdict):
+            return self._pass(probing, verdict)
         if verdict.first.answer is None or verdict.worst.reason is not None:
             return self._fail(probing, verdict, golden)
         return self._pass(probing, verdict)
 
     async def _record(self, probing: Probe) -> Outcome | None:
-        """Ask for an answer that nobody has given yet, twice, unless this worker has given it for the
-        ranking."""
-        first = await self._once(probing, probing.canary, probing.check)
-        answer = first.answer or CanaryAnswer(())
-        before, attempts = probing.canary_set.answer_before(probing.canary, answer), 1
-        if before is None and first.answer is not None:
-            again = await self._once(probing, probing.canary, "confirm")
-            before, attempts = again.answer, 2
-            first = first if before is not None else again
+        """Ask for an answer that is not known yet, and again, unless this worker has given it for the ranking."""
+        first, before, attempts = await self._repeated(probing)
         if first.declined or not self._stands(probing):
             return "nothing"
         if first.answer is None or before is None:
@@ -264,20 +292,53 @@ class CanaryRunner:
                 probing, Verdict(first, GoldenDifference(None, None, first.detail), attempts, False), None
             )
         found = compare(first.answer, tokens=before.tokens, top_k=before.top_k, tolerance=0.0)
+        part = probing.canary_set.settled_part(probing.canary, first.answer, before)
+        if found.reason == "token_mismatch" and part is not None:
+            found = replace(found, reason=None)  # it can be compared up to there
         verdict = Verdict(first, found, attempts, found.reason == "token_mismatch")
         if found.reason == "token_mismatch" and probing.canary_set.spoil(probing.canary):
             log.info(
                 "canary_spoilt", canary=probing.canary.id, key=probing.canary_set.key, worker=probing.name
             )
             return None
-        if found.reason is not None:
+        if found.blind and found.position:  # compared up to there, as long as this controller leads
+            probing.canary_set.note_tie(probing.canary, found.position, probing.name)
+        elif found.reason is not None:
             return self._fail(probing, verdict, None)
+        part = part or first.answer
         golden = probing.canary_set.golden(self._look()[0], probing.canary)
         if golden is None:
-            self._propose(probing, first.answer)
-        elif golden.tokens != first.answer.tokens:
-            return await self._check(probing, golden)  # another worker has answered meanwhile, otherwise
+            self._propose(probing, part)
+        elif golden.tokens != part.tokens:  # another worker has answered otherwise meanwhile
+            return await self._check(probing, golden)
         return self._pass(probing, verdict)
+
+    async def _repeated(self, probing: Probe) -> tuple[ProbeResult, CanaryAnswer | None, int]:
+        """Ask for an answer, and again; return the first, the one to compare it with, and how often it was asked.
+
+        Without logprobs a near tie shows only as a difference, so the answer is repeated more often, until one differs.
+        """
+        first = await self._once(probing, probing.canary, probing.check)
+        if first.answer is None:
+            return first, None, 1
+        before, attempts = probing.canary_set.answer_before(probing.canary, first.answer), 1
+        repeats = 2 if first.answer.top_k else self._settings.blind_repeats
+        while attempts < repeats and (
+            before is None or (repeats > 2 and before.tokens == first.answer.tokens)
+        ):
+            again = await self._once(probing, probing.canary, "confirm")
+            attempts += 1
+            if again.answer is None:
+                return again, None, attempts
+            before = again.answer
+        return first, before, attempts
+
+    def _is_tie(self, probing: Probe, verdict: Verdict) -> bool:
+        """Whether an answer that came out both ways, without logprobs, is a near tie rather than a fault."""
+        position = verdict.worst.position
+        assert position is not None
+        canary_set, fleet = probing.canary_set, self._look()[0]
+        return canary_set.note_flip(fleet, probing.canary, position, probing.name)
 
     # --- saying -------------------------------------------------------------------------------------------
 

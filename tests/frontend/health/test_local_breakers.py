@@ -11,7 +11,7 @@ from frontend_kit import Kit, frontend, joined, until
 from scripted_worker import Act, ScriptedWorker
 from structlog.testing import capture_logs
 
-from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.health.local_breakers import AnswerDraw, LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint
 from events.decisions import BreakerClosed, HealthStatus
@@ -24,6 +24,7 @@ from events.observations import (
     WorkerSlow,
     WorkerSlowCleared,
 )
+from events.wire import Sampling
 
 PROMPT = [300, 301, 302]
 A, B, C = ("a", "i1"), ("b", "i1"), ("c", "i1")
@@ -363,3 +364,21 @@ async def test_a_trial_does_not_end_the_panic_and_begin_it_anew() -> None:
         await kit.complete(PROMPT, 4)
         await until(lambda: kit.said(PanicEnded))
         assert (len(kit.said(PanicBegan)), len(kit.said(PanicEnded))) == (1, 1)
+
+
+def test_reports_carry_the_usual_sampling_parameters_and_the_share_of_unlikely_tokens() -> None:
+    bench = Bench(window_s=5.0)
+    for temperature in (0.7, 0.7, 0.2):
+        drawn = AnswerDraw(Sampling(max_tokens=10, temperature=temperature, top_p=0.9), 5, 1)
+        bench.it.served(A, 10, 0.1, 0.02, 1, drawn=drawn)
+    bench.tick(5.0)
+    (fact,) = bench.said(RequestsServed)
+    assert (fact.weighed, fact.unlikely, fact.sampling) == (15, 3, (0.7, 0.9, 0))
+
+
+async def test_tokens_that_come_with_logprobs_are_counted_and_no_others() -> None:
+    async with frontend(ScriptedWorker("a"), facts=FactSettings(window_s=0.2)) as kit:
+        await kit.complete(PROMPT, 4)
+        await kit.complete(PROMPT, 4, logprobs=1)
+        await until(lambda: sum(fact.count for fact in kit.said(RequestsServed)) == 2)
+        assert sum(fact.weighed for fact in kit.said(RequestsServed)) == 4

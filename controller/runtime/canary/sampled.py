@@ -1,0 +1,110 @@
+"""How likely is it that a correct sampler drew this answer? Statistics of sampled canaries. Pure functions.
+
+A sampled canary is a canary's question, asked at a temperature instead of greedily. Its greedy golden says how likely each
+token was at each position, as long as the answer follows the golden. The first token that leaves it has a p-value: the
+probability that a correct sampler draws a token at most this likely there. What follows is not judged.
+
+One small p-value is chance. A worker is asked again, with another seed, and the p-values are combined (Fisher's method). Every
+simplification makes p-values larger: see `surprise`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from events.observations import TopK
+
+SURPRISE_MIN = 1e-6  # no draw counts as less likely
+UNLISTED_MIN = 1e-4  # probability of all tokens that are not listed, at least: logprobs are rounded
+TEMPERATURE_MAX = 1.0  # of a sampled canary: above it, what top-k logprobs leave out cannot be bounded
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How a sampled canary's tokens are drawn."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+
+    @property
+    def name(self) -> str:
+        """A short name, for the ids of sampled canaries."""
+        return f"t{self.temperature:g}-p{self.top_p:g}-k{self.top_k}"
+
+    @property
+    def bounded(self) -> "SamplingParameters":
+        """The nearest parameters whose draws can be judged."""
+        return SamplingParameters(min(self.temperature, TEMPERATURE_MAX), self.top_p, self.top_k)
+
+
+def surprise(
+    golden: Sequence[TopK],
+    expected: Sequence[int],
+    got: Sequence[int],
+    drawn: SamplingParameters,
+    tolerance: float,
+) -> float:
+    """Return the p-value of an answer: 1.0 if it follows the golden as far as it goes, or cannot be judged.
+
+    The first position that differs could be any. The p-value of position i is multiplied by (i + 1)(i + 2), whose inverses
+    sum up to 1, so the smallest p-value of an answer is still a p-value.
+    """
+    for place, (right, token) in enumerate(zip(expected, got, strict=False)):
+        if right == token:
+            continue
+        if place >= len(golden) or len(golden[place]) < 2:
+            return 1.0
+        tail = _tail(golden[place], token, drawn, tolerance)
+        return min(1.0, max(SURPRISE_MIN, tail) * (place + 1) * (place + 2))
+    return 1.0
+
+
+def _tail(top: TopK, token: int, drawn: SamplingParameters, tolerance: float) -> float:
+    """Return at most how likely a draw is that is no likelier than `token`.
+
+    Tokens that are not listed are below the last one listed; at temperatures up to 1 that bounds their weight together. What
+    top-p and top-k cut off makes the rest likelier, at most by the inverse of what is kept. Logprobs may be off by the
+    tolerance.
+    """
+    power = 1 / drawn.temperature
+    listed = sorted(top, key=lambda pair: -pair[1])
+    weights = [math.exp(value * power) for _, value in listed]
+    unlisted = max(UNLISTED_MIN, 1 - sum(math.exp(value) for _, value in listed))
+    unlisted *= math.exp(listed[-1][1] * (power - 1))
+    total = sum(weights) + unlisted
+    kept = sum(weights[: drawn.top_k]) / total if drawn.top_k else 1.0
+    limit = dict(listed).get(token)
+    likelier = (
+        0.0 if limit is None else sum(w for (_, v), w in zip(listed, weights, strict=True) if v <= limit)
+    )
+    tail = (likelier + unlisted) / (total * min(kept, drawn.top_p))
+    return min(1.0, tail * math.exp(2 * tolerance * power))
+
+
+def combined(surprises: Sequence[float]) -> float:
+    """Return the p-value of independent p-values together (Fisher): the probability of so small a product by chance."""
+    exponent = -sum(math.log(max(one, SURPRISE_MIN)) for one in surprises)
+    term = total = math.exp(-exponent)
+    for place in range(1, len(surprises)):
+        term *= exponent / place
+        total += term
+    return min(1.0, total)
+
+
+def differ_by_chance(unlikely: int, tokens: int, peers_unlikely: int, peers_tokens: int) -> float:
+    """Return at most how likely a worker has so many unlikely tokens by chance, at its peers' share (Chernoff's bound).
+
+    Unlikely tokens come in clusters, by request, so ten of them count as one.
+    """
+    share = unlikely / tokens if tokens else 0.0
+    usual = (peers_unlikely + CLUSTER) / (peers_tokens + CLUSTER)
+    if share <= usual or usual >= 1:
+        return 1.0
+    divergence = share * math.log(share / usual)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - usual))
+    return math.exp(-divergence * tokens / CLUSTER)
+
+
+CLUSTER = 10

@@ -1,0 +1,262 @@
+"""Checks that a worker's sampler is right: one canary in N is asked at the parameters that users usually send.
+
+Greedy canaries do not see a broken sampler: it is not used at temperature 0. A sampled answer is compared with the greedy golden
+of the same question: see `sampled` for the statistics.
+
+- The first question has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, and an answer that
+  was ordinary once is ordinary without any chance. Where the engine draws otherwise with the same seed, none is sent.
+- An unlikely answer is asked again, with other seeds, until chance is excluded (`sampled_chance`) or explains it.
+- It convicts only where the comparison itself is trusted: the golden is agreed, and at least as many workers of the model drew
+  ordinary tokens lately as unlikely ones. It never convicts the last worker in service. Otherwise `TokensUnlikely` is recorded.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden
+from controller.runtime.canary.goldens import Canary, ExpectedAnswer, GoldenDifference
+from controller.runtime.canary.probe import ProbeResult, Verdict
+from controller.runtime.canary.sampled import SURPRISE_MIN, SamplingParameters, combined, surprise
+from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.user_tokens import UserTokens
+from controller.runtime.settings import CanarySettings
+from events.decisions import HealthStatus
+from events.fact import Fact
+from events.observations import CanaryFailed, CanaryPassed, CanarySlow, RequestsServed, TokensUnlikely
+from events.wire import Sampling
+
+SUSPECT = 0.05  # p-value of one answer from which it is asked again
+ATTEMPTS_MAX = 16
+ATTEMPTS_MIN = 3  # before chance may explain an unlikely answer
+SEED = 20_260_101  # of first questions
+NOT_FINITE = SURPRISE_MIN  # p-value of an answer with a NaN: no correct sampler gives one
+CONVICTED_EVERY = (
+    2  # one in so many canaries of a convicted worker is sampled, so that greedy ones do not acquit it
+)
+USERS_CHANCE = 1e-6  # that a share of unlikely tokens is reported by mistake
+USERS_AGAIN_S = 600.0  # before a worker's share is reported again
+
+log = structlog.get_logger(__name__)
+
+Ask = Callable[[Sampling, ExpectedAnswer | None, bool], Awaitable[ProbeResult]]
+"""Asks the probed worker: how to draw, what to compare with while it arrives, and whether it is a repetition."""
+
+
+@dataclass(slots=True)
+class SamplingTurn:
+    """When one instance was last asked a sampled canary."""
+
+    since: int = 0  # greedy canaries since then
+    number: int = 0  # of sampled ones so far
+
+
+@dataclass(slots=True)
+class KnownAnswers:
+    """Ordinary answers to one question with the fixed seed."""
+
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    reproduced: bool = True
+
+
+class SamplingCheck:
+    """Knows which workers drew ordinary tokens lately, and judges sampled answers."""
+
+    def __init__(self, look: Callable[[], tuple[Fleet, int]], tools: Tools, settings: CanarySettings) -> None:
+        self._look = look
+        self._tools = tools
+        self._clock = tools.clock
+        self._draw = tools.draw
+        self._settings = settings
+        self._users = UserTokens()
+        self._ordinary: dict[tuple[str, str], bool] = {}  # by worker and instance: its last sampled canary
+        self._known: dict[str, KnownAnswers] = {}  # by canary key, question and parameters
+        self._reported_at: dict[str, float] = {}  # by worker, monotonic: its share of users' tokens
+        self.wanted: set[str] = set()  # workers to ask next, because users' tokens are unlikely
+
+    # --- when ---------------------------------------------------------------------------------------------
+
+    def due(self, turn: SamplingTurn, worker: Worker) -> bool:
+        """Return whether a worker's next canary is a sampled one."""
+        every = self._settings.sampled_every
+        if not every:
+            return False
+        if worker.joined.worker in self.wanted:
+            return True
+        return turn.since + 1 >= (min(every, CONVICTED_EVERY) if worker.health.convicted else every)
+
+    @property
+    def parameters(self) -> SamplingParameters:
+        """The parameters of the next sampled canary: the users', or those of the settings while they are unknown."""
+        s = self._settings
+        own = SamplingParameters(s.sampled_temperature, s.sampled_top_p, s.sampled_top_k)
+        usual = self._users.usual if s.sampled_as_users else None
+        return (usual or own).bounded
+
+    def hear(self, fact: Fact) -> None:
+        """Take what the journal tells: sampled canaries of whichever controller, and users' tokens."""
+        if isinstance(fact, RequestsServed):
+            self._users.add(fact)
+            if fact.unlikely and self._tools.leading():
+                self._compare(fact.worker)
+        elif isinstance(fact, CanaryPassed | CanarySlow | CanaryFailed) and fact.temperature is not None:
+            self._ordinary[fact.worker, fact.instance] = not isinstance(fact, CanaryFailed)
+
+    def forget(self, worker: str) -> None:
+        """Drop what is known of a worker that is gone."""
+        self._users.forget(worker)
+        self.wanted.discard(worker)
+        self._reported_at.pop(worker, None)
+        for key in [key for key in self._ordinary if key[0] == worker]:
+            del self._ordinary[key]
+
+    # --- users' tokens ------------------------------------------------------------------------------------
+
+    def _compare(self, name: str) -> None:
+        """Compare a worker's share of unlikely tokens with its peers', and have its sampler checked if it is too large."""
+        worker = self._look()[0].workers.get(name)
+        now = self._clock.monotonic()
+        if worker is None or now - self._reported_at.get(name, -USERS_AGAIN_S) < USERS_AGAIN_S:
+            return
+        peers = [other.joined.worker for other in self._peers(worker)]
+        tokens, unlikely, share, chance = self._users.compare(name, peers)
+        if chance > USERS_CHANCE:
+            return
+        self._reported_at[name] = now
+        self.wanted.add(name)
+        log.warning("tokens_unlikely", worker=name, tokens=tokens, unlikely=unlikely, peers_share=share)
+        self._tools.journal.observe(
+            TokensUnlikely(
+                worker=name,
+                instance=worker.joined.instance,
+                found_by="users",
+                tokens=tokens,
+                unlikely=unlikely,
+                peers_share=share,
+                probability=chance,
+            )
+        )
+
+    def _peers(self, worker: Worker) -> list[Worker]:
+        """Return the other living workers of the same model."""
+        name, model = worker.joined.worker, worker.joined.model
+        workers = self._look()[0].workers.values()
+        return [w for w in workers if w.joined.worker != name and w.joined.model == model and w.alive]
+
+    # --- one sampled canary -------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        worker: Worker,
+        canary: Canary,
+        golden: Golden,
+        drawn: SamplingParameters,
+        tolerance: float,
+        ask: Ask,
+    ) -> Verdict:
+        """Ask a sampled canary, and again while its answers are unlikely. `confirmed`: chance is excluded."""
+        known = self._known.setdefault(f"{golden.canary_key}|{canary.id}|{drawn.name}", KnownAnswers())
+        first = await ask(self._sampling(canary, drawn, SEED if known.reproduced else None), None, False)
+        if first.answer is None and first.failure != "non_finite":
+            return Verdict(first, GoldenDifference(None, None, first.detail), 1, False)
+        tokens = first.answer.tokens if first.answer is not None else ()
+        if tokens in known.answers:
+            return Verdict(first, GoldenDifference(None, None), 1, False)
+        surprises = [self._surprise(golden, first, drawn, tolerance)]
+        chance = surprises[0]
+        while _open(chance, surprises):
+            seed = self._draw.randrange(1, 2**31)
+            again = await ask(self._sampling(canary, drawn, seed), ExpectedAnswer(golden.tokens), True)
+            if again.answer is None and again.failure != "non_finite":
+                break
+            surprises.append(self._surprise(golden, again, drawn, tolerance))
+            chance = combined(surprises)
+            if chance <= self._settings.sampled_chance / ATTEMPTS_MAX:
+                return Verdict(first, self._found(drawn, chance, surprises), len(surprises), True)
+        self._learn(known, tokens)
+        return Verdict(first, GoldenDifference(None, None), len(surprises), False)
+
+    def _sampling(self, canary: Canary, drawn: SamplingParameters, seed: int | None) -> Sampling:
+        return Sampling(
+            max_tokens=canary.max_tokens,
+            temperature=drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=drawn.top_k,
+            seed=seed,
+            ignore_eos=True,
+            logprobs=self._settings.top_k,
+        )
+
+    def _surprise(
+        self, golden: Golden, asked: ProbeResult, drawn: SamplingParameters, tolerance: float
+    ) -> float:
+        if asked.answer is None or not asked.answer.finite:
+            return NOT_FINITE
+        return surprise(golden.top_k, golden.tokens, asked.answer.tokens, drawn, tolerance)
+
+    def _learn(self, known: KnownAnswers, tokens: tuple[int, ...]) -> None:
+        """Keep an ordinary answer to the fixed seed, and whether it is always the same."""
+        if not known.reproduced or not tokens or tokens in known.answers:
+            return
+        if known.answers:
+            known.reproduced, known.answers = False, []
+        else:
+            known.answers = [tokens]
+
+    def _found(self, drawn: SamplingParameters, chance: float, surprises: list[float]) -> GoldenDifference:
+        if all(one == NOT_FINITE for one in surprises):
+            detail = f"NaN or infinity {len(surprises)} times at temperature {drawn.temperature:g}"
+            return GoldenDifference("non_finite", None, detail)
+        detail = (
+            f"drew unlikely tokens {len(surprises)} times at temperature {drawn.temperature:g}; "
+            f"a correct sampler does so with a probability of {chance:.1g}"
+        )
+        return GoldenDifference("token_mismatch", None, detail)
+
+    # --- what follows -------------------------------------------------------------------------------------
+
+    def may_convict(self, worker: Worker) -> bool:
+        """Return whether a sampled canary may take this worker out of service."""
+        joined = worker.joined
+        self._ordinary[joined.worker, joined.instance] = False
+        if worker.health.convicted:  # it is out of service already; greedy canaries must not acquit it
+            return True
+        peers = self._peers(worker)
+        seen = [self._ordinary.get((peer.joined.worker, peer.joined.instance)) for peer in peers]
+        serving = [
+            peer
+            for peer, ordinary in zip(peers, seen, strict=True)
+            if ordinary and peer.health.status is HealthStatus.HEALTHY and not peer.health.convicted
+        ]
+        return bool(serving) and seen.count(True) >= seen.count(False) + 1
+
+    def report(self, worker: Worker, canary: str, verdict: Verdict) -> None:
+        """Record that a worker's sampler is in doubt, where that does not convict it."""
+        log.warning("tokens_unlikely", worker=worker.joined.worker, canary=canary)
+        self._tools.journal.observe(
+            TokensUnlikely(
+                worker=worker.joined.worker,
+                instance=worker.joined.instance,
+                found_by="canary",
+                canary=canary,
+                tokens=verdict.attempts,
+                unlikely=verdict.attempts,
+                peers_share=0.0,
+                probability=self._settings.sampled_chance,
+                detail=verdict.worst.detail,
+            )
+        )
+
+
+def _open(chance: float, surprises: list[float]) -> bool:
+    """Return whether another answer is needed to tell chance from a fault."""
+    if len(surprises) >= ATTEMPTS_MAX:
+        return False
+    return chance <= SUSPECT or (surprises[0] <= SUSPECT and len(surprises) < ATTEMPTS_MIN)
+
+
+def sampled_id(canary: Canary, drawn: SamplingParameters) -> str:
+    """Return the id under which a sampled canary's outcomes are recorded: no golden is kept under it."""
+    return f"{canary.id}@{drawn.name}"
