@@ -224,6 +224,14 @@ def _journal(parser: argparse.ArgumentParser) -> Run:
     return journal.prepare(parser, Parser)
 
 
+def _fleet(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import fleet
+
+    data_flag(parser)
+    return fleet.prepare(parser, Parser)
+
+
 def _database(parser: argparse.ArgumentParser) -> Run:
     with without("aiohttp"):
         from controller.commands import database
@@ -356,6 +364,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "replay": ("what happened, how it was, and why: read the journal", _replay),
     "request": ("what became of one request: where it was, how it moved, whose tokens it holds", _request),
     "journal": ("what on the journal is no event, and what shall not count as one", _journal),
+    "fleet": ("which kinds of facts and which deciders each process knows, and what is in force", _fleet),
     "database": ("who may read and write the database, and how", _database),
     "nats": ("who may say and hear what at a broker of one's own", _nats),
     "webhooks": ("try a webhook, and see and send again what one has not taken", _webhooks),

@@ -63,8 +63,16 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
         "Facts that did not fit into the spool, lay there for a week, or that the broker will never take",
         "counter",
     ),
+    "facts_withheld": (
+        "Observations of kinds that are not in force in this fleet yet: they were not published",
+        "counter",
+    ),
     "journal_skipped": (
         "Messages on the journal that are no events, and that this process has stepped over",
+        "counter",
+    ),
+    "journal_unknown": (
+        "Events of kinds that this process does not know, and that it has skipped: a newer release wrote them",
         "counter",
     ),
     "spool_depth": ("Facts of this process that the journal has not taken yet", "gauge"),

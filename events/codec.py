@@ -22,11 +22,10 @@ from uuid import UUID
 
 import msgspec
 
-from events import decisions
 from events.errors import HoldfastError
-from events.fact import Decision, Fact, Observation, Recorded
+from events.fact import Decision, Fact, Recorded
 from events.narrow import narrowed
-from events.observations import canaries, journal, planning, requests, workers
+from events.versions import KINDS as KINDS
 
 TYPE_PREFIX = "holdfast."
 BODY_BYTES_MAX = 1024 * 1024  # of one event; the largest of ours have some ten thousand
@@ -42,18 +41,6 @@ class BadEvent(HoldfastError):
     """This is no event of ours: it is damaged, or something else wrote to the stream."""
 
 
-def _all_kinds() -> dict[str, type[Fact]]:
-    found: dict[str, type[Fact]] = {}
-    bases = {Fact, Observation, Decision}
-    for module in (workers, canaries, requests, planning, journal, decisions):
-        for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Fact) and value not in bases:
-                found[value.kind()] = value
-    shared = {base for kind in found.values() for base in kind.__mro__[1:]}
-    return {name: kind for name, kind in found.items() if kind not in shared}
-
-
-KINDS: Mapping[str, type[Fact]] = _all_kinds()
 _encode = msgspec.json.Encoder().encode
 with narrowed(KINDS.values()):
     _decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in KINDS.items()}

@@ -180,6 +180,9 @@ class PolicyAdopted(Decision):
 
     policy: dict[str, Any]
     deciders_version: int  # grows whenever the same facts would lead to another decision
+    kinds: tuple[str, ...] | None = None  # kinds beyond those of 0.2.0 that may be written from here on
+    allowed_by: str = ""  # the operator who allowed them while a process did not know them
+    command: str = ""  # id of that operator's command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ rest of pending is folded again on top. Folding raw stream order instead gives a
 eight (a test shows it).
 
 What is no event of ours (`Skipped`) only takes its place: it is neither settled nor pending. On a decision's subject it has
-moved the fence, so the position moves with it.
+moved the fence, so the position moves with it. Only a reader that goes on at unknown decisions meets one (`StopsAt`): the
+decision has taken a number, or none if it is quarantined later, and the fold lacks what it says.
 
 Repetitions are dropped here: a fact whose number is not above its source's last has been folded already.
 
@@ -75,10 +76,12 @@ class Order(Generic[S]):
     position: Position = Position()
     sources: dict[str, Last] = field(default_factory=dict)  # of each source, settled
     last_seq: int = field(init=False)  # of the last event seen, whether folded or dropped
+    lacks: int = field(init=False, default=0)  # decisions of unknown kinds that were skipped
     pending: deque[Recorded] = field(init=False, default_factory=deque)
     _shown: S = field(init=False)  # lacks `_fresh`: who reads many events at once asks only after the last
     _fresh: list[Recorded] = field(init=False, default_factory=list)
     _seen: dict[str, Last] = field(init=False)  # of each source, pending included
+    _unread: int = field(init=False, default=0)  # decisions of unknown kinds since the last known one
     _forgot: int = field(init=False, default=0)  # the day on which silent sources were looked for last
 
     def __post_init__(self) -> None:
@@ -132,15 +135,18 @@ class Order(Generic[S]):
         fact = event.fact
         if isinstance(fact, Skipped) and fact.decided and event.seq > self.position.decided:
             self.position = replace(self.position, decided=event.seq)
+            self.lacks += fact.unknown
+            self._unread += fact.unknown
         return isinstance(fact, Skipped)
 
     def _decide(self, event: Recorded, decision: Decision) -> None:
-        if decision.number != self.position.number + 1:
+        if not self.position.number < decision.number <= self.position.number + 1 + self._unread:
             raise OutOfTurn(
                 f"decision {decision.number}, at {event.seq}, is out of turn, {self.position.number + 1} is next: no controller "
                 "wrote it, or the journal was truncated or recreated. `holdfast journal inspect` lists every such place; "
                 f"`{QUARANTINE} {event.seq} --why TEXT` has everybody step over this one."
             )
+        self._unread = 0
         self._settle(event.through)
         self.settled = self.evolve(self.settled, event)
         through = max(self.position.through, event.through)

@@ -9,6 +9,7 @@
     notifier     what webhooks have not taken, into a stream beside the journal; the broker remembers how far each has come
     operator     control.*, which place of the journal does not count, and how many workers he wants; it reads, and takes back
                  what webhooks have not taken
+    all          which kinds they know (`live.known`), and which are in force (`live.kinds`)
     reader       nothing; programs of yours read with it, and the broker remembers how far they have come
 
 Nobody deletes or purges the stream: no role has a word for it; only `holdfast up` may change its bounds. What is asked is
@@ -107,7 +108,18 @@ _DEAD = f"{API}.STREAM.%s.{DEAD_STREAM}"
 _BURIES = (_DEAD % "CREATE", f"{DEAD}.*")
 _EXHUMES = (_DEAD % "MSG.GET", _DEAD % "MSG.DELETE")
 _LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
-_ASKED = ("drain", "resume", "retire", "distrust", "batch", "stop", "chaos")  # of a worker, by controllers
+_ASKED = (
+    "drain",
+    "resume",
+    "retire",
+    "distrust",
+    "batch",
+    "stop",
+    "chaos",
+    "kinds",
+)  # of a worker, by controllers
+_KNOWN = f"{subjects.KNOWN}.%s.*"  # what processes of a role announce
+_KINDS = "live.kinds.*"  # what is in force, as the leading controller answers them
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +140,10 @@ def users(processes: Iterable[str], by_intake: Container[str] | None = None) -> 
 
 
 def _role(name: str, *, intake: bool) -> BrokerUser:
-    inbox = (f"_INBOX.{name}.>",)
+    inbox: tuple[str, ...] = (f"_INBOX.{name}.>",)
     answers = (subjects.answers(f"{name}.*"),)
-    facts = tuple(_facts(SAYS.get(name, ())))
+    facts = (*_facts(SAYS.get(name, ())), _KNOWN % name)
+    inbox = (*inbox, _KINDS)
     match name:
         case "controller":
             asks = [f"live.{verb}.*" for verb in _ASKED]
@@ -144,9 +157,17 @@ def _role(name: str, *, intake: bool) -> BrokerUser:
                 f"{DECIDED}.*",
                 *asks,
                 f"{subjects.PLANE}.*.*.*",
+                f"{API}.CONSUMER.NAMES.{STREAM}",  # who reads the journal: also processes that announce nothing
             )
             asked = (subjects.SAY_ALL,) if intake else ()
-            hears = (*answers, subjects.BEATS, subjects.LINKS, f"{subjects.CONTROL}.*", *asked)
+            hears: tuple[str, ...] = (
+                *answers,
+                subjects.BEATS,
+                subjects.LINKS,
+                subjects.KNOWN_ALL,
+                f"{subjects.CONTROL}.*",
+                *asked,
+            )
             return BrokerUser(name, (*says, "_INBOX.operator.>"), (*inbox, *hears))
         case "frontend":
             says = (
@@ -164,13 +185,13 @@ def _role(name: str, *, intake: bool) -> BrokerUser:
         case "operator":
             return BrokerUser(name, (*_READS, *_EXHUMES, *facts, f"{subjects.CONTROL}.*"), inbox)
         case "notifier":
-            return BrokerUser(name, (*_READS, *_REMEMBERED, *_BURIES), inbox)
+            return BrokerUser(name, (*_READS, *_REMEMBERED, *_BURIES, *facts), inbox)
         case "planner":
             return BrokerUser(name, (*_JOURNAL, *facts), inbox)
         case "reader":
             return BrokerUser(name, (*_READS, *_REMEMBERED), inbox)
         case _:
-            return BrokerUser(name, _READS, inbox)
+            return BrokerUser(name, (*_READS, *facts), inbox)
 
 
 def _worker(user: str, *, direct: bool) -> BrokerUser:
@@ -179,6 +200,7 @@ def _worker(user: str, *, direct: bool) -> BrokerUser:
         facts = _facts(SAYS["worker"], worker)
         says += facts if direct else (subjects.said(user, subject) for subject in facts)
         says += [subjects.beat(worker), subjects.kv_events(worker), f"{subjects.ANSWER}.{worker}.>"]
+        says += [subjects.known("worker", worker), subjects.known("watch", worker)]
         hears += [subjects.live(worker), f"kv.ask.{worker}.*", f"{subjects.PLANE}.{worker}.*.*"]
     return BrokerUser(user, tuple(says), tuple(hears))
 

@@ -14,6 +14,8 @@ STREAM_SUBJECTS = (f"{OBSERVED}.>", DECIDED_ALL)
 # Core NATS, not kept: heartbeats of workers, link reports of frontends, the operator's control subjects.
 BEATS = "live.beat.*"
 LINKS = "live.links.*"
+KNOWN = "live.known"
+KNOWN_ALL = "live.known.*.*"
 CONTROL = "control"
 KV_EVENTS = "kv.events.*"
 KV_SLOTS = "kv.slots"
@@ -40,6 +42,16 @@ def live(worker: str) -> str:
 def links(frontend: str) -> str:
     """Return the subject on which a frontend says which workers it is connected to."""
     return f"live.links.{token(frontend)}"
+
+
+def known(role: str, name: str) -> str:
+    """Return the subject on which a process announces which kinds and which version of the deciders it knows."""
+    return f"{KNOWN}.{token(role)}.{token(name)}"
+
+
+def kinds(worker: str) -> str:
+    """Return the subject on which a worker hears which kinds are in force: JSON {kinds}."""
+    return f"live.kinds.{token(worker)}"
 
 
 def kv_events(worker: str) -> str:

@@ -28,6 +28,7 @@ from events.nats import urls
 from events.nats.bus import NatsBus
 from events.nats.channels import Channels
 from events.process import descriptors, presence
+from events.versions import Known
 from workers import keeper
 from workers.config.settings import WorkerSettings
 from workers.config.worker import WorkerConfig
@@ -220,7 +221,15 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
         return FleetLinks(MemoryJournal(MemoryStream(), f"{role}:{settings.name}"), None)
     spool = settings.data / "spool" / f"{role}-{settings.name}"
     journal, bus = await asyncio.gather(
-        NatsJournal.connect(settings.nats_url, f"{role}:{settings.name}", spool, wait_s=BROKER_S, make=False),
+        NatsJournal.connect(
+            settings.nats_url,
+            f"{role}:{settings.name}",
+            spool,
+            wait_s=BROKER_S,
+            make=False,
+            known=Known.ours(),
+            workers=settings.names,
+        ),
         NatsBus.connect(settings.nats_url, source, wait_s=BROKER_S, echo=False),
     )
     channels = None

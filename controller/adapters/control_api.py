@@ -1,5 +1,5 @@
-"""The operator's control subjects over NATS, by FastStream: control.drain, .resume, .move, .restart, .status and
-.chaos.
+"""The operator's control subjects over NATS, by FastStream: control.drain, .resume, .move, .restart, .status, .versions,
+.allow and .chaos.
 
 Each takes a JSON object and answers with one: `says`, what was done, or `error`, why not. Every controller hears each
 request; who leads answers, and the others say nothing (`controller.runtime.commands`).
@@ -40,7 +40,10 @@ log = structlog.get_logger(__name__)
 
 
 class OperatorControl(Control, Protocol):
-    """What an operator can ask for, rehearsals included."""
+    """What an operator can ask for, rehearsals and versions included."""
+
+    async def versions(self) -> dict[str, Any]: ...
+    async def allow(self, by: str, command: Command = ...) -> str: ...
 
     async def chaos(
         self,
@@ -60,10 +63,9 @@ class OperatorBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class CommandBody(OperatorBody):
-    """A command, about one worker."""
+class FleetBody(OperatorBody):
+    """A command."""
 
-    worker: Name
     id: Annotated[str, Field(min_length=8, max_length=64, pattern=r"^[\w-]+$")] = Field(
         description="of the sender's own making; a second command of the same id is answered as the first was, and does nothing"
     )
@@ -71,6 +73,16 @@ class CommandBody(OperatorBody):
         description="until when it may be carried out, by the broker's clock; at most 60 s away"
     )
     by: Who = ""
+
+    def command(self, verb: str) -> Command:
+        """Return what it is known by."""
+        return Command(self.id, self.deadline, verb, "", self.by)
+
+
+class CommandBody(FleetBody):
+    """A command, about one worker."""
+
+    worker: Name
 
     def command(self, verb: str) -> Command:
         """Return what it is known by."""
@@ -95,6 +107,14 @@ class MoveBody(CommandBody):
 
 class RestartBody(CommandBody):
     """Let a worker shut down in good order; whoever supervises it starts its successor."""
+
+
+class AllowBody(FleetBody):
+    """Use everything that the leading controller knows, although a process of the fleet does not know it."""
+
+
+class VersionsBody(OperatorBody):
+    """Show which process knows which kinds of facts and which version of the deciders, and what is in force."""
 
 
 class StatusBody(OperatorBody):
@@ -162,6 +182,8 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
             raise SkipMessage
         return await ready().status()
 
+    _declare_versions(subscribe, ready, gate, carry_out)
+
     @subscribe("chaos", ChaosBody)  # type: ignore[untyped-decorator]
     async def chaos(body: ChaosBody) -> Answer:
         b, command = body, body.command("chaos")
@@ -169,6 +191,27 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
             command,
             lambda: ready().chaos(b.worker, b.fault, b.argument, b.duration_s, b.by, b.rank, command),
         )
+
+
+def _declare_versions(
+    subscribe: Callable[[str, type[OperatorBody]], Any],
+    ready: Callable[[], OperatorControl],
+    gate: CommandGate | None,
+    carry_out: Callable[[Command, Callable[[], Awaitable[object]]], Awaitable[Answer]],
+) -> None:
+    """Register the subjects of `holdfast fleet`."""
+
+    @subscribe("versions", VersionsBody)  # type: ignore[untyped-decorator]
+    async def versions(body: VersionsBody) -> dict[str, Any]:
+        assert gate is not None, "a broker for documentation only was started"
+        if not await gate.ours_to_answer():
+            raise SkipMessage
+        return await ready().versions()
+
+    @subscribe("allow", AllowBody)  # type: ignore[untyped-decorator]
+    async def allow(body: AllowBody) -> Answer:
+        command = body.command("allow")
+        return await carry_out(command, lambda: ready().allow(body.by, command))
 
 
 class ControlApi:

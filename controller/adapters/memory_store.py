@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from controller.deciders.fleet import DECIDERS_VERSION, Fleet
+from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet
 from controller.ports import (
     LATEST,
     PLANNED_BY,
@@ -90,7 +90,7 @@ class MemoryStore:
 
     def _newest(self, fits: Callable[[_Kept], bool]) -> Snapshot | None:
         for kept in reversed(self._reach().snapshots):
-            if kept.deciders_version == DECIDERS_VERSION and fits(kept):
+            if OLDEST <= kept.deciders_version <= DECIDERS_VERSION and fits(kept):
                 return Snapshot(fleet_codec.decode(kept.fleet), kept.position, dict(kept.sources))
         return None
 

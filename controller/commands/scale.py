@@ -11,6 +11,7 @@ from events.journal.nats import NatsJournal
 from events.journal.port import JournalUnavailable
 from events.observations import ScaleSet
 from events.process.presence import present
+from events.versions import Known
 
 REACH_S = 5.0
 WRITE_S = 5.0
@@ -38,12 +39,17 @@ async def run(args: argparse.Namespace) -> int:
         raise UsageError("say how many workers the model shall have, or --release")
     await _check_model(args.data, args.model)
     journal = await NatsJournal.connect(
-        find(args.data)["nats_url"], "operator:scale", wait_s=REACH_S, make=False
+        find(args.data)["nats_url"], "operator:scale", wait_s=REACH_S, make=False, known=Known.ours()
     )
     try:
         journal.observe(ScaleSet(model=args.model, workers=args.workers, by=who(), reason=args.reason))
         if not await journal.flush(WRITE_S):
             raise JournalUnavailable(f"nothing is set: the journal did not take it in {WRITE_S:g} s")
+        if journal.counters.withheld:
+            raise JournalUnavailable(
+                "nothing is set: a process of an older release runs that stops at a `scale_set`. "
+                "`holdfast fleet versions` shows it."
+            )
     finally:
         await journal.close()
     print(_said(args.model, args.workers, args.data))

@@ -12,7 +12,7 @@ machines do not know one another.
 
 from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.fold import Fleet, changed_since, evolve
-from controller.deciders.policy import FleetPolicy, dump, load
+from controller.deciders.policy import OLDEST, FleetPolicy, dump, load
 from controller.deciders.settle import (
     ABSORB_AFTER,
     ABSORB_FACTS_MAX,
@@ -20,6 +20,7 @@ from controller.deciders.settle import (
     Asking,
     absorbed,
     absorption_due,
+    in_force,
     next_due,
     settle,
     settled,
@@ -31,6 +32,7 @@ __all__ = [
     "ABSORB_AFTER",
     "ABSORB_FACTS_MAX",
     "DECIDERS_VERSION",
+    "OLDEST",
     "Asking",
     "AwaitedWorker",
     "Conviction",
@@ -44,6 +46,7 @@ __all__ = [
     "changed_since",
     "dump",
     "evolve",
+    "in_force",
     "load",
     "next_due",
     "settle",

@@ -63,6 +63,7 @@ from events.observations import (
     WorkerLeft,
     WorkerObservation,
 )
+from events.versions import stated_kinds
 
 Key = tuple[str, str]  # canary key, canary id
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class Fleet:
     number: int = 0  # of the last decision
     policy: Mapping[str, Any] | None = None  # as the last leader adopted it: plain JSON values
     deciders_version: int = 0
+    kinds: frozenset[str] = frozenset()  # beyond those of 0.2.0: which may be written
 
     @property
     def waiting(self) -> tuple[AwaitedWorker, ...]:
@@ -151,7 +153,8 @@ def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
         case IncidentOpened() | IncidentClosed():
             return _incident(fleet, fact)
         case PolicyAdopted():
-            return replace(fleet, policy=fact.policy, deciders_version=fact.deciders_version)
+            kinds = stated_kinds(fact.kinds, fact.deciders_version)
+            return replace(fleet, policy=fact.policy, deciders_version=fact.deciders_version, kinds=kinds)
         case _:
             return fleet
 

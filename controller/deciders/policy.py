@@ -3,8 +3,8 @@
 `PolicyAdopted` carries the policy as plain JSON values, so that `replay verify` decides by what was in force.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from types import NoneType, UnionType
@@ -42,25 +42,67 @@ class FleetPolicy:
     @cached_property
     def adopted(self) -> Mapping[str, Any]:
         """This policy as `PolicyAdopted` carries it. Reckoned once: it is compared at every settle."""
-        written = dump(self)
-        assert isinstance(written, dict)
-        parts = {name: _without(part, BEFORE.get(name, {})) for name, part in written.items()}
-        return {name: part for name, part in parts.items() if part}
+        written: dict[str, dict[str, Any]] = dump(self)
+        found = {name: _without(part, ABSENT.get(name, {})) for name, part in written.items()}
+        return {name: part for name, part in found.items() if part}
+
+    def at(self, version: int) -> "FleetPolicy":
+        """Return this policy as the deciders of an older version decide: what came after it has its value of before."""
+        if version not in self._at:
+            changed = {name: getattr(self, name) for name in _since(version)}
+            self._at[version] = replace(
+                self,
+                **{
+                    name: _load(type(part), {**dump(part), **_since(version)[name]})
+                    for name, part in changed.items()
+                },
+            )
+        return self._at[version]
+
+    @cached_property
+    def _at(self) -> dict[int, "FleetPolicy"]:
+        return {}
 
 
-BEFORE: Mapping[str, Mapping[str, Any]] = {
-    "budget": {"keep_last": False},
-    "degradation": {"exit_at_provisioned": False, "tolerance": 0.0},
-    "forgetting": {"forget_after": None},
-    "golden": {"outvote": False},
-    "health": {"eject_intruders": False},
-    "spares": {"on_return": "swap"},
+OLDEST = 5
+"""The oldest version of the deciders that this release can decide by. A leader in a fleet of an older version adopts this
+one, with the kinds that the fleet knows."""
+
+BEFORE: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
+    5: {"forgetting": {"forget_after": None}, "spares": {"on_return": "swap"}},
+    6: {
+        "budget": {"keep_last": False},
+        "degradation": {"exit_at_provisioned": False, "tolerance": 0.0},
+        "golden": {"outvote": False},
+        "health": {"eject_intruders": False},
+    },
 }
-"""By part and field, what was decided before there was a policy for it: not written, so that an old policy stays what it was."""
+"""What each version of the deciders introduced, and how versions before it behaved.
+
+By version, machine and field: the value under which the machine decides as before that version, as `dump` writes it.
+A changed decider has a new field in its policy, whose default is the new behaviour, and a line here. So a fleet that
+still has processes of an older version decides by `FleetPolicy.at`, and a recorded decision is decided again by the
+policy of its time.
+"""
 
 
-def _without(part: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of a policy without the fields whose values are those of before."""
+def _merged(versions: Iterable[int]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for version in sorted(versions, reverse=True):  # what came first was before all the others
+        for name, values in BEFORE[version].items():
+            found.setdefault(name, {}).update(values)
+    return found
+
+
+def _since(version: int) -> dict[str, dict[str, Any]]:
+    return _merged(since for since in BEFORE if since > version)
+
+
+ABSENT: Mapping[str, Mapping[str, Any]] = _merged(BEFORE)
+"""What a policy means that lacks a field: it is of before. Such a value is not written, so an old policy stays equal."""
+
+
+def _without(part: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name not in before or value != before[name]}
 
 
@@ -83,8 +125,8 @@ def load(written: Mapping[str, Any]) -> FleetPolicy:
 
     Raise ValueError where a value makes no sense.
     """
-    old = {name: {**fields_before, **written.get(name, {})} for name, fields_before in BEFORE.items()}
-    return _load(FleetPolicy, {**written, **old})
+    absent = {name: {**values, **written.get(name, {})} for name, values in ABSENT.items()}
+    return _load(FleetPolicy, {**written, **absent})
 
 
 def _load(kind: type[T], written: Mapping[str, Any]) -> T:

@@ -26,7 +26,7 @@ from controller.deciders import (
 )
 from controller.deciders.fold import Fleet, evolve, voters
 from controller.deciders.incident import Incident
-from controller.deciders.policy import FleetPolicy
+from controller.deciders.policy import OLDEST, FleetPolicy
 from controller.deciders.shares import Shares, provisioned, standing, weighted
 from controller.deciders.spares import SpareView
 from controller.deciders.worker import Worker
@@ -39,6 +39,7 @@ from events.decisions import (
 )
 from events.fact import Decision, Recorded
 from events.frozen import replace
+from events.versions import InForce, new_kinds
 
 DECIDERS_VERSION = 6  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
@@ -50,21 +51,30 @@ ABSORB_AFTER = timedelta(seconds=10)
 Settle: TypeAlias = Callable[[FleetPolicy, Fleet, datetime], tuple[Decision, ...]]
 
 
+def in_force(fleet: Fleet) -> InForce:
+    """Return what is in force in a fleet, as far as this release knows it: all of ours where nothing was decided yet."""
+    if not fleet.number:
+        return InForce.of(new_kinds(), DECIDERS_VERSION)
+    version = min(max(fleet.deciders_version, OLDEST), DECIDERS_VERSION)
+    return InForce.of(fleet.kinds & new_kinds(), version)
+
+
 def settle(
     policy: FleetPolicy,
     fleet: Fleet,
     now: datetime,
     among: Collection[str] | None = None,
     shares: Shares | None = None,
+    force: InForce | None = None,
 ) -> tuple[Decision, ...]:
     """Return everything that is due, in order, numbered from `fleet.number + 1`; nothing if nothing is. `among`: the only
     workers whose own machines can have something to say, and of whom any is in doubt, if that is known. `shares`: of who asks
-    again and again.
+    again and again. `force`: what is to be in force from now on; None: what is.
 
     Level-triggered: twice, late or after a crash, the same state and time give the same answer, and once the
     answer is absorbed there is nothing left to say.
     """
-    return settled(policy, fleet, now, among, shares)[0]
+    return settled(policy, fleet, now, among, shares, force)[0]
 
 
 def settled(
@@ -73,9 +83,11 @@ def settled(
     now: datetime,
     among: Collection[str] | None = None,
     shares: Shares | None = None,
+    force: InForce | None = None,
 ) -> tuple[tuple[Decision, ...], Fleet]:
     """Return what `settle` does, and the fleet that has absorbed it."""
-    settling = _Settling(policy, fleet, now, among, shares)
+    force = force or in_force(fleet)
+    settling = _Settling(policy.at(force.deciders_version), fleet, now, among, shares, force)
     _adopt(settling)
     before = -1
     while len(settling.decided) != before:
@@ -114,17 +126,25 @@ class Asking:
     so that the same object is the same fleet: nothing that is remembered here can be out of date.
     """
 
-    def __init__(self, policy: FleetPolicy, settle: Settle = settle) -> None:
+    def __init__(
+        self,
+        policy: FleetPolicy,
+        settle: Settle = settle,
+        force: Callable[[Fleet], InForce | None] = lambda fleet: None,
+    ) -> None:
         self._policy = policy
         self._settle = settle
+        self._force = force  # what is to be in force from now on
         self._calm: Fleet | None = None  # in which nothing was due when it was asked about last
         self._until: datetime | None = None  # nor will be until then
 
     def due(self, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
         """Return what `settle` returns."""
-        if fleet is self._calm and (self._until is None or now < self._until):
+        force = self._force(fleet)
+        if force is None and fleet is self._calm and (self._until is None or now < self._until):
             return ()
-        decisions = self._settle(self._policy, fleet, now)
+        ask = self._settle if force is None else partial(settle, force=force)
+        decisions = ask(self._policy, fleet, now)
         if decisions:
             self._calm = None
         else:
@@ -141,11 +161,14 @@ class _Settling:
     now: datetime
     among: Collection[str] | None
     shares: Shares | None
+    force: InForce
     decided: list[Decision] = field(default_factory=list)
     asked: list[str] = field(init=False)  # the workers whose machines are asked
+    barred: frozenset[str] = field(init=False)  # kinds of this release that may not be written yet
 
     def __post_init__(self) -> None:
         self.asked = sorted(self.fleet.workers if self.among is None else self.among)
+        self.barred = new_kinds() - self.force.kinds
 
     def ask_all(self, canary_key: str) -> None:
         """Ask the machines of all workers of a canary key as well: a decision has changed them."""
@@ -153,7 +176,10 @@ class _Settling:
         self.asked = sorted({*self.asked, *same})
 
     def keep(self, decision: Decision) -> None:
-        """Number a decision, put it under its incident (opening one at a first symptom), and absorb it."""
+        """Number a decision, put it under its incident (opening one at a first symptom), and absorb it. One whose kind may not be
+        written yet is not made."""
+        if self.barred and decision.kind() in self.barred:
+            return
         belongs = decision.incident or self._incident_of(decision)
         sign = incident.symptom(self.policy.incident, decision)
         if sign is not None and not belongs:
@@ -162,6 +188,10 @@ class _Settling:
             opened = IncidentOpened(subject=subject, symptom=what, decided_at=self.now, cause=decision.cause)
             self._absorb(replace(opened, incident=belongs))
         self._absorb(replace(decision, incident=belongs))
+
+    def allowed(self, due: tuple[Decision, ...]) -> tuple[Decision, ...]:
+        """Return the decisions whose kinds may be written."""
+        return tuple(d for d in due if d.kind() not in self.barred) if self.barred and due else due
 
     def _absorb(self, decision: Decision) -> None:
         assert len(self.decided) < DECISIONS_MAX + DECISIONS_PER_WORKER_MAX * len(self.fleet.workers), (
@@ -187,9 +217,19 @@ class _Settling:
 
 
 def _adopt(s: _Settling) -> None:
-    adopted = s.policy.adopted
-    if s.fleet.policy != adopted or s.fleet.deciders_version != DECIDERS_VERSION:
-        s.keep(PolicyAdopted(policy=dict(adopted), deciders_version=DECIDERS_VERSION, decided_at=s.now))
+    adopted, force = s.policy.adopted, s.force
+    known = (s.fleet.policy, s.fleet.deciders_version, s.fleet.kinds)
+    if known != (adopted, force.deciders_version, force.kinds):
+        s.keep(
+            PolicyAdopted(
+                policy=dict(adopted),
+                deciders_version=force.deciders_version,
+                kinds=force.stated,
+                allowed_by=force.by,
+                command=force.command,
+                decided_at=s.now,
+            )
+        )
 
 
 def _goldens(s: _Settling) -> None:
@@ -211,7 +251,7 @@ def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
     for name in s.asked:
         moves = 0
-        while moves < MOVES_MAX and (due := decide(policy, state_of(s.fleet.workers[name]), now)):
+        while moves < MOVES_MAX and (due := s.allowed(decide(policy, state_of(s.fleet.workers[name]), now))):
             s.keep(due[0])  # what else it would say may be over now
             moves += 1
 

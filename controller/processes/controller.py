@@ -12,6 +12,7 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from controller.adapters.request_plane.dialers import Dialer, port_open
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
+from controller.deciders.fleet import DECIDERS_VERSION
 from controller.metrics import ControllerMetrics, FleetCollector
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
@@ -46,6 +48,7 @@ from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
 from controller.runtime.stored import JournalRoom, StoredStatus
+from controller.runtime.versions.fleet_versions import FleetVersions
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, WorkerForgotten
 from events.fact import Recorded
@@ -55,21 +58,17 @@ from events.journal.nats import NatsJournal
 from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
 from events.process import descriptors, presence
+from events.versions import Known
 
 READY_S = 3600.0  # how long a broker may be away before a fresh controller gives up
 PROJECTOR_S = 0.8
 CONNECT_S = 0.5
 LINGER_S = 3.0
 LEASE_KEY = "controller"
-MOVES = (
-    WorkerJoined,
-    WorkerLeft,
-    HealthChanged,
-    WorkerForgotten,
-)  # after which others are to be connected to, or shown
-PROBER = PlaneLimits(
-    hang=HangPolicy(silence_s=2.0)
-)  # a question has time; how soon streams move, frontends see to
+# after these, others are to be connected to, or shown
+MOVES = (WorkerJoined, WorkerLeft, HealthChanged, WorkerForgotten)
+# a question has time; how soon streams move, frontends see to
+PROBER = PlaneLimits(hang=HangPolicy(silence_s=2.0))
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +90,16 @@ async def run_controller(
     spool = data / "spool" / f"controller-{name}"
     async with asyncio.TaskGroup() as group:
         new = not remembered(data / "spool")  # else somebody has seen a stream, and there must be one
-        connecting = group.create_task(NatsJournal.connect(nats_url, f"controller:{name}", spool, make=new))
+        connecting = group.create_task(
+            NatsJournal.connect(
+                nats_url,
+                f"controller:{name}",
+                spool,
+                make=new,
+                known=Known.ours(DECIDERS_VERSION),
+                stops_at="decisions",
+            )
+        )
         calling = group.create_task(NatsBus.connect(nats_url, name))
         store = _store(database_url)
     journal, bus = connecting.result(), calling.result()
@@ -150,12 +158,18 @@ class ControllerProcess:
         self._data = data
         self.view = FleetView(journal, store=store)
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
-        self.reconciler = Reconciler(journal, self.lease, settings.policy, clock, store=store)
+        self.beats = Beats(clock)
+        self.versions = FleetVersions(
+            self.view, self.beats, bus, journal, clock, settings.versions, lambda: self.leading
+        )
+        self.reconciler = Reconciler(
+            journal, self.lease, settings.policy, clock, store=store, force=self.versions.wish
+        )
+        self.versions.wake = self.reconciler.wake
         self.plane = RequestPlaneClient(
             "canary", replace(PROBER, connections_max=descriptors.connections()), dialers, key
         )
         self.metrics = ControllerMetrics(settings.metrics_cardinality)
-        self.beats = Beats(clock)
         self.canary = CanaryLoop(self.view, self._tools(clock), settings.canary)
         self.liveness = Liveness(
             self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
@@ -227,6 +241,7 @@ class ControllerProcess:
                     ("liveness", self.liveness.run()),
                     ("hang_check", self._hang_check().run()),
                     ("actuator", self.actuator.run()),
+                    ("versions", self.versions.run()),
                     ("lingering", self.lingering.run()),
                     ("snapshots", self._snapshots().run()),
                     ("room", room.run()),
@@ -276,7 +291,7 @@ class ControllerProcess:
 
     async def _control(self, nats_url: str) -> None:
         await self.view.ready(READY_S)
-        api_module = await asyncio.to_thread(_import_control_api)
+        api_module = await asyncio.to_thread(import_module, "controller.adapters.control_api")
         operations = ControlOperations(
             FleetSources(
                 fleet=lambda: self.view.fleet,
@@ -290,6 +305,7 @@ class ControllerProcess:
             self.beats,
             chaos=self._settings.chaos,
             processes=self.intruders.processes,
+            versions=self.versions,
         )
         try:
             await api_module.ControlApi(nats_url, operations, self.commands).run()
@@ -346,7 +362,9 @@ class ControllerProcess:
             "facts_acknowledged": said.acknowledged,
             "facts_retried": said.retried,
             "facts_dropped": said.dropped,
+            "facts_withheld": said.withheld,
             "journal_skipped": said.skipped,
+            "journal_unknown": said.unknown,
             "spool_depth": self._journal.spool_depth,
             "spool_bytes": self._journal.spool_bytes,
             "journal_reachable": self._journal.reachable,
@@ -380,9 +398,3 @@ class ControllerProcess:
         """Return what /health and /ready say."""
         why = self._ready()
         return {"ready": not why, "reason": why, "leading": self.leading, "position": self.view.seq}
-
-
-def _import_control_api() -> Any:
-    from controller.adapters import control_api
-
-    return control_api

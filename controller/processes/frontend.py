@@ -18,6 +18,7 @@ from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
 from controller.console.console import Console
 from controller.console.endpoints import PATH
+from controller.deciders.fleet import DECIDERS_VERSION
 from controller.frontend.director import Director, World
 from controller.frontend.health.corruption import SERVED_EVERY_S, Served
 from controller.frontend.http.api import Api
@@ -45,6 +46,7 @@ from events.observations import Profile, WorkerJoined, WorkerLeft
 from events.order import OutOfTurn
 from events.process import descriptors, presence
 from events.process.heap import HeapTrim
+from events.versions import Known
 
 TICK_S = 0.1
 CHECK_S = 1.0  # clients that do not read, and memory that nobody uses
@@ -106,7 +108,13 @@ class FrontendProcess:
         from events.journal.nats import NatsJournal  # a static frontend has no journal
 
         journal = await NatsJournal.connect(
-            nats_url, f"frontend:{self._name}", self._data / "spool" / self._name, wait_s=BROKER_S, make=False
+            nats_url,
+            f"frontend:{self._name}",
+            self._data / "spool" / self._name,
+            wait_s=BROKER_S,
+            make=False,
+            known=Known.ours(DECIDERS_VERSION),
+            stops_at="nothing",
         )
         bus = await NatsBus.connect(nats_url, f"frontend:{self._name}", wait_s=BROKER_S)
         store = None

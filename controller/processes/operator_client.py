@@ -95,7 +95,7 @@ class Operator:
     async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = ASK_WITHIN_S) -> dict[str, Any]:
         """Ask the controller for one thing, to be done within `deadline_s` seconds or never. Raise OperatorRefused with its
         reason, or what `command` raises."""
-        if verb == "status":
+        if verb in ("status", "versions"):
             answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))
         else:
             answer = await command(self._bus, self._url, verb, body, deadline_s)

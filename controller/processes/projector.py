@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
+from controller.deciders.fleet import DECIDERS_VERSION
 from controller.ports import StoreLost, StoreUnavailable
 from controller.processes import collector
 from controller.processes.controller_admin import guarded, listen, url_of
@@ -22,6 +23,7 @@ from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 from events.process import presence
 from events.process.admin_guard import own_hosts
+from events.versions import Known
 
 WATCH_S = 1.0
 ASK_S = 2.0
@@ -36,7 +38,9 @@ async def run_projector(
     if not database_url:
         raise HoldfastError("the projector needs a database: set HOLDFAST_DATABASE_URL")
     await _migrated(database_url)
-    journal = await NatsJournal.connect(nats_url, f"projector:{name}", data / "spool" / name, make=False)
+    journal = await NatsJournal.connect(
+        nats_url, f"projector:{name}", data / "spool" / name, make=False, known=Known.ours(DECIDERS_VERSION)
+    )
     store = PostgresStore(database_url, snapshot_every=settings.snapshot_every)
     store.prepare()
     metrics = ProjectorMetrics(CollectorRegistry())

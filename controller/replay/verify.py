@@ -1,8 +1,9 @@
 """Is what the store shows, and what the controller decided, what the journal says?
 
-The journal is folded once more. At every decision the deciders are asked again, in the state and by the policy in
-force then: they must say the very same. At the store's position the store's rows must be the fold's, and every event
-that it keeps must be the journal's. What other deciders decided is folded and not asked again.
+The journal is folded once more. At every decision the deciders are asked again, in the state, by the policy and by the
+version that were in force then: they must say the very same. At the store's position the store's rows must be the fold's,
+and every event that it keeps must be the journal's. What deciders of an older version than `OLDEST` decided is folded and
+not asked again.
 """
 
 import json
@@ -10,7 +11,16 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, Shares, evolve, load, settle
+from controller.deciders.fleet import (
+    DECIDERS_VERSION,
+    OLDEST,
+    Fleet,
+    FleetPolicy,
+    Shares,
+    evolve,
+    load,
+    settle,
+)
 from controller.ports import ReadPosition, RowsRead, Snapshot
 from controller.read_model import rows as projection
 from controller.read_model.diff import differences, first_difference, plain
@@ -25,6 +35,7 @@ from events.fact import Decision, Fact, Recorded, Skipped
 from events.intrusion.source_rule import forged
 from events.journal.port import Journal
 from events.order import Order
+from events.versions import InForce
 
 _END = "the end of the stream"
 _MENDS = "`holdfast replay rebuild` makes the store's rows anew from the journal"
@@ -99,8 +110,9 @@ class VerifyReport:
             said.insert(0, f"the journal begins at {self.begins}: what came before was dropped at its bounds")
         if self.skipped:
             of = ", ".join(map(str, sorted(self.skipped_versions))) or "none adopted"
+            ours = f"{OLDEST} to {DECIDERS_VERSION}" if OLDEST < DECIDERS_VERSION else str(OLDEST)
             said.append(
-                f"did not decide {self.skipped} decisions again: deciders version {of}, ours is {DECIDERS_VERSION}"
+                f"did not decide {self.skipped} decisions again: deciders version {of}, this release decides by {ours}"
             )
         if self.foreign:
             said.append(f"stepped over {self.foreign} that are no events: see `holdfast journal inspect`")
@@ -217,11 +229,11 @@ class _Run:
             return
         first = batch[0].fact
         assert isinstance(first, Decision)
-        policy = self._policy(state, first, len(batch))
+        force, policy = self._policy(state, first, len(batch))
         if policy is None:
             return
         found = [event.fact for event in batch if not isinstance(event.fact, Absorbed)]
-        expected = settle(policy, state, first.decided_at, shares=self._shares)
+        expected = settle(policy, state, first.decided_at, shares=self._shares, force=force)
         for n in range(max(len(expected), len(found))):
             ours, theirs = (side[n] if n < len(side) else None for side in (expected, found))
             if ours != theirs:
@@ -229,17 +241,21 @@ class _Run:
                 raise Differs(VerifyDifference(name(event), event.seq, _shown(ours), _shown(theirs)))
         self.report.decided += len(batch)
 
-    def _policy(self, state: Fleet, first: Decision, decisions: int) -> FleetPolicy | None:
-        """Return the policy in force; None if these decisions are not ours to repeat."""
-        adopted, version = state.policy, state.deciders_version
+    def _policy(
+        self, state: Fleet, first: Decision, decisions: int
+    ) -> tuple[InForce | None, FleetPolicy | None]:
+        """Return what was in force, and the policy; no policy if these decisions are not ours to repeat."""
+        adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
         if isinstance(first, PolicyAdopted):  # a new leader's first word, under which it decided the rest
-            adopted, version = first.policy, first.deciders_version
-        if adopted is None or version != DECIDERS_VERSION:
+            adopted = first.policy
+            force = InForce(first.kinds, first.deciders_version, first.allowed_by, first.command)
+        version = force.deciders_version
+        if adopted is None or not OLDEST <= version <= DECIDERS_VERSION:
             self.report.skipped += decisions
             if adopted is not None:
                 self.report.skipped_versions.add(version)
-            return None
-        return load(adopted)
+            return None, None
+        return force, load(adopted)
 
     # --- the store --------------------------------------------------------------------------------------------------
 
@@ -309,7 +325,8 @@ def _same(fact: Fact, ours: str, theirs: str) -> bool:
     if not isinstance(found, dict) or found.keys() - expected.keys():
         return False
     try:
-        return codec.encode_body(codec.decode_body(fact.kind(), theirs.encode())) == codec.encode_body(fact)
+        again = codec.encode_body(codec.decode_body(fact.kind(), theirs.encode()))
+        return bool(json.loads(again) == json.loads(codec.encode_body(fact)))
     except HoldfastError:
         return False
 

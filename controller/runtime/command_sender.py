@@ -12,6 +12,7 @@ from typing import Any
 from controller.runtime import command_words
 from controller.runtime.history import history
 from events import codec, subjects
+from events.decisions import PolicyAdopted
 from events.journal import stream
 from events.journal.broker import BrokerRefused
 from events.journal.port import JournalUnavailable, StreamEnd
@@ -79,6 +80,8 @@ async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime
         async for batch in history(journal, after, end.seq):
             for recorded in batch:
                 match recorded.fact:
+                    case PolicyAdopted(command=known) as fact if known == id:
+                        found = {"says": command_words.allowed(fact)}
                     case CommandRefused(command=known, why=why) if known == id:
                         found = {"error": why}
                     case Commanded(command=known) as fact if known == id and not fact.late(recorded.at):

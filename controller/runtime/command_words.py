@@ -1,5 +1,6 @@
 """What is an operator told of a command that was carried out? The same by who did it, and by who reads of it later."""
 
+from events.decisions import PolicyAdopted
 from events.observations import (
     ChaosInjected,
     Commanded,
@@ -21,6 +22,12 @@ VERBS: dict[type[Commanded], str] = {
 def verb(fact: Commanded) -> str:
     """Return the verb of the command that led to a fact."""
     return VERBS[type(fact)]
+
+
+def allowed(fact: PolicyAdopted) -> str:
+    """Return what `holdfast fleet allow` did."""
+    kinds = len(fact.kinds or ())
+    return f"deciders version {fact.deciders_version} and {kinds} new kinds are in force"
 
 
 def done(fact: Commanded) -> str:

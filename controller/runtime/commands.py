@@ -21,6 +21,7 @@ import structlog
 
 from controller.ports import Answer, Clock, Command
 from controller.runtime import command_words
+from events.decisions import PolicyAdopted
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
@@ -74,6 +75,8 @@ class OperatorCommands:
             match recorded.fact:
                 case CommandRefused(command=id, why=why):
                     self._end(id, {"error": why})
+                case PolicyAdopted(command=id) as fact if id:
+                    self._end(id, {"says": command_words.allowed(fact)})
                 case Commanded(command=id) as fact if id and not fact.late(recorded.at):
                     self._end(id, {"says": command_words.done(fact)})
                 case Commanded(command=id) as fact if id and self._leading() and id not in self._ended:
@@ -151,6 +154,10 @@ class OperatorCommands:
             return await self._refused(command, "internal error, see the controller's log")
         finally:
             self._acting.discard(command.id)
+        if isinstance(said, str) and self._journal.withheld(command.id):
+            self._end(
+                command.id, {"says": said}
+            )  # done, though this fleet's journal cannot hold the fact yet
         while command.id not in self._ended and self._clock.monotonic() < due:
             await self._clock.sleep(LOOK_S)
         if isinstance(said, str) and "says" in self._ended.get(command.id, {}):

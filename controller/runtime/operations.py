@@ -10,7 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -27,6 +27,7 @@ from events.journal.port import Journal, JournalUnavailable
 from events.nats.bus import Bus
 from events.observations import Commanded, DrainRequested, MoveRequested, RestartRequested, ResumeRequested
 from events.process.presence import Presence
+from events.versions import InForce
 
 FLUSH_S = 1.0
 OBEYS_WITHIN_S = 2.0  # a process that is told to end: what it does with its grace is its own
@@ -35,6 +36,13 @@ LINKED_S = 1.5  # frontends say each second whom they hear
 STALE_S = 3.0  # a load report older than this is no news
 
 log = structlog.get_logger(__name__)
+
+
+class Versions(Protocol):
+    """What the operations need of `FleetVersions`."""
+
+    def report(self) -> Mapping[str, Any]: ...
+    def allow(self, by: str, command: str, until: datetime | None) -> InForce | None: ...
 
 
 async def _nothing() -> Mapping[str, Mapping[str, Any]]:
@@ -66,7 +74,9 @@ class ControlOperations:
         *,
         chaos: bool,
         processes: HostProcesses | None = None,
+        versions: Versions | None = None,
     ) -> None:
+        self._versions = versions
         self._sources = sources
         self._journal = journal
         self._bus = bus
@@ -141,6 +151,19 @@ class ControlOperations:
         except Unanswered:
             return await self._end(known)
         return said
+
+    async def versions(self) -> dict[str, Any]:
+        """Return which process knows what, and what is in force."""
+        return dict(self._versions.report()) if self._versions is not None else {}
+
+    async def allow(self, by: str, command: Command = NO_COMMAND) -> str:
+        """Put everything that this release knows in force. Raise NotPossible if it is."""
+        force = self._versions.allow(by, command.id, command.deadline) if self._versions is not None else None
+        if force is None:
+            raise NotPossible("everything that the leading controller knows is in force")
+        return (
+            f"deciders version {force.deciders_version} and {len(force.kinds)} new kinds are to be in force"
+        )
 
     async def _say(self, fact: Commanded) -> str:
         self._journal.observe(fact)

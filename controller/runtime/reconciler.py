@@ -29,6 +29,7 @@ from events.errors import HoldfastError
 from events.fact import Decision
 from events.journal.port import Fenced, Journal, JournalUnavailable
 from events.order import Order
+from events.versions import InForce
 
 ASK_S = 0.2  # how late a decision that only time makes due may be
 BUSY_SHARE = 0.5  # of the time may be spent settling: facts that arrive meanwhile are settled together
@@ -60,12 +61,14 @@ class Reconciler:
         store: StateStore | None = None,
         ask_s: float = ASK_S,
         append_max: int = APPEND_MAX,
+        force: Callable[[Fleet], InForce | None] = lambda fleet: None,
     ) -> None:
+        """`force`: what is to be put in force now; None: what is."""
         self.counters = ReconcilerCounters()
         self.order: Order[Fleet] = Order(evolve, Fleet())
         self._journal = journal
         self._lease = lease
-        self._asking = Asking(policy)
+        self._asking = Asking(policy, force=force)
         self._clock = clock
         self._store = store
         self._ask_s = ask_s

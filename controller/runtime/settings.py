@@ -103,12 +103,24 @@ class ActuatorSettings(Strict):
     retry_max_s: Positive = 10.0  # the most that this grows to
 
 
+class VersionSettings(Strict):
+    """When new kinds of facts and a new version of the deciders are used in a fleet that is upgraded."""
+
+    soak_s: float = Field(
+        default=900.0,
+        ge=0,
+        description="seconds for which every live process must know a new kind or version before it is used; until then "
+        "the upgrade can be rolled back",
+    )
+
+
 class ControllerSettings(JournalSection):
     """Everything that a controller process can be told."""
 
     canary: CanarySettings = CanarySettings()
     liveness: LivenessSettings = LivenessSettings()
     actuator: ActuatorSettings = ActuatorSettings()
+    versions: VersionSettings = VersionSettings()
     policy: FleetPolicy = FleetPolicy()
     chaos: bool = Field(False, description="allow rehearsed faults (holdfast chaos); never in production")
     metrics_cardinality: Literal["full", "compact"] = Field(

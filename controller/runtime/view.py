@@ -176,8 +176,8 @@ class FleetView(FleetFold):
         compared = Position()
         while True:
             await asyncio.sleep(self._audit_every_s * random.uniform(0.8, 1.2))
-            if self.order.position == compared:
-                continue  # nothing has been decided since
+            if self.order.position == compared or self.order.lacks:
+                continue  # nothing has been decided since, or we know that our fold lacks something
             try:
                 async with asyncio.timeout(LOAD_DEADLINE_S):
                     kept = await store.load()

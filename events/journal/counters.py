@@ -36,22 +36,35 @@ class JournalCounters:
     appends: int = 0
     appends_fenced: int = 0
     appends_unknown: int = 0
+    withheld: int = 0  # observations of kinds that are not in force: dropped
     skipped: int = 0  # messages on the stream that are no events of ours; each once, however often it is read
+    unknown: int = 0  # events of kinds that this version does not know, and that were skipped; each once
     _known: set[int] = field(default_factory=set)  # sequences of them
+    _unknown_kinds: set[str] = field(default_factory=set)  # logged
     _oldest: deque[int] = field(default_factory=deque)
 
     def note(self, event: Recorded) -> None:
         """Count and tell of a message that was skipped. A process reads the stream more than once: each is told of once, and
         beyond a hundred of them only the 128th, the 256th, and so on."""
         fact = event.fact
-        if not isinstance(fact, Skipped) or fact.unknown or event.seq in self._known:
+        if not isinstance(fact, Skipped) or event.seq in self._known:
             return
         self._known.add(event.seq)
         self._oldest.append(event.seq)
         if len(self._oldest) > KNOWN_MAX:
             self._known.discard(self._oldest.popleft())
+        if fact.unknown:
+            self._note_unknown(event, fact)
+            return
         self.skipped += 1
         if self.skipped <= TOLD_MAX or self.skipped.bit_count() == 1:
             log.warning(
                 "message_skipped", seq=event.seq, subject=fact.subject, why=fact.why, bytes=fact.bytes
             )
+
+    def _note_unknown(self, event: Recorded, fact: Skipped) -> None:
+        self.unknown += 1
+        kind = fact.subject.rpartition(".")[2]
+        if kind not in self._unknown_kinds and len(self._unknown_kinds) < TOLD_MAX:
+            self._unknown_kinds.add(kind)
+            log.warning("unknown_kind_skipped", kind=kind, seq=event.seq, subject=fact.subject, why=fact.why)

@@ -16,7 +16,7 @@ from events.journal import messages
 from events.journal.broker import parse_headers
 from events.journal.counters import JournalCounters
 from events.journal.messages import FENCE
-from events.journal.port import Fenced, JournalChanged, JournalDropped, JournalUnavailable, StreamEnd
+from events.journal.port import Fenced, JournalChanged, JournalDropped, JournalUnavailable, StopsAt, StreamEnd
 
 BATCH_MAX = 1000  # events handed out at a time, decisions in one append: as the real one
 
@@ -98,12 +98,12 @@ class MemoryStream:
         """Let go of the oldest events, up to this sequence, as a broker does at its bounds."""
         self.first = max(self.first, min(through, len(self.events)) + 1)
 
-    def as_read(self, seq: int, unknown: bool) -> Recorded:
-        """Return what a reader makes of a message. Raise UnknownKind, unless `unknown` ones are wanted too."""
+    def as_read(self, seq: int, stops_at: StopsAt) -> Recorded:
+        """Return what a reader makes of a message. Raise UnknownKind where it stops."""
         event = self.events[seq - 1]
         if by := self.quarantined.get(seq):
             return messages.step_over(event, by, self._places[seq])
-        if isinstance(event.fact, Skipped) and event.fact.unknown and not unknown:
+        if messages.stops_reader(event, stops_at):
             raise messages.stops(event)
         return event
 
@@ -134,6 +134,7 @@ class MemoryJournal:
     def __init__(self, stream: MemoryStream, source: str) -> None:
         self.source = f"{source}:{codec.new_id()}"
         self.counters = JournalCounters()
+        self.stops_at: StopsAt = "all"
         self._stream = stream
         self._number = 0
         self._outbox: list[tuple[Observation, dict[str, str]]] = []
@@ -182,6 +183,9 @@ class MemoryJournal:
         self._outbox.clear()
         self._stream.wake()
 
+    def withheld(self, command: str) -> bool:
+        return False
+
     async def flush(self, deadline_s: float) -> bool:
         self.send()
         return not self._outbox
@@ -223,16 +227,16 @@ class MemoryJournal:
         return id
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
-        return self._read(after, until, unknown=False)
+        return self._read(after, until, self.stops_at)
 
     def reopen(self) -> None:
         return None
 
     def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
-        return self._read(after, until, unknown=True)
+        return self._read(after, until, "nothing")
 
     async def _read(
-        self, after: int, until: int | None, *, unknown: bool
+        self, after: int, until: int | None, stops_at: StopsAt
     ) -> AsyncIterator[Sequence[Recorded]]:
         stream = self._stream
         if after > len(stream.events):
@@ -249,7 +253,7 @@ class MemoryJournal:
             batch: list[Recorded] = []
             for seq in range(after + 1, min(end, len(stream.events)) + 1):
                 try:
-                    event = stream.as_read(seq, unknown)
+                    event = stream.as_read(seq, stops_at)
                 except UnknownKind:
                     if not batch:
                         raise

@@ -5,8 +5,8 @@ follows from the message alone, so that every process, every version and every r
 
     no event of ours      other headers, a body that is no such fact, a value that cannot be, another subject than the fact's,
                           a decision that was not written under the fence
-    perhaps a newer one   our headers, and a kind or a word that this version does not know: who folds stops there, until
-                          Holdfast is upgraded or the place is quarantined (`EventQuarantined`)
+    perhaps a newer one   our headers, and a kind or a word that this version does not know: a reader that needs it stops
+                          there (`StopsAt`), until Holdfast is upgraded or the place is quarantined (`EventQuarantined`)
 
 The fence of decisions counts what lies on their subjects, whatever it is: so a `Skipped` says whether it does.
 """
@@ -25,6 +25,7 @@ from events.errors import QUARANTINE
 from events.fact import Decision, Fact, Observation, Recorded, Skipped
 from events.frozen import replace
 from events.journal.broker import parse_headers
+from events.journal.port import StopsAt
 from events.observations import EventQuarantined
 
 FENCE = "Nats-Expected-Last-Subject-Sequence"
@@ -128,6 +129,14 @@ def quarantines(event: Recorded) -> int | None:
 def quarantine_subject(seq: int) -> str:
     """Return the subject on which a place of the stream is quarantined."""
     return QUARANTINES.replace("*", str(seq))
+
+
+def stops_reader(event: Recorded, stops_at: StopsAt) -> bool:
+    """Return whether a reader stops at an event: one that may be a newer version's, and that it needs."""
+    fact = event.fact
+    if not isinstance(fact, Skipped) or not fact.unknown:
+        return False
+    return stops_at == "all" or (stops_at == "decisions" and fact.decided)
 
 
 def stops(event: Recorded) -> UnknownKind:

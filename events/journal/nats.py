@@ -19,20 +19,31 @@ from events.errors import HoldfastError
 from events.fact import Decision, Observation
 from events.journal import broker, messages, stream
 from events.journal.acknowledged import ACKNOWLEDGED, AcknowledgedPosition
+from events.journal.announcer import Announcer
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
+from events.journal.kind_gate import KindGate
 from events.journal.outbox import Outbox
-from events.journal.port import Fenced, JournalChanged, JournalGone, JournalUnavailable, StreamEnd
+from events.journal.port import (
+    Fenced,
+    JournalChanged,
+    JournalGone,
+    JournalUnavailable,
+    StopsAt,
+    StreamEnd,
+)
 from events.journal.publisher import Publisher
 from events.journal.reading import JournalReading
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused
 from events.nats import keys
 from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.versions import Known
 
 APPEND_DEADLINE_S = 2.0
 APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
 CLOSE_DEADLINE_S = 0.5
+FLUSH_LOOK_S = 0.02
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +59,8 @@ class NatsJournal(JournalReading):
         replicas: int | None,
         append_deadline_s: float,
         make: bool,
+        known: Known | None,
+        workers: Sequence[str],
     ) -> None:
         super().__init__(connection)
         self.source = source
@@ -69,6 +82,11 @@ class NatsJournal(JournalReading):
             route=self._route,
         )
         self._intake = False  # our account publishes by way of the intake, and reads nothing
+        self._gate: KindGate | None = None  # None: whatever is observed is published
+        self._announcer: Announcer | None = None
+        if known is not None:
+            self._gate = KindGate(self.counters)
+            self._announcer = Announcer(connection, self._gate, source, known, workers)
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -83,13 +101,17 @@ class NatsJournal(JournalReading):
         spool_bytes_max: int = BYTES_MAX,
         append_deadline_s: float = APPEND_DEADLINE_S,
         make: bool = True,
+        known: Known | None = None,
+        workers: Sequence[str] = (),
+        stops_at: StopsAt = "all",
     ) -> "NatsJournal":
         """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
 
         If the broker is away for longer than `wait_s` (2 s) it goes on trying: facts are spooled under `spool_dir`
         meanwhile (None: kept in memory only). So are they while it has no stream, which is made only with `make`, and
-        where nothing is remembered of an earlier one. Raise StreamRefused or JournalChanged if the stream cannot be trusted,
-        SpoolUnusable if `spool_dir` cannot be written.
+        where nothing is remembered of an earlier one. With `known` the process announces what it knows, and holds back
+        observations of kinds that are not in force; `workers` are those of a worker's process.
+        Raise StreamRefused or JournalChanged if the stream cannot be trusted, SpoolUnusable if `spool_dir` cannot be written.
         """
         life = codec.new_id()
         connection = await BrokerConnection.open(url, source, wait_s=wait_s)
@@ -98,7 +120,10 @@ class NatsJournal(JournalReading):
         except SpoolUnusable:
             await connection.close()
             raise
-        journal = cls(connection, f"{source}:{life}", spool, replicas, append_deadline_s, make)
+        journal = cls(
+            connection, f"{source}:{life}", spool, replicas, append_deadline_s, make, known, workers
+        )
+        journal.stops_at = stops_at
         try:
             await journal._start()
         except BaseException:
@@ -115,6 +140,8 @@ class NatsJournal(JournalReading):
         self._tasks = [
             asyncio.create_task(self._serve(work)) for work in (self._publisher.run, self._publisher.keep)
         ]
+        if self._announcer is not None:
+            self._tasks.append(asyncio.create_task(self._serve(self._announcer.run)))
 
     async def _serve(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run one of the publisher's loops. A mistake of ours in it must be seen: everything else refuses from then on."""
@@ -205,20 +232,37 @@ class NatsJournal(JournalReading):
     def observe(
         self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
     ) -> str:
-        message = self._message(fact, correlation, causation, traceparent)
-        self._publisher.add(message)
-        return message.headers["ce-id"]
+        id, said_at = codec.new_id(), datetime.now(UTC)
+
+        def publish() -> None:
+            self._publisher.add(self._message(fact, id, said_at, correlation, causation, traceparent))
+
+        if self._gate is None:
+            publish()
+        else:
+            self._gate.take(fact, publish)
+        return id
+
+    def withheld(self, command: str) -> bool:
+        """Return whether the observation that an operator's command led to was dropped, because its kind is not in force."""
+        return self._gate is not None and self._gate.dropped_command(command)
 
     def _message(
-        self, fact: Observation, correlation: str, causation: str, traceparent: str
+        self,
+        fact: Observation,
+        id: str,
+        said_at: datetime,
+        correlation: str,
+        causation: str,
+        traceparent: str,
     ) -> OutboxMessage:
         self._number += 1
         headers = codec.encode_headers(
             fact,
-            id=codec.new_id(),
+            id=id,
             source=self.source,
             source_number=self._number,
-            said_at=datetime.now(UTC),
+            said_at=said_at,
             correlation=correlation,
             causation=causation,
             traceparent=traceparent,
@@ -233,7 +277,13 @@ class NatsJournal(JournalReading):
         return OutboxMessage(self._number, message.subject, {**message.headers, **fresh}, message.body)
 
     async def flush(self, deadline_s: float) -> bool:
-        return await self._publisher.flush(deadline_s)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + deadline_s
+        while self._gate is not None and self._gate.waits and loop.time() < until:  # noqa: ASYNC110 (rare, and short)
+            await asyncio.sleep(FLUSH_LOOK_S)
+        if self._gate is not None and self._gate.waits:
+            return False
+        return await self._publisher.flush(max(0.0, until - loop.time()))
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
@@ -264,6 +314,10 @@ class NatsJournal(JournalReading):
     async def observe_next(self, fact: Observation, *, after: int) -> str:
         if self.fault is not None:
             raise self.fault
+        if self._gate is not None and not self._gate.passes(fact.kind()):
+            raise JournalUnavailable(
+                f"the kind {fact.kind()} is not in force yet: see `holdfast fleet versions`"
+            )
         if not self.connection.connected:
             raise JournalUnavailable
         id = codec.new_id()
@@ -337,6 +391,8 @@ class NatsJournal(JournalReading):
     async def close(self) -> None:
         if self._tasks:
             await self.flush(CLOSE_DEADLINE_S)
+        if self._announcer is not None:
+            await self._announcer.leave()
         for task in self._tasks:
             task.cancel()
         if self._tasks:

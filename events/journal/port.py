@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from events.errors import HoldfastError
 from events.fact import Decision, Observation, Recorded
@@ -53,6 +53,14 @@ class JournalReads(Protocol):
         ...
 
 
+StopsAt: TypeAlias = Literal["all", "decisions", "nothing"]
+"""At which events of unknown kinds a reader stops. What it does not stop at is skipped, counted and logged once per kind.
+
+all: it keeps or compares every event (projector, `replay verify`). decisions: it decides, and must know every decision;
+an unknown observation only lacks. nothing: it serves or displays, and goes on with what it knows.
+"""
+
+
 Reopen: TypeAlias = Callable[[], AbstractAsyncContextManager[JournalReads]]
 """What another process of this host is given to read the same journal: it can be pickled."""
 
@@ -70,6 +78,10 @@ class Journal(Protocol):
 
         `traceparent` is the trace of the client's request that it is about (W3C Trace Context), if there is one.
         """
+        ...
+
+    def withheld(self, command: str) -> bool:
+        """Return whether the observation that an operator's command led to was dropped, because its kind is not in force."""
         ...
 
     async def flush(self, deadline_s: float) -> bool:
@@ -97,7 +109,8 @@ class Journal(Protocol):
         is yielded in its place as `Skipped`, counted, and said in the log once.
 
         With `until`, end once that sequence has been yielded; else follow for ever, reconnecting by itself.
-        Raise UnknownKind at an event that only a newer version can know, unless it was quarantined, and JournalChanged if
+        Raise UnknownKind at an event that only a newer version can know, unless it was quarantined or this handle does not stop
+        there (`StopsAt`), and JournalChanged if
         the stream has lost events that were not read (JournalDropped: at its bounds).
         """
         ...

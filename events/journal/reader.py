@@ -23,7 +23,7 @@ from events.fact import Recorded, Skipped
 from events.journal import messages, stream
 from events.journal.broker import API, BrokerRefused, ask, delivered, parse_headers
 from events.journal.counters import JournalCounters
-from events.journal.port import JournalChanged, JournalDropped, JournalUnavailable
+from events.journal.port import JournalChanged, JournalDropped, JournalUnavailable, StopsAt
 from events.nats.connection import DISCONNECTED, BrokerConnection, Interest
 
 REQUEST = 2000  # events asked for at a time
@@ -75,8 +75,10 @@ class JournalReader:
         created: str | None,
         after: int,
         *,
-        unknown: bool,
+        stops_at: StopsAt,
+        look_up: bool = False,
     ) -> None:
+        """`look_up`: also learn whether events that it does not stop at are quarantined."""
         self._connection = connection
         self._counters = counters
         self._created = created
@@ -85,7 +87,8 @@ class JournalReader:
         self._inbox = _Inbox()
         self._interest: Interest | None = None
         self._gap_at = -1  # position after which an event was missing
-        self._unknown = unknown  # also what only a newer version can know
+        self._stops_at = stops_at
+        self._looks_up: StopsAt = "all" if look_up else stops_at
         self._said_quarantined: frozenset[int] = frozenset()  # places
         self._quarantines: dict[int, Recorded | None] = {}  # what has been found of them, by place
         self._address = ""
@@ -156,7 +159,7 @@ class JournalReader:
 
     async def _create(self) -> None:
         self._inbox = _Inbox()
-        name = f"r{next(_names)}-{codec.new_id()[-12:]}"
+        name = f"reader{next(_names)}-{codec.new_id()[-12:]}"  # 0.2.0 has r1-…: it announces nothing, and is told by that
         config = {
             "name": name,
             "deliver_policy": "by_start_sequence",
@@ -277,12 +280,12 @@ class JournalReader:
 
     def _judge(self, event: Recorded, id: str) -> Recorded | None:
         """Return what is handed out in place of a doubtful event; None if it must be looked up first. Raise UnknownKind."""
-        seq, unknown = event.seq, isinstance(event.fact, Skipped) and event.fact.unknown
+        seq, unknown = event.seq, messages.stops_reader(event, self._looks_up)
         if (unknown or seq in self._said_quarantined) and seq not in self._quarantines:
             return None
         if (by := self._quarantines.get(seq)) is not None:
             event = messages.step_over(event, by, id)
-        elif unknown and not self._unknown:
+        elif messages.stops_reader(event, self._stops_at):
             raise messages.stops(event)
         self._counters.note(event)
         return event

@@ -8,7 +8,7 @@ from events import subjects
 from events.fact import Observation, Recorded
 from events.journal import broker, stream
 from events.journal.counters import JournalCounters
-from events.journal.port import JournalUnavailable, Reopen, StreamEnd
+from events.journal.port import JournalUnavailable, Reopen, StopsAt, StreamEnd
 from events.journal.reader import JournalReader
 from events.journal.stream import StreamState
 from events.journal.usage import JournalUsage, usage
@@ -21,20 +21,23 @@ class JournalReading:
     def __init__(self, connection: BrokerConnection) -> None:
         self.counters = JournalCounters()
         self.state: StreamState | None = None  # as it was when we connected
+        self.stops_at: StopsAt = "all"
         self.connection = connection
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
-        return self._reader(after, unknown=False).read(until)
+        return self._reader(after, self.stops_at).read(until)
 
     def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
-        return self._reader(after, unknown=True).read(until)
+        return self._reader(after, "nothing", look_up=True).read(until)
 
     def reopen(self) -> Reopen:
         return partial(_reopened, self.connection.url, self.connection.name, self.state)
 
-    def _reader(self, after: int, *, unknown: bool) -> JournalReader:
+    def _reader(self, after: int, stops_at: StopsAt, *, look_up: bool = False) -> JournalReader:
         created = self.state.created if self.state is not None else None
-        return JournalReader(self.connection, self.counters, created, after, unknown=unknown)
+        return JournalReader(
+            self.connection, self.counters, created, after, stops_at=stops_at, look_up=look_up
+        )
 
     async def of_kind(self, kind: type[Observation], after: int = 0) -> AsyncIterator[Recorded]:
         subject = subjects.of_all(kind)
@@ -60,6 +63,13 @@ class JournalReading:
         """Return what the stream holds now. Raise JournalUnavailable."""
         try:
             return await stream.state(self.connection)
+        except broker.BrokerRefused as error:
+            raise JournalUnavailable(str(error)) from error
+
+    async def consumer_names(self) -> list[str]:
+        """Return the names of the stream's consumers: who reads it. Raise JournalUnavailable."""
+        try:
+            return await stream.consumer_names(self.connection)
         except broker.BrokerRefused as error:
             raise JournalUnavailable(str(error)) from error
 

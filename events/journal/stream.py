@@ -205,7 +205,10 @@ async def next_on(connection: BrokerConnection, subject: str, after: int) -> Rec
         if error.code == MESSAGE_NOT_FOUND:
             return None
         raise
-    found = answer["message"]
+    return _stored(answer["message"])
+
+
+def _stored(found: dict[str, Any]) -> Recorded:
     return read(
         int(found["seq"]),
         datetime.fromisoformat(found["time"]),
@@ -213,6 +216,28 @@ async def next_on(connection: BrokerConnection, subject: str, after: int) -> Rec
         b64decode(found.get("hdrs", "")),
         b64decode(found.get("data", "")),
     )
+
+
+async def last_on(connection: BrokerConnection, subject: str) -> Recorded | None:
+    """Return the newest message of a subject, as it is read; None: there is none. Raise JournalUnavailable or Refused."""
+    try:
+        answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"last_by_subj": subject})
+    except BrokerRefused as error:
+        if error.code in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
+            return None
+        raise
+    return _stored(answer["message"])
+
+
+async def consumer_names(connection: BrokerConnection) -> list[str]:
+    """Return the names of all consumers of the stream. Raise JournalUnavailable or Refused."""
+    found: list[str] = []
+    while True:
+        answer = await ask(connection, f"CONSUMER.NAMES.{subjects.STREAM}", {"offset": len(found)})
+        page = answer.get("consumers") or []
+        found += page
+        if not page or len(found) >= int(answer.get("total", 0)):
+            return found
 
 
 async def id_at(connection: BrokerConnection, seq: int) -> str | None:

@@ -1,6 +1,9 @@
 """What strangers, clients and machines may do to a whole fleet: `make test-attacks`, and the first part of `make attack`."""
 
 import pytest
+from store_databases import empty_database_url
+
+__all__ = ["empty_database_url"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+from made_history import History
 from store_databases import execute
 
 from controller.adapters.postgres import migrate, statements, tables
@@ -19,6 +20,8 @@ from controller.adapters.postgres.store import PostgresStore
 from controller.cli import main
 from controller.ports import StoreUnavailable
 from controller.read_model import rows as projection
+from controller.runtime.projection.projector import Projector
+from events.journal.memory import MemoryJournal
 
 pytestmark = pytest.mark.servers
 OBJECTS = """SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -195,6 +198,30 @@ async def test_a_database_of_a_newer_version_is_refused_in_one_sentence(database
         await migrate.upgrade(database_url)
     with pytest.raises(DatabaseTooNew):
         await migrate.downgrade(database_url)
+
+
+async def test_a_database_that_the_next_release_only_added_to_is_used_as_it_is(database_url: str) -> None:
+    """Migrations expand first: this release goes on with the next schema, so that its processes can be rolled back to it."""
+    await execute(
+        database_url, "ALTER TABLE holdfast.workers ADD COLUMN of_tomorrow text DEFAULT 'x' NOT NULL"
+    )
+    await execute(database_url, "CREATE TABLE holdfast.of_tomorrow (id int)")
+    await execute(database_url, "UPDATE holdfast.alembic_version SET version_num = '9001'")
+    says = "COMMENT ON TABLE holdfast.alembic_version IS 'runs with releases from migration {}'"
+    await execute(database_url, says.format("9001"))
+    with pytest.raises(DatabaseTooNew):
+        await migrate.upgrade(database_url)
+    await execute(database_url, says.format("0002"))
+    await migrate.upgrade(database_url)
+    assert await migrate.version(database_url) == "9001"
+    history = History().start()
+    store = PostgresStore(database_url)
+    try:
+        await Projector(MemoryJournal(history.stream, "projector:test"), store).catch_up(len(history.events))
+        assert (await store.position()).seq == len(history.events)
+        assert (await store.read_status()).rows["workers"]
+    finally:
+        await store.close()
 
 
 async def test_a_database_that_is_away_or_not_migrated_is_said_so(empty_database_url: str) -> None:

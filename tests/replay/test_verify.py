@@ -10,7 +10,7 @@ from store_databases import AnyStore, OpenStore, execute, tamper
 from test_replay_commands import journal, seq_of, typed
 
 from controller.adapters.memory_store import MemoryStore
-from controller.deciders.fleet import DECIDERS_VERSION
+from controller.deciders.fleet import OLDEST
 from controller.replay.travel import NotYet
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
@@ -230,7 +230,7 @@ async def test_other_deciders_are_not_asked_again(open_store: OpenStore) -> None
     history = busy()
     first = seq_of(history, "policy_adopted")
     event = history.events[first - 1]
-    older = replace(event.fact, deciders_version=DECIDERS_VERSION - 1)  # type: ignore[arg-type]
+    older = replace(event.fact, deciders_version=OLDEST - 1)  # type: ignore[arg-type]
     history.events[first - 1] = replace(event, fact=older)
     wrong = seq_of(history, "health_changed", 5)
     history.events[wrong - 1] = replace(
@@ -239,6 +239,6 @@ async def test_other_deciders_are_not_asked_again(open_store: OpenStore) -> None
     store = await projected(history, open_store())
     report = await verify(journal(history), store)
     assert report.difference is None, report.lines()
-    assert report.skipped_versions == {DECIDERS_VERSION - 1} and report.decided == 0
+    assert report.skipped_versions == {OLDEST - 1} and report.decided == 0
     _, said = await typed(history, store, "verify")
     assert any("did not decide" in line for line in said)

@@ -236,6 +236,8 @@ def _said(journal: SpeakingJournal) -> Iterable[Metric]:
         "Facts that did not fit into the spool, lay there for a week, or that the broker will never take."
     )
     yield CounterMetricFamily("holdfast_facts_dropped", dropped, value=journal.counters.dropped)
+    withheld = "Observations of kinds that are not in force in this fleet yet: they were not published."
+    yield CounterMetricFamily("holdfast_facts_withheld", withheld, value=journal.counters.withheld)
 
 
 _UNLIMITED = RequestLimit(0, 0)

@@ -47,14 +47,22 @@ class DatabaseTooNew(HoldfastError):
     """This database was migrated by a newer version of Holdfast. Upgrade Holdfast, or choose another database."""
 
 
+RUNS_WITH = "runs with releases from migration "
+"""A migration that only adds to the schema says so in the comment on `alembic_version`, with the oldest migration whose
+release can go on with it: `COMMENT ON TABLE alembic_version IS 'runs with releases from migration 0002'`."""
+
+
 async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
     """Apply every migration that is missing, and give our accounts, where the server has them, their rights on what is new.
+    A database that a newer release has only added to is left as it is.
 
     Raise DatabaseTooNew, StoreUnavailable or StoreForbidden.
     """
     found = await version(url, schema=schema)
     if found == HEAD and to == "head":
         return
+    if found is not None and found > HEAD and to == "head" and await _runs_with(url, schema) <= HEAD:
+        return  # a newer release has only added to it
     _refuse_newer(found)
     await _run(url, schema, to, up=True)
 
@@ -99,6 +107,19 @@ async def version(url: str, *, schema: str = SCHEMA) -> str | None:
                 f'SELECT max(version_num) FROM "{schema}".alembic_version'
             )
             return found
+    finally:
+        await link.close()
+
+
+async def _runs_with(url: str, schema: str) -> str:
+    """Return the oldest migration whose release can go on with a database; "9999" if it does not say."""
+    link = Link(url, schema)
+    try:
+        async with link.use() as connection:
+            said = await connection.fetchval(
+                "SELECT obj_description(to_regclass($1), 'pg_class')", f'"{schema}".alembic_version'
+            )
+        return str(said).removeprefix(RUNS_WITH) if str(said).startswith(RUNS_WITH) else "9999"
     finally:
         await link.close()
 

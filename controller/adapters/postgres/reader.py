@@ -12,7 +12,7 @@ import structlog
 from controller.adapters.postgres import losses
 from controller.adapters.postgres.link import Connection, Link
 from controller.adapters.postgres.schema import SCHEMA
-from controller.deciders.fleet import DECIDERS_VERSION
+from controller.deciders.fleet import DECIDERS_VERSION, OLDEST
 from controller.ports import LATEST, PLANNED_BY, PlanningRead, ReadPosition, RowsRead, Snapshot, StoreLook
 from controller.read_model import rows as projection
 from controller.read_model import snapshot as fleet_codec
@@ -23,7 +23,8 @@ SELECT_BATCH = 1_000
 log = structlog.get_logger(__name__)
 
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
-_SNAPSHOT = "SELECT * FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
+# States of one shape are folded alike by all versions that this release decides by: a version adds only fields to them.
+_SNAPSHOT = f"SELECT * FROM snapshots WHERE deciders_version BETWEEN {OLDEST} AND $1 AND codec_version = $2"
 _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
 _PLANNED_BY = f"{_EVENTS} WHERE kind = ANY($1) AND seq > $2 AND at >= $3 ORDER BY seq LIMIT $4"
 _LATEST = f"{_EVENTS} WHERE seq IN (SELECT max(seq) FROM fleet_events WHERE kind = ANY($1) GROUP BY kind, model) ORDER BY seq"

@@ -17,6 +17,7 @@ from events.journal.acknowledged import AcknowledgedEvent, lost_since, remembere
 from events.journal.broker import BrokerRefused
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalChanged, JournalGone, JournalUnavailable
+from events.versions import Known
 
 Place = tuple[int, str]  # a stream sequence, and the ce-id of that event
 
@@ -33,7 +34,9 @@ async def open_journal(url: str, spools: Path) -> NatsJournal:
     """
     source = f"supervisor:{new_id()}"
     try:
-        journal = await NatsJournal.connect(url, source, spools / "supervisor", make=not remembered(spools))
+        journal = await NatsJournal.connect(
+            url, source, spools / "supervisor", make=not remembered(spools), known=Known.ours()
+        )
     except JournalChanged as error:
         raise JournalLost(f"{error} {JournalLost.__doc__}") from error
     try:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from controller.metrics import OWN
 from events.journal.counters import SpeakingJournal
 
-SAID = ("journal_reachable", "spool_depth", "facts_dropped")
+SAID = ("journal_reachable", "spool_depth", "facts_dropped", "facts_withheld", "journal_unknown")
 
 
 class SaidFacts(Collector):
@@ -22,9 +22,15 @@ class SaidFacts(Collector):
 
     def collect(self) -> Iterable[Metric]:
         journal = self._journal
-        for name, value in zip(
-            SAID, (journal.reachable, journal.spool_depth, journal.counters.dropped), strict=True
-        ):
+        counters = journal.counters
+        values = (
+            journal.reachable,
+            journal.spool_depth,
+            counters.dropped,
+            counters.withheld,
+            counters.unknown,
+        )
+        for name, value in zip(SAID, values, strict=True):
             text, kind = OWN[name]
             family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
             yield family(f"holdfast_{name}", text, value=float(value))

@@ -20,6 +20,7 @@ from controller.runtime.planning.settings import PlannerSettings
 from events.errors import BadSetting
 from events.journal.nats import NatsJournal
 from events.process import presence
+from events.versions import Known
 
 
 async def run_planner(
@@ -32,7 +33,9 @@ async def run_planner(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    journal = await NatsJournal.connect(nats_url, f"planner:{name}", data / "spool" / name, make=False)
+    journal = await NatsJournal.connect(
+        nats_url, f"planner:{name}", data / "spool" / name, make=False, known=Known.ours()
+    )
     store = RowReader(database_url)
     metrics = PlannerMetrics(CollectorRegistry())
     metrics.registry.register(SaidFacts(journal))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from controller.deciders.fleet import DECIDERS_VERSION, dump, load
+from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, dump, load
 from controller.replay.sentences import count
 from controller.replay.whatif.asked import INTERVAL, SILENCE, PolicyAsked
 from controller.replay.whatif.course import CourseTaken, CourseTerms
@@ -309,7 +309,7 @@ def limits(
             "answers exposed would be as many a second as were found then, or as the worker serves usually"
         )
     version = recording.fleet.deciders_version or DECIDERS_VERSION
-    if version != DECIDERS_VERSION:
+    if not OLDEST <= version <= DECIDERS_VERSION:
         said.append(
             f"deciders of version {version} have decided then, {DECIDERS_VERSION} decides now: compare with `again`"
         )

@@ -14,7 +14,17 @@ from typing import Any
 
 from controller.deciders import breaker, drain, forgetting, health_moves
 from controller.deciders.degradation import due_at as level_due_at
-from controller.deciders.fleet import FleetPolicy, Shares, Worker, changed_since, evolve, load, settled
+from controller.deciders.fleet import (
+    DECIDERS_VERSION,
+    OLDEST,
+    FleetPolicy,
+    Shares,
+    Worker,
+    changed_since,
+    evolve,
+    load,
+    settled,
+)
 from controller.replay.whatif.asking import NOTHING, Asker, Question, calm, is_asked, result
 from controller.replay.whatif.consequences import Successions, emptied, shifted, successions
 from controller.replay.whatif.recording import GIVEN, Happened, Recording, instant
@@ -44,6 +54,7 @@ from events.observations import (
     WorkerJoined,
     WorkerObservation,
 )
+from events.versions import InForce
 
 EMPTY_S = 2.0  # until a drained worker has nothing left, where nobody has seen it
 SENT_S = 1.0  # before it fails a request was sent
@@ -209,7 +220,9 @@ class _Course:
         at, fact = happened.at, happened.fact
         if isinstance(fact, PolicyAdopted):
             self._policy = self._terms.policy(fact.policy)
-            self._settle(instant(at), None)
+            known = OLDEST <= fact.deciders_version <= DECIDERS_VERSION
+            force = InForce(fact.kinds, fact.deciders_version) if known else None
+            self._settle(instant(at), None, force)
             return
         if isinstance(fact, GIVEN):
             fact = replace(fact, number=self._fleet.number + 1)
@@ -269,10 +282,11 @@ class _Course:
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
-    def _settle(self, now: datetime, among: set[str] | None) -> None:
-        """Decide all that is due, and do what follows from it. `among`: of these workers alone anything can be."""
+    def _settle(self, now: datetime, among: set[str] | None, force: InForce | None = None) -> None:
+        """Decide all that is due, and do what follows from it. `among`: of these workers alone anything can be. `force`: what is
+        in force from now on; None: what is."""
         before, at = self._fleet.workers, now.timestamp()
-        decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares)
+        decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares, force)
         fleet, touched, others = self._fleet, set[str](), set[str]()
         for decision in decisions:
             self._moved[0].append(at)

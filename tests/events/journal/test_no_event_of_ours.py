@@ -213,6 +213,55 @@ async def test_an_unknown_kind_stops_after_what_came_before_it_with_both_ways_ou
     assert isinstance(looked, Skipped) and looked.unknown
 
 
+async def test_an_unknown_observation_is_skipped_by_readers_that_do_not_need_it(stage: Stage) -> None:
+    """A frontend or a controller goes on: it counts the event and logs its kind once."""
+    await stage.say(drain())
+    for _ in range(3):
+        await stage.publish(DREAMT, b"{}", headers_of(HEARD, **TOMORROW) | {"Nats-Msg-Id": codec.new_id()})
+    await stage.say(drain(1))
+    for stops_at in ("decisions", "nothing"):
+        stage.journal.stops_at = stops_at
+        events = await stage.all()
+        assert [type(event.fact) for event in events] == [DrainRequested, *[Skipped] * 3, DrainRequested]
+        assert folded(events).last_seq == 5
+    assert stage.journal.counters.unknown == 3, "each once, however often it is read"
+    assert not stage.journal.counters.skipped
+
+
+async def test_an_unknown_decision_stops_who_decides_and_a_frontend_goes_on(stage: Stage) -> None:
+    """The decision has taken a number: what the next controllers decide is in turn."""
+
+    def absorbed(number: int) -> Decision:
+        return Absorbed(number=number, decided_at=NOW)
+
+    await stage.journal.append([absorbed(1)], through=0, after=0)
+    fenced = headers_of(absorbed(2), **TOMORROW) | messages.fence(1)
+    await stage.publish("fleet.decided.of_tomorrow", b"{}", fenced)
+    await stage.journal.append([absorbed(3)], through=2, after=2)
+    stage.journal.stops_at = "decisions"
+    with pytest.raises(UnknownKind, match=r"event 2, on fleet\.decided\.of_tomorrow"):
+        await stage.all()
+    stage.journal.stops_at = "nothing"
+    order = folded(await stage.all())
+    assert (order.position.number, order.position.decided, order.lacks) == (3, 3, 1)
+    assert list(order.shown) == [absorbed(1), absorbed(3)]
+
+
+async def test_a_frontend_is_in_turn_also_where_the_unknown_decision_was_quarantined_later(
+    stage: Stage,
+) -> None:
+    def absorbed(number: int) -> Decision:
+        return Absorbed(number=number, decided_at=NOW)
+
+    await stage.journal.append([absorbed(1)], through=0, after=0)
+    await stage.publish(
+        "fleet.decided.of_tomorrow", b"{}", headers_of(absorbed(2), **TOMORROW) | messages.fence(1)
+    )
+    await stage.journal.append([absorbed(2)], through=2, after=2)
+    stage.journal.stops_at = "nothing"
+    assert folded(await stage.all()).position.number == 2
+
+
 async def test_nobody_quarantines_what_comes_after(stage: Stage) -> None:
     await stage.say(EventQuarantined(event=2, why="a guess"), drain())
     assert [event.fact for event in await stage.all()][1:] == [drain()]

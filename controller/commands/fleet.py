@@ -1,0 +1,75 @@
+"""`holdfast fleet versions` and `holdfast fleet allow`: which process knows what, and what the fleet uses."""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from controller.columns import fitted
+from controller.processes.operator_client import Operator, who
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> Run:
+    """Add the commands and their flags."""
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="fleet", required=True, parser_class=parser_class
+    )
+    versions = (
+        "show which kinds of facts and which version of the deciders each process knows, and what is in force"
+    )
+    allow = "use everything that this release knows, although a process does not know it: that process stops"
+    for name, text in (("versions", versions), ("allow", allow)):
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        command.add_argument(
+            "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
+        )
+    return lambda args: asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    """Ask the leading controller. Raise NoFleet, Unreachable, OperatorRefused or NoAnswer."""
+    operator = await Operator.connect(args.data)
+    try:
+        if args.fleet == "allow":
+            answer = await operator.ask("allow", {"by": who()})
+            print(json.dumps(answer) if args.output == "json" else answer.get("says", "allowed"))
+            return 0
+        answer = await operator.ask("versions", {})
+    finally:
+        await operator.close()
+    print(json.dumps(answer, indent=1) if args.output == "json" else text(answer))
+    return 0
+
+
+def text(report: dict[str, Any]) -> str:
+    """Return the report of `control.versions` for a person."""
+    rows = [("process", "release", "deciders", "does not know")]
+    for one in report["processes"]:
+        release = one["release"] or ("0.2.0 or older" if not one["announces"] else "-")
+        lacks = one["lacks"]
+        shown = ", ".join(lacks[:2]) + (f" and {len(lacks) - 2} more" if len(lacks) > 2 else "")
+        version = str(one["deciders_version"] or "-")
+        rows.append((f"{one['role']} {one['name']}", release, version, shown or "-"))
+    force, held = report["in_force"], report["held_back"]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [fitted("  ".join([*map(str.ljust, row[:3], widths), row[3]])) for row in rows]
+    lines.append(
+        f"in force     deciders version {force['deciders_version']}, {len(force['kinds'])} new kinds"
+    )
+    if held["kinds"] or held["deciders_version"]:
+        what = [f"deciders version {held['deciders_version']}"] if held["deciders_version"] else []
+        what += [", ".join(held["kinds"])] if held["kinds"] else []
+        lines.append(f"held back    {'; '.join(what)}")
+        if held["by"]:
+            lines.append(f"by           {', '.join(held['by'])}")
+            lines.append("             upgrade or stop these, or `holdfast fleet allow`")
+        elif report["due_in_s"] is not None:
+            lines.append(f"in force in  {report['due_in_s']:.0f} s, if every process still knows it then")
+        else:
+            lines.append("             the leader does not know all processes yet")
+    return "\n".join(lines)

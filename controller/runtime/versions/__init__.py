@@ -1,0 +1,1 @@
+"""Which process of a mixed fleet knows what, and what is put in force."""

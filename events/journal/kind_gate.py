@@ -1,0 +1,77 @@
+"""Holds observations of new kinds back until they are in force.
+
+    not known yet what is in force ── wait (bounded) ──▶ in force: published, in the order of observing
+                                                    └──▶ not in force: dropped, counted, logged once per kind
+
+Kinds of release 0.2.0 always pass.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+import structlog
+
+from events.fact import Observation
+from events.journal.counters import JournalCounters
+from events.versions import BASE_KINDS
+
+WAITING_MAX = 256  # observations; the oldest is dropped: a process without a broker must not grow
+COMMANDS_MAX = 100  # ids of operator commands whose observation was dropped
+
+log = structlog.get_logger(__name__)
+
+
+class KindGate:
+    """Decides for each observation of a new kind whether it is published, waits or is dropped."""
+
+    def __init__(self, counters: JournalCounters) -> None:
+        self._counters = counters
+        self._withheld: Counter[str] = Counter()  # dropped observations by kind
+        self._in_force: frozenset[str] | None = None  # None: not known yet
+        self._waiting: deque[tuple[Observation, Callable[[], None]]] = deque()
+        self._commands: deque[str] = deque(maxlen=COMMANDS_MAX)
+
+    @property
+    def informed(self) -> bool:
+        """Whether this process knows what is in force."""
+        return self._in_force is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether observations wait until it is known what is in force."""
+        return bool(self._waiting)
+
+    def passes(self, kind: str) -> bool:
+        """Return whether an observation of this kind may be published now."""
+        return kind in BASE_KINDS or (self._in_force is not None and kind in self._in_force)
+
+    def dropped_command(self, id: str) -> bool:
+        """Return whether the observation that an operator's command led to was dropped."""
+        return bool(id) and id in self._commands
+
+    def take(self, fact: Observation, publish: Callable[[], None]) -> None:
+        """Publish one observation, or let it wait, or drop it."""
+        if self.passes(fact.kind()):
+            publish()
+        elif self._in_force is not None:
+            self._drop(fact)
+        else:
+            if len(self._waiting) >= WAITING_MAX:
+                self._drop(self._waiting.popleft()[0])
+            self._waiting.append((fact, publish))
+
+    def learn(self, in_force: frozenset[str]) -> None:
+        """Learn which kinds beyond those of 0.2.0 are in force."""
+        self._in_force = in_force
+        waiting, self._waiting = self._waiting, deque()
+        for fact, publish in waiting:
+            self.take(fact, publish)
+
+    def _drop(self, fact: Observation) -> None:
+        kind = fact.kind()
+        self._withheld[kind] += 1
+        self._counters.withheld += 1
+        if command := getattr(fact, "command", ""):
+            self._commands.append(command)
+        if self._withheld[kind] == 1:
+            log.warning("kind_withheld", kind=kind, why="not in force: see `holdfast fleet versions`")

@@ -1,0 +1,139 @@
+"""Kinds of facts and versions of deciders: what this release knows, and what a mixed fleet may use.
+
+A fleet is upgraded process by process. A reader of an older release stops at a kind that it does not know. So the leader
+decides what is *in force*: the kinds that may be written, and the version of the deciders. `PolicyAdopted` carries it.
+A process announces what it knows (`Known`); one that announces nothing knows exactly what release 0.2.0 knew.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from events import decisions
+from events.fact import Decision, Fact, Observation
+from events.observations import canaries, journal, planning, requests, workers
+
+
+def _all_kinds() -> dict[str, type[Fact]]:
+    found: dict[str, type[Fact]] = {}
+    bases = {Fact, Observation, Decision}
+    for module in (workers, canaries, requests, planning, journal, decisions):
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Fact) and value not in bases:
+                found[value.kind()] = value
+    shared = {base for kind in found.values() for base in kind.__mro__[1:]}
+    return {name: kind for name, kind in found.items() if kind not in shared}
+
+
+KINDS: Mapping[str, type[Fact]] = _all_kinds()
+"""Every kind of this release, by its name on the wire."""
+
+_OF_0_2_0 = """
+    absorbed breaker_closed breaker_half_opened breaker_opened canary_failed canary_passed canary_slow chaos_injected
+    degradation_changed device_faulted device_recovered drain_ended drain_finished drain_requested drain_started
+    engine_faulted exposure_unknown golden_agreed golden_disputed golden_proposed golden_retired health_changed
+    incident_closed incident_opened move_requested observer_blind panic_began panic_ended policy_adopted
+    request_abandoned request_exposed request_failed request_migrated requests_rejected requests_served
+    resume_requested shutdown_began weight_capped worker_heard worker_joined worker_left worker_silent worker_slow
+    worker_slow_cleared
+"""
+_OF_VERSION_5 = """
+    busy_thresholds_set capacity_reported command_refused event_quarantined intrusion_refused request_poisonous
+    request_preempted request_resumed request_suspected restart_requested scale_applied scale_proposed scale_set
+    snapshot_kept spare_activated spare_released traffic_reported worker_awaited worker_forgotten worker_lingered
+"""
+BASE_KINDS = frozenset(_OF_0_2_0.split())
+"""The kinds of release 0.2.0. They are always in force."""
+
+WITHOUT_STATEMENT: Mapping[int, frozenset[str]] = {5: frozenset(_OF_VERSION_5.split())}
+"""What a `PolicyAdopted` without `kinds` means, by its deciders version: the leader that wrote it wrote these kinds too.
+No other version was written without `kinds` after 0.2.0."""
+
+
+@cache
+def new_kinds() -> frozenset[str]:
+    """Return the kinds of this release that 0.2.0 does not know."""
+    return frozenset(KINDS) - BASE_KINDS
+
+
+def release() -> str:
+    """Return the installed release, for display."""
+    try:
+        return version("holdfast")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What one process knows, as it announces it."""
+
+    kinds: frozenset[str] = frozenset()  # beyond those of 0.2.0
+    deciders_version: int = 0  # 0: the process neither decides nor reads decisions
+    release: str = ""  # for display; empty: 0.2.0, or a later release that announces nothing
+
+    @classmethod
+    def ours(cls, deciders_version: int = 0) -> "Known":
+        """Return what this release knows."""
+        return cls(new_kinds(), deciders_version, release())
+
+    def as_body(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {
+            "kinds": sorted(self.kinds),
+            "deciders_version": self.deciders_version,
+            "release": self.release,
+        }
+
+    @classmethod
+    def of_body(cls, body: Mapping[str, Any]) -> "Known":
+        """Return what `as_body` wrote. Raise KeyError, TypeError or ValueError."""
+        return cls(names(body["kinds"]), int(body["deciders_version"]), str(body["release"])[:NAME_CHARS_MAX])
+
+
+ANNOUNCES_NOTHING = Known()
+NAME_CHARS_MAX = 100
+NAMES_MAX = 1000  # kinds in one announcement
+
+
+def names(found: Any) -> frozenset[str]:
+    """Return the names of kinds in a decoded message. Raise TypeError or ValueError if they are none."""
+    if not isinstance(found, list | tuple) or len(found) > NAMES_MAX:
+        raise ValueError(f"a list of at most {NAMES_MAX} kinds is expected")
+    if not all(isinstance(name, str) and len(name) <= NAME_CHARS_MAX for name in found):
+        raise ValueError(f"a kind is a text of at most {NAME_CHARS_MAX} characters")
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """What the fleet may write and by which version it decides.
+
+    `stated` is the field `kinds` of the decision that says so; None stands for a decision that has no such field.
+    """
+
+    stated: tuple[str, ...] | None
+    deciders_version: int
+    by: str = (
+        ""  # the operator who allowed it before every process knows it; empty: the leader found it known
+    )
+    command: str = ""  # id of the operator's command
+
+    @classmethod
+    def of(cls, kinds: Iterable[str], deciders_version: int, by: str = "", command: str = "") -> "InForce":
+        """Return it for these kinds beyond 0.2.0."""
+        return cls(tuple(sorted(kinds)), deciders_version, by, command)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds beyond 0.2.0 that may be written."""
+        return stated_kinds(self.stated, self.deciders_version)
+
+
+def stated_kinds(stated: Iterable[str] | None, deciders_version: int) -> frozenset[str]:
+    """Return the kinds beyond 0.2.0 that a `PolicyAdopted` puts in force."""
+    if stated is None:
+        return WITHOUT_STATEMENT.get(deciders_version, frozenset())
+    return frozenset(stated)
