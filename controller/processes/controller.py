@@ -174,7 +174,6 @@ class ControllerProcess:
         self.liveness = Liveness(
             self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
         )
-        self.actuator = Actuator(self.view, self.beats, bus, clock, settings.actuator, lambda: self.leading)
         self.intruders = Intruders(self.view, journal, clock, lambda: self.leading)
         self.lingering = Lingering(
             self.view, self.beats, journal, self.intruders.processes, port_open, clock, lambda: self.leading
@@ -240,7 +239,7 @@ class ControllerProcess:
                     ("canary", self.canary.run()),
                     ("liveness", self.liveness.run()),
                     ("hang_check", self._hang_check().run()),
-                    ("actuator", self.actuator.run()),
+                    ("actuator", self._actuator().run()),
                     ("versions", self.versions.run()),
                     ("lingering", self.lingering.run()),
                     ("snapshots", self._snapshots().run()),
@@ -261,6 +260,10 @@ class ControllerProcess:
         """Tell Prometheus which processes of this host there are to measure."""
         found = await asyncio.to_thread(presence.present, self._data)
         return web.json_response(scrape_targets.target_groups(found))
+
+    def _actuator(self) -> Actuator:
+        settings, leads = self._settings.actuator, lambda: self.leading
+        return Actuator(self.view, self.beats, self._bus, SystemClock(), settings, leads)
 
     def _hang_check(self) -> HangCheck:
         settings, leads = self._settings.liveness, lambda: self.leading

@@ -279,10 +279,10 @@ class NatsJournal(JournalReading):
     async def flush(self, deadline_s: float) -> bool:
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
-        while self._gate is not None and self._gate.waits and loop.time() < until:  # noqa: ASYNC110 (rare, and short)
+        while self._gate is not None and self._gate.waits:  # rare, and short
+            if loop.time() >= until:
+                return False
             await asyncio.sleep(FLUSH_LOOK_S)
-        if self._gate is not None and self._gate.waits:
-            return False
         return await self._publisher.flush(max(0.0, until - loop.time()))
 
     # --- deciding ---------------------------------------------------------------------------------------------------
