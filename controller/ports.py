@@ -263,6 +263,10 @@ class RequestPlane(Protocol):
         """Return the load that the worker reported last; None if it is not connected."""
         ...
 
+    def prefill_tokens(self, worker: str) -> int:
+        """Return how many prompt tokens the worker's engine reads now; 0 if it decodes or is not connected."""
+        ...
+
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
         ...

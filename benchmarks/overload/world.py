@@ -156,6 +156,9 @@ class Plane:
     def load(self, worker: str) -> Load | None:
         return self._loads.get(worker)
 
+    def prefill_tokens(self, worker: str) -> int:
+        return 0
+
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         load = self._loads.get(worker)
         return () if load is None else (load,)

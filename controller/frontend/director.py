@@ -18,6 +18,7 @@ from controller.frontend.generations.planned_migrations import PlannedMigrations
 from controller.frontend.generations.preemption import Preemption
 from controller.frontend.generations.reports import MigrationReports
 from controller.frontend.generations.rescheduler import Rescheduler
+from controller.frontend.generations.stall_watch import StallWatch
 from controller.frontend.health.corruption import Convictions, Served
 from controller.frontend.health.exposure import Exposures
 from controller.frontend.health.local_breakers import LocalBreakers
@@ -126,6 +127,10 @@ class Director:
             table, self.routing, world.plane, poison, self.running, self.request_metrics, now, self._freed
         )  # fmt: skip
         self.dispatcher.report = Intrusions(world.observe, now).report
+        self.stalls: StallWatch[Generation] = StallWatch(
+            settings.stall, settings.admission, table, self.running, world.plane, self.dispatcher.cancel,
+            self.metrics.faults.stalled.inc, now,
+        )  # fmt: skip
         self.pending: PendingGenerations[Generation] = PendingGenerations(
             table, settings, self.rescheduler, now, self.admission, preemption, world.ended
         )
@@ -258,6 +263,7 @@ class Director:
         self.routing.expire()
         self.peers.names()  # who is silent is forgotten, and waits for nothing
         self.metrics.settle()
+        self.stalls.tick()
         self.pending.tick()
         self.traffic.tick()
         self._expose_suspects()

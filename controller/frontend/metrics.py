@@ -219,6 +219,10 @@ class FaultMetrics(MetricTable):
 
     exposed = counter("holdfast_requests_exposed", "Requests that a convicted worker had fed.", "action")
     hangs = gauge("holdfast_worker_hangs", "Workers that this frontend has found hung.")
+    stalled = counter(
+        "holdfast_stalled_streams",
+        "Streams that brought no token for too long although their worker went on.",
+    )
     late_ticks = gauge("holdfast_late_ticks", "Times that this frontend's own loop was late.")
     late_chunks = gauge("holdfast_late_chunks", "Chunks of attempts that had been left, dropped.")
     slow_clients = counter("holdfast_slow_clients", "Clients cut off because they did not read.")

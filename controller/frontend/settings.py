@@ -88,6 +88,34 @@ class StreamSettings(Strict):
     )
 
 
+class StallSettings(Strict):
+    """When a stream counts as stalled although its worker goes on: it moves to another worker."""
+
+    pace_factor: Annotated[float, Field(gt=1)] = Field(
+        default=20.0, description="a stream stalls after this many times its own mean time per token"
+    )
+    floor_s: Positive = Field(
+        default=10.0, description="seconds without a token, below which no stream has stalled"
+    )
+    ceiling_s: Positive = Field(
+        default=60.0,
+        description="seconds without a token, above which each has; also the limit while requests wait in the worker's queue",
+    )
+    prefill_s_per_token: NotNegative = Field(
+        default=0.03,
+        description="seconds more for each prompt token that the engine reads, while it brings no stream a token",
+    )
+    sweep_s: Positive = Field(default=0.25, description="seconds between two looks at all streams")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "StallSettings":
+        if self.floor_s > self.ceiling_s:
+            raise ValueError(
+                f"floor_s is {self.floor_s:g}: it must not be above ceiling_s, {self.ceiling_s:g}"
+            )
+        return self
+
+
 class LocalBreakerSettings(Strict):
     """This frontend's own breakers: shorter than the fleet's, because they know less and can only subtract."""
 
@@ -96,6 +124,7 @@ class LocalBreakerSettings(Strict):
     wait_s_max: Positive = 60.0  # the most that this grows to
     trial_timeout_s: Positive = 30.0  # until a trial that says nothing has failed
     panic_share: Share = 0.5  # less routable weight than this: local breakers are ignored
+    stalled_share: Share = 0.05  # share of a worker's streams that may stall: more count as failures
 
 
 class PoisonSettings(Strict):
@@ -230,6 +259,7 @@ class FrontendSettings(Strict):
     tokenizing: TokenizingSettings = TokenizingSettings()
     stream: StreamSettings = StreamSettings()
     breaker: LocalBreakerSettings = LocalBreakerSettings()
+    stall: StallSettings = Field(default=StallSettings(), json_schema_extra={"flags": "--stall-"})
     poison: PoisonSettings = PoisonSettings()
     facts: FactSettings = FactSettings()
     moving: MovingPolicy = MovingPolicy()

@@ -188,6 +188,9 @@ class Connections:
     def external_load(self, worker: str) -> Load | None:
         return None
 
+    def prefill_tokens(self, worker: str) -> int:
+        return 0
+
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()
 

@@ -43,7 +43,8 @@ class Act:
     """How to serve one request: `after` tokens, then `how`. The default serves it to its end.
 
     `how`: finish, disconnect (the connection breaks), error (a chunk with `error`), stall (the stream stops,
-    the loop lives and reports a growing step), silence (nothing more is said to anyone), finish_late (the
+    the loop lives and reports a growing step), quiet (the stream stops, the loop and the engine go on), silence
+    (nothing more is said to anyone), finish_late (the
     last token comes without a finish reason, then the connection breaks), close (its server answers 429, with a Retry-After
     of `closes_s`).
     """
@@ -77,6 +78,7 @@ class ScriptedWorker:
     phase: str = "idle"
     prefill_tokens: int = 0
     others: int = 0  # requests of other frontends
+    waiting: int = 0  # requests in its queue
     closed_s: float = 0.0  # it says that it takes no new requests for so long
     kv_used: int = 0  # of 100 blocks
     kv_used_by_rank: tuple[int, ...] = ()  # of 100 each; empty: it has one rank
@@ -174,7 +176,7 @@ class ScriptedWorker:
 
     def _beat(self) -> Beat:
         running = self.active + self.others
-        load = Load(running=running, kv_used=self.kv_used, kv_total=100, closed_s=self.closed_s)
+        load = Load(running, self.waiting, kv_used=self.kv_used, kv_total=100, closed_s=self.closed_s)
         return Beat(
             phase=self.phase,
             step_age_ms=self.step_age_ms,
@@ -227,6 +229,8 @@ class ScriptedWorker:
             self._say(writer, Step(chunks=[Chunk(stream=request.stream, tokens=[], error=act.error)]))
         elif act.how == "silence":
             self.silent = True
+            await asyncio.Event().wait()
+        elif act.how == "quiet":
             await asyncio.Event().wait()
         elif act.how == "stall":
             self.phase, self.step_age_ms = "decode", 600_000.0

@@ -35,6 +35,8 @@ class Upstream:
     token_s: float = 0.0
     context: int = 2048
     healthy: bool = True
+    answers: bool = True  # health checks; else they wait until `release`
+    checks: int = 0  # health checks that came
     defaults: dict[str, Any] = field(default_factory=dict)  # for what a request does not say
     model: str = "up"
     root: str = ""  # of its weights, where it tells
@@ -96,6 +98,9 @@ class Upstream:
         return answer
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.checks += 1
+        if not self.answers:
+            await self.release.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -309,6 +314,10 @@ class Upstream:
                 await self._send(response, self._event(body, [Chunk(0, [300] * 5000)], None))
             case "long_line":
                 await response.write(b"data: " + b"x" * (5 * 1024 * 1024))
+            case "pings":
+                while not self.release.is_set():
+                    await response.write(b": keep-alive\n\n")
+                    await asyncio.sleep(0.01)
             case "stall":
                 await self.release.wait()
             case _:

@@ -71,6 +71,14 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
             description="openai, transformers: seconds until its server must answer, or its model be loaded",
         ),
     ] = 1800.0
+    upstream_silent_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="openai: seconds without a token and without an answer to /health after which the upstream is dead",
+        ),
+    ] = 30.0
     upstream_kv_events: Annotated[
         str,
         Meta(

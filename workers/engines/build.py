@@ -45,6 +45,7 @@ def _openai(settings: WorkerSettings) -> Engine:
             key=settings.upstream_key,
             key_file=Path(settings.upstream_key_file) if settings.upstream_key_file else None,
             start_s=settings.ready_timeout,
+            silent_s=settings.upstream_silent_s,
             retry_after_max_s=settings.upstream_retry_after_max_s,
             times=AccountTimes(identity_s=settings.upstream_identity_s),
             tokenizer=str(Path(settings.model).resolve()),  # as others find it, and as `up` names it

@@ -111,6 +111,12 @@ class RequestPlaneClient:
         connection = self._connection(worker)
         return connection.load.total if connection is not None else None
 
+    def prefill_tokens(self, worker: str) -> int:
+        """Return how many prompt tokens the worker's engine reads now; 0 if it decodes or is not connected."""
+        connection = self._connection(worker)
+        detector = connection.detector if connection is not None else None
+        return detector.prefill_tokens if detector is not None and detector.phase == "prefill" else 0
+
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
         connection = self._connection(worker)

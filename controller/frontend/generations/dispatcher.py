@@ -221,7 +221,9 @@ class Dispatcher(Generic[G]):
     def blame(self, attempt: Attempt, failure: Failure) -> None:
         """An attempt failed by its worker's fault."""
         key = attempt.endpoint.key
-        self._breakers.failed(key, failure.reason, attempt.routed_under, attempt.breaker_epoch)
+        self._breakers.failed(
+            key, failure.reason, attempt.routed_under, attempt.breaker_epoch, one_stream=failure.one_stream
+        )
 
     def judge(self, generation: G, attempt: Attempt, failure: Failure, *, begun: bool) -> Suspicion:
         """An attempt has failed, before (or after: `begun`) its first token: count it against its worker, if it is to blame.

@@ -207,6 +207,8 @@ class GenerationOutput:
         self.attempt = attempt
         self.has_output = False
         self._prompt_tokens = self.continuation.length
+        if attempt.before is not None:
+            self.stats.attempted()
         if len(self.accepted) > self.stats.movable_max:
             self.stats.note_length(len(self.accepted))
 

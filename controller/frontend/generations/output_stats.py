@@ -18,8 +18,8 @@ class OutputStats:
     """When one answer's tokens came, and how many of them are counted already."""
 
     __slots__ = (
-        "_budget", "_metrics", "_now", "_provenance", "_tracker", "arrived_at", "began_at", "cached_tokens", "counted",
-        "first_at", "last_at", "movable_max", "unlikely", "weighed",
+        "_budget", "_metrics", "_now", "_provenance", "_tracker", "arrived_at", "attempt_at", "began_at", "cached_tokens",
+        "counted", "first_at", "last_at", "movable_max", "unlikely", "weighed",
     )  # fmt: skip
 
     def __init__(
@@ -41,12 +41,18 @@ class OutputStats:
         self.movable_max = (
             inf if cap is None else cap - len(request.prompt)
         )  # tokens; inf: or more were counted already
-        self.began_at = self.last_at = now()  # when it went to its first worker
+        self.began_at = self.last_at = self.attempt_at = (
+            now()
+        )  # when it went to its first worker, or its last one
         self.arrived_at = self.began_at if request.arrived is None else request.arrived
         self.first_at: float | None = None
         self.cached_tokens: int | None = None  # of the prompt, at the first worker that has said it
         self.counted = 0  # accepted tokens when the last turn ended
         self.weighed = self.unlikely = 0  # tokens with logprobs, and those of them that are improbable
+
+    def attempted(self) -> None:
+        """Another attempt was sent."""
+        self.attempt_at = self._now()
 
     def first_output(self) -> None:
         """The first of the answer has come."""

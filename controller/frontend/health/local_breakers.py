@@ -33,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 SAMPLES_MAX = 256  # per worker and window
 PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
+STALLS_MAX = 2  # times failures_max: a worker that recovers is not held to all that it ever stalled
 SLOW_MS_MIN = 5.0  # a difference below this is nobody's slowness
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
 TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: who streams well by then has passed
@@ -85,6 +86,8 @@ class WorkerOutcomes:
     broken: str = ""  # a transport failure of this tick, not judged yet
     broken_routed_under: int = 0
     broken_epoch: int = 0
+    stalled: int = 0  # streams that stalled in this tick, while their worker goes on
+    stalls: float = 0.0  # stalled streams, less those that the served ones make up for
     reports: int = 0  # RequestFailed in this second
     slow: bool = False
     window: Window = field(default_factory=Window)
@@ -92,7 +95,7 @@ class WorkerOutcomes:
     def take_back(self) -> None:
         """What failed last was its request's own fault, and not the worker's."""
         if self.broken:
-            self.broken = ""  # it was not judged yet
+            self.broken, self.stalled = "", 0  # it was not judged yet
             return
         self.failures = max(0, self.failures - 1)
         if self.breaker.position == "closed":
@@ -115,6 +118,7 @@ class LocalBreakers:
         self._facts = facts
         self._observe = observe
         self._now = now
+        self._stalled_share = local.stalled_share
         self._epoch = 0  # of this frontend's own breaker moves
         self._outcomes_by: dict[Key, WorkerOutcomes] = {}
         self._open: dict[Key, None] = {}  # those whose breaker is not closed
@@ -148,6 +152,7 @@ class LocalBreakers:
             fresh = Breaker(key[0], key[1], trial_by="request", moved_by=self._epoch)
             self._move(key, self._outcomes_by[key], fresh)
             self._outcomes_by[key].failures = 0
+            self._outcomes_by[key].stalls = 0.0
 
     # --- the breaker --------------------------------------------------------------------------------------
 
@@ -210,6 +215,8 @@ class LocalBreakers:
         window = found.window
         found.model = model
         found.failures = 0
+        if found.stalls:
+            found.stalls = max(0.0, found.stalls - self._stalled_share)
         if found.breaker.request_failures or found.breaker.position != "closed":
             fact = self._served(
                 key, window, 0.0, routed_under=found.breaker_epoch if breaker_epoch is None else breaker_epoch
@@ -250,11 +257,21 @@ class LocalBreakers:
         if found.breaker.position == "half_open" and breaker_epoch >= found.breaker.moved_by:
             found.breaker = replace(found.breaker, admitted=False)
 
-    def failed(self, key: Key, reason: str, routed_under: int, breaker_epoch: int | None = None) -> None:
-        """A request failed on this worker, and it was the worker's fault. `breaker_epoch` as in `served`."""
+    def failed(
+        self,
+        key: Key,
+        reason: str,
+        routed_under: int,
+        breaker_epoch: int | None = None,
+        *,
+        one_stream: bool = False,
+    ) -> None:
+        """A request failed on this worker, and it was the worker's fault. `breaker_epoch` as in `served`; `one_stream`: it
+        stalled while others of the worker go on."""
         found = self.outcomes(key)
         breaker_epoch = found.breaker_epoch if breaker_epoch is None else breaker_epoch
         if reason in TRANSPORT:
+            found.stalled += one_stream
             found.broken = found.broken or reason
             found.broken_routed_under, found.broken_epoch = routed_under, breaker_epoch
         else:
@@ -263,7 +280,9 @@ class LocalBreakers:
     def _count(
         self, key: Key, found: WorkerOutcomes, reason: str, routed_under: int, breaker_epoch: int
     ) -> None:
-        found.failures += 1
+        found.stalls = min(found.stalls + found.stalled, STALLS_MAX * self._policy.failures_max)
+        found.failures = max(found.failures + 1, int(found.stalls) if found.stalled else 0)
+        found.stalled = 0
         fact = RequestFailed(
             worker=key[0],
             instance=key[1],
@@ -303,7 +322,9 @@ class LocalBreakers:
             log.warning("every_connection_failed", workers=len(broken))
         for key, found in broken:
             reason, found.broken = found.broken, ""
-            if not ours:
+            if ours:
+                found.stalled = 0
+            else:
                 self._count(key, found, reason, found.broken_routed_under, found.broken_epoch)
 
     def _settle(self, key: Key, found: WorkerOutcomes, moment: datetime) -> None:

@@ -82,6 +82,7 @@ class Failure:
     reason: str  # a key of KINDS, or of PLANNED
     detail: str
     quoted: bool = False
+    one_stream: bool = False  # the stream stopped, while its connection and its worker go on
 
     @property
     def kind(self) -> Kind:

@@ -1,6 +1,6 @@
 """Which requests of this frontend are with which worker, in the order of their arrival?"""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Generic, TypeVar
 
 from controller.router.endpoints import Endpoint
@@ -19,6 +19,11 @@ class RunningRequests(Generic[R]):
         """Return the requests that are with a worker, the oldest first: a view, while there are any."""
         found = self._at.get(endpoint)
         return found.keys() if found is not None else ()
+
+    def items(self) -> Iterator[tuple[Endpoint, Collection[R]]]:
+        """Yield each worker with its requests: copies, since requests may leave meanwhile."""
+        for endpoint, there in list(self._at.items()):
+            yield endpoint, tuple(there)
 
     def begin(self, request: R, endpoint: Endpoint, tokens: int) -> None:
         """Take in that a request was sent to a worker. `tokens`: its prompt's, and those that it may generate."""

@@ -91,6 +91,9 @@ class PlayedPlane:
     def external_load(self, worker: str) -> Load | None:
         return None
 
+    def prefill_tokens(self, worker: str) -> int:
+        return 0
+
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()
 

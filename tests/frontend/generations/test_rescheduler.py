@@ -57,6 +57,9 @@ class Silent:
     def external_load(self, worker: str) -> Load | None:
         return self.loads.get(worker)
 
+    def prefill_tokens(self, worker: str) -> int:
+        return 0
+
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()
 

@@ -8,6 +8,7 @@ registration says `exact=False`.
 import asyncio
 import contextlib
 import time
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,10 +47,9 @@ from workers.engines.openai.upstream import NoHandle, Upstream, prompt_text
 from workers.engines.openai.watch.api_key import UpstreamKey
 from workers.engines.openai.watch.identity_watch import IdentityWatch
 from workers.engines.openai.watch.retry_after import RetryGate
+from workers.engines.openai.watch.upstream_health import ANSWER_S_MAX, UpstreamHealth
 from workers.kv_transfer.messages import Description
 
-CHECK_S_MAX = 2.0
-CHECKS_FAILED_MAX = 3  # in a row, and the upstream is dead
 STOP_S_MAX = 2.0
 
 log = structlog.get_logger(__name__)
@@ -77,7 +77,7 @@ class OpenAIEngine(Unbreakable):
         self._runs = settings.batch_max  # requests at once, of all that are here
         self._stopped: dict[int, Generate] = {}  # for a move: what is left of it
         self._out: list[tuple[int, Chunk]] = []
-        self._failures = 0  # checks in a row
+        self._health = UpstreamHealth(settings.silent_s)
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
         self._deliver, self._announce = deliver, announce
@@ -276,18 +276,20 @@ class OpenAIEngine(Unbreakable):
         return [] if self._account is None else self._account.ranks(self.identity.profile.kv_blocks)
 
     async def check(self) -> None:
-        """Raise EngineDead if the upstream was unhealthy several times in a row, EngineChanged if it is another one now."""
+        """Raise EngineDead if the upstream refuses health checks, or neither answers them nor brings tokens; EngineChanged if it
+        is another one now."""
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
             raise EngineChanged(f"the server {self._settings.url} has changed: {self._watch.changed}")
-        trouble = await self._upstream.healthy(CHECK_S_MAX)
-        if self._watch is not None and (trouble or self._failures):
+        began, health = time.monotonic(), self._health
+        answer = await self._upstream.healthy(ANSWER_S_MAX)
+        if self._watch is not None and (answer.trouble or health.troubled):
             self._watch.doubt()
-        self._failures = self._failures + 1 if trouble else 0
-        if trouble:
-            log.warning("upstream_unhealthy", reason=trouble, in_a_row=self._failures)
-        if self._failures >= CHECKS_FAILED_MAX:
-            raise EngineDead(f"the upstream {self._settings.url} is unhealthy: {trouble}")
+        dead = health.judge(answer, began, self._requests.token_at, time.monotonic())
+        if answer.trouble:
+            log.warning("upstream_unhealthy", reason=answer.trouble, refused_in_a_row=health.refusals)
+        if dead:
+            raise EngineDead(f"the upstream {self._settings.url} is unhealthy: {dead}")
 
     async def stop(self) -> None:
         tasks = [*self._following, *(one.task for one in self._requests)]

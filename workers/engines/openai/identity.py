@@ -14,6 +14,7 @@ from workers.engines.engine import EngineIdentity
 from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.account import AccountTimes
 from workers.engines.openai.watch.retry_after import MAX_S
+from workers.engines.openai.watch.upstream_health import SILENT_S
 
 CONTEXT_TOKENS = 4096  # where the upstream does not say
 MOST_TOKENS = 1 << 31
@@ -42,6 +43,7 @@ class UpstreamSettings:
     waiting_max: int = 256
     start_s: float = 1800.0  # a real server loads weights first
     retry_after_max_s: float = MAX_S  # the longest time for which it may close the worker to new requests
+    silent_s: float = SILENT_S  # without a token and without an answer to a health check: the upstream is dead
     handle_s: float = 1.0  # for one step, most of it cached
     times: AccountTimes = field(default_factory=AccountTimes)
 

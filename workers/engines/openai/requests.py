@@ -33,8 +33,9 @@ class UpstreamRequests:
         """Take so many at once."""
         self._most = most
         self._by_key: dict[int, UpstreamRequest] = {}
+        self._token_at = 0.0  # when any stream last brought a token; monotonic seconds
         self._moved_at = (
-            0.0  # when the upstream last said anything, or was given its only work; monotonic seconds
+            0.0  # when the upstream last brought a token, or was given its only work; monotonic seconds
         )
 
     def __len__(self) -> int:
@@ -87,9 +88,21 @@ class UpstreamRequests:
         if one := self._by_key.get(key):
             one.came, one.sent = time.monotonic(), True
 
+    @property
+    def token_at(self) -> float:
+        """Monotonic time of the last token of any stream; 0 before the first."""
+        return self._token_at
+
     def heard(self, key: int, chunks: Sequence[Chunk]) -> bool:
-        """Note what the upstream has said; False if there is nothing to pass on."""
-        self._moved_at = time.monotonic()
+        """Record output of the upstream; return whether there are chunks to pass on.
+
+        Only tokens, text and an end renew the step's age. SSE comments, empty events and parts of a line, of which no chunk is
+        made, do not: a proxy sends them while the engine hangs.
+        """
+        if chunks:
+            self._moved_at = time.monotonic()
+            if any(chunk.tokens or chunk.text for chunk in chunks):
+                self._token_at = self._moved_at
         one = self._by_key.get(key)
         if one is None or not chunks:
             return False

@@ -18,6 +18,7 @@ from workers.engines.openai.away import refused as refused_us
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.mistakes import error_of, error_words
 from workers.engines.openai.reading import Fault, IdsFrom, read_piece
+from workers.engines.openai.watch.upstream_health import HealthAnswer
 
 ASK_S_MAX = 5.0  # for what costs the upstream nothing
 PROBE_S_MAX = 60.0  # for a short completion, cold
@@ -83,19 +84,24 @@ class Upstream:
     async def close(self) -> None:
         await self._session.close()
 
-    async def healthy(self, deadline_s: float) -> str:
-        """Return what is wrong with the server, or nothing."""
-        for path in ("/health", "/v1/models"):  # not every server has the first
-            try:
-                async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
-                    if response.status == 404:
-                        continue
-                    return "" if response.status < 400 else f"{path} answers {response.status}"
-            except TimeoutError:
-                return f"{path} does not answer within {deadline_s:g} s"
-            except aiohttp.ClientError as error:
-                return f"{path} cannot be reached: {unreachable(self._url, path, error, deadline_s).why}"
-        return "it has neither /health nor /v1/models"
+    async def healthy(self, deadline_s: float) -> HealthAnswer:
+        """Check the server's health, within `deadline_s` in all."""
+        path = ""
+        try:
+            async with asyncio.timeout(deadline_s):
+                for path in ("/health", "/v1/models"):  # not every server has the first
+                    async with self._session.get(self._url + path) as response:
+                        if response.status == 404:
+                            continue
+                        return HealthAnswer(
+                            "" if response.status < 400 else f"{path} answers {response.status}"
+                        )
+        except TimeoutError:
+            return HealthAnswer(f"{path} does not answer within {deadline_s:g} s", timed_out=True)
+        except (aiohttp.ClientError, OSError) as error:
+            why = unreachable(self._url, path, error, deadline_s).why
+            return HealthAnswer(f"{path} cannot be reached: {why}")
+        return HealthAnswer("it has neither /health nor /v1/models")
 
     async def metrics(self, deadline_s: float) -> str | None:
         """Return what the server says at /metrics; None if it does not, or not in time."""

@@ -1,0 +1,117 @@
+"""Progress of an upstream is tokens: bytes without tokens renew nothing, and a server that brings tokens is alive whatever
+its health checks do."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from engine_contract import Rig, prompt
+from upstream import Upstream
+
+from workers.engines.engine import EngineDead
+from workers.engines.openai.engine import OpenAIEngine
+from workers.engines.openai.identity import UpstreamSettings
+from workers.engines.openai.watch.upstream_health import REFUSALS_MAX, HealthAnswer, UpstreamHealth
+
+GOOD, SLOW, REFUSED = (
+    HealthAnswer(),
+    HealthAnswer("/health does not answer within 8 s", timed_out=True),
+    HealthAnswer("/health answers 503"),
+)
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Upstream]:
+    server = await Upstream().start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def rig(upstream: Upstream) -> AsyncIterator[Rig]:
+    rig = Rig(OpenAIEngine(UpstreamSettings(url=upstream.url)))
+    await rig.start()
+    yield rig
+    await rig.engine.stop()
+
+
+async def test_comments_of_an_upstream_do_not_renew_the_age_of_its_step(upstream: Upstream, rig: Rig) -> None:
+    upstream.fault = "pings"
+    key = rig.submit(prompt())
+    await rig.until(lambda: len(rig.answers[key].tokens) == 3)
+    since = rig.engine.phase().since
+    await asyncio.sleep(0.2)  # some twenty comments
+    assert rig.engine.phase().since == since
+    upstream.after = 0
+    rig.submit(prompt(salt=1))
+    await rig.until(lambda: len(upstream.bodies) == 2)
+    await asyncio.sleep(0.2)
+    assert rig.engine.phase().since == since
+
+
+async def test_tokens_of_one_stream_renew_the_age_of_the_step(upstream: Upstream, rig: Rig) -> None:
+    upstream.token_s = 0.01
+    key = rig.submit(prompt())
+    await rig.until(lambda: len(rig.answers[key].tokens) == 3)
+    since = rig.engine.phase().since
+    await rig.until(lambda: len(rig.answers[key].tokens) > 5)
+    assert rig.engine.phase().since > since
+
+
+def judged(health: UpstreamHealth, answer: HealthAnswer, at: float, token_at: float = 0.0) -> str:
+    """Judge a check of 8 s that ends at this time."""
+    return health.judge(answer, at - 8, token_at, at)
+
+
+def test_a_server_that_brings_tokens_is_alive_though_no_health_check_is_answered() -> None:
+    health = UpstreamHealth(30.0)
+    for at in range(100, 1000, 10):
+        assert judged(health, SLOW, at, token_at=at - 1) == ""
+
+
+def test_a_server_that_brings_tokens_is_alive_though_its_health_checks_are_refused() -> None:
+    health = UpstreamHealth(30.0)
+    for at in range(100, 1000, 10):
+        assert judged(health, REFUSED, at, token_at=at - 1) == ""
+
+
+def test_a_timeout_is_no_refusal_and_a_server_is_dead_when_neither_an_answer_nor_a_token_has_come_for_long() -> (
+    None
+):
+    health = UpstreamHealth(30.0)
+    verdicts = [judged(health, SLOW, at, token_at=90) for at in (100, 110, 120)]
+    assert verdicts == ["", "", ""]
+    assert judged(health, SLOW, 130, token_at=90) == f"{SLOW.trouble}, and no token came for 38 s"
+
+
+def test_one_late_answer_or_one_token_begins_the_silence_anew() -> None:
+    for answer, token_at in ((GOOD, 0.0), (SLOW, 125.0)):
+        health = UpstreamHealth(30.0)
+        assert [judged(health, SLOW, at) for at in (100, 110, 120)] == ["", "", ""]
+        assert judged(health, answer, 130, token_at) == ""
+        assert [judged(health, SLOW, at, token_at) for at in (140, 150)] == ["", ""]
+        assert judged(health, SLOW, 175, token_at)
+
+
+def test_refusals_in_a_row_are_dead_and_a_timeout_between_them_forgives_none() -> None:
+    health = UpstreamHealth(30.0)
+    answers = [REFUSED, SLOW] * (REFUSALS_MAX - 1)
+    assert not any(judged(health, answer, 100 + 10 * n) for n, answer in enumerate(answers[:-1]))
+    assert judged(health, REFUSED, 125) == REFUSED.trouble
+
+
+async def test_a_busy_server_that_answers_no_health_check_serves_on(upstream: Upstream, rig: Rig) -> None:
+    upstream.answers, upstream.token_s = False, 0.01
+    key = rig.submit(prompt(), max_tokens=500)
+    checks = [asyncio.create_task(rig.engine.check()) for _ in range(5)]
+    await rig.until(lambda: upstream.checks == 5 and len(rig.answers[key].tokens) > 20)
+    upstream.release.set()
+    await asyncio.gather(*checks)
+
+
+async def test_a_server_that_is_gone_is_dead_after_three_refused_checks(upstream: Upstream, rig: Rig) -> None:
+    await upstream.stop()
+    for _ in range(REFUSALS_MAX - 1):
+        await rig.engine.check()
+    with pytest.raises(EngineDead, match="cannot be reached"):
+        await rig.engine.check()
