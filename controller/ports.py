@@ -34,7 +34,6 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
-        ...
 
 
 class Observe(Protocol):
@@ -206,13 +205,14 @@ class Prober(Protocol):
         """Yield the worker's chunks until one finishes. Raise WorkerUnreachable."""
         ...
 
-    def occupied(self, worker: str, own_tokens: int, *, begun: bool) -> bool:
-        """Say whether the worker's engine is known to get on, with others' work: it reads a prompt of theirs, or it has
-        no place yet for a question of `own_tokens` tokens whose answer has not `begun`."""
-        ...
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> "OthersWork":
+        """Return how its engine gets on with other requests, beside one of `own_tokens` tokens that has `begun` or not."""
 
 
 LostCause = Literal["cannot_connect", "disconnected", "stalled"]
+OthersWork = Literal[
+    "", "beside", "before"
+]  # the engine answers others beside ours, or before it; empty: not known
 
 
 class Sink(Protocol):
@@ -263,9 +263,8 @@ class RequestPlane(Protocol):
         """Return the load that the worker reported last; None if it is not connected."""
         ...
 
-    def prefill_tokens(self, worker: str) -> int:
-        """Return how many prompt tokens the worker's engine reads now; 0 if it decodes or is not connected."""
-        ...
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
+        """Return what `Prober.others_work` does."""
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""

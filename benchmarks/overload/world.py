@@ -17,7 +17,7 @@ from controller.frontend.director import Director, World
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.settings import FrontendSettings
 from controller.frontend.text.tokenizer import BUILTIN, Tokens, load_tokens
-from controller.ports import Sink, TransferSink, WorkerUnreachable
+from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
 from events.fact import Observation
 from events.observations import WorkerJoined
@@ -156,8 +156,8 @@ class Plane:
     def load(self, worker: str) -> Load | None:
         return self._loads.get(worker)
 
-    def prefill_tokens(self, worker: str) -> int:
-        return 0
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
+        return ""
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         load = self._loads.get(worker)

@@ -2,7 +2,8 @@
 
 A section is a pydantic model; policies inside it are plain dataclasses, and are reached the same way:
 `HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`. A field that is no model itself also gets a flag:
-`interval_s` becomes `--interval-s`. A section whose field says `flags` (a prefix) gives one to each of its own fields.
+`interval_s` becomes `--interval-s`. A section whose field says `flags` (a prefix) gives one to each of its own fields; one
+that says `nested` gives one to each field that it names, at any depth.
 """
 
 import argparse
@@ -52,6 +53,18 @@ def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]
                     yield f"{name}.{below}", [_flag(start, below), *_extra(one, "also", ())], one
                 elif own:
                     yield f"{name}.{below}", [own], one
+        for place, (flag, text) in _extra(field, "nested", {}).items():
+            yield f"{name}.{place}", [flag], _below(field, place, text)
+
+
+def _below(section: FieldInfo, place: str, text: str) -> FieldInfo:
+    """Return the field at a dotted place below a section."""
+    annotation, default = section.annotation, section.default
+    for name in place.split("."):
+        assert isinstance(annotation, type)
+        annotation, default = fields_of(annotation)[name], getattr(default, name)
+    shown = default.total_seconds() if isinstance(default, timedelta) else default
+    return FieldInfo(annotation=annotation, default=f"{shown:g}", description=text)
 
 
 def _flag(start: str, name: str) -> str:
@@ -90,11 +103,13 @@ def gather(
     values = from_environment(model, section, os.environ if environment is None else environment)
     for place, _, field in flagged(model):
         if args.get(place) is not None:
-            inner, _, name = place.rpartition(".")
-            where = values.setdefault(inner, {}) if inner else values
+            *inner, name = place.split(".")
+            where: Any = values
+            for part in inner:
+                where = where.setdefault(part, {}) if isinstance(where, dict) else None
             if isinstance(
                 where, dict
-            ):  # else the environment says something else of the whole section: that is refused
+            ):  # else the environment sets the whole section otherwise: that is refused
                 where[name] = _value(field.annotation, args[place])
     values = renamed(section, values)
     try:

@@ -35,10 +35,13 @@ from events.observations import (
     RequestFailed,
     RequestPoisonous,
     RequestsServed,
+    WorkerHeard,
     WorkerLeft,
 )
 
 TRIAL_FAILED = "trial_failed"  # the reason of a BreakerOpened starts with this when a trial ended so
+NO_RESULT = "no result"  # of a trial
+UNANSWERED = ("silent", "no_response", "timeout", NO_RESULT)  # reasons of failures without any answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class BreakerPolicy:
     wait_max: timedelta = timedelta(minutes=15)  # the most that this grows to
     backoff: float = 2.0  # by which the wait grows with each trial that failed in a row; 1: never
     trial_timeout: timedelta = timedelta(seconds=30)  # until a trial that says nothing has failed
+    silence_ends_wait: bool = True  # a worker that gave no wrong answer is tried as soon as it answers again
+    soft_timeouts: bool = True  # a canary that timed out while the worker's engine went on is no failure
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -81,15 +86,22 @@ class Breaker:
     admitted: bool = False  # the one trial request is on its way (frontends only)
     why: str = ""  # the last failure's reason
     cause: str = ""  # id of the fact that spoke last
+    timeouts: int = 0  # of the canary failures in a row: timeouts while the worker's engine went on
+    answers: Literal["", "again", "wrong"] = (
+        ""  # since it opened; a wrong answer or an error: since it closed
+    )
+    closed_at: datetime | None = None  # when it closed last
 
 
 def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
     """Absorb one fact about this worker and instance."""
     match fact:
         case CanaryFailed(reason="latency_spike") | CanaryPassed() | CanarySlow():
-            return _succeeded(state, "canary", fact.sent_under, cause)
+            return _answered(_succeeded(state, "canary", fact.sent_under, cause), fact.sent_under, cause)
         case CanaryFailed():
-            return _failed(state, "canary", fact.sent_under, state.canary_failures + 1, fact.reason, cause)
+            return _canary_failed(state, fact, cause)
+        case WorkerHeard():
+            return _answered(state, state.moved_by, cause)
         case RequestsServed():
             return _succeeded(state, "request", fact.routed_under, cause)
         case RequestFailed():
@@ -118,7 +130,7 @@ def _succeeded(state: Breaker, by: str, sent_under: int, cause: str) -> Breaker:
     if state.position == "half_open":
         return _tried(state, by, "passed", "", cause)
     if by == "canary":
-        return state if not state.canary_failures else replace(state, canary_failures=0)
+        return state if not state.canary_failures else replace(state, canary_failures=0, timeouts=0)
     return state if not state.request_failures else replace(state, request_failures=0)
 
 
@@ -130,6 +142,21 @@ def _failed(state: Breaker, by: str, sent_under: int, in_a_row: int, why: str, c
     if by == "canary":
         return replace(state, canary_failures=in_a_row, why=why, cause=cause)
     return replace(state, request_failures=in_a_row, why=why, cause=cause)
+
+
+def _canary_failed(state: Breaker, fact: CanaryFailed, cause: str) -> Breaker:
+    """Count a failed canary. An answer that is wrong, and an error, is remembered until the breaker closes."""
+    failed = _failed(state, "canary", fact.sent_under, state.canary_failures + 1, fact.reason, cause)
+    if failed.canary_failures > state.canary_failures and fact.engine_went_on and fact.reason == "timeout":
+        failed = replace(failed, timeouts=state.timeouts + 1)
+    return failed if fact.reason in UNANSWERED else replace(failed, answers="wrong")
+
+
+def _answered(state: Breaker, sent_under: int, cause: str) -> Breaker:
+    """Note that the worker of an open breaker answers again, as far as the question was sent since the last move."""
+    if state.position != "open" or state.answers or sent_under < state.moved_by:
+        return state
+    return replace(state, answers="again", cause=cause)
 
 
 def _taken_back(state: Breaker, fact: RequestPoisonous, cause: str) -> Breaker:
@@ -159,6 +186,8 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
         state,
         request_failures=0,
         canary_failures=0,
+        timeouts=0,
+        answers="" if state.answers == "again" else state.answers,
         unhealthy="",
         trial="",
         retry_at=None,
@@ -183,7 +212,7 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
         case BreakerHalfOpened():
             return replace(moved, position="half_open", deadline=fact.deadline)
         case _:
-            return replace(moved, position="closed", trials_failed=0)
+            return replace(moved, position="closed", trials_failed=0, answers="", closed_at=fact.decided_at)
 
 
 def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:
@@ -195,7 +224,8 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
         return (_open(policy, state, now, reason, trials_failed=0),) if reason else ()
     if state.position == "half_open":
         return _end_trial(policy, state, now)
-    if not state.retry_now and (state.retry_at is None or now < state.retry_at):
+    due = due_at(policy, state)
+    if not state.retry_now and (due is None or now < due):
         return ()
     half_opened = BreakerHalfOpened(
         worker=state.worker,
@@ -208,14 +238,32 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
 
 
 def due_at(policy: BreakerPolicy, state: Breaker) -> datetime | None:
-    """Return when time alone makes something due."""
-    return state.retry_at if state.position == "open" else state.deadline
+    """Return when time alone makes something due.
+
+    A worker that was only silent is tried as soon as it answers again. It waits for half of `wait_min` after a failed trial,
+    and for all of it after its breaker has closed: a connection that comes and goes does not take the worker in and out every
+    few seconds.
+    """
+    if state.position != "open" or state.retry_at is None:
+        return state.deadline if state.position != "open" else None
+    if not (policy.silence_ends_wait and state.answers == "again" and _was_silent(state)):
+        return state.retry_at
+    opened_at = state.retry_at - wait_after(policy, state.trials_failed)
+    tried_at = opened_at + (policy.wait_min / 2 if state.trials_failed else timedelta())
+    calm_at = tried_at if state.closed_at is None else state.closed_at + policy.wait_min
+    return min(state.retry_at, max(tried_at, calm_at))
+
+
+def _was_silent(state: Breaker) -> bool:
+    """Return whether the breaker opened only because nothing was answered."""
+    opened_by, _, reason = state.why.partition(": ")
+    return reason in UNANSWERED and opened_by in ("unhealthy", "canaries", TRIAL_FAILED)
 
 
 def _trip(policy: BreakerPolicy, state: Breaker) -> str:
     if state.unhealthy:
         return f"unhealthy: {state.unhealthy}"
-    if state.canary_failures >= policy.failures_max:
+    if state.canary_failures - (state.timeouts if policy.soft_timeouts else 0) >= policy.failures_max:
         return f"canaries: {state.why}"
     if state.request_failures >= policy.failures_max:
         return f"requests: {state.why}"
@@ -233,7 +281,7 @@ def _end_trial(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[De
     elif state.trial == "failed":
         reason = f"{TRIAL_FAILED}: {state.why}"
     elif state.deadline is not None and now >= state.deadline:
-        reason = f"{TRIAL_FAILED}: no result"
+        reason = f"{TRIAL_FAILED}: {NO_RESULT}"
     else:
         return ()
     return (_open(policy, state, now, reason, state.trials_failed + 1),)

@@ -6,10 +6,12 @@
 | SUSPICIOUS (joining) | good canary | HEALTHY, weight 1 |
 | HEALTHY | failed canary | SUSPICIOUS, 0.5 |
 | HEALTHY | slow (CanarySlow, or the frontends' WorkerSlow) three times in a row | SUSPICIOUS, 0.5; slowness goes no further |
+| any | a canary that times out while the engine answers other requests | as slow |
 | SUSPICIOUS | good canary (three not-slow ones, if slow was the reason) | HEALTHY |
 | SUSPICIOUS | third failed canary in a row | UNHEALTHY, 0 |
 | any but DEAD | conviction: confirmed mismatch, non-finite, fatal device or engine fault, silence | UNHEALTHY, 0 |
 | UNHEALTHY | the breaker's trial passes | HEALTHY, 0.25, then 0.5, 1.0 with each good canary |
+| UNHEALTHY, only because nothing was answered | the same | HEALTHY, with the weight that it had |
 | HEALTHY (ramp) | failed canary | UNHEALTHY, 0 |
 | UNHEALTHY | trials_max trials failed in a row, or silent for dead_after | DRAINING, then DEAD when nothing is in flight |
 | any but DEAD | DrainRequested, ShutdownBegan | DRAINING, 0 |
@@ -43,6 +45,7 @@ from controller.deciders.health_state import (
     LIMITED,
     SILENT,
     TRIALS_FAILED,
+    UNANSWERED,
     UNHEALTHY,
     Canaries,
     Charges,
@@ -117,7 +120,7 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
             return _moved(state, fact)
         case BreakerClosed():
             trials = replace(state.trials, passed=state.status is UNHEALTHY, failed=0)
-            return replace(state, trials=trials, canaries=replace(state.canaries, failures=0))
+            return replace(state, trials=trials, canaries=replace(state.canaries, failures=0, timeouts=0))
         case BreakerOpened():
             failed = state.trials.failed + fact.reason.startswith("trial_failed")
             trials = replace(state.trials, passed=False, failed=failed)
@@ -207,7 +210,9 @@ def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
     quicks = 0 if slow else said.quicks + 1
     return replace(
         state,
-        canaries=replace(said, failures=0, goods=said.goods + 1, streak=said.streak + 1, quicks=quicks),
+        canaries=replace(
+            said, failures=0, timeouts=0, goods=said.goods + 1, streak=said.streak + 1, quicks=quicks
+        ),
         slowness=replace(slowness, reports=slowness.reports + 1) if slow else _over(slowness),
         cause=cause,
     )
@@ -240,7 +245,17 @@ def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
     elif fact.sent_under < state.moved_by:
         return state
     said = state.canaries
-    said = replace(said, failures=said.failures + 1, failure=fact.reason, goods=0, streak=0, quicks=0)
+    soft = fact.reason == "timeout" and fact.engine_went_on
+    said = replace(
+        said,
+        failures=said.failures + 1,
+        failure=fact.reason,
+        goods=0,
+        streak=0,
+        quicks=0,
+        timeouts=said.timeouts + soft,
+        wrong=said.wrong or fact.reason not in UNANSWERED,
+    )
     return replace(state, canaries=said, cause=cause)
 
 
@@ -371,7 +386,7 @@ def _out_of_service(moved: Health, fact: HealthChanged) -> Health:
     since = fact.decided_at if SILENT in charges.convictions else None
     return replace(
         moved,
-        canaries=replace(moved.canaries, failures=0),
+        canaries=replace(moved.canaries, failures=0, timeouts=0),
         slowness=replace(moved.slowness, suspected=False),
         charges=replace(
             charges,

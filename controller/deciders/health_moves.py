@@ -20,6 +20,7 @@ from controller.deciders.health_state import (
     SILENT,
     SUSPICIOUS,
     TRIALS_FAILED,
+    UNANSWERED,
     UNHEALTHY,
     Health,
 )
@@ -43,6 +44,8 @@ class HealthPolicy:
     dead_after: timedelta = timedelta(seconds=30)  # of silence
     good_to_acquit: int = 8  # good canaries in a row: two rounds of the default four
     eject_intruders: bool = True  # out of service: a worker that tried what harms other workers
+    soft_timeouts: bool = True  # a canary that timed out while the engine went on: slow, no failure
+    silence_returns_whole: bool = True  # a worker that gave no wrong answer returns with the weight it had
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -118,17 +121,27 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
 
 
 def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
-    if state.canaries.failures:
+    if _failures(policy, state):
         if state.ramp < 1:
             return UNHEALTHY, 0.0, f"{RELAPSE}: {state.canaries.failure}"
         return SUSPICIOUS, policy.suspicious_weight, state.canaries.failure
-    if state.slowness.reports >= policy.slows_max:
+    if _slows(policy, state) >= policy.slows_max:
         return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
     if state.disputed:
         return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "golden_disputed"
     if state.ramp < 1 and state.canaries.goods:
         return HEALTHY, _step(policy, state), "ramp"
     return None
+
+
+def _failures(policy: HealthPolicy, state: Health) -> int:
+    """Return the canaries failed in a row. A timeout of a busy worker whose engine goes on is no failure."""
+    return state.canaries.failures - (state.canaries.timeouts if policy.soft_timeouts else 0)
+
+
+def _slows(policy: HealthPolicy, state: Health) -> int:
+    """Return the slow reports in a row, such timeouts included."""
+    return state.slowness.reports + (state.canaries.timeouts if policy.soft_timeouts else 0)
 
 
 def _step(policy: HealthPolicy, state: Health) -> float:
@@ -139,9 +152,9 @@ def _step(policy: HealthPolicy, state: Health) -> float:
 
 def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
     on_ramp = not state.joining and state.ramp < 1
-    if state.canaries.failures >= (1 if on_ramp else policy.failures_max):
+    if _failures(policy, state) >= (1 if on_ramp else policy.failures_max):
         return UNHEALTHY, 0.0, state.canaries.failure
-    if state.slowness.reports >= policy.slows_max and not state.slowness.suspected and not state.joining:
+    if _slows(policy, state) >= policy.slows_max and not state.slowness.suspected and not state.joining:
         return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
     if not state.canaries.goods or state.disputed or _blocked(policy, state):
         return None
@@ -160,13 +173,19 @@ def _blocked(policy: HealthPolicy, state: Health) -> bool:
     return bool(standing) and state.canaries.streak < policy.good_to_acquit
 
 
+def _returning(policy: HealthPolicy, state: Health) -> float:
+    """Return the weight with which a worker comes back: a part, or all that it had if it only did not answer."""
+    silent = state.reason in UNANSWERED and not state.canaries.wrong and not state.charges.convictions
+    return max(policy.ramp[0], state.ramp) if policy.silence_returns_whole and silent else policy.ramp[0]
+
+
 def _from_unhealthy(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
-    if state.trials.passed and state.canaries.failures:
+    if state.trials.passed and _failures(policy, state):
         return UNHEALTHY, 0.0, f"{RELAPSE}: {state.canaries.failure}"
     if state.trials.passed and not _blocked(policy, state):
         if state.exit.draining:
             return DRAINING, 0.0, "still_draining"
-        return HEALTHY, policy.ramp[0], "trial_passed"
+        return HEALTHY, _returning(policy, state), "trial_passed"
     if state.trials.failed >= policy.trials_max and not state.kept:
         return DRAINING, 0.0, TRIALS_FAILED
     dead_at = due_at(policy, state)

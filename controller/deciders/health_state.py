@@ -15,6 +15,7 @@ HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
 CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # convictions; a device's names it
 CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
 GOLDENS_MAX = 64  # that convicted one worker, as many as there are canaries at most
+UNANSWERED = (SILENT, "no_response", "timeout")  # reasons of a HealthChanged where nothing was answered
 TRIALS_FAILED = "trials_failed"
 INTRUSION = "intrusion"  # a HealthChanged's reason begins so that ejects a worker for what it tried
 RELAPSE = "relapse"  # a HealthChanged's reason begins so that tells of a worker which failed on its way back
@@ -31,6 +32,8 @@ class Canaries:
     goods: int = 0  # in a row, since the last move
     streak: int = 0  # good ones in a row, since the last conviction
     quicks: int = 0  # not-slow good ones in a row, since the last move
+    timeouts: int = 0  # of the failures: timeouts while the worker's engine answered other requests
+    wrong: bool = False  # one brought a wrong answer or an error, since it was last HEALTHY
 
 
 @quickly_made

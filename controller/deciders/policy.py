@@ -71,10 +71,11 @@ one, with the kinds that the fleet knows."""
 BEFORE: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     5: {"forgetting": {"forget_after": None}, "spares": {"on_return": "swap"}},
     6: {
+        "breaker": {"silence_ends_wait": False, "soft_timeouts": False},
         "budget": {"keep_last": False},
         "degradation": {"exit_at_provisioned": False, "tolerance": 0.0},
         "golden": {"outvote": False},
-        "health": {"eject_intruders": False},
+        "health": {"eject_intruders": False, "soft_timeouts": False, "silence_returns_whole": False},
     },
 }
 """What each version of the deciders introduced, and how versions before it behaved.

@@ -79,7 +79,7 @@ class Director:
         self.table = table = EndpointTable(ModelFolders(settings.folders, world.observe).allows)
         self.metrics = FrontendMetrics()
         self.request_metrics = RequestMetrics(self.metrics)
-        self.breakers = LocalBreakers(world.name, settings.breaker, settings.facts, world.observe, now)
+        self.breakers = self._local_breakers(world)
         self.exposures = Exposures(
             world.name,
             settings.facts.exposure_entries_max,
@@ -127,13 +127,22 @@ class Director:
             table, self.routing, world.plane, poison, self.running, self.request_metrics, now, self._freed
         )  # fmt: skip
         self.dispatcher.report = Intrusions(world.observe, now).report
-        self.stalls: StallWatch[Generation] = StallWatch(
-            settings.stall, settings.admission, table, self.running, world.plane, self.dispatcher.cancel,
-            self.metrics.faults.stalled.inc, now,
-        )  # fmt: skip
         self.pending: PendingGenerations[Generation] = PendingGenerations(
-            table, settings, self.rescheduler, now, self.admission, preemption, world.ended
-        )
+            table, settings, self.rescheduler, now, self.admission, preemption, self._stall_watch(), world.ended
+        )  # fmt: skip
+
+    def _local_breakers(self, world: World) -> LocalBreakers:
+        """Return this frontend's own breakers."""
+        local, facts, load = self.settings.breaker, self.settings.facts, world.plane.load
+        return LocalBreakers(world.name, local, facts, world.observe, self.now, load)
+
+    def _stall_watch(self) -> StallWatch[Generation]:
+        """Return what moves streams that stalled."""
+        settings, plane, metrics = self.settings, self._world.plane, self.metrics.faults
+        return StallWatch(
+            settings.stall, settings.admission, self.table, self.running, plane, self.dispatcher.cancel,
+            metrics.stalled.inc, self.now,
+        )  # fmt: skip
 
     # --- the fold -----------------------------------------------------------------------------------------
 
@@ -263,7 +272,6 @@ class Director:
         self.routing.expire()
         self.peers.names()  # who is silent is forgotten, and waits for nothing
         self.metrics.settle()
-        self.stalls.tick()
         self.pending.tick()
         self.traffic.tick()
         self._expose_suspects()

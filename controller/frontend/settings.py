@@ -101,10 +101,6 @@ class StallSettings(Strict):
         default=60.0,
         description="seconds without a token, above which each has; also the limit while requests wait in the worker's queue",
     )
-    prefill_s_per_token: NotNegative = Field(
-        default=0.03,
-        description="seconds more for each prompt token that the engine reads, while it brings no stream a token",
-    )
     sweep_s: Positive = Field(default=0.25, description="seconds between two looks at all streams")
 
     @model_validator(mode="after")

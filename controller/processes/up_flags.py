@@ -32,6 +32,7 @@ OWN = (
     "stream.early_head_s",
     "api_key_file", "insecure", "tls_cert", "tls_key", "admin_key_file",
     "cors_origins", "model_aliases",
+    "stall.pace_factor", "stall.floor_s", "stall.ceiling_s",
 )  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model

@@ -121,7 +121,15 @@ class ControllerSettings(JournalSection):
     liveness: LivenessSettings = LivenessSettings()
     actuator: ActuatorSettings = ActuatorSettings()
     versions: VersionSettings = VersionSettings()
-    policy: FleetPolicy = FleetPolicy()
+    policy: FleetPolicy = Field(
+        default=FleetPolicy(),
+        json_schema_extra={
+            "nested": {
+                "breaker.wait_min": ["--breaker-wait", "seconds until an open breaker's first trial"],
+                "breaker.backoff": ["--breaker-backoff", "factor of that wait after each failed trial"],
+            }
+        },
+    )
     chaos: bool = Field(False, description="allow rehearsed faults (holdfast chaos); never in production")
     metrics_cardinality: Literal["full", "compact"] = Field(
         "full", description="full, or compact: no metric by pairs of workers, no histogram by worker"

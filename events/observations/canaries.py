@@ -66,6 +66,7 @@ class CanaryFailed(CanaryResult):
         False  # `got` is the whole answer, and `top_k` is of it: it counts as a vote against an agreed golden
     )
     top_k: tuple[TopK, ...] = ()  # of each position of a whole answer
+    engine_went_on: bool = False  # timeout: the worker's engine answered other requests meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,20 @@ def test_a_flag_wins_over_the_environment() -> None:
     assert gather(ControllerSettings, "controller", {"admin_port": "4321"}, environment).admin_port == 4321
 
 
+def test_the_breakers_wait_is_a_flag_of_the_controller_and_wins_over_the_environment() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ControllerSettings)
+    args = vars(parser.parse_args(["--breaker-wait", "7", "--breaker-backoff", "1.5"]))
+    environment = {
+        "HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN": "9",
+        "HOLDFAST_CONTROLLER__POLICY__BREAKER__FAILURES_MAX": "4",
+    }
+    breaker = gather(ControllerSettings, "controller", args, environment).policy.breaker
+    assert (breaker.wait_min, breaker.backoff, breaker.failures_max) == (timedelta(seconds=7), 1.5, 4)
+    with pytest.raises(BadSetting, match="wait_min"):
+        gather(ControllerSettings, "controller", {"policy.breaker.wait_min": "soon"}, {})
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [

@@ -100,10 +100,11 @@ def failed(
     instance: str = "i1",
     *,
     under: int = 0,
-    reason: str = "timeout",
+    reason: str = "exception",
     confirmed: bool = False,
     golden: str = "none",
     canary: str = "c1",
+    engine_went_on: bool = False,
 ):
     return CanaryFailed(
         worker=worker,
@@ -117,6 +118,7 @@ def failed(
         reason=reason,
         confirmed=confirmed,
         golden=golden,
+        engine_went_on=engine_went_on,
     )
 
 

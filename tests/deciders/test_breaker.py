@@ -9,6 +9,7 @@ from fleet_story import (
     START,
     Story,
     failed,
+    heard,
     kinds,
     left,
     passed,
@@ -107,7 +108,7 @@ def test_three_canaries_failed_in_a_row_open_it() -> None:
     state = Breaker("w0", "i1")
     for _ in range(3):
         state = evolve(state, failed("w0"))
-    assert [d.reason for d in decide(POLICY, state, START)] == ["canaries: timeout"]
+    assert [d.reason for d in decide(POLICY, state, START)] == ["canaries: exception"]
 
 
 def test_unhealthy_opens_it() -> None:
@@ -270,13 +271,24 @@ class Model:
 
     def __init__(self) -> None:
         self.position, self.moved_by, self.lost = "closed", 0, 0
-        self.said: list[tuple[str, bool, int]] = []  # by, good, failures in a row
+        self.said: list[tuple[str, bool, int, str]] = []  # by, good, failures in a row, why
         self.sick = self.rests = False
         self.until = START
+        self.wrong = self.answers = False  # since it closed; since it opened
+        self.muted = ""  # why it opened, if only because nothing was answered
+        self.opened_at: datetime | None = None
+        self.closed_at: datetime | None = None
 
-    def hear(self, by: str, good: bool, in_a_row: int, under: int) -> None:
+    def hear(self, by: str, good: bool, in_a_row: int, under: int, why: str = "") -> None:
+        if by == "canary" and not good and why == "exception":
+            self.wrong, self.answers = True, False
+        if by == "canary" and good and under >= self.moved_by:
+            self.heard()
         if under >= self.moved_by and self.position != "open":
-            self.said.append((by, good, in_a_row))
+            self.said.append((by, good, in_a_row, why))
+
+    def heard(self) -> None:
+        self.answers = self.answers or (self.position == "open" and not self.wrong)
 
     def health(self, after: HealthStatus) -> None:
         self.rests = after in (HealthStatus.DRAINING, HealthStatus.DEAD)
@@ -289,30 +301,59 @@ class Model:
         if self.position == "closed":
             return "opened" if self.sick or self._tripped() else None
         if self.position == "open":
-            return "half_opened" if now >= self.until else None
+            return "half_opened" if now >= min(self.until, self._soon()) else None
         if self.sick:
             return "opened"
-        trials = [good for by, good, _ in self.said if by == "canary"]
+        trials = [good for good, _ in self._canaries()]
         if trials:
             return "closed" if trials[0] else "opened"
         return "opened" if now >= self.until else None
 
+    def _soon(self) -> datetime:
+        """Return when a silent worker that answers again is tried."""
+        assert self.opened_at is not None
+        if not (self.answers and self.muted):
+            return self.until
+        soon = self.opened_at + timedelta(seconds=30 if self.lost else 0)
+        return soon if self.closed_at is None else max(soon, self.closed_at + timedelta(seconds=60))
+
+    def _canaries(self) -> list[tuple[bool, str]]:
+        return [(good, why) for by, good, _, why in self.said if by == "canary"]
+
     def _tripped(self) -> bool:
         canaries = 0
-        for by, good, _ in self.said:
-            if by == "canary":
-                canaries = 0 if good else canaries + 1
-        requests = [(good, n) for by, good, n in self.said if by == "request"]
+        for good, _ in self._canaries():
+            canaries = 0 if good else canaries + 1
+        requests = [(good, n) for by, good, n, _ in self.said if by == "request"]
         return canaries >= 3 or (bool(requests) and not requests[-1][0] and requests[-1][1] >= 3)
 
     def move(self, kind: str, number: int, now: datetime) -> None:
         if kind == "opened":
+            self.muted = self._why_muted()
+            self.opened_at = now
             self.lost = self.lost + 1 if self.position == "half_open" else 0
             self.until = now + timedelta(seconds=min(60 * 2**self.lost, 900))
         elif kind == "half_opened":
             self.until = now + timedelta(seconds=30)
+        else:
+            self.wrong, self.closed_at = False, now
+        self.answers = False
         self.position = {"opened": "open", "half_opened": "half_open", "closed": "closed"}[kind]
         self.said, self.sick, self.moved_by = [], False, number
+
+    def _why_muted(self) -> str:
+        """Return the reason for which it opens, if that is only that nothing was answered."""
+        if self.sick:
+            return ""
+        canaries = self._canaries()
+        if self.position == "half_open":
+            why = canaries[0][1] if canaries else "no result"
+        else:  # what was said last is quoted, if canaries have opened it
+            in_a_row = 0
+            for good, _ in canaries:
+                in_a_row = 0 if good else in_a_row + 1
+            why = next(why for _, good, _, why in reversed(self.said) if not good) if in_a_row >= 3 else ""
+        return why if why in ("timeout", "no result") else ""
 
 
 KINDS = {BreakerOpened: "opened", BreakerHalfOpened: "half_opened", BreakerClosed: "closed"}
@@ -343,19 +384,23 @@ def test_the_breaker_agrees_with_an_independent_model_over_a_long_random_walk() 
 
 def say_something(r: random.Random, state: Breaker, model: Model, number: int) -> tuple[Breaker, Model]:
     under = max(0, number - (r.randrange(4) if r.random() < 0.3 else 0))
-    match r.randrange(12):
+    match r.randrange(13):
+        case 12:
+            model.heard()
+            return evolve(state, heard("w0")), model
         case 0 | 1 | 2:
             model.hear("canary", True, 0, under)
             return evolve(state, passed("w0", under=under, slow=r.random() < 0.2)), model
         case 3 | 4 | 5:
-            model.hear("canary", False, 0, under)
-            return evolve(state, failed("w0", under=under)), model
+            why = "timeout" if r.random() < 0.9 else "exception"
+            model.hear("canary", False, 0, under, why)
+            return evolve(state, failed("w0", under=under, reason=why)), model
         case 6 | 7:
             model.hear("request", True, 0, under)
             return evolve(state, served("w0", under=under)), model
         case 8 | 9 | 10:
             count = r.randrange(1, 5)
-            model.hear("request", False, count, under)
+            model.hear("request", False, count, under, "disconnected")
             return evolve(state, request_failed("w0", count, under=under)), model
         case _:
             after = r.choice(list(HealthStatus)[:4])

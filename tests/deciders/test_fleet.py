@@ -75,14 +75,16 @@ def test_a_policy_survives_the_journal() -> None:
 
 
 def test_an_older_or_newer_policy_loads_with_defaults() -> None:
-    ladder = DegradationPolicy(exit_at_provisioned=False, tolerance=0.0)
-    assert load({}) == replace(
+    before = replace(
         FleetPolicy(),
         forgetting=ForgettingPolicy(forget_after=None),
-        degradation=ladder,
+        degradation=DegradationPolicy(exit_at_provisioned=False, tolerance=0.0),
+        breaker=BreakerPolicy(silence_ends_wait=False, soft_timeouts=False),
+        health=HealthPolicy(soft_timeouts=False, silence_returns_whole=False),
         golden=GoldenPolicy(outvote=False),
         budget=BudgetPolicy(keep_last=False),
     )
+    assert load({}) == before
     assert load({"health": {"trials_max": 2, "unheard_of": 1}, "tomorrow": {}}).health.trials_max == 2
     assert load(FleetPolicy().adopted) == FleetPolicy()
 
@@ -150,7 +152,7 @@ def test_a_workers_weight_is_the_minimum_of_its_reasons() -> None:
     story = Story().up("w0", "w1")
     assert (story.worker().weight, story.worker().reasons) == (1.0, ())
     story.tell(failed("w0"))
-    assert (story.worker().weight, story.worker().reasons) == (0.5, ("health SUSPICIOUS: timeout",))
+    assert (story.worker().weight, story.worker().reasons) == (0.5, ("health SUSPICIOUS: exception",))
     story.tell(request_failed("w0", 3))
     assert story.worker().weight == 0.0
     assert not story.worker().routable and story.worker().in_doubt
@@ -177,7 +179,7 @@ def test_the_last_pass_of_each_canary_is_remembered_for_exposure() -> None:
     assert len(story.worker().passes) == 64
     story.tell(failed("w0", canary="c2"))
     last = story.worker().last_canary
-    assert (last.canary, last.outcome, last.reason) == ("c2", "failed", "timeout")
+    assert (last.canary, last.outcome, last.reason) == ("c2", "failed", "exception")
 
 
 def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:

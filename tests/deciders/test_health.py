@@ -140,9 +140,9 @@ def test_silence_that_ends_within_the_time_is_no_death() -> None:
     story.tell(silent("w0"))
     story.wait(20)
     story.tell(heard("w0"))
-    story.wait(40)
+    story.wait(25)
     assert story.status() is U
-    good_canaries(story, 3)
+    good_canaries(story, 1)
     assert (story.status(), story.worker().weight) == (H, 1.0)
 
 

@@ -145,15 +145,9 @@ def silent_worker(story: Story) -> None:
 
 
 def heard_again(story: Story) -> None:
-    """UNHEALTHY by a silence that is over; its trial has not come yet."""
+    """UNHEALTHY by a silence that is over; its trial has begun."""
     silent_worker(story)
     story.tell(heard("w0"))
-
-
-def trial_due_heard_again(story: Story) -> None:
-    silent_worker(story)
-    story.tell(heard("w0"))
-    story.wait(60)
 
 
 def given_up(story: Story) -> None:
@@ -214,7 +208,6 @@ STATES: dict[str, tuple[Arrange, HealthStatus, float]] = {
     "corrupt": (corrupt, U, 0.0),
     "silent_worker": (silent_worker, U, 0.0),
     "heard_again": (heard_again, U, 0.0),
-    "trial_due_heard_again": (trial_due_heard_again, U, 0.0),
     "given_up": (given_up, DR, 0.0),
     "draining": (draining, DR, 0.0),
     "draining_resumed": (draining_resumed, DR, 0.0),
@@ -323,7 +316,8 @@ ROWS = [
     Row(["ramping"], GOOD, H, 0.5),
     Row(["ramping_half"], GOOD, H, 1.0),
     Row(["ramping", "ramping_half", "slow_on_the_ramp"], FAILING, U, 0.0),
-    Row(["trial_due", "trial_due_heard_again"], GOOD, H, 0.25),
+    Row(["trial_due"], GOOD, H, 0.25),
+    Row(["heard_again"], GOOD, H, 1.0),
     Row(["given_up"], ("drain_finished",), DEAD, 0.0),
     Row(["draining_resumed"], GOOD, H, 0.25),
     Row([name for name in ALIVE if name != "given_up"], CONVICTING, U, 0.0),

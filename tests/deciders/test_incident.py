@@ -35,7 +35,7 @@ def test_everything_from_first_symptom_to_recovery_carries_one_id() -> None:
         "IncidentClosed",
     ]
     assert {d.incident for d in told} == {f"incident-{told[0].number}"}
-    assert (told[0].subject, told[0].symptom, told[-1].outcome) == ("worker:w0", "timeout", "recovered")
+    assert (told[0].subject, told[0].symptom, told[-1].outcome) == ("worker:w0", "exception", "recovered")
     assert story.fleet.incidents == {}
     assert story.worker().incident == ""
 

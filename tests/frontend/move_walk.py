@@ -25,7 +25,7 @@ from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.requests.failures import MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
-from controller.ports import Sink, TransferSink, WorkerUnreachable
+from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
 from events import wire
 from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStatus
@@ -188,8 +188,8 @@ class Connections:
     def external_load(self, worker: str) -> Load | None:
         return None
 
-    def prefill_tokens(self, worker: str) -> int:
-        return 0
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
+        return ""
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from controller.adapters.clock import VirtualClock
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
-from controller.ports import Prober, WorkerUnreachable
+from controller.ports import OthersWork, Prober, WorkerUnreachable
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
@@ -94,6 +94,7 @@ class FakeWorker:
     sampler: Literal["right", "nonsense", "nan"] = "right"  # what it does at a temperature above 0
     seeded: bool = True  # the same seed gives the same draws
     tells: Callable[[int], bool] = lambda token: True  # of the others it says nothing, as llama-server does
+    goes_on: bool = False  # its engine answers other requests
     busy_until: float = 0.0  # it gets on with others' work, and begins no answer
     asked: int = 0
     open: int = 0
@@ -150,8 +151,10 @@ class FakePlane:
         self.clock = clock
         self.workers: dict[str, FakeWorker] = {}
 
-    def occupied(self, worker: str, own_tokens: int, *, begun: bool) -> bool:
-        return not begun and self.clock.monotonic() < self.workers[worker].busy_until
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
+        if not begun and self.clock.monotonic() < self.workers[worker].busy_until:
+            return "before"
+        return "beside" if self.workers[worker].goes_on else ""
 
     async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
         fake = self.workers[worker]

@@ -83,3 +83,39 @@ def test_a_worker_that_is_gone_is_no_peer() -> None:
     baseline.forget(["b", "c", "nobody"])
     assert baseline.judge("a", "1", 250.0) is None
     assert baseline.of("a") == 100.0
+
+
+def test_a_worker_is_compared_with_peers_of_the_same_load() -> None:
+    baseline = warmed("a", "b", "c")
+    for _ in range(10):
+        for worker in "ab":
+            assert baseline.judge(worker, "1", 320.0, load=60) is None, "a full batch takes longer"
+    assert baseline.of("c", load=40) == 320.0
+    assert baseline.of("c", load=1) == 100.0
+    assert baseline.judge("c", "1", 900.0, load=50) is None
+    assert baseline.judge("c", "1", 1000.0, load=50) == 320.0
+
+
+def test_a_lone_worker_under_more_load_than_ever_may_take_longer_but_not_any_time() -> None:
+    baseline = warmed("w")
+    assert baseline.judge("w", "1", 400.0, load=4) is None
+    assert baseline.judge("w", "1", 700.0, load=4) == 225.0
+    assert baseline.judge("w", "1", 400.0, load=1) == 100.0, "without load the same latency is slow"
+
+
+def test_where_most_become_slow_at_once_no_worker_is_to_blame() -> None:
+    baseline, accused = warmed("a", "b", "c", "d"), dict.fromkeys("abcd", 0)
+    for _ in range(20):
+        for worker in "abcd":
+            accused[worker] += baseline.judge(worker, "1", 900.0) is not None
+    assert max(accused.values()) == 1, (
+        "those who were asked first are suspected once: three times in a row are a verdict"
+    )
+
+
+def test_one_of_two_slow_workers_among_four_is_still_found() -> None:
+    baseline, accused = warmed("a", "b", "c", "d"), dict.fromkeys("abcd", 0)
+    for _ in range(5):
+        for worker in "abcd":
+            accused[worker] += baseline.judge(worker, "1", 900.0 if worker in "ab" else 100.0) is not None
+    assert accused == {"a": 5, "b": 5, "c": 0, "d": 0}

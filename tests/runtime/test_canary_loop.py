@@ -261,6 +261,18 @@ async def test_a_worker_that_is_busy_for_half_a_minute_is_no_alarm_and_one_that_
     assert world.facts(CanaryFailed)[0].reason == "timeout"
 
 
+async def test_a_canary_that_times_out_says_whether_the_engine_went_on_meanwhile() -> None:
+    world = await settled("w1", settings=CanarySettings(interval_s=5, timeout_s=3))
+    async with world.running():
+        await world.pass_time(5)
+        world.plane.workers["w1"].hangs = True
+        await world.until(lambda: bool(world.facts(CanaryFailed)), 20)
+        world.plane.workers["w1"].goes_on = True
+        await world.until(lambda: world.facts(CanaryFailed)[-1].engine_went_on, 20)
+    assert not world.facts(CanaryFailed)[0].engine_went_on
+    assert {failed.reason for failed in world.facts(CanaryFailed)} == {"timeout"}
+
+
 async def test_even_a_busy_worker_must_answer_some_day() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=1, timeout_s=3, busy_s=20))
     async with world.running():

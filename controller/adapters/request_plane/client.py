@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from controller.adapters.request_plane.connection import StreamReader, WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer
 from controller.adapters.request_plane.links import Address, PlaneLimits, WorkerLinks
-from controller.ports import Sink, TransferSink, WorkerUnreachable
+from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
 from events.fleet_key import FleetKey
 from events.wire import Chunk, Generate, Load, Reserved, Welcome, Why
@@ -111,12 +111,6 @@ class RequestPlaneClient:
         connection = self._connection(worker)
         return connection.load.total if connection is not None else None
 
-    def prefill_tokens(self, worker: str) -> int:
-        """Return how many prompt tokens the worker's engine reads now; 0 if it decodes or is not connected."""
-        connection = self._connection(worker)
-        detector = connection.detector if connection is not None else None
-        return detector.prefill_tokens if detector is not None and detector.phase == "prefill" else 0
-
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
         connection = self._connection(worker)
@@ -195,7 +189,7 @@ class RequestPlaneClient:
         finally:
             self.cancel(worker, stream)
 
-    def occupied(self, worker: str, own_tokens: int, *, begun: bool) -> bool:
-        """Say whether the worker's engine gets on with others' work, before a question of ours: see `Prober`."""
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
+        """Return whether the worker's engine is known to get on with other requests: see `Prober`."""
         connection = self._connection(worker)
-        return connection is not None and connection.occupied(own_tokens, begun=begun)
+        return "" if connection is None else connection.others_work(own_tokens, begun=begun)

@@ -18,7 +18,7 @@ from controller.adapters.request_plane.frame_budget import FrameBudget
 from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Process
 from controller.adapters.request_plane.reported_load import ReportedLoad
 from controller.adapters.request_plane.reservations import StreamReservations
-from controller.ports import LostCause, Sink, TransferSink, WorkerUnreachable
+from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUnreachable
 from events import wire
 from events.fleet_key import FleetKey, FrontendHandshake, Stranger
 
@@ -161,13 +161,15 @@ class WorkerConnection(asyncio.Protocol):
         if was != (self.detector.stuck, self.draining):
             self._changed()
 
-    def occupied(self, own_tokens: int, *, begun: bool) -> bool:
-        """Say whether the engine gets on with other work, before an answer of ours that has `begun` or not. Questions
-        of ours that are asked side by side are other work to one another."""
+    def others_work(self, own_tokens: int, *, begun: bool) -> OthersWork:
+        """Return whether the engine gets on with other work, before or beside an answer of ours that has `begun` or not.
+        Questions of ours that are asked side by side are other work to one another."""
         load = self.load.total
         if load.running + load.waiting < 2 or not self.detector.gets_on(self._loop.time(), own_tokens):
-            return False
-        return self.detector.phase == "prefill" or (not begun and load.waiting > 0)
+            return ""
+        if self.detector.phase == "prefill" or (not begun and load.waiting > 0):
+            return "before"
+        return "beside"
 
     # --- what goes out ------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.preemption import Preemptible, Preemption
 from controller.frontend.generations.rescheduler import Rescheduler
+from controller.frontend.generations.stall_watch import Stallable, StallWatch
 from controller.frontend.requests.failures import MigrationBudget
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.queue import WaitedTooLong
@@ -28,7 +29,7 @@ from controller.router.selection.filter import NoWorker
 GivenUp: TypeAlias = Literal["no_worker", "first_token_timeout"]
 
 
-class Waiting(Preemptible, Protocol):
+class Waiting(Preemptible, Stallable, Protocol):
     """What waits: a generation."""
 
     @property
@@ -61,9 +62,11 @@ class PendingGenerations(Generic[W]):
         now: Callable[[], float],
         admission: Admission,
         preemption: Preemption[W],
+        stalls: StallWatch[W] | None = None,
         ended: Callable[[W], object] | None = None,
     ) -> None:
-        """Begin with none. `ended` is told of each answer that is over."""
+        """Begin with none. `stalls` moves streams that stalled; `ended` is told of each answer that is over."""
+        self._stalls = stalls
         self._table = table
         self._first_token_s = settings.admission.first_token_s
         self._first_token_s_per_token = settings.admission.first_token_s_per_1k / 1000
@@ -200,6 +203,8 @@ class PendingGenerations(Generic[W]):
     def tick(self) -> None:
         """Give up what has waited too long."""
         now = self._now()
+        if self._stalls is not None:
+            self._stalls.tick()
         self._preemption.comment()
         self.resume()
         for generation, until in list(self._parked.items()):

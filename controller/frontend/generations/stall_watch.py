@@ -7,7 +7,7 @@ a token costs nothing.
     age      now - last token (after a move: since the new attempt was sent)
     limit    pace_factor * the stream's own mean time per token, at least floor_s, at most ceiling_s
     excuses  requests wait in the worker's queue: the stream may be preempted; the limit is ceiling_s
-             no stream of the worker had a token since, and its engine reads a prompt: prefill_s_per_token for each token of it
+             no stream of the worker had a token since, and its engine reads prompts: the request plane has a limit for that step
              the stream may not move: the limit is ceiling_s
              the stream's KV cache is on its way to another worker: that move has its own deadlines
 
@@ -79,6 +79,7 @@ class StallWatch(Generic[S]):
         """`cancel` tells a worker that an attempt's stream is not read any more; `count` counts a stalled stream."""
         self._settings = settings
         self._first_token_s = admission.first_token_s
+        self._first_token_s_per_token = admission.first_token_s_per_1k / 1000
         self._table = table
         self._running = running
         self._plane = plane
@@ -108,7 +109,7 @@ class StallWatch(Generic[S]):
         paces = [pace for one in streams if (pace := pace_s(one.stats)) is not None]
         load = self._plane.load(endpoint.worker)
         queued = load is not None and load.waiting > 0
-        prefill_tokens = self._plane.prefill_tokens(endpoint.worker)
+        reads = self._plane.others_work(endpoint.worker, 0, begun=True) == "before"
         for one in quiet:
             attempt, stats = one.output.attempt, one.stats
             if attempt is None or one.output.live_migration is not None or stats.first_at is None:
@@ -117,23 +118,24 @@ class StallWatch(Generic[S]):
             if one.output.has_output:
                 age = now - stats.last_at
                 patient = queued or bool(one.budget.refusal(len(one.request.prompt) + len(one.accepted)))
-                read = 0 if newest > stats.last_at else prefill_tokens
-                limit = self._limit(stats, paces, patient=patient, prefill_tokens=read) * latency
+                if reads and newest <= stats.last_at:
+                    continue
+                limit = self._limit(stats, paces, patient=patient) * latency
             else:
-                age, limit = now - stats.attempt_at, self._first_token_s * latency
+                tokens = len(one.request.prompt) + len(one.accepted)
+                age = now - stats.attempt_at
+                limit = (self._first_token_s + self._first_token_s_per_token * tokens) * latency
             if age > limit:
                 self._move(one, attempt, age, limit)
 
-    def _limit(
-        self, stats: OutputStats, paces: Collection[float], *, patient: bool, prefill_tokens: int
-    ) -> float:
+    def _limit(self, stats: OutputStats, paces: Collection[float], *, patient: bool) -> float:
         """Return the age in seconds at which a stream has stalled."""
         settings = self._settings
         pace = pace_s(stats)
         if pace is None:
             pace = max(paces, default=settings.ceiling_s)
         limit = settings.ceiling_s if patient else min(settings.ceiling_s, settings.pace_factor * pace)
-        return max(settings.floor_s, limit) + settings.prefill_s_per_token * prefill_tokens
+        return max(settings.floor_s, limit)
 
     def _move(self, one: S, attempt: Attempt, age: float, limit: float) -> None:
         worker = attempt.endpoint.worker

@@ -20,6 +20,7 @@ from controller.deciders import breaker
 from controller.deciders.breaker import Breaker, BreakerPolicy
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint, Key
+from controller.router.load.batch_growth import growth
 from events.fact import Observation
 from events.observations import (
     RequestFailed,
@@ -27,7 +28,7 @@ from events.observations import (
     WorkerSlow,
     WorkerSlowCleared,
 )
-from events.wire import Sampling
+from events.wire import Load, Sampling
 
 log = structlog.get_logger(__name__)
 
@@ -113,7 +114,10 @@ class LocalBreakers:
         facts: FactSettings,
         observe: Callable[[Observation], object],
         now: Callable[[], float],
+        load: Callable[[str], Load | None] = lambda worker: None,
     ) -> None:
+        """`load`: what a worker reported last."""
+        self._load = load
         self._frontend = frontend
         self._facts = facts
         self._observe = observe
@@ -370,8 +374,14 @@ class LocalBreakers:
                 self._compare(key, found, speeds)
 
     def _compare(self, key: Key, found: WorkerOutcomes, speeds: Mapping[Key, float]) -> None:
+        """Report a worker that is slower than its peers would be with as many sequences, and the end of that."""
         outcomes_by = self._outcomes_by
-        peers = [v for other, v in speeds.items() if other != key and outcomes_by[other].model == found.model]
+        running = _running(self._load(key[0]))
+        peers = [
+            speed * growth(running, _running(self._load(other[0])))
+            for other, speed in speeds.items()
+            if other != key and outcomes_by[other].model == found.model
+        ]
         if not peers:
             return
         own, usual = speeds[key], median(peers)
@@ -404,3 +414,8 @@ class LocalBreakers:
             unlikely=window.unlikely,
             sampling=max(window.drawn, key=window.drawn.__getitem__) if window.drawn else None,
         )
+
+
+def _running(load: Load | None) -> int:
+    """Return the sequences in a worker's batch; 1 if that is not known."""
+    return load.running if load is not None else 1

@@ -1,19 +1,26 @@
-"""How long should a canary take? Robust latency baselines, of a worker's own past and of its peers.
+"""Robust baselines of canary latencies, relative to a worker's load, its own past and its peers.
 
-A worker is compared with the *median of its peers* (same canary key, same length of answer), where at least
-two of them have been heard often enough: when the whole fleet is busy, everybody is slow and nobody is to
-blame; when one worker slows down bit by bit, its own slow samples do not move its peers. Alone, it is
-compared with its own past, which may rise to at most half above its warm-up: an average that absorbs each
-step of a creeping slowdown would never see it (B13). The first sample of an instance is cold (caches,
-connections, compilation) and is never kept.
+A latency is compared with others of the same load: a server that decodes 60 sequences takes longer for each step than an
+idle one, and is not broken. A load level is a power of two of the sequences in the worker's batch.
+
+    peers        the median of the other workers at the same level, where at least two of them were measured often enough
+    own past     else; it may rise to at most half above its warm-up, so that a creeping slowdown is still seen (B13)
+    lower level  else, times PER_DOUBLING for each level between
+
+A worker is slow only if it is also slower than what most of its peers took last: where most have become slow at once, the
+cause is common (a load that we do not see, a network), and no worker is to blame.
+
+The first sample of an instance is cold (caches, connections, compilation) and is never kept.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 
-WINDOW = 20  # samples kept per worker
+from controller.router.load.batch_growth import PER_DOUBLING
+
+WINDOW = 20  # samples kept per worker and level
 DRIFT_MAX = 1.5  # how far a lone worker's baseline may rise above its warm-up
 SPREADS = 5.0  # how many median absolute deviations above the median are still usual
 PEERS_MIN = 2
@@ -21,14 +28,21 @@ PEERS_MIN = 2
 
 @dataclass(slots=True)
 class _Past:
-    """One worker's samples, milliseconds."""
+    """One worker's samples at one load level, milliseconds."""
 
-    instance: str
-    cold: bool = True  # nothing was measured yet
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     typical: float | None = None  # the median of the recent ones: each probe asks for that of every peer
     warm: float | None = None  # the median of the warm-up
     first: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What was measured of one instance of a worker."""
+
+    instance: str
+    last: float | None = None  # its last latency, slow or not; None: it was cold
+    levels: dict[int, _Past] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -39,42 +53,54 @@ class Baseline:
     ratio: float = 3.0
     floor_ms: float = 50.0
     warmup: int = 5
-    _workers: dict[Hashable, _Past] = field(default_factory=dict)
+    _workers: dict[Hashable, _Measured] = field(default_factory=dict)
 
-    def judge(self, worker: Hashable, instance: str, latency_ms: float) -> float | None:
-        """Take in one latency; return the baseline that it exceeds by far, or None if it is usual or unknown."""
-        past = self._workers.get(worker)
-        if past is None or past.instance != instance:
-            past = self._workers[worker] = _Past(instance)
-        if past.cold:
-            past.cold = False
+    def judge(self, worker: Hashable, instance: str, latency_ms: float, load: int = 1) -> float | None:
+        """Take in one latency under a load of so many sequences; return the baseline that it exceeds by far, or None."""
+        measured = self._workers.get(worker)
+        if measured is None or measured.instance != instance:
+            self._workers[worker] = _Measured(instance)
             return None
-        usual, spread = self._usual(worker)
+        level = _level(load)
+        usual, spread = self._usual(worker, level)
         slow = usual is not None and self._exceeds(latency_ms, usual, spread)
-        self._keep(past, latency_ms, slow)
-        return usual if slow else None
+        blamed = slow and not self._common(worker, latency_ms)
+        self._keep(measured, level, latency_ms, slow)
+        return usual if blamed else None
 
-    def of(self, worker: Hashable) -> float | None:
+    def of(self, worker: Hashable, load: int = 1) -> float | None:
         """Return what a canary should take on this worker, in milliseconds; None while that is unknown."""
-        return self._usual(worker)[0]
+        return self._usual(worker, _level(load))[0]
 
     def forget(self, workers: Iterable[Hashable]) -> None:
         """Drop workers that are gone: what they did says nothing about those that stay."""
         for worker in workers:
             self._workers.pop(worker, None)
 
-    def _usual(self, worker: Hashable) -> tuple[float | None, float]:
-        """Return the baseline and its spread: of the peers, or of the worker's own warm-up."""
-        peers = list(self._peers(worker))
+    def _usual(self, worker: Hashable, level: int) -> tuple[float | None, float]:
+        """Return the baseline and its spread, at this level or from the nearest lower one."""
+        for lower in range(level, -1, -1):
+            usual, spread = self._at(worker, lower)
+            if usual is not None:
+                growth = PER_DOUBLING ** (level - lower)
+                return usual * growth, spread * growth
+        return None, 0.0
+
+    def _at(self, worker: Hashable, level: int) -> tuple[float | None, float]:
+        """Return the baseline of one level and its spread: of the peers, or of the worker's own warm-up."""
+        peers = list(self._peers(worker, level))
         if len(peers) >= PEERS_MIN:
             return median(peers), _deviation(peers)
-        past = self._workers.get(worker)
+        measured = self._workers.get(worker)
+        past = measured.levels.get(level) if measured is not None else None
         if past is None or past.warm is None:
             return None, 0.0
         own = min(past.typical, past.warm * DRIFT_MAX) if past.typical is not None else past.warm
         return own, _deviation(past.first)
 
-    def _keep(self, past: _Past, latency_ms: float, slow: bool) -> None:
+    def _keep(self, measured: _Measured, level: int, latency_ms: float, slow: bool) -> None:
+        measured.last = latency_ms
+        past = measured.levels.setdefault(level, _Past())
         if past.warm is None:
             past.first.append(latency_ms)
             if len(past.first) >= self.warmup:
@@ -83,13 +109,24 @@ class Baseline:
             past.recent.append(latency_ms)
             past.typical = median(past.recent)
 
-    def _peers(self, worker: Hashable) -> Iterable[float]:
-        for name, past in self._workers.items():
-            if name != worker and past.warm is not None and past.typical is not None:
+    def _peers(self, worker: Hashable, level: int) -> Iterator[float]:
+        for name, measured in self._workers.items():
+            past = measured.levels.get(level)
+            if name != worker and past is not None and past.warm is not None and past.typical is not None:
                 yield past.typical
+
+    def _common(self, worker: Hashable, latency_ms: float) -> bool:
+        """Return whether most peers took about as long when they were asked last."""
+        last = [m.last for name, m in self._workers.items() if name != worker and m.last is not None]
+        return len(last) >= PEERS_MIN and not self._exceeds(latency_ms, median_low(last), 0.0)
 
     def _exceeds(self, latency_ms: float, usual: float, spread: float) -> bool:
         return latency_ms > max(self.ratio * usual, usual + self.floor_ms, usual + SPREADS * spread)
+
+
+def _level(load: int) -> int:
+    """Return the load level of so many sequences: 1 for 1, 2 for 2 and 3, 3 for 4 to 7."""
+    return max(0, load).bit_length()
 
 
 def _deviation(samples: Sequence[float]) -> float:

@@ -216,13 +216,15 @@ class CanarySet:
         """Return the tolerance to judge by: a golden without logprobs is compared by its tokens only."""
         return self.calibration.tolerance if golden.top_k else 0.0
 
-    def usual(self, worker: Hashable, instance: str, tokens: int, latency_ms: float) -> float | None:
-        """Take in a latency; return the baseline (ms) that it exceeds by far, or None."""
+    def usual(
+        self, worker: Hashable, instance: str, tokens: int, latency_ms: float, load: int
+    ) -> float | None:
+        """Take in a latency under a load of so many sequences; return the baseline (ms) that it exceeds by far, or None."""
         baseline = self.baselines.get(tokens)
         if baseline is None:
             s = self.settings
             baseline = self.baselines[tokens] = Baseline(s.slow_ratio, s.slow_floor_ms, s.warmup_samples)
-        return baseline.judge(worker, instance, latency_ms)
+        return baseline.judge(worker, instance, latency_ms, load)
 
     def forget(self, workers: Iterable[Hashable]) -> None:
         """Drop the latencies of workers that are gone."""

@@ -89,6 +89,7 @@ class Probed:
             expected=golden.tokens if golden is not None and wrong else (),
             got=answer.tokens if answer is not None else (),
             distance=_finite(verdict.worst.distance),
+            engine_went_on=verdict.first.engine_went_on,
             detail=(verdict.worst.detail or verdict.first.detail)[:DETAIL_MAX],
         )
 

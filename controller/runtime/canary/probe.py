@@ -41,6 +41,7 @@ class ProbeResult:
     detail: str = ""
     declined: bool = False  # it would not answer: it is leaving, or full
     waited_ms: float = 0.0  # of the latency: before the answer began, for others' work
+    engine_went_on: bool = False  # timeout: the engine answered other requests until the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,12 @@ class ProbeReader:
     begun: bool = False  # the answer has
     waited_s: float = 0.0  # before that, for others' work
     waits_since: float | None = None  # for others' work, by the last look
+    goes_on: bool = False  # the engine answers other requests, by the last look
 
     def look(self, prober: Prober, since: float, now: float) -> bool:
         """Say whether the time since the last look went to others' work."""
-        waits = self.open and prober.occupied(self.worker, self.prompt_tokens, begun=self.begun)
+        others = prober.others_work(self.worker, self.prompt_tokens, begun=self.begun) if self.open else ""
+        self.goes_on, waits = bool(others), others == "before"
         if waits and not self.begun:
             self.waited_s += now - since
         self.waits_since = now if waits else None
@@ -179,7 +182,9 @@ async def ask(
     try:
         asked = await within(deadline, _whole(prober, reader, request, expected, deadline), look)
     except TimeoutError:
-        asked = ProbeResult(0.0, failure="timeout", detail="no whole answer in time")
+        asked = ProbeResult(
+            0.0, failure="timeout", detail="no whole answer in time", engine_went_on=reader.goes_on
+        )
     except WorkerUnreachable as error:
         asked = ProbeResult(0.0, failure="no_response", detail=str(error))
     except HoldfastError as error:

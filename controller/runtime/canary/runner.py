@@ -362,7 +362,8 @@ class CanaryRunner:
         assert verdict.first.answer is not None
         tokens = len(verdict.first.answer.tokens)
         latency = verdict.first.latency_ms - verdict.first.waited_ms  # a queue is not the worker's slowness
-        usual = probing.canary_set.usual(probing.name, probing.worker.joined.instance, tokens, latency)
+        instance, load = probing.worker.joined.instance, self._tools.running(probing.name)
+        usual = probing.canary_set.usual(probing.name, instance, tokens, latency, load)
         self._journal.observe(probing.probed.passed(verdict, usual))
         return "passed"
 

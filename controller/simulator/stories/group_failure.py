@@ -17,7 +17,7 @@ from controller.deciders.health_moves import HealthPolicy
 from controller.frontend.director import Director, World
 from controller.frontend.generations.generation import Generation
 from controller.frontend.settings import FrontendSettings
-from controller.ports import LostCause, Sink
+from controller.ports import LostCause, OthersWork, Sink
 from controller.replay.sentences import sentence, span
 from controller.simulator.simulation import Simulation, quiet
 from controller.simulator.stories.crowd import computed_again, crowd, most_over_even
@@ -91,8 +91,8 @@ class PlayedPlane:
     def external_load(self, worker: str) -> Load | None:
         return None
 
-    def prefill_tokens(self, worker: str) -> int:
-        return 0
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
+        return ""
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()

@@ -5,7 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from frontend_kit import Kit, frontend, joined, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
@@ -57,8 +57,8 @@ class Silent:
     def external_load(self, worker: str) -> Load | None:
         return self.loads.get(worker)
 
-    def prefill_tokens(self, worker: str) -> int:
-        return 0
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> Literal["", "beside", "before"]:
+        return ""
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()

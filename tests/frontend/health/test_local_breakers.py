@@ -24,7 +24,7 @@ from events.observations import (
     WorkerSlow,
     WorkerSlowCleared,
 )
-from events.wire import Sampling
+from events.wire import Load, Sampling
 
 PROMPT = [300, 301, 302]
 A, B, C = ("a", "i1"), ("b", "i1"), ("c", "i1")
@@ -37,7 +37,13 @@ class Bench:
         self.now = 100.0
         self.facts: list[Observation] = []
         local = LocalBreakerSettings(failures_max=3, wait_s=5, wait_s_max=20, trial_timeout_s=2)
-        self.it = LocalBreakers("f", local, FactSettings(**facts), self.facts.append, lambda: self.now)
+        self.load = {"a": 1, "b": 1, "c": 1}
+        self.it = LocalBreakers(
+            "f", local, FactSettings(**facts), self.facts.append, lambda: self.now, self.report
+        )
+
+    def report(self, worker: str) -> Load:
+        return Load(running=self.load[worker])
 
     def tick(self, seconds: float = 0.1, service: tuple[tuple[str, str], ...] = (A, B)) -> None:
         self.now += seconds
@@ -382,3 +388,77 @@ async def test_tokens_that_come_with_logprobs_are_counted_and_no_others() -> Non
         await kit.complete(PROMPT, 4, logprobs=1)
         await until(lambda: sum(fact.count for fact in kit.said(RequestsServed)) == 2)
         assert sum(fact.weighed for fact in kit.said(RequestsServed)) == 4
+
+
+def stalls(bench: Bench, count: int = 1, key: tuple[str, str] = A) -> None:
+    """Let so many streams of a worker stall in one tick, while it goes on."""
+    for _ in range(count):
+        bench.it.routed(key)
+        bench.it.failed(key, "stalled", 7, one_stream=True)
+    bench.tick()
+
+
+def served(bench: Bench, count: int, key: tuple[str, str] = A) -> None:
+    for _ in range(count):
+        bench.it.routed(key)
+        bench.it.served(key, 4, 0.1, 0.01, 7)
+    bench.tick()
+
+
+def test_a_worker_of_which_many_streams_stall_is_taken_out_though_others_are_served() -> None:
+    bench = Bench()
+    for _ in range(2):
+        stalls(bench)
+        served(bench, 5)
+        assert bench.allows("a")
+    stalls(bench)
+    served(bench, 5)
+    stalls(bench)
+    assert not bench.allows("a") and bench.allows("b")
+    assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 1, 2, 3], (
+        "others open on the same count"
+    )
+
+
+def test_a_stream_that_stalls_now_and_then_counts_against_no_worker() -> None:
+    bench = Bench()
+    for _ in range(200):
+        served(bench, 25)
+        stalls(bench)
+        assert bench.allows("a")
+
+
+def test_streams_that_stall_at_every_worker_at_once_count_against_none() -> None:
+    bench = Bench()
+    for _ in range(10):
+        for key in (A, B):
+            bench.it.routed(key)
+            bench.it.failed(key, "stalled", 7, one_stream=True)
+        bench.tick()
+    assert bench.allows("a") and bench.allows("b")
+    assert not bench.said(RequestFailed)
+
+
+def slow_windows(bench: Bench, itl_ms: dict[tuple[str, str], float]) -> list[str]:
+    """Serve two windows at these speeds; return the workers that were reported as slow."""
+    for _ in range(2):
+        for key, itl in itl_ms.items():
+            for _ in range(8):
+                bench.it.routed(key)
+                bench.it.served(key, 10, 0.1, itl / 1000, 7, model="m")
+        bench.tick(6, (A, B, C))
+    return sorted({fact.worker for fact in bench.said(WorkerSlow)})
+
+
+def test_a_worker_with_a_larger_batch_is_not_slow_for_taking_longer_than_idle_peers() -> None:
+    times = {A: 70.0, B: 20.0, C: 20.0}
+    bench = Bench(slow_tokens_min=8)
+    bench.load["a"] = 32
+    assert slow_windows(bench, times) == []
+    bench = Bench(slow_tokens_min=8)
+    assert slow_windows(bench, times) == ["a"], "with the same batch it is"
+    bench = Bench(slow_tokens_min=8)
+    bench.load["a"] = 4
+    assert slow_windows(bench, {A: 200.0, B: 20.0, C: 20.0}) == ["a"], (
+        "and no batch of four takes ten times as long"
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from frontend_kit import joined
@@ -41,8 +41,8 @@ class Plane:
     def external_load(self, worker: str) -> Load | None:
         return self.loads.get(worker)
 
-    def prefill_tokens(self, worker: str) -> int:
-        return 0
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> Literal["", "beside", "before"]:
+        return ""
 
     def load_by_rank(self, worker: str) -> tuple[Load, ...]:
         return ()

@@ -335,19 +335,21 @@ async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for
         plane.open("w1", "i1", question(), Ear())
         await until(lambda: (plane.load("w1") or Load()).running == 1)
         await asyncio.sleep(0.2)
-        assert not plane.occupied("w1", 3, begun=False)  # our own question is all that it works on
+        assert not plane.others_work("w1", 3, begun=False)  # our own question is all that it works on
         stranger.open("w1", "i1", question(), Ear())
-        await until(lambda: plane.occupied("w1", 3, begun=False))
-        assert plane.occupied("w1", 3, begun=True)
-        assert not plane.occupied("w1", 3_000, begun=True)  # an old step, on a prompt that may be ours
+        await until(lambda: plane.others_work("w1", 3, begun=False) == "before")
+        assert plane.others_work("w1", 3, begun=True) == "before"
+        assert not plane.others_work("w1", 3_000, begun=True)  # an old step, on a prompt that may be ours
         worker.phase, worker.prefill_tokens, worker.step_age_ms = "decode", 0, 10.0
-        await until(lambda: not plane.occupied("w1", 3, begun=False))  # it decodes, and nobody waits
+        await until(
+            lambda: plane.others_work("w1", 3, begun=False) == "beside"
+        )  # it decodes, and nobody waits
         worker.phase, worker.prefill_tokens, worker.step_age_ms = "prefill", 10, 60_000.0
         await until(lambda: not plane.reachable("w1", "i1"))
-        assert not plane.occupied("w1", 3, begun=False)  # stuck
+        assert not plane.others_work("w1", 3, begun=False)  # stuck
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert not plane.occupied("w1", 3, begun=False)
+    assert not plane.others_work("w1", 3, begun=False)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, failing, frontend, joined, until
@@ -344,8 +344,8 @@ class Silent:
     def external_load(self, worker: str) -> Load | None:
         return None
 
-    def prefill_tokens(self, worker: str) -> int:
-        return 0
+    def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> Literal["", "beside", "before"]:
+        return ""
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()

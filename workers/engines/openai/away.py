@@ -1,6 +1,7 @@
 """Why does an upstream not serve us, in one sentence? Without its own words: they may quote a prompt, or our key."""
 
 import os
+from dataclasses import dataclass
 
 import aiohttp
 from yarl import URL
@@ -9,6 +10,14 @@ from events.errors import HoldfastError
 
 UNAUTHORIZED = (401, 403)
 LOADING = 503  # what servers answer before they are ready (llama-server, SGLang)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthAnswer:
+    """The result of one health check: a reason why it failed, or nothing."""
+
+    trouble: str = ""
+    timed_out: bool = False  # nothing was answered in time
 
 
 class UpstreamAway(HoldfastError):

@@ -8,7 +8,6 @@ registration says `exact=False`.
 import asyncio
 import contextlib
 import time
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Any

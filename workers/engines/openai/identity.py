@@ -43,7 +43,9 @@ class UpstreamSettings:
     waiting_max: int = 256
     start_s: float = 1800.0  # a real server loads weights first
     retry_after_max_s: float = MAX_S  # the longest time for which it may close the worker to new requests
-    silent_s: float = SILENT_S  # without a token and without an answer to a health check: the upstream is dead
+    silent_s: float = (
+        SILENT_S  # without a token and without an answer to a health check: the upstream is dead
+    )
     handle_s: float = 1.0  # for one step, most of it cached
     times: AccountTimes = field(default_factory=AccountTimes)
 

@@ -13,12 +13,11 @@ import msgspec
 from events.errors import HoldfastError
 from events.wire import Generate, Sampling
 from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.away import UpstreamAway, shown, unreachable
+from workers.engines.openai.away import HealthAnswer, UpstreamAway, shown, unreachable
 from workers.engines.openai.away import refused as refused_us
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.mistakes import error_of, error_words
 from workers.engines.openai.reading import Fault, IdsFrom, read_piece
-from workers.engines.openai.watch.upstream_health import HealthAnswer
 
 ASK_S_MAX = 5.0  # for what costs the upstream nothing
 PROBE_S_MAX = 60.0  # for a short completion, cold
@@ -30,19 +29,8 @@ COMPLETIONS = "/v1/completions"
 PROMPT_IDS = [1, 2, 3]  # any vocabulary has these
 STORED_TOKENS = 1024  # longer than any block of a KV cache
 WORDS = [
-    "river",
-    "seven",
-    "copper",
-    "morning",
-    "engine",
-    "quiet",
-    "ladder",
-    "paper",
-    "north",
-    "falcon",
-    "winter",
-    "table",
-]
+    "river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon", "winter", "table",
+]  # fmt: skip
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's
 CLIENT_MISTAKES = (400, 413, 422)  # by which a probe learns that a variant is not understood
 NOTHING_ADDED: dict[str, Any] = {
@@ -91,16 +79,15 @@ class Upstream:
             async with asyncio.timeout(deadline_s):
                 for path in ("/health", "/v1/models"):  # not every server has the first
                     async with self._session.get(self._url + path) as response:
-                        if response.status == 404:
-                            continue
-                        return HealthAnswer(
-                            "" if response.status < 400 else f"{path} answers {response.status}"
-                        )
+                        if response.status != 404:
+                            bad = response.status >= 400
+                            return HealthAnswer(f"{path} answers {response.status}" if bad else "")
         except TimeoutError:
             return HealthAnswer(f"{path} does not answer within {deadline_s:g} s", timed_out=True)
         except (aiohttp.ClientError, OSError) as error:
-            why = unreachable(self._url, path, error, deadline_s).why
-            return HealthAnswer(f"{path} cannot be reached: {why}")
+            return HealthAnswer(
+                f"{path} cannot be reached: {unreachable(self._url, path, error, deadline_s).why}"
+            )
         return HealthAnswer("it has neither /health nor /v1/models")
 
     async def metrics(self, deadline_s: float) -> str | None:

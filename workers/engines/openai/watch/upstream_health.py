@@ -10,21 +10,13 @@ A token of any stream since the last check clears everything as well: a saturate
 and must not be ended for it. Errors are no tokens.
 """
 
-from dataclasses import dataclass
+from workers.engines.openai.away import HealthAnswer
 
 ANSWER_S_MAX = 8.0  # for one check, all paths together: below the worker's own deadline of 10 s
 REFUSALS_MAX = 3  # in a row
 SILENT_S = (
     30.0  # default of `silent_s`: longer than a compilation or a garbage collection, as long as `dead_after`
 )
-
-
-@dataclass(frozen=True, slots=True)
-class HealthAnswer:
-    """The result of one health check: a reason why it failed, or nothing."""
-
-    trouble: str = ""
-    timed_out: bool = False  # nothing was answered in time
 
 
 class UpstreamHealth:

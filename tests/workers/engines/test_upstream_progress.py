@@ -9,9 +9,10 @@ from engine_contract import Rig, prompt
 from upstream import Upstream
 
 from workers.engines.engine import EngineDead
+from workers.engines.openai.away import HealthAnswer
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.watch.upstream_health import REFUSALS_MAX, HealthAnswer, UpstreamHealth
+from workers.engines.openai.watch.upstream_health import REFUSALS_MAX, UpstreamHealth
 
 GOOD, SLOW, REFUSED = (
     HealthAnswer(),
