@@ -91,8 +91,14 @@ def abuses(text_mb: int) -> dict[str, Abuse]:
         "nearly_fits": request(prompt("the quick brown fox " * 4_000), "Connection: close"),
         "gzip_bomb": request(bomb, "Content-Encoding: gzip", "Connection: close"),
         "lists": request(b'{"prompt":[' + b"[]," * 1_000_000 + b"0]}", "Connection: close"),
-        "names": request(b'{"model":"sim"' + b"".join(b',"a%d":1' % n for n in range(1_000_000)) + b"}"),
-        "messages": request(b'{"model":"sim","messages":[' + b'{"role":"a","content":""},' * 9_999 + b"0]}"),
+        "names": request(
+            b'{"model":"sim"' + b"".join(b',"a%d":1' % n for n in range(1_000_000)) + b"}",
+            "Connection: close",
+        ),
+        "messages": request(
+            b'{"model":"sim","messages":[' + b'{"role":"a","content":""},' * 9_999 + b"0]}",
+            "Connection: close",
+        ),
         "half_head": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
         "silence": b"",
     }
