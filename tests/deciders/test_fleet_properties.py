@@ -277,4 +277,8 @@ def test_the_budget_is_never_exceeded(seed: int) -> None:
         assert len(ejected) <= len(counted) / 2
         for worker in story.fleet.workers.values():
             if worker.health.status in (HealthStatus.DEAD, HealthStatus.DRAINING) or worker.health.convicted:
-                assert worker.weight == 0.0 and worker.budget.kept is None
+                if worker.serves_suspect:
+                    others = [o for o in story.fleet.workers.values() if o is not worker and o.weight > 0]
+                    assert worker.health.corrupt and not others, "only as the last worker"
+                else:
+                    assert worker.weight == 0.0 and worker.budget.kept is None
