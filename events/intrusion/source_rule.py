@@ -40,4 +40,4 @@ def lives_in(worker: str, first: str) -> bool:
     if not worker.startswith(stem) or not number.isdigit():
         return False
     apart = int(number) - int(first[len(stem) :] or 0)
-    return 0 < apart < COUNT_MAX and worker == f"{stem}{int(number)}"
+    return 0 <= apart < COUNT_MAX and worker == f"{stem}{int(number)}"

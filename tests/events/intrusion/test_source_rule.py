@@ -22,6 +22,8 @@ def left(worker: str) -> WorkerLeft:
         ("w1", "worker:w1:life", True),
         ("w7", "worker:w3:life", True),  # a process of several, called by its first
         ("w.1", "worker:w.1:life", True),
+        ("w0", "worker:w:life", True),  # one that is called w has the workers w0, w1 …
+        ("w1", "worker:w:life", True),
         ("w1", "watch:w1:life", True),
         ("w1", "supervisor:life", True),
         ("w1", "somebody", True),  # no role of ours: of a test, or of a program of the operator's
