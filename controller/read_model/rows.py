@@ -18,7 +18,14 @@ from controller.deciders.worker import LastCanary
 from events import codec
 from events.decisions import IncidentClosed, IncidentOpened, Knobs
 from events.fact import Decision, Fact, Recorded, Skipped
-from events.observations import ExposureUnknown, RequestExposed, RequestMigrated, SnapshotKept, WorkerJoined
+from events.observations import (
+    ExposureUnknown,
+    IntrusionRefused,
+    RequestExposed,
+    RequestMigrated,
+    SnapshotKept,
+    WorkerJoined,
+)
 
 Row = tuple[Any, ...]
 K = TypeVar("K", bound=Hashable)
@@ -69,6 +76,8 @@ def event_row(event: Recorded) -> Row:
     """Return the row of `fleet_events` for one event."""
     fact = event.fact
     places = [getattr(fact, name) if name else None for name in _PLACES_OF[type(fact)]]
+    if isinstance(fact, IntrusionRefused):  # older rows of it name no worker, and not each intruder is one
+        places = [place or None for place in places]
     number, through = (fact.number, event.through) if isinstance(fact, Decision) else (None, None)
     body = codec.encode_body(fact).decode()
     row = (
