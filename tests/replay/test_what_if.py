@@ -364,10 +364,10 @@ async def test_where_nothing_would_have_been_sent_nothing_fails() -> None:
     """Requests to a worker that canaries would have fenced at once do not open its breaker later."""
 
     def fails(history: History, at: int) -> None:
-        if 62 <= at <= 64:
+        if 55 <= at <= 57:  # before it answers again, for then its trial is due at once
             history.say(
                 RequestFailed(
-                    worker="w1", instance="w1-a", frontend="frontend-0", failures_in_a_row=at - 61, reason="engine_error",
+                    worker="w1", instance="w1-a", frontend="frontend-0", failures_in_a_row=at - 54, reason="engine_error",
                     routed_under=history.latest.position.number,
                 ),
                 source="frontend-0",
