@@ -28,7 +28,7 @@ from workers.kv_events.publisher import KvPublisher
 Eventually = Callable[..., Awaitable[None]]
 Content = set[tuple[int, Tier]]
 
-PROFILE = Profile(kv_blocks=9, block_tokens=1, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
+PROFILE = Profile(kv_blocks=1000, block_tokens=1, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
 
 
 class Engine:
