@@ -40,6 +40,7 @@ from events.wire import Chunk, Generate, Load, Why
 
 SEED = 48
 GROUPS, TP, REQUESTS, TOKENS = 16, 8, 23, 2048
+CONTEXT = 8192  # a request's prompt and the 4,000 tokens that it may be answered with fit in
 FAILED_GPU, XID = 47, "48"
 FAILED = f"g{FAILED_GPU // TP + 1}"
 FAILS_AT, NEW_GROUP_AFTER, ENDS_AFTER = 5 * MINUTE, 60 * SECOND, 6 * MINUTE
@@ -156,7 +157,7 @@ class GroupFailure(Simulation):
         first = index * TP
         chance, model = self.kernel.chance(name), self.scenario.models[0]
         gpus = tuple(f"GPU {first + rank}" for rank in range(TP))
-        hardware = Hardware(SEVENTY_B, gpus, spare=index >= GROUPS)
+        hardware = Hardware(SEVENTY_B, gpus, spare=index >= GROUPS, context_tokens=CONTEXT)
         return Group(
             name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware
         )

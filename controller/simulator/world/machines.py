@@ -62,6 +62,7 @@ class Hardware:
     gpus: tuple[str, ...] = ()  # of its ranks, where it is a group
     spare: bool = False  # it begins as one
     waiting: int | None = None  # requests beyond its batch that it takes; None: as many as come
+    context_tokens: int = 4096  # of prompt and answer together
 
 
 @dataclass(slots=True)
@@ -281,6 +282,7 @@ def _joined(machine: Machine) -> WorkerJoined:
         topology=Topology(host=machine.name, gpus=machine.hardware.gpus),
         spare=machine.hardware.spare,
         waiting_max=machine.hardware.waiting,
+        context_tokens=machine.hardware.context_tokens,
     )
 
 
