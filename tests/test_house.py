@@ -35,7 +35,7 @@ RECORDS = (
 
 LIMITS = {
     "lines_of_a_function": 60,
-    "lines_of_a_file": 400,
+    "lines_of_a_file": 600,  # an outer bound
     "attributes_of_a_class": 20,  # dataclasses too; settings and what is on the wire field by field may have more
     "methods_of_a_class": 25,
     "parameters_of_a_constructor": 8,

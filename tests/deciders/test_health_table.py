@@ -377,7 +377,9 @@ def test_a_new_instance_joins_as_suspicious_with_weight_0(state: str) -> None:
     worker = story.worker()
     assert story.status() == S
     assert worker.weight == (1.0 if worker.serves_suspect else 0.0)
-    assert not worker.serves_suspect or worker.health.corrupt, "as the only worker, though a canary convicted it"
+    assert not worker.serves_suspect or worker.health.corrupt, (
+        "as the only worker, though a canary convicted it"
+    )
     assert worker.breaker.position == "closed"
 
 

@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
 from controller.frontend.generations.output_stats import OutputStats
-from controller.frontend.health.local_breakers import AnswerDraw
 from controller.frontend.health.poison import ERRORS, FALLS, PoisonWatch, Suspicion, Way, Where
+from controller.frontend.health.request_window import AnswerDraw
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.requests.failures import Failure, MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest

@@ -18,6 +18,7 @@ import structlog
 
 from controller.deciders import breaker
 from controller.deciders.breaker import Breaker, BreakerPolicy
+from controller.frontend.health.request_window import AnswerDraw, Window
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint, Key
 from controller.router.load.batch_growth import growth
@@ -28,52 +29,16 @@ from events.observations import (
     WorkerSlow,
     WorkerSlowCleared,
 )
-from events.wire import Load, Sampling
+from events.wire import Load
 
 log = structlog.get_logger(__name__)
 
 SAMPLES_MAX = 256  # per worker and window
-PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
 STALLS_MAX = 2  # times failures_max: a worker that recovers is not held to all that it ever stalled
 SLOW_MS_MIN = 5.0  # a difference below this is nobody's slowness
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
 TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: who streams well by then has passed
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # the loop's clock as a datetime, for the machine that wants one
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerDraw:
-    """How one answer's tokens were drawn."""
-
-    sampling: Sampling
-    weighed: int = 0  # tokens that came with logprobs
-    unlikely: int = 0  # of them: below the floor
-
-
-@dataclass(slots=True)
-class Window:
-    """What one worker has served since the last report."""
-
-    count: int = 0
-    tokens: int = 0
-    ttft_ms: list[float] = field(default_factory=list)
-    itl_ms: list[float] = field(default_factory=list)  # each request's mean
-    routed_under: int | None = None  # the smallest, so that a straggler is never taken for news
-    weighed: int = 0  # tokens with logprobs
-    unlikely: int = 0  # of them
-    drawn: dict[tuple[float, float, int], int] = field(
-        default_factory=dict
-    )  # requests by sampling parameters
-
-    def draw(self, drawn: AnswerDraw) -> None:
-        """Note how an answer's tokens were drawn, and how many of them were unlikely."""
-        self.weighed += drawn.weighed
-        self.unlikely += drawn.unlikely
-        sampling = drawn.sampling
-        how = (sampling.temperature, sampling.top_p, sampling.top_k)
-        known = "temperature" not in sampling.unset  # else it is the server's own default
-        if known and (how in self.drawn or len(self.drawn) < PARAMETERS_MAX):
-            self.drawn[how] = self.drawn.get(how, 0) + 1
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from frontend_kit import Kit, frontend, joined, until
 from scripted_worker import Act, ScriptedWorker
 from structlog.testing import capture_logs
 
-from controller.frontend.health.local_breakers import AnswerDraw, LocalBreakers
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.health.request_window import AnswerDraw
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint
 from events.decisions import BreakerClosed, HealthStatus
