@@ -176,7 +176,7 @@ async def test_an_untrusted_certificate_and_a_port_without_tls_say_so(tmp_path: 
             with pytest.raises(UpstreamAway, match=why) as raised:
                 await upstream.abilities()
             assert "Operation not permitted" not in str(raised.value)
-            assert why in await upstream.healthy(10.0)
+            assert why in (await upstream.healthy(10.0)).trouble
             await upstream.close()
     finally:
         await runner.cleanup()

@@ -85,9 +85,7 @@ class Exchange:
         """Return the error of a response that is no stream. One that another server would give has the identity read at once."""
         error = await refusal(response, canary=canary)
         if self._gate.refused(response.status, response.headers, canary=canary):
-            return (
-                f"{OVERLOADED}: the upstream answers {response.status}: {error.partition(': ')[2] or error}"
-            )
+            return f"{OVERLOADED}: {error.partition(': ')[2] or error}"
         if response.status in STRANGE and (changed := await self._identity.look()):
             return f"not_serving: the server behind the worker has changed ({changed})"
         return error
