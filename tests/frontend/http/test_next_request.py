@@ -38,8 +38,10 @@ class Plane:
     def recently_heard(self, worker: str, instance: str) -> bool:
         return worker not in self.gone | self.silent
 
-    def external_load(self, worker: str) -> Load | None:
+    def load(self, worker: str) -> Load | None:
         return self.loads.get(worker)
+
+    external_load = load
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> Literal["", "beside", "before"]:
         return ""

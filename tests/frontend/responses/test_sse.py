@@ -26,6 +26,7 @@ def test_a_head_says_what_it_is_told(chunked: bool, keep: bool) -> None:
     assert [field for field in fields if not field.startswith(b"Date: ")] == [
         b"Content-Type: text/event-stream; charset=utf-8",
         b"Cache-Control: no-cache",
+        b"X-Accel-Buffering: no",
         b"X-Request-Id: a",
         b"X-Word: ?",
         *([b"Transfer-Encoding: chunked"] if chunked else []),

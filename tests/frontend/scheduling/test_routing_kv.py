@@ -341,8 +341,10 @@ class Silent:
 
     recently_heard = reachable
 
-    def external_load(self, worker: str) -> Load | None:
+    def load(self, worker: str) -> Load | None:
         return None
+
+    external_load = load
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> Literal["", "beside", "before"]:
         return ""
