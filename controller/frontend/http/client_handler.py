@@ -168,8 +168,9 @@ class ClientHandler(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what is no request, and close. aiohttp would quote the line that it did not understand, which may hold a key."""
-        if status >= 500 or request.writer.output_size:
-            return super().handle_error(request, status, exc, message)
+        usual = super().handle_error(request, status, exc)  # which logs it
+        if status >= 500:
+            return usual
         name = f" ({type(exc).__name__})" if exc is not None else ""
         error = ApiError(status, f"this is not a valid HTTP request{name}", code="invalid_http")
         response = web.Response(
