@@ -30,9 +30,11 @@ def verdict(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRe
 
 
 def _kept(watch: InvariantWatch, request: SimulatedRequest, seq: int) -> bool:
-    """Return whether the ejection budget keeps this doubtful worker in service."""
+    """Return whether the ejection budget keeps this worker in service: it is in doubt, or canaries alone convict the last one."""
     worker = watch.shown[seq].workers.get(request.worker)
-    return worker is not None and worker.budget.kept is not None and worker.in_doubt
+    if worker is None or worker.budget.kept is None:
+        return False
+    return worker.in_doubt or worker.serves_suspect
 
 
 def shedding(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
