@@ -94,8 +94,17 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
                 if name in keep
                 else "within_budget",
                 decided_at=now,
-                cause=standing.cause,
+                cause=_cause(standing, last=name == last or standing.budget.last),
             )
+
+
+def _cause(standing: BudgetRank, *, last: bool) -> str:
+    """Return the cause of a decision about this worker.
+
+    For a model's last worker it is what was last decided about its health: `standing.cause` can be another worker's fact, which
+    raised or ended a dispute about a golden.
+    """
+    return f"decision:{standing.moved_by}" if last and standing.moved_by else standing.cause
 
 
 def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
