@@ -275,7 +275,7 @@ def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str)
 def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> CanaryFailed:
     """Let a provisional golden convict only the worker that it came from, and an outvoted one none."""
     if fact.golden == "agreed":
-        known = fleet.goldens.get((fact.canary_key, fact.canary))
+        known = fleet.goldens.get((fact.canary_key, fact.golden_canary))
         outvoted = known is not None and fact.sent_under < known.outvoted_by
         return replace(fact, golden="none") if outvoted else fact
     if fact.golden != "provisional":

@@ -140,9 +140,10 @@ def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
     if not agreed:
         others = tuple(one for one in charges.own_goldens if one != fact.canary)[-GOLDENS_MAX + 1 :]
         return replace(charges, own_goldens=(*others, fact.canary))
-    others = tuple(one for one in charges.goldens if one != fact.canary)[-GOLDENS_MAX + 1 :]
-    void = tuple(one for one in charges.void if one[0] != fact.canary)
-    return replace(charges, goldens=(*others, fact.canary), void=void)
+    canary = fact.golden_canary
+    others = tuple(one for one in charges.goldens if one != canary)[-GOLDENS_MAX + 1 :]
+    void = tuple(one for one in charges.void if one[0] != canary)
+    return replace(charges, goldens=(*others, canary), void=void)
 
 
 def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool) -> Charges:

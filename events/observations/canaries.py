@@ -68,6 +68,11 @@ class CanaryFailed(CanaryResult):
     top_k: tuple[TopK, ...] = ()  # of each position of a whole answer
     engine_went_on: bool = False  # timeout: the worker's engine answered other requests meanwhile
 
+    @property
+    def golden_canary(self) -> str:
+        """The canary whose golden the answer was compared with: a sampled canary has no golden of its own."""
+        return self.canary if self.temperature is None else self.canary.rpartition("@")[0] or self.canary
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenProposed(WorkerObservation):
