@@ -157,7 +157,8 @@ async def test_a_hung_one_can_be_killed(house: House, eventually: Eventually) ->
     await house.chaos("w0", "hang")
     await house.chaos("w0", "kill")
     await eventually(lambda: len(house.lives("w0")) == 2 and len(house.bus.entries) == 3)
-    assert (await house.bus.request(subjects.resume("w0"), {}))["draining"] is False
+    newest = {"instance": house.lives("w0")[1]}
+    assert (await house.bus.request(subjects.resume("w0"), newest))["draining"] is False
 
 
 async def test_a_hung_one_that_the_fleet_holds_for_dead_ends_and_comes_back(
@@ -166,7 +167,8 @@ async def test_a_hung_one_that_the_fleet_holds_for_dead_ends_and_comes_back(
     await house.chaos("w0", "hang")
     assert await house.bus.request(subjects.retire("w0"), {"instance": "i0"}) == {"retired": True}
     await eventually(lambda: len(house.lives("w0")) == 2 and len(house.bus.entries) == 3)
-    assert (await house.bus.request(subjects.resume("w0"), {}))["draining"] is False
+    newest = {"instance": house.lives("w0")[1]}
+    assert (await house.bus.request(subjects.resume("w0"), newest))["draining"] is False
     assert house.lives("w1") == ["i1"]
 
 
