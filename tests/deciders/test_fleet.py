@@ -80,7 +80,7 @@ def test_an_older_or_newer_policy_loads_with_defaults() -> None:
         forgetting=ForgettingPolicy(forget_after=None),
         degradation=DegradationPolicy(exit_at_provisioned=False, tolerance=0.0),
         breaker=BreakerPolicy(silence_ends_wait=False, soft_timeouts=False),
-        health=HealthPolicy(soft_timeouts=False, silence_returns_whole=False),
+        health=HealthPolicy(eject_intruders=False, soft_timeouts=False, silence_returns_whole=False),
         golden=GoldenPolicy(outvote=False),
         budget=BudgetPolicy(keep_last=False),
     )
