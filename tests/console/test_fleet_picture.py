@@ -19,6 +19,7 @@ from events.observations import (
     RequestsRejected,
     RequestsServed,
     WorkerAwaited,
+    WorkerLeft,
 )
 
 
@@ -161,9 +162,18 @@ def test_capacity_stands_beside_what_is_promised_and_what_is_given_up() -> None:
 
 
 def test_nobody_who_serves_a_model_is_the_worst() -> None:
-    shown = Shown(History().start(1).corruption("w0"))
-    headline = shown.now()["head"]["headline"]
+    history = History().start(1)
+    history.say(WorkerLeft(worker="w0", instance=history.joined("w0").instance, mode="immediate", exit=-9))
+    history.decide()
+    headline = Shown(history).now()["head"]["headline"]
     assert headline.level == "bad" and "nobody serves llama" in headline.text
+
+
+def test_a_convicted_worker_that_is_its_models_last_is_shown_as_serving() -> None:
+    found = Shown(History().start(1).corruption("w0")).now()
+    assert found["models"]["llama"].serving == 1
+    assert "serves as the last worker of its model" in found["workers"]["w0"].why
+    assert found["head"]["headline"].level == "bad" and "nobody serves" not in found["head"]["headline"].text
 
 
 def test_what_may_be_old_is_said_first() -> None:
