@@ -272,8 +272,8 @@ async def test_a_fact_that_was_overtaken_is_said_again_under_a_new_number(nats_u
     journal.observe(drain(1))
     journal.observe(drain(2))
     assert await journal.flush(5)
-    message = journal._message(drain(3), "", "", "")
-    late = journal._message(drain(4), "", "", "")
+    message = journal._message(drain(3), codec.new_id(), datetime.now(UTC), "", "", "")
+    late = journal._message(drain(4), codec.new_id(), datetime.now(UTC), "", "", "")
     with capture_logs() as logs:
         for each in (late, message):  # the wrong way round
             journal._publisher.add(each)
