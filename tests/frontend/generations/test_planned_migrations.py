@@ -18,6 +18,7 @@ from controller.frontend.errors import unavailable
 from controller.frontend.generations.live_migration import HELD_MAX
 from controller.frontend.requests.failures import MigrationBudget
 from events.decisions import DrainStarted, HealthStatus
+from events.intrusion.registration import TPOT_MS_MAX
 from events.observations import (
     CanaryFailed,
     DeviceFaulted,
@@ -198,7 +199,9 @@ async def test_what_the_target_has_in_its_prefix_cache_makes_a_transfer_cheaper(
         assert fact.predicted_ms is not None and 50 < fact.predicted_ms < 150, "one block or two"
 
 
-@pytest.mark.parametrize(("tpot_ms", "step_ms"), [((), 0), (((1, 40.0), (8, 60.0)), 40), (((1, 1e9),), 0)])
+@pytest.mark.parametrize(
+    ("tpot_ms", "step_ms"), [((), 0), (((1, 40.0), (8, 60.0)), 40), (((1, TPOT_MS_MAX),), 0)]
+)
 async def test_a_step_of_the_target_is_part_of_what_is_predicted(tpot_ms: Any, step_ms: float) -> None:
     async with frontend() as kit:
         p = Pair(kit, MovingWorker("w1", step_s=0.004), MovingWorker("w2", step_s=0.004))
