@@ -15,6 +15,7 @@ from frontend_kit import TOKENS, Kit, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.errors import ApiError
+from controller.frontend.generations import output
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.reading import fresh_id, own_id, read_prompts
@@ -344,14 +345,21 @@ class Nonsense(ScriptedWorker):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_cannot_be_said_is_nobody_elses_trouble(stream: bool) -> None:
+@pytest.mark.parametrize("checked", [True, False])
+async def test_what_cannot_be_said_is_nobody_elses_trouble(
+    checked: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the check of a worker's output has missed it."""
+    if not checked:
+        monkeypatch.setattr(output, "invalid", lambda *_: "")
+    expected = (502, "invalid_output") if checked else (500, "internal")
     worker = Nonsense(step_s=0.01)
     async with frontend(worker) as kit:
         other = asyncio.create_task(kit.complete(PROMPT, 40))
         await until(lambda: worker.active)
         ask = {"model": "m", "prompt": PROMPT, "max_tokens": 7, "logprobs": 1, "stream": stream}
         async with kit.http.post(kit.url + "/v1/completions", json=ask) as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (502, "invalid_output")
+            assert (answer.status, (await answer.json())["error"]["code"]) == expected
         assert (await other)[0] == TOKENS.decode(undisturbed(PROMPT, 40))
         assert kit.plane.connected and not kit.said(RequestMigrated)
 
