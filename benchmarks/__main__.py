@@ -8,7 +8,7 @@ python -m benchmarks --help             this, and the names
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from workers.engines.torch_missing import TorchMissing, require_torch
 
@@ -91,10 +91,14 @@ OF_OTHERS = {
 KNOWN = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND | WITH_A_SERVER | OF_OTHERS
 
 
-def main(become: Callable[[str, list[str]], object] = os.execv) -> int:
+def main(
+    arguments: Sequence[str] | None = None, become: Callable[[str, list[str]], object] = os.execv
+) -> int:
     """Become the named benchmark with its flags, or run all; return 1 if one failed, 2 for a name that there is not."""
-    if len(sys.argv) > 1:
-        name, *flags = sys.argv[1:]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if arguments:
+        name, *flags = arguments
         if name in ("-h", "--help"):
             print(f"{__doc__}\nnames: {', '.join(KNOWN)}")
             return 0

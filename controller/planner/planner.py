@@ -58,7 +58,7 @@ class Planner:
     ) -> None:
         """Begin without knowing anything. `expecting` foresees the load."""
         self.policy = policy
-        self.age = ProjectionAge()
+        self.age = ProjectionAge(before_s=2 * policy.stale_s)
         self.read = 0  # sequence of the last event that was taken in
         self._name, self._duties, self._expecting = name, duties, expecting
         self._workers = WorkersSeen()

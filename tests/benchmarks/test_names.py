@@ -20,9 +20,8 @@ def test_pages_name_no_benchmark_that_there_is_not() -> None:
     assert named and named <= benchmarks.KNOWN.keys()
 
 
-def test_help_gives_the_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
-    assert benchmarks.main() == 0
+def test_help_gives_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmarks.main(["--help"]) == 0
     assert "relay, planes, faults" in capsys.readouterr().out
 
 
@@ -33,16 +32,12 @@ def test_without_torch_it_says_what_brings_it(
         raise TorchMissing("torch is not installed")
 
     monkeypatch.setattr(benchmarks, "require_torch", missing)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "sdc", "--help"])
-    assert benchmarks.main() == 1
+    assert benchmarks.main(["sdc", "--help"]) == 1
     assert capsys.readouterr().err == "sdc: torch is not installed\n"
 
 
-def test_a_benchmark_takes_the_place_of_the_command_so_that_ctrl_c_gives_it_time_to_stop_its_fleet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_benchmark_takes_the_place_of_the_command_so_that_ctrl_c_gives_it_time_to_stop_its_fleet() -> None:
     became: list[list[str]] = []
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "walk", "--seed", "3"])
-    benchmarks.main(lambda program, arguments: became.append([program, *arguments]))
+    benchmarks.main(["walk", "--seed", "3"], lambda program, arguments: became.append([program, *arguments]))
     walk = ["-m", "benchmarks.failures.walk", "--seed", "3"]
     assert became == [[sys.executable, sys.executable, *walk]]

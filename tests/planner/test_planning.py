@@ -195,10 +195,24 @@ async def test_of_two_planners_that_see_the_same_one_is_heard() -> None:
     assert len(fleet.proposals()) == 1
 
 
+async def test_a_planner_that_begins_beside_a_state_store_that_is_behind_proposes_nothing() -> None:
+    """For how long the store has been behind it cannot know."""
+    fleet = PlannedFleet(3)
+    planner = fleet.planner()
+    await fleet.minutes(BUSY, 5)
+    fleet.minute(BUSY)  # which the store does not show
+    await planner.look()
+    assert not fleet.proposals()
+    await fleet.project()
+    await planner.look()
+    assert len(fleet.proposals()) == 1
+
+
 async def test_nothing_is_proposed_while_the_state_store_is_behind() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner()
     await fleet.minutes(BUSY, 5)
+    await planner.look()
     fleet.minute(BUSY)  # which the store does not show
     await planner.look()
     fleet.history.say(fleet.history.passed("w0"), seconds=11)

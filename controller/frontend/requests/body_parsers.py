@@ -66,7 +66,11 @@ class BodyParsers:
         limit_s = self._settings.body_parse_s
         try:
             async with asyncio.timeout(limit_s), process.lock:
-                return await process.parse(name, body)
+                try:
+                    return await process.parse(name, body)
+                except (OSError, asyncio.IncompleteReadError) as error:  # it may have been dead before
+                    log.warning("body_parser_failed", why=type(error).__name__)
+                    return await process.parse(name, body)
         except TimeoutError as error:
             why = f"the body was not parsed within {limit_s:g} s"
             raise self._refusal("body_parse", "queue_timeout", why) from error

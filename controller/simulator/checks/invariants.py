@@ -154,7 +154,7 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "verdict_obeyed",
         "routed",
         w.verdict,
-        "No request goes to a worker that its frontend knows to be unhealthy, draining or dead.",
+        "No request goes to a worker that its frontend knows to be unhealthy, draining or dead, but to a model's last one.",
     ),
     (
         "shedding_obeyed",
@@ -178,7 +178,8 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "corruption_fenced",
         "tick",
         w.corrupt,
-        "A corrupt worker is out of service within canaries × interval, retries and slack.",
+        "A corrupt worker is out of service within canaries × interval, retries and slack, unless no other worker of its model "
+        "serves.",
     ),
     (
         "trials_end",

@@ -74,16 +74,24 @@ def silent(watch: InvariantWatch, machine: Machine, instance: str) -> str | None
 
 
 def corrupt(watch: InvariantWatch) -> str | None:
-    """Look for a corrupt worker that serves longer than its canaries take to find it out."""
-    machines = watch.world.machines
+    """Look for a corrupt worker that serves longer than its canaries take to find it out. The last worker of a model may."""
+    machines, last_of_model = watch.world.machines, watch.steadiness.last_of_model
     for machine in machines.values():
         if not machine.condition.corrupt or not machine.up:
             continue
+        worker = watch.shown[-1].workers.get(machine.name)
+        if worker is not None and worker.serves_suspect:
+            last_of_model[machine.instance] = watch.kernel.now
         serving = watch.serving_since.get(machine.instance)
         if serving is None:
             continue
         bound = int(CANARIES * watch.world.scenario.interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
-        since = max(serving, machine.condition.corrupt_since, watch.steadiness.probed_since(machine.name))
+        since = max(
+            serving,
+            machine.condition.corrupt_since,
+            watch.steadiness.probed_since(machine.name),
+            last_of_model.get(machine.instance, 0),
+        )
         if watch.kernel.now - since > bound and _known_answers(watch, machine, since):
             was = machine.condition.corrupt_since / SECOND
             return f"{machine.instance} is corrupt since {was} s and serves since {serving / SECOND} s"
