@@ -12,6 +12,7 @@ from events.fact import Observation
 from events.observations import DrainRequested, ResumeRequested, ScaleSet, WorkerLeft
 
 PATROL = 5 * SECOND
+LOOKS = 30 * SECOND  # of operators, once everything is healed
 
 
 class Operators:
@@ -21,6 +22,7 @@ class Operators:
         self._world, self._kernel = world, world.kernel
         self._chance = chance
         self.drained: dict[str, str] = {}  # worker: the instance that was drained
+        self._believed: set[str] = set()  # instances that were resumed against a golden of their own worker
 
     def drain(self, machine: Machine) -> None:
         """Want a worker empty; later want it back, stop it, or forget about it."""
@@ -56,6 +58,16 @@ class Operators:
         for name, worker in self._world.believed().workers.items():
             if worker.health.disputed:
                 self._world.machines[name].stop()
+        self._believe()
+
+    def _believe(self) -> None:
+        """Resume each worker that only a former life's unconfirmed answer convicts: no other worker can say which is wrong."""
+        self._kernel.after(LOOKS, self._believe)
+        for name, worker in self._world.believed().workers.items():
+            machine, instance = self._world.machines[name], worker.joined.instance
+            if worker.health.charges.own_goldens and instance not in self._believed:
+                self._believed.add(instance)
+                self.resume(machine, instance)
 
     def scale(self, model: str) -> None:
         """Set the number of a model's workers, and leave it to the planner again some time later."""
