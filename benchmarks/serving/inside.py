@@ -251,7 +251,8 @@ async def inside(
     dialer = await NatsDialer.open(broker, "f1") if broker else None
     behind = await Channels.open(broker, "workers") if broker else None
     dialers = {PLANE_SCHEME: dialer} if dialer is not None else {}
-    one = Inside(FrontendSettings(port=0, **settings), dialers, behind)
+    own = {"port": 0, "model_folders": "/"}  # the engines are this process's own: it trusts their folders
+    one = Inside(FrontendSettings(**{**own, **settings}), dialers, behind)
     await one.listeners.open()
     await one.listeners.accept()
 
