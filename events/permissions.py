@@ -157,7 +157,7 @@ def _role(name: str, *, intake: bool) -> BrokerUser:
                 f"{DECIDED}.*",
                 *asks,
                 f"{subjects.PLANE}.*.*.*",
-                f"{API}.CONSUMER.NAMES.{STREAM}",  # who reads the journal: also processes that announce nothing
+                f"{API}.CONSUMER.NAMES.{STREAM}",  # readers of the journal, also those that announce nothing
             )
             asked = (subjects.SAY_ALL,) if intake else ()
             hears: tuple[str, ...] = (

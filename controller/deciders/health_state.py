@@ -174,7 +174,7 @@ def lifted(charges: Charges, canary: str) -> Charges:
 
 
 def without(charges: Charges, conviction: str) -> Charges:
-    """Return what stands against it besides this. Where nothing does, nobody need answer for it any more."""
+    """Return what stands against it besides this. Where nothing does, no proof of its health is missing."""
     if conviction not in charges.convictions:
         return charges
     left = tuple(c for c in charges.convictions if c != conviction)

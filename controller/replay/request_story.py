@@ -1,7 +1,7 @@
 """What became of one request: where it was, how it moved and what its client noticed of that, and whose tokens it holds.
 
 The journal tells of requests to which something happened. One that was answered by the worker that it was sent to, and that
-nobody has convicted, is not on it; nor is whether an answer that has moved was completed, unless it could not be. But a
+no decision has convicted, is not on it; nor is whether an answer that has moved was completed, unless it could not be. But a
 frontend reports at least once a minute. One that has reported nothing for `QUIET` has ended, and has cut what it answered.
 """
 

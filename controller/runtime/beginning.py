@@ -63,7 +63,7 @@ async def by_the_store(store: StoredHistory, snapshot: Order[Fleet]) -> Order[Fl
     """Return the fold of everything that the store holds: its snapshot, or nothing, and the events in `fleet_events` after it.
 
     For a process that cannot read the journal. `fleet_events` lacks what changes no fold (messages that are no events, kept
-    snapshots), so sequences have gaps. Whoever can read the journal again folds it from the snapshot. Raise StoreUnavailable,
+    snapshots), so sequences have gaps. Once the journal can be read it is folded from the snapshot. Raise StoreUnavailable,
     StoreRefused or OutOfOrder.
     """
     order = Order(evolve, snapshot.settled, snapshot.position, dict(snapshot.sources))

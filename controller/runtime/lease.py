@@ -130,7 +130,7 @@ class Lease:
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
         holder = _holder(value)
-        if holder is None:  # whoever led goes on, or is missed after its time
+        if holder is None:  # the last leader goes on, or is missed after its time
             self._meet_foreign(value)
             self._revision = revision
             if not self.leader and not self._stood_still():

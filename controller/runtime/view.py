@@ -1,6 +1,6 @@
 """The fleet as this process knows it: a snapshot from the state store, and the journal from there on.
 
-Whoever needs to know the fleet (the router, the canary loop, liveness, the actuator, metrics) hangs on a view. While the
+All that need to know the fleet (the router, the canary loop, liveness, the actuator, metrics) subscribe to a view. While the
 broker is away it holds what it last knew, or what the state store's snapshot and events lead to. When the journal turns out
 to be another one it reports that and keeps what it held, for requests must be served whatever becomes of the control plane.
 """

@@ -67,7 +67,7 @@ class JournalReading:
             raise JournalUnavailable(str(error)) from error
 
     async def consumer_names(self) -> list[str]:
-        """Return the names of the stream's consumers: who reads it. Raise JournalUnavailable."""
+        """Return the names of the stream's consumers. Raise JournalUnavailable."""
         try:
             return await stream.consumer_names(self.connection)
         except broker.BrokerRefused as error:

@@ -52,7 +52,7 @@ class Interest:
         queue: str = "",
     ) -> None:
         self.subject = subject
-        self._queue = queue  # of those who share the messages; empty: everybody gets each
+        self._queue = queue  # of the subscribers that share the messages; empty: each gets all
         self._callback = callback
         self._raw = raw
         self._client: FastClient | None = None

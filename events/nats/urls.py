@@ -6,8 +6,8 @@
     ...&user=NAME                       what the broker's permissions call us: our answers come to _INBOX.NAME
     nats://host:4222?keys=DIR           DIR has a seed for each user: every process finds its own (`as_user`)
 
-Of several members of a cluster, with commas between, one is enough that says who we are. The scheme of the first also holds for
-members that name none: nats://a:4222,b:4222.
+Of several members of a cluster, with commas between, one is enough that has the credentials. The scheme of the first also
+holds for members that name none: nats://a:4222,b:4222.
 """
 
 from pathlib import Path

@@ -58,7 +58,7 @@ def lives(status: Any) -> dict[str, str]:
 
 
 class Intruder:
-    """Whoever holds a worker's broker account."""
+    """An attacker with a worker's broker account."""
 
     def __init__(self, fleet: DemoFleet, connection: nats.NATS, joined: WorkerJoined) -> None:
         self.fleet, self.connection, self.joined = fleet, connection, joined

@@ -109,7 +109,7 @@ def test_where_most_become_slow_at_once_no_worker_is_to_blame() -> None:
         for worker in "abcd":
             accused[worker] += baseline.judge(worker, "1", 900.0) is not None
     assert max(accused.values()) == 1, (
-        "those who were asked first are suspected once: three times in a row are a verdict"
+        "those that were asked first are suspected once: three times in a row are a verdict"
     )
 
 

@@ -32,7 +32,7 @@ class BrokerUsers:
         self._seen = self._look()
         workers = [name for name in keys.users(self.folder) if workers_of(name)]
         by_intake = {name for name in workers if self._knows_intake(name)}
-        for name in workers:  # before the broker knows: who is refused looks again
+        for name in workers:  # before the broker knows: a process that is refused looks again
             given = self.folder / f"{name}{keys.INTAKE}"
             given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
         return configuration(permissions.users(workers, by_intake), self.folder)

@@ -47,7 +47,7 @@ class KvEvents:
         self.bad = 0  # messages that were none of ours
         self.flooded: Callable[[str], None] = lambda worker: (
             None
-        )  # called with the name of who sends too much
+        )  # called with the name of a sender of too much
         self._budgets: dict[
             bytes, tuple[SendBudget, SendBudget]
         ] = {}  # by subject: the broker allows a worker one

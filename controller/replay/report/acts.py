@@ -17,14 +17,14 @@ class OperatorAct:
 
     at: datetime
     seq: int
-    by: str  # empty: the command named nobody
+    by: str  # empty: the command gave no name
     text: str
     rehearsal: bool
     refused: bool
 
 
 def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
-    """Return the acts among these events, in order: every fact that says `by` whom it was wanted, and refused commands."""
+    """Return the acts among these events, in order: every fact whose `by` names an operator, and refused commands."""
     return [
         OperatorAct(
             event.at,

@@ -34,7 +34,7 @@ class KvClaims:
     _wrong: dict[Key, deque[bool]] = field(default_factory=dict)
 
     def know(self, blocks: Mapping[Key, int]) -> None:
-        """Take in who lives, and how many blocks each has registered."""
+        """Take in the live workers, and how many blocks each has registered."""
         self._blocks = dict(blocks)
         self.disbelieved &= blocks.keys()
         for gone in self._wrong.keys() - blocks.keys():

@@ -293,7 +293,7 @@ def test_a_seed_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
 
 
 def test_members_of_a_cluster_may_leave_out_the_scheme_of_the_first() -> None:
-    """`nats://a:4222,b:4222` is one URL to everybody else's clients."""
+    """`nats://a:4222,b:4222` is one URL to other NATS clients."""
     together = "nats://user:word@a:4222,b:4222, tls://c:4222,d?nkey=FILE"
     assert addresses(together) == ["nats://user:word@a:4222", "nats://b:4222", "tls://c:4222", "nats://d"]
     assert account(together) == {"user": "user", "password": "word", "nkeys_seed": "FILE"}

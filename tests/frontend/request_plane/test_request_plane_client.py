@@ -343,7 +343,7 @@ async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for
         worker.phase, worker.prefill_tokens, worker.step_age_ms = "decode", 0, 10.0
         await until(
             lambda: plane.others_work("w1", 3, begun=False) == "beside"
-        )  # it decodes, and nobody waits
+        )  # it decodes, and no request waits
         worker.phase, worker.prefill_tokens, worker.step_age_ms = "prefill", 10, 60_000.0
         await until(lambda: not plane.reachable("w1", "i1"))
         assert not plane.others_work("w1", 3, begun=False)  # stuck

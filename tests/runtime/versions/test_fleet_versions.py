@@ -40,7 +40,7 @@ class FakeClock:
 
 
 class Watch:
-    """The leader's view of who knows what, with a clock of its own."""
+    """The leader's view of what each process knows, with a clock of its own."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()

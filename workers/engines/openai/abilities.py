@@ -30,7 +30,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Who an upstream is, and what of our extensions it can do."""
+    """An upstream's identity, and which of our extensions it supports."""
 
     model: str
     version: str = "unknown"

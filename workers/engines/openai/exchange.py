@@ -76,7 +76,7 @@ class Exchange:
             self._identity.doubt()  # it may come back as another one
             words = str(error) or type(error).__name__
             self._say(say, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
-        except Exception as error:  # a mistake of ours: whoever asked must not wait for ever
+        except Exception as error:  # a mistake of ours: the caller must not wait for ever
             log.exception("request_failed")
             say([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         return None

@@ -112,7 +112,7 @@ class Upstream:
                 await _bounded(response)
 
     async def abilities(self) -> Abilities:
-        """Return who the server is and what it can do, by asking it. Raise UpstreamAway."""
+        """Ask the server for its identity and abilities. Raise UpstreamAway."""
         listed = await self.listed()
         known = await self.probed(replace(listed, version=await self.version() or ""))
         return replace(known, handles=await self.hands_over(known))
