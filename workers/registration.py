@@ -38,6 +38,7 @@ def registration(
         context_tokens=i.context_tokens,
         exact=i.exact,
         root=i.root,
+        also_served=i.also_served,
         generation_config=i.generation_config,
         kv=layout(engine.kv),
         dp=i.dp,

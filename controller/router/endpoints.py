@@ -211,6 +211,7 @@ class EndpointTable:
         self._allows = allows
         self.endpoints: dict[Key, Endpoint] = {}
         self.models: dict[str, list[Endpoint]] = {}
+        self.further: dict[str, str] = {}  # model by further name, as the servers behind its workers tell
         self.number = 0  # of the last decision that this table reflects
         self.known: set[str] = (
             set()
@@ -270,6 +271,9 @@ class EndpointTable:
         waiting = fleet.waiting
         self.known = {worker.joined.model for worker in fleet.workers.values()}
         self.known |= {one.model for one in waiting if one.model}
+        self.further = {
+            name: one.joined.model for one in fleet.workers.values() for name in one.joined.also_served
+        }
         self.unnamed = tuple(one.worker for one in waiting if not one.model)
 
     def _update(self, worker: Worker, before: Worker | None, change: TableChange) -> None:
@@ -277,6 +281,7 @@ class EndpointTable:
         that follows is certain, but takes a while, and a controller that lives."""
         key = (worker.joined.worker, worker.joined.instance)
         self.known.add(worker.joined.model)
+        self.further |= dict.fromkeys(worker.joined.also_served, worker.joined.model)
         endpoint = self.endpoints.get(key)
         change.left = change.left or (before is not None and before.joined.instance != key[1])
         if endpoint is None:

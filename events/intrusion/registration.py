@@ -19,6 +19,8 @@ CURVE_MAX = 4096  # points of a TPOT curve
 RANKS_MAX = 1 << 16  # TP or DP ranks
 PID_MAX = 1 << 31
 LIMIT_MAX = 1 << 31  # migrations of one request
+NAMES_MAX = 64  # further names of a model
+NAME_MAX = 256  # characters of one
 
 Claim = tuple[str, float, float, float]  # name, value, least, most
 
@@ -38,6 +40,8 @@ def _claims(joined: WorkerJoined) -> Iterator[Claim]:
     yield "pid", joined.pid, 0, PID_MAX
     yield from _optional("waiting_max", joined.waiting_max, REQUESTS_MAX)
     yield from _optional("migration_limit", joined.migration_limit, LIMIT_MAX)
+    yield "names of also_served", len(joined.also_served), 0, NAMES_MAX
+    yield "length of a name of also_served", max(map(len, joined.also_served), default=0), 0, NAME_MAX
     yield from _of_profile(joined.profile)
     if (kv := joined.kv) is not None:
         for name, value in (("layers", kv.layers), ("kv_heads", kv.kv_heads), ("head_size", kv.head_size)):

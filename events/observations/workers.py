@@ -80,6 +80,9 @@ class WorkerJoined(WorkerObservation):
     generation_config: str = ""  # digest of the model's defaults for sampling; empty: none are known
     server: str = ""  # host and port of the server behind this worker; empty: the worker computes itself
     account: str = ""  # broker user of the worker's process; empty: not stated
+    also_served: tuple[
+        str, ...
+    ] = ()  # further names under which the server behind it serves the same weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class Upstream:
     defaults: dict[str, Any] = field(default_factory=dict)  # for what a request does not say
     model: str = "up"
     root: str = ""  # of its weights, where it tells
+    names: tuple[str, ...] = ()  # further ones of the same weights; it lists an adapter of them besides
     version: str = "0.32.0"  # empty: it cannot tell now
     retry_after: str = ""  # with each `http_` fault, where it names one
     listings: int = 0  # times that its models were listed
@@ -124,7 +125,9 @@ class Upstream:
             about["max_model_len"] = self.context
         else:
             about["meta"] = {"n_ctx": self.context}
-        return web.json_response({"object": "list", "data": [about]})
+        further = [{**about, "id": name} for name in self.names]
+        adapters = [{**about, "id": "adapter", "parent": self.model}] if further else []
+        return web.json_response({"object": "list", "data": [about, *further, *adapters]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

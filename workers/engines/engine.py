@@ -62,6 +62,7 @@ class EngineIdentity:
     profile: Profile
     dp: int = 1  # DP ranks, each with a KV cache and a queue of its own
     root: str = ""  # the weights' repository or folder, as the server tells; empty: it does not
+    also_served: tuple[str, ...] = ()  # further names of the same weights at the server
     generation_config: str = ""  # digest of the model's own defaults for sampling; empty: none are known
     waiting_max: int | None = None  # requests that it lets wait beside a full batch; None: any number
     server: str = ""  # host and port of the server that computes; empty: this process does

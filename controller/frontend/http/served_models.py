@@ -22,10 +22,10 @@ def not_served(director: Director, model: str) -> ApiError:
 
 
 def model_of(director: Director, name: str) -> str:
-    """Return the known model that a name stands for, its own or an alias. Raise ApiError: 404 for one that no worker serves."""
-    aliases = director.settings.model_aliases
-    model = aliases.get(name, name)
-    for one in (name, model):  # a worker's own name goes before an alias
+    """Return the known model that a name stands for: its own, an alias, or a further name of its servers. Raise ApiError: 404 for
+    one that no worker serves."""
+    model = director.settings.model_aliases.get(name, name)
+    for one in (name, model, director.table.further.get(name, name)):  # a model's own name goes first
         if one in director.table.known:
             return one
     raise not_served(director, model)
@@ -34,9 +34,9 @@ def model_of(director: Director, name: str) -> str:
 def served_names(director: Director) -> list[tuple[str, str]]:
     """Return every name under which a served model may be asked for, with the model."""
     served = director.routing.served
-    aliases = director.settings.model_aliases
+    further = director.table.further | director.settings.model_aliases
     return [(model, model) for model in served] + [
-        (alias, model) for alias, model in aliases.items() if model in served and alias not in served
+        (name, model) for name, model in further.items() if model in served and name not in served
     ]
 
 

@@ -7,6 +7,7 @@ from scripted_worker import ScriptedWorker
 
 from controller.config.flags import gather
 from controller.frontend.settings import FrontendSettings
+from events.decisions import HealthStatus
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 ALIASES = {"gpt-4o": "m", "gone": "none", "m2": "m"}
@@ -41,6 +42,21 @@ async def test_a_workers_own_name_goes_before_an_alias() -> None:
     async with frontend(ScriptedWorker(), model_aliases={"m": "other"}) as kit:
         status, answer, _ = await kit.post("/v1/chat/completions", model="m", **CHAT)
         assert (status, answer["model"]) == (200, "m")
+
+
+async def test_further_names_of_the_servers_are_served_and_outlive_their_worker() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        await kit.add(ScriptedWorker(name="w2", model="n"), also_served=("n2", "m"))
+        for name, expected in (("n", 200), ("n2", 200), ("m", 200), ("n3", 404)):
+            status, answer, _ = await kit.post("/v1/chat/completions", model=name, **CHAT)
+            assert status == expected
+            assert expected == 404 or answer["model"] == name
+        async with kit.http.get(kit.url + "/v1/models") as answer:
+            listed = {one["id"]: one.get("root") for one in (await answer.json())["data"]}
+        assert listed == {"m": None, "n": None, "n2": "n"}, "a model's own name is no further name of another"
+        kit.health(kit.workers[-1], HealthStatus.DEAD, 0.0)
+        status, answer, _ = await kit.post("/v1/chat/completions", model="n2", **CHAT)
+        assert (status, answer["error"]["code"]) == (503, "no_routable_worker")
 
 
 def test_flags_and_variables_say_it_in_one_line() -> None:

@@ -21,6 +21,7 @@ class Identity(NamedTuple):
     extensions: bool = False
     ids_from: IdsFrom = "nowhere"
     handles: bool = False
+    also_served: tuple[str, ...] = ()  # further names of the same weights
 
     def difference(self, now: "Identity") -> str:
         """Return the fields that differ in `now`, as `field: old -> new`; empty if none does."""
@@ -42,13 +43,14 @@ class Abilities:
     ranks: int = 1  # DP ranks that a request can be sent to
     handles: bool = False  # it can hand a request's KV cache over to another server: see `handover`
     root: str = ""  # the weights' repository or folder, as /v1/models lists it
+    also_served: tuple[str, ...] = ()  # further names under which it lists the same weights, sorted
 
     @property
     def identity(self) -> Identity:
         """The part that must stay the same for the life of the worker."""
         return Identity(
             self.model, self.root, self.version, self.context_tokens,
-            self.token_prompts, self.extensions, self.ids_from, self.handles,
+            self.token_prompts, self.extensions, self.ids_from, self.handles, self.also_served,
         )  # fmt: skip
 
     @property

@@ -69,6 +69,7 @@ def identify(
         context_tokens=context,
         exact=known.exact,
         root=known.root,
+        also_served=known.also_served,
         generation_config=config_digest(Path(settings.tokenizer)) if settings.tokenizer else "",
         profile=Profile(
             kv_blocks=blocks,

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from events.errors import HoldfastError
+from events.intrusion.registration import NAME_MAX, NAMES_MAX
 from events.wire import Generate, Sampling
 from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.away import HealthAnswer, UpstreamAway, shown, unreachable
@@ -125,7 +126,10 @@ class Upstream:
             every = listed["data"]
             about = next((one for one in every if one["id"] == wanted), None) or every[0]
             self.model = str(about["id"])
-            return Abilities(self.model, context_tokens=_context(about), root=str(about.get("root") or ""))
+            root = str(about.get("root") or "")
+            return Abilities(
+                self.model, context_tokens=_context(about), root=root, also_served=_also_served(every, about)
+            )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise UpstreamAway(f"{shown(self._url)}/v1/models lists no model") from None
 
@@ -385,6 +389,13 @@ def _ids_from(answer: dict[str, Any]) -> IdsFrom:
         return "logprobs" if read_piece(choice, "logprobs", 1).tokens else "nowhere"
     except Fault:
         return "nowhere"
+
+
+def _also_served(every: list[Any], about: dict[str, Any]) -> tuple[str, ...]:
+    """Return the further names of a listed model: those of the same root. An adapter names its base model as `parent`."""
+    root, own = about.get("root"), about["id"]
+    same = {str(one["id"]) for one in every if root and one.get("root") == root and not one.get("parent")}
+    return tuple(sorted(name for name in same - {own} if len(name) <= NAME_MAX))[:NAMES_MAX]
 
 
 def _context(about: dict[str, Any]) -> int | None:

@@ -52,6 +52,7 @@ async def changed(rig: Rig) -> str:
     [
         ({"model": "other"}, "model: up -> other"),
         ({"root": "/models/b"}, "root: /models/a -> /models/b"),
+        ({"names": ("gpt-4o",)}, "also_served: () -> ('gpt-4o',)"),
         ({"context": 1024}, "max_model_len: 2048 -> 1024"),
         ({"version": "0.33.0"}, "version: 0.32.0 -> 0.33.0"),
         ({"manner": "strict"}, "extensions: True -> False"),
@@ -76,6 +77,15 @@ async def test_each_part_of_the_identity_is_read_again(
             while upstream.listings < before + 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await rig.engine.check()
+    await rig.engine.stop()
+
+
+async def test_further_names_of_the_same_weights_are_registered_but_no_adapter(upstream: Upstream) -> None:
+    upstream.names = ("gpt-4o", "a/b")
+    rig = Rig(engine(upstream, NEVER))
+    await rig.start()
+    assert rig.engine.identity.model == upstream.model
+    assert rig.engine.identity.also_served == ("a/b", "gpt-4o")
     await rig.engine.stop()
 
 

@@ -82,14 +82,15 @@ class IdentityWatch:
         listed = await upstream.listed(known.model)
         version = await upstream.version()
         listed = replace(listed, version=known.version if version is None else version)
-        said = (listed.model, listed.root, listed.context_tokens)
-        if said != (known.model, known.root, known.context_tokens) or version not in (
+        said = (listed.model, listed.root, listed.context_tokens, listed.also_served)
+        before = (known.model, known.root, known.context_tokens, known.also_served)
+        if said != before or version not in (
             None,
             "",
             known.version,
         ):
-            model, root, context = said
-            changed = replace(known, model=model, root=root, context_tokens=context)
+            model, root, context, names = said
+            changed = replace(known, model=model, root=root, context_tokens=context, also_served=names)
             return replace(changed, version=listed.version or known.version).identity
         tokens = (
             1 if known.ids_from == "token_ids" else PROBE_TOKENS
