@@ -154,6 +154,8 @@ class Chunk(msgspec.Struct, array_like=True):
 
 def finish_reason(given: object) -> str:
     """Return an engine's own finish_reason as clients get it; `stop` for what cannot be one."""
+    if given == "length" or given == "stop":
+        return given
     return given if isinstance(given, str) and _finish_reason(given) else "stop"
 
 

@@ -227,9 +227,11 @@ class Completion:
 
     def _suspect(self) -> str:
         """Return why canaries convict a worker that answers, if it serves only because no other does."""
-        attempts = (generation.last_attempt for generation in self.generations)
-        why = next((one.endpoint.suspect for one in attempts if one is not None and one.endpoint.suspect), "")
-        return why if why.isprintable() else ascii(why)
+        for generation in self.generations:
+            attempt = generation.last_attempt
+            if attempt is not None and (why := attempt.endpoint.verdict.suspect):
+                return why if why.isprintable() else ascii(why)
+        return ""
 
     @property
     def worker(self) -> str:

@@ -331,7 +331,10 @@ class OpenAiEndpoints:
 
 def resolved(director: Director, parsed: ParsedRequest) -> ParsedRequest:
     """Return a request for the model that its alias stands for. Raise ApiError (404, 503)."""
-    return msgspec.structs.replace(parsed, model=model_of(director, parsed.model), called=parsed.model)
+    model = model_of(director, parsed.model)
+    if model == parsed.model:
+        return parsed
+    return msgspec.structs.replace(parsed, model=model, called=parsed.model)
 
 
 def _shutting_down() -> ApiError:

@@ -1,8 +1,7 @@
-"""Parses request bodies: small ones on the event loop, large ones in processes that can be killed.
+"""Parses the request bodies that are too large for the event loop, in processes that can be killed.
 
-    cheap (body_scan.py) ──▶ on the loop, 5 ms at most
-    up to 4 MiB ───────────▶ a process for these
-    more ──────────────────▶ another process, so that long prompts do not wait for huge bodies
+    up to 4 MiB ──▶ a process for these
+    more ─────────▶ another process, so that long prompts do not wait for huge bodies
 
 A thread would not help: the decoder holds the interpreter until it has finished. A process is started with the first body that
 needs it, and again after it was killed or has failed.
@@ -21,7 +20,6 @@ import structlog
 
 from controller.frontend.errors import ApiError, unavailable
 from controller.frontend.requests.parse_process import HEAD, NAMES, SIZE, outcome
-from controller.frontend.requests.readers import READERS
 from controller.frontend.settings import AdmissionSettings
 
 MIB = 2**20
@@ -43,10 +41,8 @@ class BodyParsers:
         self._processes = (_ParserProcess(), _ParserProcess())
         self.waiting_bytes = 0  # of bodies that are parsed in a process, or wait for one
 
-    async def parse(self, name: str, body: bytes, *, cheap: bool) -> Any:
+    async def parse(self, name: str, body: bytes) -> Any:
         """Return what the parser of this name returns for a body. Raise ApiError: 400 for an invalid one, 503 beyond a bound."""
-        if cheap:
-            return READERS[name][0](body)
         most, size = self._settings.bodies_mb_max * MIB, len(body)
         if self.waiting_bytes and self.waiting_bytes + size > most:
             why = f"{self.waiting_bytes // MIB} MB of requests' bodies are waiting to be parsed"

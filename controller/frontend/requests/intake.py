@@ -18,6 +18,7 @@ from controller.frontend.requests.body_parsers import BodyParsers
 from controller.frontend.requests.body_scan import SLICE_BYTES, UNSCANNED_BYTES, BodyLimits, BodyScan
 from controller.frontend.requests.inflating import SMALL_BYTES, InflatesTooFar, inflated
 from controller.frontend.requests.long_texts import RETRY_AFTER_S, LongTexts
+from controller.frontend.requests.readers import READERS
 from controller.frontend.requests.schema import bad_json
 from controller.frontend.settings import FrontendSettings
 
@@ -45,10 +46,10 @@ class Intake:
         """Return what a request's body asks for, as the parser of this name (readers.py) understands it. Raise ApiError: 400 for
         an invalid body, or what `body` raises."""
         if isinstance(given, bytes):
-            body, cheap = given, await self.scanned(given)
+            body, cheap = given, len(given) <= UNSCANNED_BYTES or await self.scanned(given)
         else:
             body, cheap = await self._received(given)
-        return await self._parsers.parse(parser, body, cheap=cheap)
+        return READERS[parser][0](body) if cheap else await self._parsers.parse(parser, body)
 
     async def body(self, request: web.BaseRequest) -> bytes:
         """Return a request's body, inflated. Raise ApiError: 400 for a broken one, or one of too many values, 408 after `body_s`,
