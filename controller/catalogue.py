@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from events import codec
 from events.decisions import Knobs
 from events.fact import Decision, Fact, Observation
-from events.observations import KvLayout, Profile, Topology
+from events.observations import BreakerMove, KvLayout, Profile, Topology
 from events.subjects import DECIDED, OBSERVED
 
 EMITTERS: Mapping[str, str] = {
@@ -65,12 +65,13 @@ EMITTERS: Mapping[str, str] = {
     "exposure_unknown": "a frontend, per span that it cannot vouch for",
     "panic_began": "a frontend, once per entry",
     "panic_ended": "a frontend, once per exit",
+    "frontend_breakers_moved": "a frontend, once per second in which a breaker of its own moved",
 }
 """Who says each observation, and how often. Decisions are all said by the leading controller."""
 
 NOTED = r"^    (\w+): (?:\(\n\s+)?[^#\n]+  # (.+)$"  # a field of a dataclass, with a comment behind it
 LEADER = "the leading controller, when it is due"
-SHAPES = (Profile, Topology, KvLayout, Knobs)  # what fields consist of
+SHAPES = (Profile, Topology, KvLayout, Knobs, BreakerMove)  # what fields consist of
 
 
 @dataclass(frozen=True, slots=True)

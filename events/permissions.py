@@ -83,6 +83,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.ExposureUnknown,
         seen.PanicBegan,
         seen.PanicEnded,
+        seen.FrontendBreakersMoved,
         seen.IntrusionRefused,
     ),
     "operator": (seen.EventQuarantined, seen.ScaleSet),

@@ -15,6 +15,7 @@ from controller.runtime.history import held
 from events import codec
 from events.errors import UsageError
 from events.fact import Recorded, Skipped
+from events.observations import FrontendBreakersMoved
 
 Run = Callable[[argparse.Namespace], int]
 FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal")
@@ -153,7 +154,9 @@ def _wanted(event: Recorded, args: argparse.Namespace) -> bool:
     fact = event.fact
     if isinstance(fact, Skipped) or (args.kind and fact.kind() != args.kind):
         return False
-    mentions = (getattr(fact, name, None) for name in ("worker", "source", "target"))
+    mentions = [getattr(fact, name, None) for name in ("worker", "source", "target")]
+    if isinstance(fact, FrontendBreakersMoved):
+        mentions += [move.worker for move in fact.moves]
     return not args.worker or args.worker in mentions
 
 

@@ -11,6 +11,7 @@ from events import observations as o
 from events.fact import Fact, Recorded, Skipped
 
 TOKENS_SHOWN = 8
+MOVES_SHOWN = 6
 SPAN_S_MAX = 1e9  # thirty years: what is said to have lasted longer never ended
 
 
@@ -234,6 +235,18 @@ def _drained(f: o.DrainFinished) -> str:
     return f"{f.worker} is empty{said and f': {said}'}"
 
 
+def _breaker_move(move: o.BreakerMove) -> str:
+    moved = {"open": "opened", "half_open": "half-opened", "closed": "closed"}[move.position]
+    return f"{move.worker} {moved}{f' ({move.reason})' if move.reason else ''}"
+
+
+def _own_breakers(f: o.FrontendBreakersMoved) -> str:
+    said = ", ".join(map(_breaker_move, f.moves[:MOVES_SHOWN]))
+    if more := len(f.moves[MOVES_SHOWN:]) + f.dropped:
+        said += f" and {more} more"
+    return f"own breakers of {f.frontend} moved: {said or 'none'}"
+
+
 def _cap(f: d.WeightCapped) -> str:
     if f.weight is None:
         return f"the ejection budget lets go of {f.worker} ({f.reason})"
@@ -330,6 +343,7 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.ExposureUnknown: _unknown,
     o.PanicBegan: "{f.frontend} ignores its own breakers for {f.model}: {f.routable_share:.0%} of its weight is routable",
     o.PanicEnded: "{f.frontend} obeys its own breakers for {f.model} again",
+    o.FrontendBreakersMoved: _own_breakers,
     d.HealthChanged: _health,
     d.BreakerOpened: lambda f: f"the breaker of {f.worker} opened for {span(f.wait_s)} ({f.reason})",
     d.BreakerHalfOpened: "the breaker of {f.worker} half-opened: one trial until {f.deadline:%H:%M:%S}",

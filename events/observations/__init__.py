@@ -30,8 +30,10 @@ from events.observations.planning import (
     TrafficReported,
 )
 from events.observations.requests import (
+    BreakerMove,
     BusyThresholdsSet,
     ExposureUnknown,
+    FrontendBreakersMoved,
     FrontendObservation,
     MigrationCause,
     PanicBegan,
@@ -77,6 +79,7 @@ from events.observations.workers import (
 )
 
 __all__ = [
+    "BreakerMove",
     "BusyThresholdsSet",
     "CanaryFailed",
     "CanaryPassed",
@@ -95,6 +98,7 @@ __all__ = [
     "EngineFaulted",
     "EventQuarantined",
     "ExposureUnknown",
+    "FrontendBreakersMoved",
     "FrontendObservation",
     "GoldenDisputed",
     "GoldenProposed",

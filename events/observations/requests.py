@@ -227,6 +227,26 @@ class ExposureUnknown(FrontendObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerMove:
+    """One move of a frontend's own breaker of one worker."""
+
+    worker: str
+    instance: str
+    position: Literal["closed", "open", "half_open"]  # after the move
+    ago_ms: float  # before the event was published, by the frontend's clock
+    reason: str  # of an opening; fleet_breaker_closed: the fleet's verdict reset it; empty: a trial began or passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendBreakersMoved(FrontendObservation):
+    """All moves of this frontend's own breakers within one second, in order. They only keep this frontend's requests away from
+    a worker: no decider reads them."""
+
+    moves: tuple[BreakerMove, ...]  # the first 200
+    dropped: int  # moves that did not fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PanicBegan(FrontendObservation):
     """Less than half of a model's weight was routable: this frontend ignores its own breakers for it."""
 

@@ -40,8 +40,10 @@ from events.codec import KINDS
 from events.decisions import HealthStatus
 from events.fact import Fact
 from events.observations import (
+    BreakerMove,
     ChaosInjected,
     ExposureUnknown,
+    FrontendBreakersMoved,
     MoveRequested,
     ObserverBlind,
     PanicBegan,
@@ -272,6 +274,11 @@ FACTS: dict[str, Make] = {
         frontend="f", request="r", model="llama", worker=w, instance=i, reason="cancelled", tokens=1
     ),
     "observer_blind": lambda w, i: ObserverBlind(observer="o", silent=3, known=4),
+    "own_breakers": lambda w, i: FrontendBreakersMoved(
+        frontend="f",
+        moves=(BreakerMove(worker=w, instance=i, position="open", ago_ms=1.0, reason="requests: stalled"),),
+        dropped=0,
+    ),
     "panic": lambda w, i: PanicBegan(frontend="f", model="llama", routable_share=0.1),
 }
 

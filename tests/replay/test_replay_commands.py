@@ -21,6 +21,7 @@ from events.decisions import IncidentClosed, IncidentOpened
 from events.fact import Fact, Recorded, Skipped
 from events.journal.memory import MemoryJournal
 from events.observations import (
+    BreakerMove,
     CanaryFailed,
     CanaryPassed,
     CanarySlow,
@@ -29,6 +30,7 @@ from events.observations import (
     DeviceRecovered,
     DrainFinished,
     DrainRequested,
+    FrontendBreakersMoved,
     RequestMigrated,
     ShutdownBegan,
     WorkerLeft,
@@ -69,6 +71,17 @@ def seq_of(history: History, kind: str, nth: int = 0) -> int:
 
 def test_every_kind_has_its_sentence() -> None:
     assert set(sentences.SENTENCES) == {*codec.KINDS.values(), Skipped}
+
+
+def test_moves_of_a_frontends_own_breakers_are_one_sentence() -> None:
+    moves = [
+        BreakerMove(worker=f"w{n}", instance="i", position="open", ago_ms=1.0, reason="requests: stalled")
+        for n in range(8)
+    ]
+    fact = FrontendBreakersMoved(frontend="f0", moves=tuple(moves), dropped=3)
+    said = sentences.sentence(fact)
+    assert said.startswith("own breakers of f0 moved: w0 opened (requests: stalled), w1 opened")
+    assert said.endswith("w5 opened (requests: stalled) and 5 more")
 
 
 def test_a_sentence_says_what_happened(history: History) -> None:

@@ -2,8 +2,8 @@
 reports.
 
 The local breaker is the fleet's machine (`deciders.breaker`) run on this frontend's outcomes, with its own
-numbers for its own moves: it can only subtract, and none of its moves is journalled. Its trial is one real
-request.
+numbers for its own moves: it can only subtract. Its moves are reported once a second (`breaker_moves`); no
+decider reads them. Its trial is one real request.
 
 A broken connection is one failure, however many streams it carried. If every worker in service breaks within
 one tick, it is more likely us: nobody is blamed.
@@ -18,6 +18,7 @@ import structlog
 
 from controller.deciders import breaker
 from controller.deciders.breaker import Breaker, BreakerPolicy
+from controller.frontend.health.breaker_moves import BreakerMoves
 from controller.frontend.health.request_window import AnswerDraw, Window
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint, Key
@@ -91,6 +92,7 @@ class LocalBreakers:
         self._epoch = 0  # of this frontend's own breaker moves
         self._outcomes_by: dict[Key, WorkerOutcomes] = {}
         self._open: dict[Key, None] = {}  # those whose breaker is not closed
+        self._moves = BreakerMoves(frontend, observe, now)
         self._window_at = now()
         self._second_at = now()
         self._policy = BreakerPolicy(
@@ -119,6 +121,8 @@ class LocalBreakers:
         if key in self._outcomes_by:
             self._epoch += 1  # a move of its own: what was sent before it is void
             fresh = Breaker(key[0], key[1], trial_by="request", moved_by=self._epoch)
+            if self._outcomes_by[key].breaker.position != "closed":
+                self._moves.add(key, "closed", "fleet_breaker_closed")
             self._move(key, self._outcomes_by[key], fresh)
             self._outcomes_by[key].failures = 0
             self._outcomes_by[key].stalls = 0.0
@@ -280,6 +284,7 @@ class LocalBreakers:
             self._second_at = now
             for found in self._outcomes_by.values():
                 found.reports = 0
+            self._moves.report()
         if now - self._window_at >= self._facts.window_s:
             self._report(now - self._window_at)
             self._window_at = now
@@ -304,6 +309,7 @@ class LocalBreakers:
         for decision in breaker.decide(self._policy, found.breaker, moment):
             self._epoch += 1
             self._move(key, found, breaker.evolve(found.breaker, replace(decision, number=self._epoch)))
+            self._moves.add(key, found.breaker.position, getattr(decision, "reason", ""))
             log.info("local_breaker", worker=key[0], instance=key[1], position=found.breaker.position)
 
     def _move(self, key: Key, found: WorkerOutcomes, after: Breaker) -> None:
@@ -320,7 +326,8 @@ class LocalBreakers:
     # --- reports ------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Report what the current window holds, at the process's end."""
+        """Report what the current window and second hold, at the process's end."""
+        self._moves.report()
         self._report(max(1e-3, self._now() - self._window_at))
 
     def _report(self, window_s: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from controller.deciders.fleet import Fleet, Worker
 from events.decisions import GoldenAgreed, IncidentClosed, IncidentOpened
 from events.fact import Fact, Recorded
-from events.observations import WorkerJoined
+from events.observations import FrontendBreakersMoved, WorkerJoined
 
 _WORD = re.compile(r"[A-Za-z0-9_\-]+(?:\.[A-Za-z0-9_\-]+)*")
 _ADDRESS = re.compile(
@@ -72,6 +72,10 @@ class Redaction:
                 of = "worker" if field == "by" and isinstance(fact, GoldenAgreed) else kind
                 for name in value if isinstance(value, tuple) else (value,):
                     self._name(of, name)
+        if isinstance(fact, FrontendBreakersMoved):
+            for move in fact.moves:
+                self._name("worker", move.worker)
+                self._name("life", move.instance)
         if isinstance(fact, WorkerJoined):
             self._name("host", fact.topology.host)
             for gpu in fact.topology.gpus:

@@ -11,6 +11,7 @@ from frontend_kit import Kit, frontend, joined, until
 from scripted_worker import Act, ScriptedWorker
 from structlog.testing import capture_logs
 
+from controller.frontend.health.breaker_moves import MOVES_MAX
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.request_window import AnswerDraw
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
@@ -18,6 +19,7 @@ from controller.router.endpoints import Endpoint
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Observation
 from events.observations import (
+    FrontendBreakersMoved,
     PanicBegan,
     PanicEnded,
     RequestFailed,
@@ -122,6 +124,54 @@ def test_b03_a_trial_without_an_outcome_is_reclaimed() -> None:
     assert not bench.allows("a")
     bench.tick(10.1)
     assert bench.allows("a")
+
+
+def test_every_move_is_reported_once_a_second_in_order() -> None:
+    bench = Bench()
+    for key in (A, B):
+        for _ in range(3):
+            bench.it.failed(key, "engine_error", 0)
+    assert not bench.said(FrontendBreakersMoved)  # at most one event a second
+    bench.tick(1.0)
+    (first,) = bench.said(FrontendBreakersMoved)
+    assert [(m.worker, m.instance, m.position, m.reason) for m in first.moves] == [
+        ("a", "i1", "open", "requests: engine_error"),
+        ("b", "i1", "open", "requests: engine_error"),
+    ]
+    assert (first.frontend, first.dropped, first.moves[0].ago_ms) == ("f", 0, 1000.0)
+    bench.tick(1.0)
+    assert len(bench.said(FrontendBreakersMoved)) == 1  # no move, no event
+    bench.it.reset(B)
+    bench.it.reset(B)  # it is closed already
+    bench.tick(5.0)
+    bench.it.routed(A)
+    bench.it.served(A, 4, 0.1, 0.01, 0)
+    bench.it.report()  # at the process's end
+    later = [move for fact in bench.said(FrontendBreakersMoved)[1:] for move in fact.moves]
+    assert [(m.worker, m.position, m.reason) for m in later] == [
+        ("b", "closed", "fleet_breaker_closed"),
+        ("a", "half_open", ""),
+        ("a", "closed", ""),
+    ]
+
+
+def test_moves_beyond_the_bound_are_counted() -> None:
+    bench = Bench()
+    for number in range(MOVES_MAX + 7):
+        for _ in range(3):
+            bench.it.failed((f"w{number}", "i1"), "engine_error", 0)
+    bench.tick(1.0)
+    (fact,) = bench.said(FrontendBreakersMoved)
+    assert (len(fact.moves), fact.dropped) == (MOVES_MAX, 7)
+
+
+async def test_a_frontend_publishes_the_moves_of_its_own_breakers() -> None:
+    bad = ScriptedWorker("bad", always=Act(after=0, how="error"))
+    async with frontend(bad, breaker=LocalBreakerSettings(failures_max=1), migration_limit=0) as kit:
+        await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        await until(lambda: bool(kit.said(FrontendBreakersMoved)))
+        moves = [move for fact in kit.said(FrontendBreakersMoved) for move in fact.moves]
+        assert (moves[0].worker, moves[0].position) == ("bad", "open")
 
 
 def test_a_worker_that_nobody_asks_is_not_failed_for_it() -> None:
