@@ -27,6 +27,7 @@ BENCHMARKS = {
     "fuzz": "benchmarks.attack.fuzz",
     "store": "benchmarks.store.store",
     "fold": "benchmarks.store.fold",
+    "faststream": "benchmarks.store.subscribers",
     "report": "benchmarks.store.post_mortem",
     "decided_again": "benchmarks.store.decided_again",
     "kv": "benchmarks.failures.kv",
