@@ -14,6 +14,7 @@ from typing import Any
 from events import decisions
 from events.fact import Decision, Fact, Observation
 from events.observations import canaries, journal, planning, requests, workers
+from events.words import NEW_WORDS
 
 
 def _all_kinds() -> dict[str, type[Fact]]:
@@ -54,8 +55,8 @@ No other version was written without `kinds` after 0.2.0."""
 
 @cache
 def new_kinds() -> frozenset[str]:
-    """Return the kinds of this release that 0.2.0 does not know."""
-    return frozenset(KINDS) - BASE_KINDS
+    """Return what this release may write and 0.2.0 does not know: kinds, and words of older kinds under their `name`."""
+    return frozenset(KINDS) - BASE_KINDS | {new.name for new in NEW_WORDS}
 
 
 def release() -> str:

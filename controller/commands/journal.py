@@ -25,6 +25,7 @@ from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 from events.observations import EventQuarantined
 from events.turns import Turns
+from events.versions import Known
 
 FINDING = 3
 REACH_S = 3.0
@@ -91,7 +92,7 @@ async def _run(args: argparse.Namespace) -> int:
 @asynccontextmanager
 async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
     journal = await NatsJournal.connect(
-        find(data)["nats_url"], "operator:journal", wait_s=REACH_S, make=False
+        find(data)["nats_url"], "operator:journal", wait_s=REACH_S, make=False, known=Known.ours()
     )
     try:
         yield journal
@@ -201,6 +202,12 @@ async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Say 
     if not await journal.flush(WRITE_S):
         raise JournalUnavailable(
             f"event {seq} is not quarantined: the journal did not take it in {WRITE_S:g} s"
+        )
+    if journal.counters.withheld:
+        raise JournalUnavailable(
+            f"event {seq} is not quarantined: the kind event_quarantined is not in force, because a process of an older "
+            "release runs that would stop at it. `holdfast fleet versions` shows which; upgrade or stop it, or run "
+            "`holdfast fleet allow`."
         )
     say(f"event {seq} is quarantined: everybody steps over it")
     return 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from controller.commands import restart, status
 from controller.commands.printing import event_line
+from controller.commands.unknown_kinds import UnknownKinds
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, Unreachable, find, who
 from controller.runtime.history import held
@@ -103,24 +104,29 @@ async def _events(args: argparse.Namespace) -> int:
     if args.kind and args.kind not in codec.KINDS:
         raise UsageError(f"there is no kind {args.kind!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
     url = find(args.data)["nats_url"]
-    journal = await NatsJournal.connect(url, "reader", None, make=False)
+    journal = await NatsJournal.connect(url, "reader", None, make=False, stops_at="nothing")
+    unknown = UnknownKinds()
     try:
         last = await journal.last_seq()  # also says at once if nobody answers
         if args.follow:
             await _first(
-                _print(journal.read(await journal.first_seq() - 1), args),
+                _print(journal.read(await journal.first_seq() - 1), args, unknown),
                 until_lost(lambda: journal.connected, args.data, url),
             )
         else:
-            await _print(held(journal, 0, last), args)
+            await _print(held(journal, 0, last), args, unknown)
+            unknown.report()
     finally:
         await journal.close()
     return 0
 
 
-async def _print(batches: AsyncIterator[Sequence[Recorded]], args: argparse.Namespace) -> None:
+async def _print(
+    batches: AsyncIterator[Sequence[Recorded]], args: argparse.Namespace, unknown: UnknownKinds
+) -> None:
     async for batch in batches:
         for event in batch:
+            unknown.note(event)
             if _wanted(event, args):
                 print(event_line(event, args.output), flush=args.follow)
 

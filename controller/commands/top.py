@@ -103,7 +103,8 @@ async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
 
 @contextlib.asynccontextmanager
 async def _journal(args: argparse.Namespace) -> AsyncIterator[NatsJournal]:
-    journal = await NatsJournal.connect(find(args.data)["nats_url"], "reader", None, make=False)
+    url = find(args.data)["nats_url"]
+    journal = await NatsJournal.connect(url, "reader", None, make=False, stops_at="nothing")
     try:
         yield journal
     finally:

@@ -71,7 +71,8 @@ def _head(seen: FleetSeen, workers: Sequence[Mapping[str, Any]]) -> Iterator[Tex
     spares = sum(bool(worker.get("spare")) for worker in workers)
     extra = f", {spares} spare{'' if spares == 1 else 's'}" if spares else ""
     yield _line(f"serving with {share:.3g} of {len(serving)}{extra}   {busy} in flight")
-    yield _line(seen.rates())
+    unknown = f"   {seen.unknown} events of unknown kinds skipped" if seen.unknown else ""
+    yield _line(seen.rates() + unknown)
     yield _line(_positions(seen.status) if seen.status is not None else "")
     yield Text()
 

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from controller.replay import sentences, timeline
-from events.fact import Recorded
+from events.fact import Recorded, Skipped
 from events.observations import RequestsRejected, RequestsServed
 
 TOLD_MAX = 200  # events that are remembered
@@ -58,12 +58,16 @@ class RecentEvents:
     rejected: deque[tuple[datetime, RequestsRejected]] = field(default_factory=deque)
     now: datetime | None = None  # by the stream's clock, as of the last event
     last: int = 0  # its sequence
+    unknown: int = 0  # events of kinds that this release does not know
 
     def take(self, events: Sequence[Recorded]) -> None:
         """Take events in, in order."""
         for event in events:
             self.now, self.last = event.at, event.seq
             match event.fact:
+                case Skipped(unknown=True):
+                    self.unknown += 1
+                    continue
                 case RequestsServed() as fact:
                     self.served.append((event.at, fact))
                 case RequestsRejected() as fact:

@@ -3,32 +3,44 @@
     not known yet what is in force ── wait (bounded) ──▶ in force: published, in the order of observing
                                                     └──▶ not in force: dropped, counted, logged once per kind
 
-Kinds of release 0.2.0 always pass.
+Kinds of release 0.2.0 always pass, with older words in place of new ones that are not in force (`events.words`). So do kinds
+that were in force when an earlier process on the same directory heard of them last (`kind_memory`).
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
 from events.fact import Observation
 from events.journal.counters import JournalCounters
+from events.journal.kind_memory import KindMemory
 from events.versions import BASE_KINDS
+from events.words import NEW_WORDS, NewWord, older
 
 WAITING_MAX = 256  # observations; the oldest is dropped: a process without a broker must not grow
 COMMANDS_MAX = 100  # ids of operator commands whose observation was dropped
 
 log = structlog.get_logger(__name__)
 
+Publish = Callable[[Observation], None]
+
 
 class KindGate:
     """Decides for each observation of a new kind whether it is published, waits or is dropped."""
 
-    def __init__(self, counters: JournalCounters) -> None:
+    def __init__(
+        self,
+        counters: JournalCounters,
+        memory: KindMemory | None = None,
+        new_words: Iterable[NewWord] = NEW_WORDS,
+    ) -> None:
         self._counters = counters
+        self._memory = memory or KindMemory(None)
+        self._new_words = tuple(new_words)
         self._withheld: Counter[str] = Counter()  # dropped observations by kind
         self._in_force: frozenset[str] | None = None  # None: not known yet
-        self._waiting: deque[tuple[Observation, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[Observation, Publish]] = deque()
         self._commands: deque[str] = deque(maxlen=COMMANDS_MAX)
 
     @property
@@ -43,16 +55,24 @@ class KindGate:
 
     def passes(self, kind: str) -> bool:
         """Return whether an observation of this kind may be published now."""
-        return kind in BASE_KINDS or (self._in_force is not None and kind in self._in_force)
+        return kind in BASE_KINDS or kind in self._known_in_force
+
+    @property
+    def _known_in_force(self) -> frozenset[str]:
+        return self._memory.kinds if self._in_force is None else self._in_force
 
     def dropped_command(self, id: str) -> bool:
         """Return whether the observation that an operator's command led to was dropped."""
         return bool(id) and id in self._commands
 
-    def take(self, fact: Observation, publish: Callable[[], None]) -> None:
+    def in_words_in_force(self, fact: Observation) -> Observation:
+        """Return a fact with older words in place of those that are not in force."""
+        return older(fact, self._known_in_force, self._new_words)
+
+    def take(self, fact: Observation, publish: Publish) -> None:
         """Publish one observation, or let it wait, or drop it."""
         if self.passes(fact.kind()):
-            publish()
+            publish(self.in_words_in_force(fact))
         elif self._in_force is not None:
             self._drop(fact)
         else:
@@ -63,6 +83,7 @@ class KindGate:
     def learn(self, in_force: frozenset[str]) -> None:
         """Learn which kinds beyond those of 0.2.0 are in force."""
         self._in_force = in_force
+        self._memory.keep(in_force)
         waiting, self._waiting = self._waiting, deque()
         for fact, publish in waiting:
             self.take(fact, publish)

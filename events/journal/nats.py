@@ -23,6 +23,7 @@ from events.journal.announcer import Announcer
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
 from events.journal.kind_gate import KindGate
+from events.journal.kind_memory import IN_FORCE, KindMemory
 from events.journal.outbox import Outbox
 from events.journal.port import (
     Fenced,
@@ -85,7 +86,11 @@ class NatsJournal(JournalReading):
         self._gate: KindGate | None = None  # None: whatever is observed is published
         self._announcer: Announcer | None = None
         if known is not None:
-            self._gate = KindGate(self.counters)
+            # what was in force on a stream of which nothing is remembered says nothing of this one
+            told = spool is not None and self._acknowledged_position.seen is not None
+            self._gate = KindGate(
+                self.counters, KindMemory(spool.directory / IN_FORCE, read=told) if spool else None
+            )
             self._announcer = Announcer(connection, self._gate, source, known, workers)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -234,11 +239,11 @@ class NatsJournal(JournalReading):
     ) -> str:
         id, said_at = codec.new_id(), datetime.now(UTC)
 
-        def publish() -> None:
+        def publish(fact: Observation) -> None:
             self._publisher.add(self._message(fact, id, said_at, correlation, causation, traceparent))
 
         if self._gate is None:
-            publish()
+            publish(fact)
         else:
             self._gate.take(fact, publish)
         return id
@@ -320,6 +325,7 @@ class NatsJournal(JournalReading):
             )
         if not self.connection.connected:
             raise JournalUnavailable
+        fact = fact if self._gate is None else self._gate.in_words_in_force(fact)
         id = codec.new_id()
         named = codec.encode_headers(
             fact,

@@ -10,7 +10,7 @@ from made_history import EPOCH, History
 from rich.console import Console
 
 from controller.commands.top_view import FleetSeen, picture
-from events.fact import Recorded
+from events.fact import Recorded, Skipped
 from events.observations import RequestsRejected, RequestsServed
 
 
@@ -120,3 +120,16 @@ def test_a_fleet_that_is_not_there_is_said_and_the_last_picture_stays() -> None:
     assert drawn(FleetSeen())[0] == "waiting for the fleet"
     found = drawn(FleetSeen(status=status(worker("w0")), fault="no controller answers"))
     assert found[0] == "no controller answers" and any(line.startswith("w0") for line in found)
+
+
+def test_events_of_unknown_kinds_are_counted_and_not_told() -> None:
+    seen = FleetSeen(status=status(worker("w0")))
+    newer = Skipped(
+        why="'worker_dreamt' is unknown",
+        subject="fleet.observed.worker.w0.worker_dreamt",
+        bytes=2,
+        unknown=True,
+    )
+    seen.take([Recorded(n, EPOCH, newer, f"e{n}") for n in (1, 2)])
+    assert (seen.unknown, seen.last, [*seen.told]) == (2, 2, [])
+    assert any("2 events of unknown kinds skipped" in line for line in drawn(seen))

@@ -9,10 +9,13 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 from notifier_world import KEY, NotifierWorld, notifying
 from standardwebhooks import Webhook as Verifier
 from typed_commands import run_command
 from webhook_receiver import Act, Received, Receiver, receiving
+
+from events.versions import Known
 
 pytestmark = pytest.mark.servers
 
@@ -158,3 +161,19 @@ async def test_other_kinds_are_told_from_its_place_on(world: NotifierWorld) -> N
         await world.notify({"url": receiver.url, "kinds": ["worker_heard", "worker_silent"]})
         await receiver.until(lambda: second in receiver.ids)
         assert receiver.ids == [first, second]
+
+
+async def test_a_notifier_announces_which_kinds_it_knows_and_that_it_leaves(world: NotifierWorld) -> None:
+    announced: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+
+    async def on_known(message: Msg) -> None:
+        announced.put_nowait(json.loads(message.data))
+
+    await world.journal.connection.subscribe("live.known.notifier.*", on_known)
+    async with receiving() as receiver, asyncio.timeout(60):
+        await world.notify({"url": receiver.url})
+        first = await announced.get()
+        assert Known.of_body(first) == Known.ours() and not first["left"]
+        assert await world.end(signal.SIGTERM) == 0
+        while not (await announced.get())["left"]:
+            pass

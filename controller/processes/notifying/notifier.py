@@ -16,10 +16,15 @@ from controller.webhooks.delivery import Delivery
 from controller.webhooks.metrics import NotifierMetrics
 from controller.webhooks.sender import WebhookSender
 from controller.webhooks.settings import NotifierSettings, Webhook
+from events import codec
 from events.dead_letters import DeadLetters
 from events.follow import FollowedEvent, Since, follow
+from events.journal.announcer import Announcer
+from events.journal.counters import JournalCounters
+from events.journal.kind_gate import KindGate
 from events.nats.connection import BrokerConnection
 from events.process import presence
+from events.versions import Known
 
 LEAVE_S = 9.0  # `up` waits for 10
 
@@ -45,6 +50,10 @@ async def run_notifier(
         )
         for webhook in settings.webhooks
     ]  # fmt: skip
+    announcer = Announcer(
+        connection, KindGate(JournalCounters()), f"notifier:{name}:{codec.new_id()}", Known.ours()
+    )
+    announcing = asyncio.create_task(announcer.run())
     runner = await serve(
         partial(_render, deliveries, metrics),
         partial(report, deliveries, connection),
@@ -57,6 +66,8 @@ async def run_notifier(
         await _until(stop, deliveries)
         return 0
     finally:
+        announcing.cancel()
+        await announcer.leave()
         await runner.cleanup()
         await sender.close()
         await connection.close()

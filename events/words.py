@@ -1,0 +1,41 @@
+"""Words that a field of an older kind did not allow, each with the older word that stands in for it.
+
+A reader of an older release stops at a word that it does not know, as at an unknown kind. So a new word is announced and put in
+force like a kind, under its `name`; until then an observation carries the older word. A new word in a decision needs a new
+version of the deciders instead.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from events.fact import Observation
+from events.frozen import replace
+
+
+@dataclass(frozen=True, slots=True)
+class NewWord:
+    """One word beyond those of release 0.2.0."""
+
+    kind: str
+    field: str
+    word: str
+    instead: str  # what older releases know; it may be a new word of an earlier release, which is listed behind this one
+
+    @property
+    def name(self) -> str:
+        """Return what stands for it among the kinds in force."""
+        return f"{self.kind}.{self.field}={self.word}"
+
+
+NEW_WORDS: tuple[NewWord, ...] = ()
+"""The newest first. Empty: no kind of 0.2.0 has gained a word yet, and `tests/events/facts/test_words.py` finds the first."""
+
+
+def older(
+    fact: Observation, in_force: frozenset[str], new_words: Iterable[NewWord] = NEW_WORDS
+) -> Observation:
+    """Return a fact with words that are in force only."""
+    for new in new_words:
+        if new.kind == fact.kind() and getattr(fact, new.field) == new.word and new.name not in in_force:
+            fact = replace(fact, **{new.field: new.instead})
+    return fact
