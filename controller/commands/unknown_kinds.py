@@ -18,9 +18,10 @@ class UnknownKinds:
 
     def note(self, event: Recorded) -> None:
         """Count an event if its kind is unknown."""
-        if not isinstance(event.fact, Skipped) or not event.fact.unknown:
+        fact = event.fact
+        if not isinstance(fact, Skipped) or not fact.unknown:
             return
-        kind = safe(event.fact.subject.rpartition(".")[2])
+        kind = safe(fact.subject.rpartition(".")[2])
         if kind not in self.counts and len(self.counts) >= UNKNOWN_KINDS_MAX:
             kind = "other kinds"
         self.counts[kind] += 1

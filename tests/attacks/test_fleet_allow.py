@@ -23,7 +23,7 @@ from events.observations import WorkerHeard
 from events.subjects import STREAM
 from events.versions import new_kinds
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.attack, pytest.mark.servers]
 
 HEARD = WorkerHeard(worker="w0", instance="i", observer="o")
 OLD_READER = "r1-0123456789ab"  # a consumer as processes of 0.2.0 name theirs
