@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
 from controller.frontend.generations.output_stats import OutputStats
-from controller.frontend.health.poison import ERRORS, FALLS, PoisonWatch, Suspicion, Way, Where
+from controller.frontend.health.poison import ERRORS, PoisonWatch, Suspicion, Way, Where
 from controller.frontend.health.request_window import AnswerDraw
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.requests.failures import Failure, MigrationBudget
@@ -191,7 +191,7 @@ class Dispatcher(Generic[G]):
         if attempt.claimed and cached is not None:
             holder = WorkerRank(*attempt.endpoint.key, attempt.rank or 0)
             self.scheduler.compare(holder, attempt.claimed, cached)
-        self._poison.read(generation.request)
+        self._poison.read(generation.request, attempt.endpoint.key)
 
     def end(self, generation: G, attempt: Attempt) -> None:
         """An attempt has left its worker, however it ended."""
@@ -234,14 +234,16 @@ class Dispatcher(Generic[G]):
             self.cancel(attempt, "elsewhere")
             self.report(worker_user(endpoint.worker), f"send {failure.detail}", worker=endpoint.worker)
         way = Way.of(reason, failure.detail, len(generation.continuation.accepted))
-        if not failure.kind.blames or (reason in ERRORS and poison.repeats(request, key, way)):
+        alone = reason in ERRORS or failure.one_stream  # its worker goes on
+        if not failure.kind.blames or (alone and poison.repeats(request, key, way)):
             self.unjudged(attempt, has_output=begun)
         else:
             self.blame(attempt, failure)
-        if reason in FALLS and not begun:
+        connected = self._plane.load(endpoint.worker) is not None
+        if not begun and poison.brings_down(reason, key, one_stream=failure.one_stream, connected=connected):
             poison.fell(request, endpoint, attempt.slot, reason)
             return Suspicion.SUSPECT
-        if reason in ERRORS:
+        if alone:
             return poison.failed(request, key, way, under)
         return Suspicion.NONE
 

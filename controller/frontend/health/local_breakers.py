@@ -55,16 +55,18 @@ class WorkerOutcomes:
     broken_epoch: int = 0
     stalled: int = 0  # streams that stalled in this tick, while their worker goes on
     stalls: float = 0.0  # stalled streams, less those that the served ones make up for
+    worked_at: float | None = None  # when it brought the last first token of an answer
     reports: int = 0  # RequestFailed in this second
     slow: bool = False
     window: Window = field(default_factory=Window)
 
-    def take_back(self) -> None:
-        """What failed last was its request's own fault, and not the worker's."""
+    def take_back(self, *, one_stream: bool = False) -> None:
+        """What failed last was its request's own fault, and not the worker's. `one_stream`: it stalled while others went on."""
         if self.broken:
             self.broken, self.stalled = "", 0  # it was not judged yet
             return
         self.failures = max(0, self.failures - 1)
+        self.stalls = max(0.0, self.stalls - one_stream)
         if self.breaker.position == "closed":
             left = min(self.breaker.request_failures, self.failures)
             self.breaker = replace(self.breaker, request_failures=left)
@@ -109,6 +111,11 @@ class LocalBreakers:
             state = Breaker(key[0], key[1], trial_by="request")
             found = self._outcomes_by[key] = WorkerOutcomes(state)
         return found
+
+    def worked_within(self, key: Key, seconds: float) -> bool:
+        """Return whether a worker has begun an answer lately."""
+        found = self._outcomes_by.get(key)
+        return found is not None and found.worked_at is not None and self._now() - found.worked_at <= seconds
 
     def keep(self, keys: Collection[Key]) -> None:
         """Forget lives of workers that are gone."""

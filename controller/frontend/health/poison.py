@@ -10,7 +10,11 @@
     poisonous: refused for a while; then a suspect once more, for twice as long the next time
 
 A request that fails with an error (`failed`) goes on elsewhere as always; the same error, behind the same token, on a second
-worker that fails nobody else says that it is the request's own fault.
+worker that fails nobody else says that it is the request's own fault. So does a stream that stalls while its worker goes on.
+
+An engine that is stuck has fallen, too, where its worker's loop lives and says so, and it had brought tokens shortly before. A
+worker that is silent has not: it was more often stopped, or cut off with others that were idle. Stuck engines are weaker evidence
+than dead ones, which may have hung together: the like of such a request is refused for as short as of one that only fails.
 
 Alike are requests of the same prompt and form (`requests.block_hashes.fingerprint`). With each request only a sketch of its
 prompt is looked up, which takes a microsecond; what is told apart exactly is what has failed.
@@ -42,7 +46,9 @@ SETTLED_S = (
     0.2  # after a fall: whose connection only broke is back by then, and who died with it is gone, too
 )
 CONNECTION = "disconnected"
-FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; who is silent was more often stopped
+STUCK = "stalled"
+FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; see `brings_down` for one that is stuck
+WORKED_S = 60.0  # an engine that has brought a token within that was well when the request came
 ERRORS = frozenset(("engine_error", "stream_incomplete", "non_finite"))  # by which only the request is
 PROVEN_MAX = 8192  # sketches of prompts that have been answered
 FLIGHTS_MAX = 65_536  # prompts without any token yet
@@ -178,7 +184,9 @@ class PoisonWatch:
             raise self._hold(record, now)
         if len(record.fell) + min(record.refusals, 1) > 1 and record.fell and not record.together:
             reason = next(fall.reason for fall in record.fell.values())
-            self._condemn(request, record, reason, dict.fromkeys(record.fell, 0), self._settings.refused_s)
+            stuck = any(fall.reason == STUCK for fall in record.fell.values())
+            refused_s = self._settings.failed_s if stuck else self._settings.refused_s
+            self._condemn(request, record, reason, dict.fromkeys(record.fell, 0), refused_s)
         if now < record.refused_until:
             raise Poisonous
         if not record.suspected:
@@ -220,8 +228,9 @@ class PoisonWatch:
             elif flight is None and len(self._flights) < FLIGHTS_MAX:
                 self._flights[sketch] = Flight(endpoint, {slot})
 
-    def read(self, request: GenerationRequest) -> None:
-        """A request has brought a token: its like brings nobody down."""
+    def read(self, request: GenerationRequest, key: Key) -> None:
+        """A request has brought a token from this worker: its like brings nobody down."""
+        self.breakers.outcomes(key).worked_at = self._now()
         sketch = request.names.sketch
         if sketch in self._watched and (record := self._record(request)) is not None:
             record.fell, record.together, record.at, record.slot, record.refusals = {}, False, None, 0, 0
@@ -283,7 +292,14 @@ class PoisonWatch:
         """Say whether a fall is still remembered, and was one: whose connection only broke is back as what it was."""
         if now - fall.at >= self._settings.remembered_s:
             return False
-        return fall.reason != CONNECTION or not self._reachable(*key)
+        return fall.reason not in (CONNECTION, STUCK) or not self._reachable(*key)
+
+    def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
+        """Return whether a failure before the first token may be a fall of the worker by this request. `connected`: its loop
+        can still be heard."""
+        if reason != STUCK:
+            return reason in FALLS
+        return connected and not one_stream and self.breakers.worked_within(key, WORKED_S)
 
     def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
         """A request failed in this way, which its worker has survived and was blamed for. Say what that makes of it."""
@@ -304,7 +320,8 @@ class PoisonWatch:
         return record is not None and key in record.failed.get(way, ())
 
     def _fails_nobody_else(self, key: Key) -> bool:
-        return self.breakers.outcomes(key).failures <= 1
+        outcomes = self.breakers.outcomes(key)
+        return outcomes.failures <= 1 and outcomes.stalls + outcomes.stalled <= 1
 
     def _condemn(
         self,
@@ -321,7 +338,7 @@ class PoisonWatch:
         guided = next(iter(request.guided), "") if request.guided else ""
         for (worker, instance), routed_under in where.items():
             outcomes = self.breakers.outcomes((worker, instance))
-            outcomes.take_back()
+            outcomes.take_back(one_stream=reason == STUCK and not record.fell)
             self._observe(
                 RequestPoisonous(
                     worker=worker,

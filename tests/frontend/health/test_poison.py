@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from frontend_kit import frontend, joined
+from frontend_kit import first_goes_to, frontend, joined
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scripted_worker import Act, ScriptedWorker
@@ -114,7 +114,7 @@ def test_copies_of_what_is_unknown_go_where_the_first_went_until_a_token_has_com
     where = bench.it.where(request_of(PROMPT))
     assert where is not None and where.endpoint is first
     bench.it.hold(request_of(PROMPT))  # there was no room
-    bench.it.read(request_of(PROMPT))
+    bench.it.read(request_of(PROMPT), first.key)
     assert bench.resolved == 1
     assert bench.it.where(request_of(PROMPT)) is None
 
@@ -137,10 +137,10 @@ def test_innocents_that_were_there_are_tried_one_by_one_and_answered(bench: Benc
     bench.fall(second, (poison, tried))
     with pytest.raises(Poisonous):
         bench.it.where(poison)
-    bench.it.read(innocent[0])
+    bench.it.read(innocent[0], third.key)
     assert bench.it.where(innocent[0]) is None
     bench.send(innocent[1], fourth)
-    bench.it.read(innocent[1])
+    bench.it.read(innocent[1], third.key)
     assert [fact.prompt_tokens for fact in bench.said(RequestPoisonous)] == [4, 4]
 
 
@@ -151,7 +151,7 @@ def test_a_newcomer_goes_to_others_while_a_suspect_is_tried(bench: Bench) -> Non
     bench.send(suspect, second)
     where = bench.it.where(newcomer)
     assert where is not None and (where.avoid, where.endpoint, where.waits) == ({second.key}, None, False)
-    bench.it.read(suspect)
+    bench.it.read(suspect, first.key)
     assert bench.it.where(newcomer) is None, "it is none any more"
 
 
@@ -225,7 +225,7 @@ def test_a_token_clears_it(bench: Bench) -> None:
     request = request_of(PROMPT)
     bench.fall(first, (request, bench.send(request, first)))
     bench.send(request, second)
-    bench.it.read(request)
+    bench.it.read(request, second.key)
     assert bench.it.where(request) is None
     bench.fall(second, (request, bench.send(request, second)))
     assert bench.it.where(request) is not None and bench.said(RequestPoisonous) == []
@@ -252,6 +252,99 @@ def test_frontends_tell_one_another(bench: Bench) -> None:
         late.it.where(request)
     late.time += 11
     assert late.it.where(request) is not None  # a suspect still
+
+
+# --- stalls
+
+
+def stick(bench: Bench, request: GenerationRequest, to: Endpoint, *, connected: bool = True) -> bool:
+    """A worker's engine is stuck with a request that it had not begun. Return whether that counts as a fall by it."""
+    slot = bench.send(request, to)
+    fell = bench.it.brings_down("stalled", to.key, one_stream=False, connected=connected)
+    bench.down.add(to.key)
+    if fell:
+        bench.it.fell(request, to, slot, "stalled")
+    bench.it.left(request, slot)
+    bench.time += SETTLED_S + 0.01
+    return fell
+
+
+def works(bench: Bench, *workers: Endpoint) -> None:
+    for one in workers:
+        bench.it.read(request_of([7, 8, 9]), one.key)
+
+
+def test_what_two_engines_got_stuck_with_is_refused_for_a_short_time(bench: Bench) -> None:
+    first, second, *_ = endpoints()
+    request = request_of(PROMPT)
+    works(bench, first, second)
+    assert stick(bench, request, first)
+    assert bench.it.where(request) is not None
+    assert stick(bench, request, second)
+    with pytest.raises(Poisonous):
+        bench.it.where(request)
+    told = bench.said(RequestPoisonous)
+    assert [(fact.worker, fact.reason, fact.refused_s) for fact in told] == [
+        ("w0", "stalled", 10.0),
+        ("w1", "stalled", 10.0),
+    ]
+
+
+def test_an_engine_that_goes_on_again_did_not_fall(bench: Bench) -> None:
+    first, second, *_ = endpoints()
+    request = request_of(PROMPT)
+    works(bench, first, second)
+    assert stick(bench, request, first)
+    bench.down.clear()
+    assert stick(bench, request, second)
+    assert bench.it.where(request) is not None and not bench.said(RequestPoisonous)
+
+
+def test_silent_workers_and_idle_ones_are_not_held_against_a_request(bench: Bench) -> None:
+    """All workers that are stopped at once, and all upstreams: the request is innocent."""
+    first, second, third, fourth = endpoints()
+    request = request_of(PROMPT)
+    works(bench, first, second)
+    assert not stick(bench, request, first, connected=False)
+    assert not stick(bench, request, third), "no token of it was seen lately: it may have hung before"
+    bench.time += 61
+    assert not stick(bench, request, second)
+    assert bench.it.where(request) is None and not bench.said(RequestSuspected)
+
+
+async def test_a_request_whose_stream_stalls_at_two_workers_that_go_on_is_not_tried_at_a_third() -> None:
+    first = ScriptedWorker("w1", acts=deque([Act(after=2, how="quiet")]))
+    others = [ScriptedWorker(n, acts=deque([Act(after=0, how="quiet")])) for n in ("w2", "w3")]
+    workers = [first, *others]
+    stall = {"floor_s": 0.4, "ceiling_s": 0.5, "sweep_s": 0.05}
+    async with frontend(stall=stall, admission={"first_token_s": 0.5}) as kit:
+        await first_goes_to(kit, *workers[:2])
+        await kit.add(workers[2])
+        status, body, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=20)
+        assert (status, body["error"]["code"]) == (422, "request_poisonous")
+        assert sum(len(worker.requests) for worker in workers) == 2
+        assert {fact.reason for fact in kit.said(RequestPoisonous)} == {"stalled"}
+        assert set(kit.director.breakers.positions().values()) == {"closed"}
+        assert all(kit.director.breakers.outcomes(key).stalls == 0 for key in kit.director.table.endpoints)
+
+
+async def test_a_request_that_hangs_engines_takes_down_two_of_four_and_silent_workers_make_none_poisonous() -> (
+    None
+):
+    for how, expected in (("stall", (422, "request_poisonous")), ("silence", (200, None))):
+        acts = [Act(), Act(after=0, how=how)]
+        workers = [ScriptedWorker(f"{how}{n}", acts=deque(acts if n < 2 else [])) for n in range(4)]
+        async with frontend(*workers, router={"mode": "round-robin"}) as kit:
+            for n in range(4):  # each has worked lately
+                await kit.complete([*PROMPT, 300 + n], 2)
+            status, body, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+            assert (status, body.get("error", {}).get("code")) == expected
+            assert (
+                [len(worker.requests) for worker in workers] == [2, 2, 1, 1]
+                if how == "stall"
+                else [2, 2, 2, 1]
+            )
+            assert len(kit.said(RequestPoisonous)) == (2 if how == "stall" else 0)
 
 
 # --- errors
@@ -398,7 +491,7 @@ def test_whatever_happens_an_innocent_is_never_condemned_and_a_poisonous_one_tak
         elif action in ("read", "left", "served") and n not in poison:
             for at, slot in list(sent(n)):
                 if action != "left":
-                    bench.it.read(request)
+                    bench.it.read(request, workers[at].key)
                 if action != "read":
                     bench.it.left(request, slot)
                     there[at][n].remove(slot)
