@@ -18,6 +18,7 @@ from events.kv import Cleared, KvEvent, Removed, Stored
 from events.wire import Generate, Load, Sampling
 from workers.admin.server import WorkerMetrics
 from workers.config.settings_check import load_settings
+from workers.engines.engine import EngineChanged
 from workers.engines.openai.account import AccountTimes, UpstreamAccount
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
@@ -320,6 +321,37 @@ async def test_without_events_it_serves_and_says_that_it_announces_none(
     assert answer.error is None
     await rig.engine.stop()
     silent.close()
+
+
+async def test_a_subscription_that_failed_at_the_start_is_repeated_until_the_worker_can_register_anew(
+    upstream: Upstream, publisher: Publisher, eventually: Eventually
+) -> None:
+    stores, upstream.stored = upstream.stored, None  # it comes up before its events do
+    heard, times = Heard(), AccountTimes(stored_s=0.2, events_again_s=0.05)
+    rig = await started(upstream, heard, kv_events=[publisher.endpoint], times=times)
+    try:
+        assert not rig.engine.announces
+        await asyncio.sleep(0.5)  # repeated in vain
+        await rig.engine.check()
+        upstream.stored = stores
+
+        async def changed() -> bool:
+            try:
+                await rig.engine.check()
+            except EngineChanged as error:
+                return "kv_events" in str(error)
+            return False
+
+        async with asyncio.timeout(20):
+            while not await changed():  # noqa: ASYNC110 (a server is waited for)
+                await asyncio.sleep(0.02)
+        assert not rig.engine.announces and not heard.events, "this life has registered that there are none"
+    finally:
+        await rig.engine.stop()
+    assert "upstream-kv-events" not in {thread.name for thread in threading.enumerate()}
+    again = await started(upstream, Heard(), kv_events=[publisher.endpoint])
+    assert again.engine.announces
+    await again.engine.stop()
 
 
 async def test_each_dp_rank_is_told_apart(

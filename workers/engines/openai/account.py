@@ -1,7 +1,8 @@
 """What an upstream says of itself beside its answers: its load (`/metrics`), and what its prefix cache stores and removes.
 
 Neither is needed to serve. Where it says nothing, the worker goes by what it knows itself, and the fleet is told that it
-announces no KV events. A start waits a few seconds for both, because the size of a block goes into the registration.
+announces no KV events. A start waits a few seconds for both, because the size of a block goes into the registration. A
+subscription that fails then is repeated in the background, and once it succeeds the worker registers anew.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from events.wire import Load
-from workers.engines.engine import Announce
+from workers.engines.engine import Announce, unheard
 from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.upstream import Upstream
 from workers.engines.openai.upstream_metrics import (
@@ -28,6 +29,7 @@ READ_S_MAX = 1.0
 CONNECT_S_MAX = 5.0  # until all of its KV event endpoints take us
 LOOK_S = 0.02
 STOP_S_MAX = 0.5
+EVENTS_AGAIN_S_MAX = 900.0  # between two tries to hear its KV events
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +43,9 @@ class AccountTimes:
     stored_s: float = 5.0  # until it says what it has stored of a prompt
     identity_s: float = 10.0  # its identity is read so often
     key_s: float = 1.0  # the file of its API key is read so often
+    events_again_s: float = (
+        30.0  # until a failed subscription to its KV events is repeated; doubles each time
+    )
 
 
 class KvEventFeed(Protocol):
@@ -156,17 +161,7 @@ class UpstreamAccount:
     # --- its KV events
 
     async def _listen(self, abilities: Abilities, announce: Announce) -> None:
-        from workers.engines.openai.kv_events import UpstreamKvEvents  # pyzmq, only where it is asked for
-
-        self._events = events = UpstreamKvEvents(self._endpoints, self._replays, announce)
-        events.start()
-        trouble = ""
-        if not await _soon(lambda: events.connected, CONNECT_S_MAX):
-            trouble = "nobody takes a subscription"
-        else:
-            await self._upstream.store_something(abilities)
-            if not await _soon(lambda: events.block_tokens is not None, self._times.stored_s):
-                trouble = "it says nothing of a prompt that it has computed"
+        trouble = await self._try_to_hear(abilities, announce)
         self._announces = not trouble
         if trouble:
             log.error(
@@ -174,8 +169,36 @@ class UpstreamAccount:
                 endpoints=list(self._endpoints),
                 reason=trouble,
                 advice="has it --kv-events-config (vLLM), and prefix caching?",
+                again_s=self._times.events_again_s,
             )
-            await asyncio.to_thread(events.stop)
+
+    async def listen_again(self, abilities: Abilities, heard: Callable[[str], None]) -> None:
+        """Repeat a subscription that failed at the start, each time after twice as long. `heard` is told once when the events are
+        heard: the worker has registered that there are none, and begins a new life."""
+        wait_s = self._times.events_again_s
+        while self._endpoints and not self._announces:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, EVENTS_AGAIN_S_MAX)
+            if not await self._try_to_hear(abilities, unheard):
+                log.info("upstream_kv_events_heard", endpoints=list(self._endpoints))
+                heard("kv_events")
+                return
+
+    async def _try_to_hear(self, abilities: Abilities, announce: Announce) -> str:
+        """Subscribe; return why nothing is heard, empty if it is."""
+        from workers.engines.openai.kv_events import UpstreamKvEvents  # pyzmq, only where it is asked for
+
+        self._events = events = UpstreamKvEvents(self._endpoints, self._replays, announce)
+        events.start()
+        if not await _soon(lambda: events.connected, CONNECT_S_MAX):
+            trouble = "nobody takes a subscription"
+        else:
+            await self._upstream.store_something(abilities)
+            if await _soon(lambda: events.block_tokens is not None, self._times.stored_s):
+                return ""
+            trouble = "it says nothing of a prompt that it has computed"
+        await asyncio.to_thread(events.stop)
+        return trouble
 
 
 async def _soon(holds: Callable[[], bool], within_s: float) -> bool:

@@ -101,6 +101,7 @@ class OpenAIEngine(Unbreakable):
         self._following = [
             asyncio.ensure_future(api_key.follow(settings.times.key_s)),
             asyncio.ensure_future(self._watch.follow()),
+            asyncio.ensure_future(self._account.listen_again(self._abilities, self._watch.note)),
         ]
         self.identity = identified(settings, self._abilities, self._account)
         if not self._abilities.exact:

@@ -41,6 +41,10 @@ class IdentityWatch:
         self._handles_at = asyncio.get_running_loop().time() + HANDLES_S_MIN
         self.changed = ""  # the fields that differ; empty: none
 
+    def note(self, field: str) -> None:
+        """Note that something else than what is read here has changed."""
+        self.changed = self.changed or field
+
     def doubt(self) -> None:
         """Read at once: the upstream has answered as if it were another one, or its connection broke."""
         self._doubted.set()
