@@ -112,11 +112,6 @@ class LocalBreakers:
             found = self._outcomes_by[key] = WorkerOutcomes(state)
         return found
 
-    def worked_within(self, key: Key, seconds: float) -> bool:
-        """Return whether a worker has begun an answer lately."""
-        found = self._outcomes_by.get(key)
-        return found is not None and found.worked_at is not None and self._now() - found.worked_at <= seconds
-
     def keep(self, keys: Collection[Key]) -> None:
         """Forget lives of workers that are gone."""
         for key in [key for key in self._outcomes_by if key not in keys]:

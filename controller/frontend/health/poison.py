@@ -299,7 +299,9 @@ class PoisonWatch:
         can still be heard."""
         if reason != STUCK:
             return reason in FALLS
-        return connected and not one_stream and self.breakers.worked_within(key, WORKED_S)
+        worked_at = self.breakers.outcomes(key).worked_at
+        worked = worked_at is not None and self._now() - worked_at <= WORKED_S
+        return connected and not one_stream and worked
 
     def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
         """A request failed in this way, which its worker has survived and was blamed for. Say what that makes of it."""

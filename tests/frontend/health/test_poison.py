@@ -302,7 +302,7 @@ def test_an_engine_that_goes_on_again_did_not_fall(bench: Bench) -> None:
 
 def test_silent_workers_and_idle_ones_are_not_held_against_a_request(bench: Bench) -> None:
     """All workers that are stopped at once, and all upstreams: the request is innocent."""
-    first, second, third, fourth = endpoints()
+    first, second, third, _ = endpoints()
     request = request_of(PROMPT)
     works(bench, first, second)
     assert not stick(bench, request, first, connected=False)
