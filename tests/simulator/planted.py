@@ -22,6 +22,7 @@ from controller.simulator.world.seams import Seams, Stored
 from events.decisions import DegradationChanged, HealthChanged, HealthStatus, SpareActivated, WeightCapped
 from events.fact import Decision, Observation, Recorded
 from events.observations import (
+    CanaryFailed,
     CanaryPassed,
     CanaryResult,
     DeviceFaulted,
@@ -82,6 +83,13 @@ def _any_instance(fleet: Fleet, fact: Any) -> Any:
     if worker is None or isinstance(fact, WorkerJoined) or not isinstance(fact, WorkerObservation):
         return fact
     return replace(fact, instance=worker.joined.instance)
+
+
+def _timeouts_are_silence(fleet: Fleet, fact: Any) -> Any:
+    """Take a canary that times out for a worker that is silent, although its engine answers others."""
+    if isinstance(fact, CanaryFailed) and fact.engine_went_on:
+        return WorkerSilent(worker=fact.worker, instance=fact.instance, observer="canary", silent_s=5.0)
+    return fact
 
 
 def _joins_anew(fleet: Fleet, recorded: Recorded) -> Fleet:
@@ -357,6 +365,11 @@ PLANTED: dict[str, Planted] = {
         "the ejection budget is reckoned before the others have decided",
         Seams(settle=_stale_budget),
         ("ejection_budget", "quiescence"),
+    ),
+    "timeouts_are_silence": Planted(
+        "a canary that times out on a busy worker is taken for silence",
+        Seams(evolve=_evolving(_timeouts_are_silence)),
+        ("lateness_keeps_one",),
     ),
     "joins_anew": Planted(
         "a worker that registers twice loses its verdict",

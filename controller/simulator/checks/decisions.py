@@ -6,6 +6,7 @@ from datetime import timedelta
 from controller.deciders.capacity import attainable, fleet_capacity
 from controller.deciders.fleet import load
 from controller.deciders.health_state import LIMITED
+from controller.simulator.checks.ledger import LedgerEntry
 from controller.simulator.checks.watch import InvariantWatch
 from events import codec
 from events.decisions import (
@@ -333,4 +334,17 @@ def budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
     for model, out in ejected.items():
         if out > share * counted[model] + 1e-9:
             return f"{model}: {out} of {counted[model]} are out of service for doubt alone"
+    return None
+
+
+def lateness(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
+    """Look for a model of which no worker serves, and nothing but lateness spoke against each."""
+    by_model: dict[str, list[LedgerEntry]] = {}
+    for entry in watch.entries():
+        if not entry.forgotten:
+            by_model.setdefault(entry.model, []).append(entry)
+    for model, entries in by_model.items():
+        if all(entry.out_by_lateness for entry in entries):
+            names = ", ".join(sorted(entry.worker for entry in entries))
+            return f"{model}: {names} are out of service, and none did more than answer late"
     return None

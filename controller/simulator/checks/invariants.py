@@ -102,6 +102,12 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         d.budget,
         "Doubt takes no more workers of a model out of service than the budget allows.",
     ),
+    (
+        "lateness_keeps_one",
+        "appended",
+        d.lateness,
+        "Lateness alone (slow answers, timeouts of an engine that goes on) never takes out all workers of a model.",
+    ),
     # Spares.
     ("places_fit", "before", s.fits, "Only a spare that is well takes a place, and only a lost worker's."),
     ("places_once", "recorded", s.places, "No place is taken twice, and there are as many as there were."),

@@ -26,16 +26,23 @@ from events.decisions import (
 from events.fact import Decision, Recorded
 from events.observations import (
     CanaryFailed,
+    CanaryPassed,
     CanaryResult,
+    CanarySlow,
     DeviceFaulted,
     DeviceRecovered,
+    GoldenProposed,
     RequestFailed,
+    RequestsServed,
     ResumeRequested,
     ScaleProposed,
     ScaleSet,
     TrafficReported,
+    WorkerHeard,
     WorkerJoined,
     WorkerObservation,
+    WorkerSlow,
+    WorkerSlowCleared,
 )
 
 
@@ -67,6 +74,17 @@ class LedgerEntry:
         default_factory=list
     )  # of devices: sequence, which, the weight left (None: all of it); of nobody in particular: all are lifted
     limited_at: datetime | None = None  # when the journal took the last of them
+    has_served: bool = False
+    failed_canary: bool = False  # with more than lateness, since its last good answer
+    hard: bool = False  # anything else than lateness spoke against it since it came into service last
+
+    @property
+    def out_by_lateness(self) -> bool:
+        """Whether it was taken out of service, and nothing but lateness spoke against it."""
+        leaves = (
+            self.status in (None, HealthStatus.DRAINING, HealthStatus.DEAD) or self.draining_until is not None
+        )
+        return self.has_served and not self.share and not (leaves or self.hard or self.failed_canary)
 
     def limit(self, through: int) -> float:
         """Return the weight that its devices leave it, as far as somebody knows who has read up to `through`."""
@@ -184,6 +202,8 @@ class CheckLedger:
 
     def _outcome(self, seq: int, fact: WorkerObservation) -> None:
         entry = self.of(fact.worker, fact.instance)
+        if entry is not None:
+            _weigh(entry, fact)
         if entry is not None and isinstance(fact, CanaryResult):
             failed = isinstance(fact, CanaryFailed) and fact.reason != "latency_spike"
             entry.results.append((seq, fact.sent_under, failed))
@@ -210,7 +230,31 @@ class CheckLedger:
                         self.dead.add(entry.instance)
 
 
+def _weigh(entry: LedgerEntry, fact: WorkerObservation) -> None:
+    """Note whether more than lateness speaks against a worker."""
+    match fact:
+        case CanaryPassed() | CanarySlow() | CanaryFailed(reason="latency_spike"):
+            entry.failed_canary = False
+        case CanaryFailed(reason="timeout", engine_went_on=True):
+            pass
+        case CanaryFailed(confirmed=True) | CanaryFailed(reason="non_finite"):
+            entry.hard = True
+        case CanaryFailed():
+            entry.failed_canary = True
+        case WorkerSlow() | WorkerSlowCleared() | RequestsServed() | WorkerHeard() | GoldenProposed():
+            pass
+        case _:
+            entry.hard = True
+
+
 def _write(entry: LedgerEntry, fact: Decision) -> None:
+    served = entry.share > 0
+    _decide(entry, fact)
+    if entry.share > 0 and not served:
+        entry.has_served, entry.hard, entry.failed_canary = True, False, False
+
+
+def _decide(entry: LedgerEntry, fact: Decision) -> None:
     match fact:
         case HealthChanged():
             entry.status, entry.weight, entry.reason = fact.after, fact.weight, fact.reason

@@ -31,6 +31,7 @@ DEADLINE = 5 * SECOND  # of a whole probe
 JOIN_AGAIN = 2 * SECOND  # after a failed join probe; doubles up to the interval
 RETRIES = 2
 SLOW_FROM = 3.0  # times the baseline
+GOES_ON_MAX = 0.5  # a machine that fails fewer of its requests answers others while a canary times out
 PROBER = "canary"
 DRAINING, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
 
@@ -183,8 +184,11 @@ class SimulatedProber:
             turn.due = min(turn.due, self.kernel.now + SECOND)
         elif not machine.up or machine.instance != probe.instance:
             self._failed(turn, probe, "no_response")
-        elif not machine.reachable(PROBER) or self.chance.random() < machine.condition.flaky:
+        elif not machine.reachable(PROBER):
             self._failed(turn, probe, "timeout")
+        elif self.chance.random() < machine.condition.flaky:
+            goes_on = machine.condition.flaky <= GOES_ON_MAX
+            self._failed(turn, probe, "timeout", engine_went_on=goes_on)
         elif machine.condition.erring:
             self._failed(turn, probe, "exception")
         else:
@@ -258,11 +262,19 @@ class SimulatedProber:
         confirmed: bool = False,
         golden: Standing = "none",
         got: tuple[int, ...] = (),
+        engine_went_on: bool = False,
     ) -> None:
         self._plan(turn, probe.joining, passed=False)
         common = _common(probe, self.machines[probe.worker], DEADLINE / MS)
         self.outbox.observe(
-            CanaryFailed(**common, reason=reason, confirmed=confirmed, golden=golden, got=got)
+            CanaryFailed(
+                **common,
+                reason=reason,
+                confirmed=confirmed,
+                golden=golden,
+                got=got,
+                engine_went_on=engine_went_on,
+            )
         )
 
 
