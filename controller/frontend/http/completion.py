@@ -177,13 +177,10 @@ class Completion:
                 stream.parts.clear()
             return
         if error is not None:
-            stream.parts.append(event(error.body()))
-        else:
-            if self._parsed.include_usage:
-                stream.parts.append(self._format.total(self.usage()))
-            stream.parts.append(DONE)
-        stream.ended = True
-        stream.flush()
+            return stream.end(event(error.body()))
+        if self._parsed.include_usage:
+            stream.parts.append(self._format.total(self.usage()))
+        stream.end(DONE)
 
     def usage(self) -> dict[str, Any]:
         """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""

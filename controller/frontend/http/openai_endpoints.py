@@ -16,6 +16,7 @@ from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.http.cors import Cors
+from controller.frontend.http.early_streams import EarlyStreams, EndedEarly
 from controller.frontend.http.served_models import model_of
 from controller.frontend.requests.admission_headers import read_admission
 from controller.frontend.requests.block_hashes import BlockNames
@@ -51,6 +52,7 @@ class OpenAiEndpoints:
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
+        self._early = EarlyStreams()
         self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
         self._serial = itertools.count(1)
         self._admission = director.admission
@@ -138,18 +140,12 @@ class OpenAiEndpoints:
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         id = headers["X-Request-Id"]
-        if (deadlines := self._admission.deadlines) is not None:
-            admitted, tokens, reservation = await self._in_time(
-                deadlines, head, parsed, id, overrides, arrived
-            )
-        else:
-            reservation = await self._admission.admit(parsed.model, head.tier)
-            try:
-                admitted, tokens = await self._admitted(
-                    head, parsed, id, reservation.lineage, overrides, arrived
-                )
-            finally:
-                reservation.free()  # for the generations, which are launched before anybody else's turn comes
+        stream = self._stream(transport, head, headers, arrived) if parsed.stream else None
+        try:
+            with self._early.waiting(stream):
+                admitted, tokens, reservation = await self._let_in(head, parsed, id, overrides, arrived)
+        except EndedEarly as refused:
+            return None, refused.error
         format = ResponseFormat(
             id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
             model=parsed.called or parsed.model,
@@ -162,13 +158,8 @@ class OpenAiEndpoints:
             logprobs=parsed.logprobs,
             logprobs_by_id=parsed.logprobs_by_id,
         )
-        open_stream = None
-        if parsed.stream:
-            if transport is None:
-                raise asyncio.CancelledError
-            open_stream = partial(self._stream, transport, head, headers, arrived)
-        completion = Completion(self._director, admitted, format, open_stream)
-        stream = completion.stream
+        bind = partial(self._bound, stream, head, headers) if stream is not None else None
+        completion = Completion(self._director, admitted, format, bind)
         error = await self._run(completion, stream, reservation)
         if stream is not None and (error is None or stream.started):
             return None, error
@@ -178,6 +169,19 @@ class OpenAiEndpoints:
             raise error
         body = json.dumps(completion.body(), ensure_ascii=False).encode()
         return web.Response(body=body, content_type="application/json", headers=headers), None
+
+    async def _let_in(
+        self, head: Head, parsed: ParsedRequest, id: str, overrides: RoutingOverrides, arrived: float
+    ) -> tuple[AdmittedRequest, Tokens, Reservation]:
+        """Return a request that was admitted and tokenised, and its room, given back for the generations. Raise ApiError."""
+        if (deadlines := self._admission.deadlines) is not None:
+            return await self._in_time(deadlines, head, parsed, id, overrides, arrived)
+        reservation = await self._admission.admit(parsed.model, head.tier)
+        try:
+            admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides, arrived)
+        finally:
+            reservation.free()  # for the generations, which are launched before anybody else's turn comes
+        return admitted, tokens, reservation
 
     async def _in_time(
         self,
@@ -203,22 +207,26 @@ class OpenAiEndpoints:
         return msgspec.structs.replace(admitted, first_token_by=until), tokens, reservation
 
     def _stream(
-        self,
-        transport: asyncio.Transport,
-        head: Head,
-        headers: dict[str, str],
-        arrived: float,
-        completion: Completion,
+        self, transport: asyncio.Transport | None, head: Head, headers: dict[str, str], arrived: float
     ) -> SseStream:
-        """Return a completion's stream. Its head names the worker that it is with when the head is sent."""
+        """Return the stream of a request that nothing answers yet. Raise CancelledError if its client has gone."""
+        if transport is None:
+            raise asyncio.CancelledError
         return SseStream(
             transport,
             self._director.settings.stream,
             chunked=head.chunked,
-            head=lambda: response_head(head, headers | completion.headers),
-            overflow=partial(self._cut, completion),
+            head=lambda: response_head(head, headers),
+            overflow=lambda stream, why: stream.abort(),
             began_at=arrived,
         )
+
+    def _bound(
+        self, stream: SseStream, head: Head, headers: dict[str, str], completion: Completion
+    ) -> SseStream:
+        """Return the stream for a completion. Its head names the worker that it is with when the head is sent."""
+        stream.bind(lambda: response_head(head, headers | completion.headers), partial(self._cut, completion))
+        return stream
 
     async def _admitted(
         self,
@@ -286,6 +294,7 @@ class OpenAiEndpoints:
         for stream in self.completions.values():
             if stream is not None:
                 stream.await_token(now)
+        self._early.check(now)
         self._unread = {stream: None for stream in self._unread if stream.waiting}
 
     def drain(self) -> None:

@@ -2,7 +2,7 @@
 
 Everything that one turn of the loop brings for a stream becomes one write; each token stays its own event.
 The head goes out with the first event, so that whatever fails before the first token is a proper HTTP error; or after
-`early_head_s` without a token: from then on errors are events of the stream.
+`early_head_s` without a token, also of a request that is queued or tokenised: from then on errors are events of the stream.
 Nobody waits for a client: what he does not read is buffered up to a bound and a deadline, past which he is cancelled.
 """
 
@@ -73,6 +73,16 @@ class SseStream:
         self.parts: list[bytes] = []
         self.started = False
         self.ended = False
+
+    def bind(self, head: Callable[[], bytes], overflow: Callable[["SseStream", str], None]) -> None:
+        """Give the stream to what answers it now."""
+        self._head, self._overflow = head, overflow
+
+    def end(self, last: bytes) -> None:
+        """Write the last event."""
+        self.parts.append(last)
+        self.ended = True
+        self.flush()
 
     def flush(self) -> None:
         """Write what has gathered, as one chunk: one call of the system for all that a turn of the loop brings."""

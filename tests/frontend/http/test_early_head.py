@@ -9,6 +9,8 @@ import aiohttp
 from frontend_kit import Kit, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
+from controller.frontend.text.tokenizer import Tokens, ready_tokens
+
 COMMENT = b": waiting for the first token\n"
 BODY = {"model": "m", "prompt": [300, 301], "max_tokens": 3}
 
@@ -74,6 +76,82 @@ async def test_comments_are_repeated_and_can_be_turned_off() -> None:
             response = await request
             assert response.status == (200 if comments else 500)
             assert (await response.read()).count(COMMENT.strip()) == comments
+
+
+@asynccontextmanager
+async def queued(kit: Kit) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yield the response to a streamed request that waits in the admission queue, after 16 s."""
+    request = asyncio.ensure_future(kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True}))
+    await until(lambda: kit.director.admission.queued("m") == 1)
+    kit.api.openai.check(kit.director.now() + 16.0)
+    async with asyncio.timeout(20):
+        response = await request
+    assert response.status == 200 and await response.content.readline() == COMMENT
+    yield response
+    response.close()
+
+
+async def test_a_request_in_the_admission_queue_gets_them_and_then_its_answer() -> None:
+    first, hold = held(after=1)
+    async with frontend(migration_limit=0, admission={"inflight_max": 1}) as kit:
+        await kit.add(first)
+        busy = asyncio.ensure_future(kit.post("/v1/completions", **BODY))
+        await until(lambda: first.active)
+        async with queued(kit) as response:
+            kit.api.openai.check(kit.director.now() + 32.0)
+            first.always = Act()
+            hold.set()
+            events = [line for line in (await response.read()).splitlines() if line]
+        assert events[0] == COMMENT.strip() and events[-1] == b"data: [DONE]"
+        assert len(events) == 6
+        assert (await busy)[0] == 500
+        assert kit.director.admission.queued("m") == 0
+
+
+async def test_a_request_that_is_refused_in_the_queue_after_its_head_ends_with_an_error_event() -> None:
+    first, hold = held(after=1)
+    settings = {"inflight_max": 1, "queue_s": 1.0}
+    async with frontend(first, migration_limit=0, admission=settings) as kit:
+        busy = asyncio.ensure_future(kit.post("/v1/completions", **BODY))
+        await until(lambda: first.active)
+        async with queued(kit) as response:
+            lines = [line for line in (await response.read()).splitlines() if line]
+        assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "queue_timeout"
+        hold.set()
+        await busy
+
+
+async def test_a_client_that_leaves_the_queue_after_its_head_is_forgotten() -> None:
+    first, hold = held(after=1)
+    async with frontend(first, migration_limit=0, admission={"inflight_max": 1}) as kit:
+        busy = asyncio.ensure_future(kit.post("/v1/completions", **BODY))
+        await until(lambda: first.active)
+        async with queued(kit):
+            pass
+        await until(lambda: kit.director.admission.queued("m") == 0)
+        kit.api.openai.check(kit.director.now() + 64.0)
+        hold.set()
+        await busy
+
+
+async def test_a_request_whose_prompt_is_tokenised_gets_them() -> None:
+    ready, asked = asyncio.Event(), asyncio.Event()
+
+    async def slowly(name: str) -> Tokens:
+        asked.set()
+        await ready.wait()
+        return await ready_tokens(name)
+
+    async with frontend(ScriptedWorker("w1"), tokens=slowly) as kit:
+        request = asyncio.ensure_future(
+            kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True})
+        )
+        await asked.wait()
+        kit.api.openai.check(kit.director.now() + 16.0)
+        response = await request
+        assert response.status == 200 and await response.content.readline() == COMMENT
+        ready.set()
+        assert (await response.read()).rstrip().endswith(b"data: [DONE]")
 
 
 async def test_answers_that_are_not_streamed_get_nothing_early() -> None:
