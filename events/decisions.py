@@ -131,6 +131,7 @@ class GoldenAgreed(Decision):
     canary_key: str
     canary: str
     by: tuple[str, ...]
+    tied: tuple[str, ...] = ()  # of these: workers whose answer parts from the golden at a near tie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

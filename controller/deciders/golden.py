@@ -27,14 +27,14 @@ What a reader would get wrong: who is at odds is read off the votes of those who
 side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import reduce
 from typing import Literal
 
 from controller.deciders.validation import STRICT, at_least
-from controller.deciders.votes.camps import Vote, agrees, camps, margin
+from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
 from controller.deciders.votes.quorum import Voter, outvoters
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
@@ -60,10 +60,12 @@ class GoldenPolicy:
 
     voters_min: int = 2  # workers that must give the same answer before it convicts others
     outvote: bool = True  # whether equal contradictions of more hosts than confirm an agreed golden retire it
+    tie_margin: float = 0.1  # logprob lead up to which answers that part there are votes for the same one
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         at_least(2, voters_min=self.voters_min)
+        at_least(0, tie_margin=self.tie_margin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +262,20 @@ def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
     return (*(v for v in votes if v.worker != vote.worker), vote)[-VOTES_MAX:]
 
 
+def _of(votes: Iterable[Vote], by: Collection[str]) -> list[Vote]:
+    """Return the votes of those who agreed; the first is the golden answer."""
+    return sorted((v for v in votes if v.worker in by), key=lambda v: not v.top_k)
+
+
+def _tied(votes: Iterable[Vote], by: Collection[str]) -> tuple[str, ...]:
+    """Return who of those that agree gave the answer with another token at a near tie."""
+    first, *others = _of(votes, by) or [Vote("", "", ())]
+    return tuple(sorted(v.worker for v in others if parting(first.tokens, v.tokens) is not None))
+
+
 def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
     """Take the answer of those who agreed as the golden one."""
-    votes = sorted((v for v in state.votes if v.worker in fact.by), key=lambda v: not v.top_k)
+    votes = _of(state.votes, fact.by)
     agreed = replace(
         state,
         status="agreed",
@@ -275,7 +288,8 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
         return agreed
     first = votes[0]
     others = tuple(v.worker for v in state.votes if not agrees(first, v, state.tolerance))
-    agreed = replace(agreed, dissent=tuple(worker for worker in others if worker != CONFIGURED))
+    apart = (CONFIGURED, *fact.tied)
+    agreed = replace(agreed, dissent=tuple(worker for worker in others if worker not in apart))
     if agrees(Vote("", "", state.tokens, state.top_k), first, state.tolerance):
         return agreed
     return replace(
@@ -324,7 +338,9 @@ def decide(
 ) -> Iterator[Decision]:
     """Say whether this golden is agreed, or no longer counts. `voters`: the live workers of its key."""
     if may_be_outvoted(policy, state):
-        against, confirming = outvoters(state.contradictions, state.tolerance, voters(), policy.voters_min)
+        against, confirming = outvoters(
+            state.contradictions, state.tolerance, voters(), policy.voters_min, policy.tie_margin
+        )
         if against:
             yield from _outvoted(state, against, confirming, now)
             return
@@ -342,7 +358,12 @@ def decide(
         return
     if by := _majority(policy, state):
         yield GoldenAgreed(
-            canary_key=state.canary_key, canary=state.canary, by=by, decided_at=now, cause=state.cause
+            canary_key=state.canary_key,
+            canary=state.canary,
+            by=by,
+            tied=_tied(state.votes, by),
+            decided_at=now,
+            cause=state.cause,
         )
     elif state.disputed_by and state.status == "provisional":
         yield GoldenRetired(
@@ -368,7 +389,12 @@ def _outvoted(
     )
     if not state.configured:
         yield GoldenAgreed(
-            canary_key=state.canary_key, canary=state.canary, by=against, decided_at=now, cause=state.cause
+            canary_key=state.canary_key,
+            canary=state.canary,
+            by=against,
+            tied=_tied(state.contradictions, against),
+            decided_at=now,
+            cause=state.cause,
         )
 
 
@@ -376,7 +402,7 @@ def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
     """Return the workers behind the answer that enough of them, and more than behind any other, have given."""
     if state.configured:
         return (CONFIGURED,)
-    found = camps(state.votes, state.tolerance)
+    found = camps(state.votes, state.tolerance, policy.tie_margin)
     sizes = sorted((len(camp) for camp in found), reverse=True)
     if not sizes or sizes[0] < policy.voters_min or (len(sizes) > 1 and sizes[1] == sizes[0]):
         return ()
@@ -387,7 +413,7 @@ def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
 def _against(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
     """Return the workers that contradict a configured answer alike, if they are enough, and more than confirm it."""
     others = [vote for vote in state.votes if vote.worker != CONFIGURED and vote.tokens != state.tokens]
-    largest = max(camps(others, 0.0), key=len, default=[])
+    largest = max(camps(others, 0.0, policy.tie_margin), key=len, default=[])
     if len(largest) < policy.voters_min or len(largest) <= len(confirmations(state)):
         return ()
     return tuple(sorted(vote.worker for vote in largest))

@@ -6,21 +6,24 @@ import random
 import pytest
 from canary_world import FakeWorker, World
 
+from controller.deciders.fleet import DECIDERS_VERSION, FleetPolicy
 from controller.runtime.canary.sampled import (
     SamplingParameters,
     combined,
     differ_by_chance,
     surprise,
 )
-from controller.runtime.canary.sampling_check import ATTEMPTS_MAX, SEED
+from controller.runtime.canary.sampling_check import ACCUSED_S, ATTEMPTS_MAX, SEED
 from controller.runtime.settings import CanarySettings
 from events.observations import CanaryFailed, CanaryPassed, RequestsServed, TokensUnlikely
 
 ROUND_S = 5 * 2.0  # one canary in five is sampled, every 2 s
 
 
-async def a_fleet(*names: str, settings: CanarySettings | None = None, **more: object) -> World:
-    world = World(settings or CanarySettings(interval_s=2.0))
+async def a_fleet(
+    *names: str, settings: CanarySettings | None = None, policy: FleetPolicy | None = None, **more: object
+) -> World:
+    world = World(settings or CanarySettings(interval_s=2.0), policy)
     for number, name in enumerate(names):
         world.join(name, FakeWorker(draw=random.Random(number), **more))  # type: ignore[arg-type]
     return world
@@ -71,6 +74,40 @@ async def test_the_last_worker_in_service_is_reported_and_not_convicted() -> Non
     serving = next(name for name in ("w1", "w2") if world.status(name) == "HEALTHY")
     assert {fact.worker for fact in world.facts(TokensUnlikely)} == {serving}
     assert all(fact.found_by == "canary" for fact in world.facts(TokensUnlikely))
+
+
+@pytest.mark.parametrize("version", [5, DECIDERS_VERSION])
+async def test_two_workers_found_within_one_fold_are_not_both_convicted(version: int) -> None:
+    """Both verdicts come before either is folded. Version 5 keeps no last worker in service by itself."""
+    world = await a_fleet("w1", "w2", policy=FleetPolicy().at(version))
+    async with world.running():
+        await world.pass_time(40)
+        check = world.loop.sampling
+        workers = [world.fleet.workers[name] for name in ("w1", "w2")]
+        assert [check.may_convict(worker) for worker in workers] == [True, False]
+
+
+async def test_a_worker_that_was_just_reported_wrong_is_not_counted_as_serving() -> None:
+    """A greedy canary convicts w1; the sampled one of w2 is judged before that is folded."""
+    world = await a_fleet("w1", "w2")
+    async with world.running():
+        await world.pass_time(40)
+        check = world.loop.sampling
+        check.accuse("w1", "w1-1")
+        assert not check.may_convict(world.fleet.workers["w2"])
+        await world.pass_time(ACCUSED_S + 1)  # nothing has come of it
+        assert check.may_convict(world.fleet.workers["w2"])
+
+
+async def test_a_worker_with_wrong_answers_and_one_with_a_broken_sampler_leave_one_in_service() -> None:
+    """Both fail at once, under a policy that keeps no last worker by itself."""
+    world = await a_fleet("w1", "w2", policy=FleetPolicy().at(5))
+    async with world.running():
+        await world.pass_time(40)
+        world.plane.workers["w1"].corrupt = lambda request: True
+        world.plane.workers["w2"].sampler = "nonsense"
+        await world.pass_time(60)
+    assert sorted(world.status(name) for name in ("w1", "w2")) == ["HEALTHY", "UNHEALTHY"]
 
 
 async def test_a_lone_worker_is_never_convicted_by_a_sampled_canary() -> None:

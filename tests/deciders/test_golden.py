@@ -3,8 +3,9 @@
 import pytest
 from fleet_story import Story, disputed, failed, joined, kinds, left, passed, proposed, resume
 
+from controller.deciders.fleet import FleetPolicy
 from controller.deciders.golden import Golden
-from controller.deciders.votes.camps import Vote, agrees, distance
+from controller.deciders.votes.camps import Vote, agrees, camps, distance
 from events.decisions import GoldenAgreed, GoldenRetired, HealthStatus
 
 H, S, U, DR, DEAD = HealthStatus
@@ -226,6 +227,42 @@ def test_distance_is_the_worst_shared_logprob(one, other, expected: float) -> No
 def test_answers_without_logits_agree_by_their_tokens() -> None:
     assert agrees(Vote("a", "i", (1,), (((1, -1.0),),)), Vote("b", "i", (1,)), 1e-3)
     assert not agrees(Vote("a", "i", (1,)), Vote("b", "i", (2,)), 1e-3)
+
+
+# One tie at the second token: 2 and 3 are 0.05 apart, and each worker drew its own best.
+SEEN_BY_W0 = (((1, -0.1), (5, -3.0)), ((2, -0.70), (3, -0.75)), ((4, -0.1), (5, -4.0)))
+SEEN_BY_W1 = (((1, -0.1), (5, -3.0)), ((3, -0.71), (2, -0.74)), ((6, -0.2), (5, -4.0)))
+TIED = Vote("w0", "i", (1, 2, 4), SEEN_BY_W0), Vote("w1", "i", (1, 3, 6), SEEN_BY_W1)
+
+
+def test_answers_that_part_at_a_near_tie_are_one_camp() -> None:
+    one, other = TIED
+    assert not agrees(one, other, 1e-3), "as before there was a margin"
+    assert agrees(one, other, 1e-3, 0.1) and agrees(other, one, 1e-3, 0.1)
+    assert not agrees(one, other, 1e-3, 0.01), "a clear lead"
+    third = Vote("w2", "i", (1, 7, 4), SEEN_BY_W0)
+    assert not agrees(one, third, 1e-3, 0.1), "7 is in nobody's list"
+    assert not agrees(one, Vote("w1", "i", (1, 3, 6)), 1e-3, 0.1), "without logprobs no tie is seen"
+    drifted = Vote("w1", "i", (1, 3, 6), (((1, -0.3), (5, -3.0)), *SEEN_BY_W1[1:]))
+    assert not agrees(one, drifted, 1e-3, 0.1), "what comes before the tie is compared"
+    assert [len(camp) for camp in camps([*TIED, third], 1e-3, 0.1)] == [2, 1]
+
+
+def test_two_workers_that_part_at_a_near_tie_agree_and_neither_is_in_doubt() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0", (1, 2, 4), top_k=SEEN_BY_W0, tolerance=1e-3))
+    decisions = story.tell(proposed("w1", (1, 3, 6), top_k=SEEN_BY_W1, tolerance=1e-3))
+    assert [(type(d), d.by, d.tied) for d in decisions] == [(GoldenAgreed, ("w0", "w1"), ("w1",))]
+    assert (golden(story).tokens, golden(story).dissent) == ((1, 2, 4), ())
+    assert (story.status("w0"), story.status("w1")) == (H, H)
+
+
+def test_before_version_6_two_such_workers_were_at_odds() -> None:
+    story = Story(FleetPolicy().at(5)).up("w0", "w1")
+    story.tell(proposed("w0", (1, 2, 4), top_k=SEEN_BY_W0, tolerance=1e-3))
+    decisions = story.tell(proposed("w1", (1, 3, 6), top_k=SEEN_BY_W1, tolerance=1e-3))
+    assert "GoldenRetired" in kinds(decisions) and "GoldenAgreed" not in kinds(decisions)
+    assert (story.status("w0"), story.status("w1")) == (S, S)
 
 
 def configured_story(*workers: str) -> Story:

@@ -21,11 +21,11 @@ class Vote:
     )
 
 
-def camps(votes: Iterable[Vote], tolerance: float) -> list[list[Vote]]:
+def camps(votes: Iterable[Vote], tolerance: float, tie_margin: float = 0.0) -> list[list[Vote]]:
     """Return the votes grouped by the answer that they give."""
     found: list[list[Vote]] = []
     for vote in votes:
-        camp = next((camp for camp in found if agrees(camp[0], vote, tolerance)), None)
+        camp = next((camp for camp in found if agrees(camp[0], vote, tolerance, tie_margin)), None)
         if camp is None:
             found.append([vote])
         else:
@@ -33,13 +33,32 @@ def camps(votes: Iterable[Vote], tolerance: float) -> list[list[Vote]]:
     return found
 
 
-def agrees(one: Vote, other: Vote, tolerance: float) -> bool:
-    """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them."""
-    if one.tokens != other.tokens:
+def agrees(one: Vote, other: Vote, tolerance: float, tie_margin: float = 0.0) -> bool:
+    """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them. With a
+    `tie_margin` they are also the same if they part at a near tie: what follows cannot be compared."""
+    place = parting(one.tokens, other.tokens)
+    if place is None:
+        if len(one.tokens) != len(other.tokens):
+            return False
+    elif not (_is_tie(one, other, place, tie_margin) and _is_tie(other, one, place, tie_margin)):
         return False
     if tolerance <= 0 or not one.top_k or not other.top_k:
         return True
-    return distance(one.top_k, other.top_k) <= tolerance
+    return distance(one.top_k[:place], other.top_k[:place]) <= tolerance
+
+
+def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first place at which both answers have a token and these differ; None: there is none."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+
+
+def _is_tie(own: Vote, other: Vote, place: int, tie_margin: float) -> bool:
+    """Return whether one worker found the other's token nearly as likely as its own at this place."""
+    if tie_margin <= 0 or place >= len(own.top_k):
+        return False
+    listed = dict(own.top_k[place])
+    mine, theirs = listed.get(own.tokens[place]), listed.get(other.tokens[place])
+    return mine is not None and theirs is not None and abs(mine - theirs) <= tie_margin
 
 
 def distance(one: Sequence[TopK], other: Sequence[TopK]) -> float:

@@ -27,7 +27,11 @@ def voices(workers: Iterable[str], voters: Mapping[str, Voter]) -> int:
 
 
 def outvoters(
-    contradictions: Iterable[Vote], tolerance: float, voters: Mapping[str, Voter], voices_min: int
+    contradictions: Iterable[Vote],
+    tolerance: float,
+    voters: Mapping[str, Voter],
+    voices_min: int,
+    tie_margin: float = 0.0,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the workers that outvote a golden by one and the same other answer, and those that confirm it; nothing of either
     if it stands.
@@ -38,7 +42,8 @@ def outvoters(
     votes = [vote for vote in contradictions if _present(vote, voters)]
     against = {vote.worker for vote in votes}
     confirming = sorted(name for name, voter in voters.items() if voter.confirms and name not in against)
-    counted = [(voices((vote.worker for vote in camp), voters), camp) for camp in camps(votes, tolerance)]
+    found = camps(votes, tolerance, tie_margin)
+    counted = [(voices((vote.worker for vote in camp), voters), camp) for camp in found]
     counted.sort(key=lambda one: one[0], reverse=True)
     most = counted[0][0] if counted else 0
     rival = counted[1][0] if len(counted) > 1 else 0

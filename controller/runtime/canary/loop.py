@@ -78,6 +78,7 @@ class CanaryLoop:
         self._watches: dict[str, WorkerWatch] = {}
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._changed = asyncio.Event()  # a flag: workers came or went, or the lease did
+        self.sampling = self._runner.sampling
         view.listen(self._heard)
 
     def kick(self) -> None:
@@ -130,7 +131,7 @@ class CanaryLoop:
 
     def _learn(self, fact: CanaryPassed | CanarySlow | CanaryFailed | RequestsServed) -> None:
         """Pass on what tells of healthy noise and of samplers, and probe at once where users' tokens are unlikely."""
-        sampling = self._runner.sampling
+        sampling = self.sampling
         if isinstance(fact, CanaryPassed | CanarySlow):
             self._runner.learn(fact)
         elif isinstance(fact, CanaryFailed) and _wants_votes(fact):

@@ -45,7 +45,7 @@ from controller.runtime.canary.turn import CanaryTurn, Probe
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
-from events.observations import CanaryPassed, CanarySlow, CheckType, WorkerJoined
+from events.observations import CanaryFailed, CanaryPassed, CanarySlow, CheckType, WorkerJoined
 from events.wire import Sampling
 
 VOCABULARY_S = 30.0  # to read a tokenizer; the largest take a few seconds
@@ -378,4 +378,6 @@ class CanaryRunner:
             fact.kind(), worker=probing.name, canary=probing.canary.id, reason=getattr(fact, "reason", "")
         )
         self._journal.observe(fact)
+        if isinstance(fact, CanaryFailed) and fact.confirmed:
+            self.sampling.accuse(probing.name, probing.worker.joined.instance)
         return "failed"

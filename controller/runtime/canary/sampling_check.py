@@ -37,6 +37,7 @@ CONVICTED_EVERY = (
     2  # one in so many canaries of a convicted worker is sampled, so that greedy ones do not acquit it
 )
 USERS_CHANCE = 1e-6  # that a share of unlikely tokens is reported by mistake
+ACCUSED_S = 30.0  # a reported wrong answer is folded and decided on within that
 USERS_AGAIN_S = 600.0  # before a worker's share is reported again
 
 log = structlog.get_logger(__name__)
@@ -72,6 +73,9 @@ class SamplingCheck:
         self._settings = settings
         self._users = UserTokens()
         self._ordinary: dict[tuple[str, str], bool] = {}  # by worker and instance: its last sampled canary
+        self._accused_at: dict[
+            tuple[str, str], float
+        ] = {}  # by worker and instance, monotonic: of a wrong answer
         self._known: dict[str, KnownAnswers] = {}  # by canary key, question and parameters
         self._reported_at: dict[str, float] = {}  # by worker, monotonic: its share of users' tokens
         self.wanted: set[str] = set()  # workers to ask next, because users' tokens are unlikely
@@ -109,8 +113,9 @@ class SamplingCheck:
         self._users.forget(worker)
         self.wanted.discard(worker)
         self._reported_at.pop(worker, None)
-        for key in [key for key in self._ordinary if key[0] == worker]:
-            del self._ordinary[key]
+        for known in (self._ordinary, self._accused_at):
+            for key in [key for key in known if key[0] == worker]:
+                del known[key]
 
     # --- users' tokens ------------------------------------------------------------------------------------
 
@@ -217,6 +222,15 @@ class SamplingCheck:
 
     # --- what follows -------------------------------------------------------------------------------------
 
+    def accuse(self, worker: str, instance: str) -> None:
+        """Note that a wrong answer of this worker was just reported. Until the fold shows what comes of it, no other worker is
+        taken out of service because this one still serves."""
+        self._accused_at[worker, instance] = self._clock.monotonic()
+
+    def _accused(self, worker: Worker) -> bool:
+        at = self._accused_at.get((worker.joined.worker, worker.joined.instance))
+        return at is not None and self._clock.monotonic() - at < ACCUSED_S
+
     def may_convict(self, worker: Worker) -> bool:
         """Return whether a sampled canary may take this worker out of service."""
         joined = worker.joined
@@ -228,7 +242,10 @@ class SamplingCheck:
         serving = [
             peer
             for peer, ordinary in zip(peers, seen, strict=True)
-            if ordinary and peer.health.status is HealthStatus.HEALTHY and not peer.health.convicted
+            if ordinary
+            and peer.health.status is HealthStatus.HEALTHY
+            and not peer.health.convicted
+            and not self._accused(peer)
         ]
         return bool(serving) and seen.count(True) >= seen.count(False) + 1
 
