@@ -149,6 +149,12 @@ ALERTS = (
         says="It was convicted, and of {{ $value | humanize }} spans frontends do not know which requests it served.",
     ),
     Alert(
+        name="HoldfastTokensUnlikely", severity="warning", board="holdfast-corruption",
+        expr="sum by (worker_id) (increase(holdfast_tokens_unlikely_total[30m])) > 0",
+        summary="{{ $labels.worker_id }} draws unlikely tokens: its sampler may be broken",
+        says="It serves on: no other worker could take its place, or users' tokens alone are no proof.",
+    ),
+    Alert(
         name="HoldfastGoldenDisputed", severity="warning", board="holdfast-corruption",
         expr="sum(increase(holdfast_golden_disputes_total[10m])) > 0",
         summary="Workers do not agree on a canary's right answer",

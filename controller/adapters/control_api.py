@@ -31,7 +31,18 @@ STOP_WITHIN_S = 2.0
 NAME_MAX = 200
 
 Fault = Literal[
-    "kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal"
+    "kill",
+    "hang",
+    "unhang",
+    "error",
+    "corrupt",
+    "drift",
+    "sampler",
+    "slow",
+    "xid",
+    "nvlink",
+    "blackhole",
+    "heal",
 ]
 Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
 Who = Annotated[str, Field(max_length=NAME_MAX)]

@@ -19,7 +19,20 @@ from events.fact import Recorded, Skipped
 from events.observations import FrontendBreakersMoved
 
 Run = Callable[[argparse.Namespace], int]
-FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal")
+FAULTS = (
+    "kill",
+    "hang",
+    "unhang",
+    "error",
+    "corrupt",
+    "drift",
+    "sampler",
+    "slow",
+    "xid",
+    "nvlink",
+    "blackhole",
+    "heal",
+)
 TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
 TAKE_RANK = TAKE_ARGUMENT
 ENDS = ("kill", "unhang", "heal")

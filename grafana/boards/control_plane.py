@@ -100,6 +100,13 @@ BOARD = Dashboard(
                     ],
                 ),
                 Panel(
+                    title="Kinds of another release", says="In an upgrade: facts withheld, events skipped as unknown",
+                    asks=[
+                        rate("holdfast_facts_withheld_total", legend="withheld"),
+                        rate("holdfast_journal_unknown_total", legend="unknown"),
+                    ],
+                ),
+                Panel(
                     title="What is no event", says="Messages on the journal that are none of ours, stepped over",
                     asks=[rate("holdfast_journal_skipped_total", by="role", legend="{{role}}")],
                 ),
@@ -161,6 +168,10 @@ BOARD = Dashboard(
                 Panel(
                     title="Refused at the broker", says="What somebody tried at the embedded broker and may not",
                     asks=[rate("holdfast_intrusions_refused_total", legend="refused")],
+                ),
+                Panel(
+                    title="Names taken", says="Workers not started in an hour, because a live one has the name",
+                    asks=[Query(ask="max(increase(holdfast_worker_names_taken_total[1h]))", legend="refused")],
                 ),
                 Panel(
                     title="Projector", says="Events a second, and restarts",

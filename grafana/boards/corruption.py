@@ -38,6 +38,17 @@ BOARD = Dashboard(
                     width=12, height=5,
                 ),
                 Panel(
+                    title="Unlikely tokens", says="Findings in an hour that a worker draws too unlikely tokens, and serves on",
+                    asks=[Query(
+                        ask=f"sum by (worker_id) (increase(holdfast_tokens_unlikely_total{{{W}}}[1h]))", legend="{{worker_id}}",
+                    )],
+                    width=12,
+                ),
+                Panel(
+                    title="Suspects in service", says="1 while a convicted worker serves because no other of its model does",
+                    asks=[Query(ask=f"max by (worker_id) (holdfast_worker_suspect{{{W}}})", legend="{{worker_id}}")], width=12,
+                ),
+                Panel(
                     title="Convictions", says="By which canary, and with which incident",
                     asks=[history("""SELECT at, worker, body->>'reason' AS reason, body->>'canary' AS canary, incident
                         FROM holdfast.fleet_events WHERE kind = 'canary_failed' AND body->>'reason' IN

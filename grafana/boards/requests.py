@@ -74,6 +74,10 @@ BOARD = Dashboard(
                     width=12,
                 ),
                 Panel(
+                    title="Streams that stalled", says="Streams that brought no token for too long although their worker went on",
+                    asks=[rate("holdfast_stalled_streams_total", legend="stalled")],
+                ),
+                Panel(
                     title="Waiting to go on", says="Requests that wait for another worker; answers that are put off",
                     asks=[
                         Query(ask="sum(holdfast_parked_requests)", legend="lost their worker"),

@@ -145,6 +145,10 @@ MOVES = Row(
             title="Takes nothing new", says="1 while it drains", asks=[each("holdfast_worker_draining")],
         ),
         Panel(
+            title="Upstream closed", says="Seconds for which it takes no new requests: its upstream said when to retry",
+            asks=[each("holdfast_worker_upstream_closed_seconds")], unit="s",
+        ),
+        Panel(
             title="Refused connections", says="At a bound, and of those who did not know the fleet's key",
             asks=[
                 rate("holdfast_worker_connection_refusals_total", W, "bound", "{{bound}}"),

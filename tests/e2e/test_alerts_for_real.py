@@ -88,6 +88,7 @@ TABLE: Mapping[str, Row] = {
     "HoldfastNoRoutableWorker": Row("workers", "all are drained"),
     "HoldfastCapacityCritical": Row("workers", "all are drained"),
     "HoldfastSuspectServing": Row("workers", "all answer wrongly"),
+    "HoldfastTokensUnlikely": Row("workers", "all draw nonsense", LATER_S),
     "HoldfastGoldenDisputed": Row("planes", "w1 answers otherwise from the first"),
     "HoldfastWorkerNameTaken": Row("planes", "a second w0 is started"),
     "HoldfastWebhooksFailing": Row("planes", "nobody takes what the webhook tells"),
@@ -216,6 +217,8 @@ QUICK = {
     "HOLDFAST_CONTROLLER__POLICY__DEGRADATION__DWELL": "1",
     "HOLDFAST_FRONTEND__FACTS__EXPOSURE_ENTRIES_MAX": "1",
     "HOLDFAST_FRONTEND__REROUTE_S": "0.5",
+    "HOLDFAST_CONTROLLER__CANARY__TOP_K": "20",  # simulated engines find many tokens about as likely
+    "HOLDFAST_CONTROLLER__CANARY__SAMPLED_EVERY": "2",
 }
 
 
@@ -268,6 +271,7 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
                 await each("heal", *WORKERS)
                 await each("resume", *WORKERS)
                 await watched.ends("HoldfastSuspectServing")
+                await watched.step("all draw nonsense", lambda: each("sampler", *WORKERS))
             watched.whole()
 
 

@@ -168,6 +168,11 @@ CASES = {
     "HoldfastWorkersLingering": Case(
         fires=stays("holdfast_workers_lingering", 1), calm={"holdfast_workers_lingering": "0x145 1x10 0x60"}
     ),
+    "HoldfastTokensUnlikely": Case(
+        fires={'holdfast_tokens_unlikely_total{worker_id="w1"}': "0x120 1x100"},
+        calm={'holdfast_tokens_unlikely_total{worker_id="w1"}': "3x210"},
+        labels=WORKER,
+    ),
     "HoldfastWorkerNameTaken": Case(
         fires={"holdfast_worker_names_taken_total": "0x150 1x60"},
         calm={"holdfast_worker_names_taken_total": "1x210"},

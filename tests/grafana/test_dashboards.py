@@ -15,13 +15,6 @@ from grafana.write import BOARDS, FOLDER, text
 
 VIEWS = {"fleet_now", "model_capacity"}
 NOT_SHOWN = {  # why a metric is on no dashboard
-    "holdfast_worker_suspect": "the alert HoldfastSuspectServing names the worker",
-    "holdfast_worker_names_taken_total": "the alert HoldfastWorkerNameTaken names the worker",
-    "holdfast_worker_upstream_closed_seconds": "a worker's own: Retry-After of its upstream",
-    "holdfast_stalled_streams_total": "migrations by reason are on the Fleet's dashboard",
-    "holdfast_tokens_unlikely_total": "`holdfast events` names worker and canary",
-    "holdfast_facts_withheld_total": "only during an upgrade: `holdfast fleet versions` says what is withheld",
-    "holdfast_journal_unknown_total": "only during an upgrade: `holdfast fleet versions` names the processes",
     "dynamo_degradation_level": "holdfast_degradation_level says it of each model",
     "dynamo_worker_state": "dynamo_worker_status says the same, as a number that a timeline can draw",
     "dynamo_migration_total": "dynamo_migration_duration_seconds counts the same, from 0 on",

@@ -17,8 +17,9 @@ class EngineFaults:
     errors_left: int = 0  # 0: until healed
     corrupt_one_in: int = 0
     drift: float = 0.0
+    sampler: bool = False  # any token is drawn at temperatures above 0; greedy answers are right
     dead: bool = False
-    _said: int = 0  # tokens said while corrupting
+    _said: int = 0  # tokens said while corrupting, or drawn by a broken sampler
 
     def begin(self, fault: str, argument: float) -> bool:
         """Begin a fault that every engine has; False if it is none of these. An argument of 0 takes the fault's default."""
@@ -29,6 +30,8 @@ class EngineFaults:
                 self.corrupt_one_in = max(1, int(argument) or CORRUPT_ONE_IN)
             case "drift":
                 self.drift = argument or DRIFT
+            case "sampler":
+                self.sampler = True
             case "die":
                 self.dead = True
             case _:
@@ -44,6 +47,8 @@ class EngineFaults:
                 self.corrupt_one_in = 0
             case "drift":
                 self.drift = 0.0
+            case "sampler":
+                self.sampler = False
 
     def raised(self, requests: int) -> int:
         """Return how many of `requests` the raising engine takes down now, and count them."""
@@ -64,6 +69,13 @@ class EngineFaults:
         """
         if not self.corrupt_one_in:
             return None
-        self._said += 1
-        dice = xxhash.xxh64_intdigest(self._said.to_bytes(8, "little"))
+        dice = self._dice()
         return None if dice % self.corrupt_one_in else dice >> 32
+
+    def misdrawn(self, temperature: float) -> int | None:
+        """Return a number that chooses which token a broken sampler draws; None: the sampler draws as it should."""
+        return self._dice() if self.sampler and temperature > 0 else None
+
+    def _dice(self) -> int:
+        self._said += 1
+        return xxhash.xxh64_intdigest(self._said.to_bytes(8, "little"))

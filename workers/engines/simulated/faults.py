@@ -29,7 +29,7 @@ class SimulatedFaults(EngineFaults):
             case "slow":
                 self.slowness[rank] = max(1.0, argument or SLOW_TIMES)
             case "heal":
-                for one in ("error", "corrupt", "drift"):
+                for one in ("error", "corrupt", "drift", "sampler"):
                     self.end(one)
                 self.slowness.clear()
             case _:
@@ -49,3 +49,8 @@ class SimulatedFaults(EngineFaults):
         """Return the token as the sick engine says it: one in k is another one."""
         drawn = self.struck()
         return token if drawn is None else FIRST + (token - FIRST + 1 + drawn % (SPAN - 1)) % SPAN
+
+    def drawn(self, token: int, temperature: float) -> int:
+        """Return the token as the sampler draws it: any token at all while it is broken."""
+        drawn = self.misdrawn(temperature)
+        return token if drawn is None else FIRST + drawn % SPAN

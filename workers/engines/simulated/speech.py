@@ -100,6 +100,8 @@ def _choose(sequence: Spoken, digest: int, faults: SimulatedFaults) -> Chunk:
     bias = sampling.logit_bias
     open_to = language.with_biased(ranked, digest, bias) if bias else ranked
     token = language.choose(open_to, sampling, sequence.counts, sequence.banned if early else (), luck)
+    if token >= FIRST:
+        token = faults.drawn(token, sampling.temperature)
     token = sequence.marks.get(place, token)
     if token >= FIRST:
         token = faults.altered(token)

@@ -164,7 +164,7 @@ class TransformersEngine:
             raise EngineDead(self._dead)
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Play a fault: error, corrupt, drift, slow, bitflip (argument: its seed), die, heal."""
+        """Play a fault: error, corrupt, drift, sampler, slow, bitflip (argument: its seed), die, heal."""
         if self._stepper is None:
             return False
         faults = self._stepper.faults

@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.engines.faults import SLOW_TIMES, EngineFaults
 from workers.engines.transformers.weight_faults import Surgeon, WeightFault, draw_fault
 
-NAMES = ("error", "corrupt", "drift", "slow", "bitflip", "die", "heal")
+NAMES = ("error", "corrupt", "drift", "sampler", "slow", "bitflip", "die", "heal")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class TorchFaults(EngineFaults):
             case "bitflip":
                 self.surgery.append(int(argument))
             case "heal":
-                for one in ("error", "corrupt", "drift", "slow", "bitflip"):
+                for one in ("error", "corrupt", "drift", "sampler", "slow", "bitflip"):
                     self.heal(one)
             case _:
                 return self.begin(fault, argument)
@@ -53,6 +53,12 @@ class TorchFaults(EngineFaults):
         if drawn is None:
             return token
         wrong = (token + 1 + drawn % (vocabulary - 1)) % vocabulary
+        return token if wrong in spared else wrong
+
+    def drawn(self, token: int, temperature: float, vocabulary: int, spared: frozenset[int]) -> int:
+        """Return the token as the sampler draws it: any token at all while it is broken, but none of `spared`."""
+        drawn = self.misdrawn(temperature)
+        wrong = token if drawn is None else drawn % vocabulary
         return token if wrong in spared else wrong
 
     def drifted(self, logits: Tensor) -> Tensor:

@@ -236,7 +236,9 @@ class Stepper:
             self.cancel(sequence.key)
             return Chunk(0, [], error="non_finite: the logits hold NaN or infinity")
         cached = None if sequence.generated or sequence.moved else sequence.found
-        token = self.faults.altered(choice.token, self.model.vocabulary, sequence.barred)
+        faults, vocabulary = self.faults, self.model.vocabulary
+        token = faults.drawn(choice.token, sequence.sampling.temperature, vocabulary, sequence.barred)
+        token = faults.altered(token, vocabulary, sequence.barred)
         sequence.tokens.append(token)
         logprobs = [choice.logprob] if choice.logprob else None
         if sequence.before:

@@ -1,0 +1,94 @@
+"""Workers with real engines in this process, and the canary loop that probes them, in real time."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from canary_world import World
+
+from controller.adapters.clock import SystemClock
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.links import Address
+from controller.runtime.settings import CanarySettings
+from events.nats.bus import MemoryBus
+from events.observations import CanaryFailed, CanaryPassed
+from workers.config.worker import WorkerConfig
+from workers.engines.engine import Engine
+from workers.worker import InferenceWorker
+
+INTERVAL_S = 0.1
+SAMPLED_EVERY = 2  # canaries
+TOP_K = 20  # these models know little: what is not among so many tokens is unlikely, and what is not among 5 is not
+
+
+@dataclass
+class Probed:
+    """The workers' engines, and what is known of the workers."""
+
+    world: World
+    engines: tuple[Engine, ...]
+
+    async def until(self, condition: Callable[[], object], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "not in time"
+            await asyncio.sleep(0.01)
+            self.world.turn()
+
+    def sampled(self, kind: type, worker: str) -> list[CanaryPassed | CanaryFailed]:
+        """Return what came of one worker's sampled canaries."""
+        return [f for f in self.world.facts(kind) if f.worker == worker and f.temperature is not None]
+
+
+@asynccontextmanager
+async def probed(
+    *engines: Engine, within_s: float = 60.0, prepare: Callable[[Engine], object] = lambda engine: None
+) -> AsyncIterator[Probed]:
+    """Run one worker for each engine, until sampled canaries of all have passed. `prepare` changes each engine before the first
+    canary."""
+    canaries = RequestPlaneClient("canary")
+    settings = CanarySettings(
+        interval_s=INTERVAL_S,
+        sampled_every=SAMPLED_EVERY,
+        top_k=TOP_K,
+        coverage=False,
+        slow_floor_ms=10_000,
+    )
+    world = World(settings, clock=SystemClock(), prober=canaries)
+    stop, bus, made = asyncio.Event(), MemoryBus(), Probed(world, engines)
+    names = [f"w{number}" for number in range(len(engines))]
+    workers = [
+        InferenceWorker(WorkerConfig(name=name, instance="i1"), engine, world.journal, bus)
+        for name, engine in zip(names, engines, strict=True)
+    ]
+    running = [asyncio.ensure_future(worker.run(stop)) for worker in workers]
+    try:
+        await made.until(lambda: world.fleet.workers.keys() >= set(names), within_s)
+        for engine in engines:
+            prepare(engine)
+        canaries.want({name: Address("i1", world.fleet.workers[name].joined.url) for name in names})
+        running += [asyncio.ensure_future(work) for work in (canaries.run(), world.loop.run())]
+        await made.until(lambda: all(made.sampled(CanaryPassed, name) for name in names), within_s)
+        yield made
+    finally:
+        stop.set()
+        for task in running[len(workers) :]:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20):
+                await asyncio.gather(*running, return_exceptions=True)
+
+
+async def a_broken_sampler_alone_is_found(fleet: Probed, within_s: float = 60.0) -> None:
+    """Break the first worker's sampler: its greedy answers stay right, and it leaves service for a sampled canary."""
+    world = fleet.world
+    assert fleet.engines[0].chaos("sampler", 0.0)
+    await fleet.until(lambda: world.status("w0") == "UNHEALTHY", within_s)
+    wrong = [fact for fact in world.facts(CanaryFailed) if fact.worker == "w0"]
+    assert wrong and all(fact.temperature is not None and fact.confirmed for fact in wrong)
+    assert "unlikely tokens" in wrong[0].detail
+    assert not fleet.sampled(CanaryFailed, "w1") and world.status("w1") == "HEALTHY"
+    fleet.engines[0].heal("sampler")
