@@ -1,20 +1,9 @@
 """Streams of requests that are not answered yet, because they are queued or tokenised: their clients get the head and comments as
 those do that wait for a first token."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from controller.frontend.errors import ApiError
 from controller.frontend.responses.response_format import event
 from controller.frontend.responses.sse import SseStream
-
-
-class EndedEarly(Exception):
-    """The request was refused after its head had been sent: the error was the last event of its stream."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.code)
-        self.error = error
 
 
 class EarlyStreams:
@@ -23,26 +12,24 @@ class EarlyStreams:
     def __init__(self) -> None:
         self._waiting: dict[SseStream, None] = {}
 
-    @contextmanager
-    def waiting(self, stream: SseStream | None) -> Iterator[None]:
-        """Keep the client of this stream, if it is one, from waiting in silence. Raise EndedEarly."""
-        if stream is None:
-            yield
-            return
+    def begin(self, stream: SseStream) -> None:
+        """Keep the client of this stream from waiting in silence."""
         self._waiting[stream] = None
-        try:
-            yield
-        except ApiError as error:
-            if not stream.started:
-                raise
+
+    def end(self, stream: SseStream) -> None:
+        """The request is answered from now on, or was refused."""
+        self._waiting.pop(stream, None)
+
+    def refuse(self, stream: SseStream, error: BaseException) -> ApiError | None:
+        """End the stream of a request that was not let in, if its head has been sent. Return the error that was its last event;
+        None: the error is still to be answered."""
+        if not stream.started:
+            return None
+        if isinstance(error, ApiError):
             stream.end(event(error.body()))
-            raise EndedEarly(error) from error
-        except BaseException:
-            if stream.started:
-                stream.abort()  # nothing can follow what has been sent
-            raise
-        finally:
-            del self._waiting[stream]
+            return error
+        stream.abort()  # nothing can follow what has been sent
+        return None
 
     def check(self, now: float) -> None:
         """Send what is due. `now`: monotonic seconds."""

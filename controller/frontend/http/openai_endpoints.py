@@ -16,7 +16,7 @@ from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.http.cors import Cors
-from controller.frontend.http.early_streams import EarlyStreams, EndedEarly
+from controller.frontend.http.early_streams import EarlyStreams
 from controller.frontend.http.served_models import model_of
 from controller.frontend.requests.admission_headers import read_admission
 from controller.frontend.requests.block_hashes import BlockNames
@@ -140,12 +140,20 @@ class OpenAiEndpoints:
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         id = headers["X-Request-Id"]
-        stream = self._stream(transport, head, headers, arrived) if parsed.stream else None
+        stream = None
+        if parsed.stream:
+            stream = self._stream(transport, head, headers, arrived)
+            self._early.begin(stream)
         try:
-            with self._early.waiting(stream):
-                admitted, tokens, reservation = await self._let_in(head, parsed, id, overrides, arrived)
-        except EndedEarly as refused:
-            return None, refused.error
+            admitted, tokens, reservation = await self._let_in(head, parsed, id, overrides, arrived)
+        except BaseException as why:
+            refused = self._early.refuse(stream, why) if stream is not None else None
+            if refused is None:
+                raise
+            return None, refused
+        finally:
+            if stream is not None:
+                self._early.end(stream)
         format = ResponseFormat(
             id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
             model=parsed.called or parsed.model,
