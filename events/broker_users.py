@@ -19,6 +19,12 @@ def workers_of(user: str) -> tuple[str, ...]:
     return names(first, int(count or 1))
 
 
+def account_of(worker: str, registered: str) -> str:
+    """Return the account of the process in which a worker lives: the `registered` one, if the worker can be one of its, or else
+    that of a process of its own. So nobody's account is named but one that may speak for this worker."""
+    return registered if token(worker) in workers_of(registered) else worker_user(worker)
+
+
 def names(first: str, count: int) -> tuple[str, ...]:
     """Return the workers of one process: w3 and a count of 2 are w3 and w4."""
     if count == 1:

@@ -9,6 +9,7 @@ from events import permissions
 from events.broker_users import ROLES, workers_of
 from events.nats import keys
 from events.permissions import BrokerUser
+from events.subjects import token
 
 
 class BrokerUsers:
@@ -37,9 +38,14 @@ class BrokerUsers:
             given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
         return configuration(permissions.users(workers, by_intake), self.folder)
 
-    def withdraw(self, name: str) -> None:
-        """Let a user in no more, with the seed that it has. Raise OSError."""
-        keys.seed_file(self.folder, name).unlink(missing_ok=True)
+    def withdraw(self, name: str, worker: str) -> list[str]:
+        """Let a user in no more, with the seed that it has; where there is no such user, those whose process has this worker: the
+        reporter may not know how many workers it has. Return who is out. Raise OSError."""
+        known = keys.users(self.folder)
+        out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
+        for user in out:
+            keys.seed_file(self.folder, user).unlink(missing_ok=True)
+        return out
 
     def changed(self) -> bool:
         """Say whether seeds have come, gone or changed since the configuration was written."""

@@ -80,8 +80,11 @@ def accepted(user: str, worker: str, kind: str, headers: bytes | None, body: byt
     if kind not in KINDS:
         raise FactRefused(f"publish {kind}, which no worker observes")
     check_source(user, event.source, event.source_number)
-    if isinstance(event.fact, WorkerJoined) and (why := impossible(event.fact)):
-        raise FactRefused(f"register an impossible value: {why}")
+    if isinstance(event.fact, WorkerJoined):
+        if why := impossible(event.fact):
+            raise FactRefused(f"register an impossible value: {why}")
+        if event.fact.account not in ("", user):
+            raise FactRefused(f"register the account {event.fact.account}, which is not its own")
     return event
 
 

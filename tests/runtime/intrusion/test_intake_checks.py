@@ -49,6 +49,10 @@ def test_an_honest_fact_is_taken_with_its_own_source_and_number() -> None:
         ({"body": b"x" * 70_000}, "70000 bytes"),
         ({"body": b"{}"}, "no fact"),
         ({"fact": joined(ScriptedWorker("w0"), context_tokens=0)}, "impossible value: context_tokens = 0"),
+        (
+            {"fact": joined(ScriptedWorker("w0"), account="worker-w1")},
+            "account worker-w1, which is not its own",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
