@@ -148,7 +148,12 @@ class RogueWorker:
     async def flood(self, kind: str, seconds: float, targets: Sequence[str] = ()) -> int:
         """Send as much of one kind as fits; return how many. `targets`: URLs of other workers, for connections."""
         sent, until = 0, time.monotonic() + seconds
-        one = {"frames": self._frames, "kv_events": self._kv_events, "facts": self._facts, "beats": self._beats}
+        one = {
+            "frames": self._frames,
+            "kv_events": self._kv_events,
+            "facts": self._facts,
+            "beats": self._beats,
+        }
         if kind == "connections":
             while time.monotonic() < until:
                 for target in targets:
@@ -173,7 +178,9 @@ class RogueWorker:
         return self._post(route, body, 1_000)
 
     def _beats(self) -> int:
-        return self._post(f"{subjects.beat(self.name)} ".encode(), b'{"worker": "%b"}' % self.name.encode(), 1_000)
+        return self._post(
+            f"{subjects.beat(self.name)} ".encode(), b'{"worker": "%b"}' % self.name.encode(), 1_000
+        )
 
     def _facts(self) -> int:
         left = WorkerLeft(worker=self.name, instance="none", mode="graceful", exit=0)
@@ -218,7 +225,9 @@ def main() -> int:
     parser.add_argument("--flood", choices=FLOODS, required=True)
     parser.add_argument("--after", type=float, default=2.0, help="seconds from its registration to the flood")
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--target", action="append", default=[], help="URL of another worker, for connections")
+    parser.add_argument(
+        "--target", action="append", default=[], help="URL of another worker, for connections"
+    )
     args = parser.parse_args()
 
     async def run() -> int:

@@ -158,7 +158,7 @@ class ControllerProcess:
         self._data = data
         self.view = FleetView(journal, store=store)
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
-        self.beats = Beats(clock)
+        self.beats = Beats(clock, settings.worker_budgets.beats)
         self.versions = FleetVersions(
             self.view, self.beats, bus, journal, clock, settings.versions, lambda: self.leading
         )
@@ -174,7 +174,8 @@ class ControllerProcess:
         self.liveness = Liveness(
             self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
         )
-        self.intruders = Intruders(self.view, journal, clock, lambda: self.leading)
+        self.intruders = Intruders(self.view, journal, clock, lambda: self.leading, settings.worker_budgets)
+        self.beats.flooded = self.intruders.flooding
         self.lingering = Lingering(
             self.view, self.beats, journal, self.intruders.processes, port_open, clock, lambda: self.leading
         )

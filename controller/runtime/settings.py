@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from controller.deciders.fleet import FleetPolicy
 from controller.journal_settings import JournalSection
 from controller.setting_types import Positive, Strict
+from events.intrusion.send_budget import TrafficLimit, traffic
 
 
 class ConfiguredCanary(Strict):
@@ -114,6 +115,30 @@ class VersionSettings(Strict):
     )
 
 
+class ControllerBudgets(Strict):
+    """What one worker's account may send the controllers. The rest is dropped, and the worker reported and ejected."""
+
+    facts_per_s: Positive = 50.0  # a worker has a few in an hour; the spool of a bad day has hundreds
+    facts_burst: Positive = 2_000.0
+    fact_mb_per_s: Positive = 0.25
+    fact_mb_burst: Positive = 4.0
+    fact_kb_max: int = Field(default=64, ge=16)  # of one fact; a registration has about 2
+    beats_per_s: Positive = 20.0  # a worker says one a second
+    beats_burst: Positive = 200.0
+    beat_mb_per_s: Positive = 0.25
+    beat_mb_burst: Positive = 1.0
+
+    @property
+    def facts(self) -> TrafficLimit:
+        """The limit of facts."""
+        return traffic(self.facts_per_s, self.facts_burst, self.fact_mb_per_s, self.fact_mb_burst)
+
+    @property
+    def beats(self) -> TrafficLimit:
+        """The limit of heartbeats."""
+        return traffic(self.beats_per_s, self.beats_burst, self.beat_mb_per_s, self.beat_mb_burst)
+
+
 class ControllerSettings(JournalSection):
     """Everything that a controller process can be told."""
 
@@ -121,6 +146,7 @@ class ControllerSettings(JournalSection):
     liveness: LivenessSettings = LivenessSettings()
     actuator: ActuatorSettings = ActuatorSettings()
     versions: VersionSettings = VersionSettings()
+    worker_budgets: ControllerBudgets = ControllerBudgets()
     policy: FleetPolicy = Field(
         default=FleetPolicy(),
         json_schema_extra={

@@ -1,6 +1,8 @@
 """A worker that was taken over floods the fleet: it is reported and ejected, and nobody else's answer suffers."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,9 @@ SECONDS = 60.0  # at most: it ends when the sender is ejected
         ("beats", "flood the controllers with heartbeats"),
     ],
 )
-async def test_a_flood_is_cut_off_reported_and_its_sender_ejected(tmp_path: Path, kind: str, words: str) -> None:
+async def test_a_flood_is_cut_off_reported_and_its_sender_ejected(
+    tmp_path: Path, kind: str, words: str
+) -> None:
     async with with_rogue(tmp_path) as (fleet, rogue):
         before = await instances(fleet)
         flood = asyncio.ensure_future(rogue.flood(kind, SECONDS))
@@ -43,9 +47,6 @@ async def test_connections_with_the_fleets_key_keep_no_frontend_out(tmp_path: Pa
         open_now = [one for one in held if one.live]
         assert 200 < len(open_now) < 300, len(open_now)
         (frontend,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "frontend")
-        import os
-        import signal
-
         os.kill(frontend, signal.SIGKILL)
         await fleet.until(lambda s: frontend not in {p["pid"] for p in s["processes"]}, 60)
         for number in range(3):

@@ -25,7 +25,10 @@ def with_tokens(token: int) -> Spoil:
 
 def with_logprob(chosen: float) -> Spoil:
     return lambda chunk: Chunk(
-        chunk.stream, chunk.tokens, chunk.finish, logprobs=[Logprob(chosen, [(1, chosen)]) for _ in chunk.tokens]
+        chunk.stream,
+        chunk.tokens,
+        chunk.finish,
+        logprobs=[Logprob(chosen, [(1, chosen)]) for _ in chunk.tokens],
     )
 
 
@@ -83,8 +86,18 @@ async def whole(fleet: DemoFleet, prompt: list[int]) -> None:
 
 
 async def asked(fleet: DemoFleet, prompt: list[int], **more: Any) -> tuple[int, Any]:
-    body = {"model": "sim", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
-    async with aiohttp.ClientSession() as session, session.post(f"{fleet.url}/v1/completions", json=body) as answer:
+    body = {
+        "model": "sim",
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{fleet.url}/v1/completions", json=body) as answer,
+    ):
         text = await answer.text()
         assert "SECRET" not in text and "\\u001b" not in text
         return answer.status, json.loads(text)

@@ -1,9 +1,6 @@
 """A worker that was taken over registers and claims what is not so: another's process, a folder, KV blocks."""
 
 import asyncio
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +17,17 @@ PROMPT_TOKENS = 96  # six blocks of 16
 
 
 async def test_a_foreign_process_is_not_signalled(tmp_path: Path) -> None:
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    victim = await asyncio.create_subprocess_exec("sleep", "120")
     try:
         about = {"changed": lambda joined: replace(joined, pid=victim.pid)}
         async with with_rogue(tmp_path, **about) as (fleet, _):
             done = await asyncio.to_thread(holdfast, "restart", "x0", "--data", str(fleet.data))
             assert done.returncode != 0 and "is not its own" in done.stdout + done.stderr, done
             fact = await reported(fleet, f"have process {victim.pid} signalled")
-            assert fact.who == "worker-x0" and victim.poll() is None
+            assert fact.who == "worker-x0" and victim.returncode is None
     finally:
         victim.kill()
-        victim.wait()
+        await victim.wait()
 
 
 def model_at(folder: Path) -> Callable[[WorkerJoined], WorkerJoined]:
@@ -41,11 +38,14 @@ def model_at(folder: Path) -> Callable[[WorkerJoined], WorkerJoined]:
     return lambda joined: replace(joined, model="evil", tokenizer=str(folder))
 
 
-async def test_an_endless_chat_template_stops_and_a_folder_of_nobodys_choice_is_not_read(tmp_path: Path) -> None:
+async def test_an_endless_chat_template_stops_and_a_folder_of_nobodys_choice_is_not_read(
+    tmp_path: Path,
+) -> None:
     inside = {"HOLDFAST_FRONTEND__MODEL_FOLDERS": str(tmp_path / "models")}
-    async with with_rogue(
-        tmp_path, environment=inside, changed=model_at(tmp_path / "models" / "evil")
-    ) as (fleet, _):
+    async with with_rogue(tmp_path, environment=inside, changed=model_at(tmp_path / "models" / "evil")) as (
+        fleet,
+        _,
+    ):
         before = {p["name"]: p["pid"] for p in (await fleet.status())["processes"]}
         asked = {"model": "evil", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         async with aiohttp.ClientSession() as session:

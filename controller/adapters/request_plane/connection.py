@@ -14,13 +14,14 @@ from typing import cast
 import msgspec
 import structlog
 
-from controller.adapters.request_plane.frame_budget import FrameBudget
+from controller.adapters.request_plane.frame_budget import FRAMES, FrameBudget
 from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Process
 from controller.adapters.request_plane.reported_load import ReportedLoad
 from controller.adapters.request_plane.reservations import StreamReservations
 from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUnreachable
 from events import wire
 from events.fleet_key import FleetKey, FrontendHandshake, Stranger
+from events.intrusion.send_budget import TrafficLimit
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +39,7 @@ class WorkerConnection(asyncio.Protocol):
         changed: Callable[[], None],
         process: Process | None = None,
         key: FleetKey | None = None,
+        frames: TrafficLimit = FRAMES,
     ) -> None:
         self._frontend = frontend
         self._changed = changed
@@ -56,7 +58,7 @@ class WorkerConnection(asyncio.Protocol):
         self.instance = ""  # of the worker, once it has welcomed us
         self.stranger = ""  # why the other side is one
         self.late = 0  # chunks of streams that nobody reads any more
-        self.budget = FrameBudget(self._loop.time())
+        self.budget = FrameBudget(self._loop.time(), frames)
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 

@@ -1,8 +1,8 @@
 """The refusal of a request by its worker, as the client is told.
 
-A worker, or the server behind it, could write anything into a refusal: another user's words, markup, instructions. So its text is
-never passed on. The client gets one of the sentences below, with what is on a list in the worker's words: names of request fields,
-and sizes. Status, `code` and `type` are passed on where they are on a list too.
+A worker, or the server behind it, could write anything into a refusal: another user's words, markup, instructions. So its text
+is never passed on. The client gets one of the sentences below, with what is on a list in the worker's words: names of request
+fields, and sizes. Status, `code` and `type` are passed on where they are on a list too.
 """
 
 import re

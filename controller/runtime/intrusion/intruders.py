@@ -9,6 +9,7 @@ from controller.deciders.fold import Fleet
 from controller.ports import Clock
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.intrusion.intake import FactIntake, JournalEnds
+from controller.runtime.settings import ControllerBudgets
 from events.broker_users import account_of
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded
@@ -38,14 +39,19 @@ class Intruders:
     """The intake, and the reports of one controller."""
 
     def __init__(
-        self, view: WatchedFleet, journal: SayingJournal, clock: Clock, leading: Callable[[], bool]
+        self,
+        view: WatchedFleet,
+        journal: SayingJournal,
+        clock: Clock,
+        leading: Callable[[], bool],
+        budgets: ControllerBudgets | None = None,
     ) -> None:
         self._view = view
         self._journal = journal
         self._looking: asyncio.Task[None] | None = None
         self._leading = leading
         self.intrusions = Intrusions(journal.observe, clock.monotonic)
-        self.intake = FactIntake(journal, self.intrusions.report, self._instance_of, clock.monotonic)
+        self.intake = FactIntake(journal, self.intrusions.report, self._instance_of, clock.monotonic, budgets)
         self.processes = HostProcesses(report=self.intrusions.report)
         view.listen(self._heard)
 
@@ -70,6 +76,14 @@ class Intruders:
                     tried = "have an acknowledgement sent into the controllers' lease"
                     known = self._instance_of(name)
                     self.intrusions.report(who, tried, worker=name, instance=known, eject=bool(known))
+
+    def flooding(self, worker: str) -> None:
+        """Report a worker that publishes more heartbeats than it may. Every controller hears them; the leader reports."""
+        if self._leading():
+            tried, known = "flood the controllers with heartbeats", self._instance_of(worker)
+            self.intrusions.report(
+                self._account_of(worker), tried, worker=worker, instance=known, eject=bool(known)
+            )
 
     def _account_of(self, name: str) -> str:
         worker = self._view.fleet.workers.get(name)

@@ -19,7 +19,7 @@ def test_an_honest_worker_is_far_below_its_budget() -> None:
 async def test_a_flood_ends_the_connection() -> None:
     connection, heard = connection_with(1)
     frame = wire.encode(Step([Chunk(9, [1])]))
-    connection.budget.take(int(FRAMES.burst) - 10_000, 0, asyncio.get_running_loop().time())
+    connection.budget.take(int(FRAMES.messages.burst) - 10_000, 0, asyncio.get_running_loop().time())
     while not connection.budget.exceeded:
         connection.data_received(frame * 10_000)
     assert (1, "disconnected") in heard
