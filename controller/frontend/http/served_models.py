@@ -65,4 +65,4 @@ def group_of(director: Director, model: str) -> EndpointGroup:
 def model_entry(director: Director, name: str, model: str) -> ModelEntry:
     """Return what /v1/models says of a model that is served, under one of its names."""
     root = UNSET if name == model else model
-    return ModelEntry(id=name, max_model_len=group_of(director, model).context_tokens, root=root)
+    return ModelEntry(id=name, max_model_len=group_of(director, model).shown_context, root=root)
