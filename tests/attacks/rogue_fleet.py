@@ -11,7 +11,7 @@ from fleet import running
 from benchmarks.attack.rogue import RogueWorker
 from controller.demo.fleet import DemoFleet
 from events.decisions import HealthChanged
-from events.observations import IntrusionRefused
+from events.observations import IntrusionRefused, WorkerJoined
 
 FLAGS = ("--workers", "1", "--canary-interval", "0.3", "--breaker-wait", "0.3", "--breaker-backoff", "1")
 
@@ -57,3 +57,9 @@ async def ejected(fleet: DemoFleet, worker: str, within_s: float = 20.0) -> Heal
 async def instances(fleet: DemoFleet) -> dict[str, str]:
     """Return the present life of each worker."""
     return {worker["id"]: worker["instance"] for worker in (await fleet.status())["workers"]}
+
+
+async def addresses(fleet: DemoFleet) -> dict[str, str]:
+    """Return where each worker listens."""
+    facts = [event.fact for event in await fleet.events()]
+    return {fact.worker: fact.url for fact in facts if isinstance(fact, WorkerJoined)}

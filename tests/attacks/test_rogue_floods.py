@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fleet import streamed, undisturbed
-from rogue_fleet import ejected, instances, reported, with_rogue
+from rogue_fleet import addresses, ejected, instances, reported, with_rogue
 
 SECONDS = 60.0  # at most: it ends when the sender is ejected
 
@@ -42,8 +42,7 @@ async def test_a_flood_is_cut_off_reported_and_its_sender_ejected(
 async def test_connections_with_the_fleets_key_keep_no_frontend_out(tmp_path: Path) -> None:
     """A worker keeps as many connections of one address as it may; those in use stay, and who comes later gets in."""
     async with with_rogue(tmp_path) as (fleet, rogue):
-        target = next(w["url"] for w in (await fleet.status())["workers"] if w["id"] == "w0")
-        held = await rogue.connect_to(target, 400)
+        held = await rogue.connect_to((await addresses(fleet))["w0"], 400)
         open_now = [one for one in held if one.live]
         assert 200 < len(open_now) < 300, len(open_now)
         (frontend,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "frontend")

@@ -20,7 +20,8 @@ async def test_a_foreign_process_is_not_signalled(tmp_path: Path) -> None:
     victim = await asyncio.create_subprocess_exec("sleep", "120")
     try:
         about = {"changed": lambda joined: replace(joined, pid=victim.pid)}
-        async with with_rogue(tmp_path, **about) as (fleet, _):
+        async with with_rogue(tmp_path, **about) as (fleet, rogue):
+            await rogue.bus.close()  # it obeys nothing: the controller has to signal its process
             done = await asyncio.to_thread(holdfast, "restart", "x0", "--data", str(fleet.data))
             assert done.returncode != 0 and "is not its own" in done.stdout + done.stderr, done
             fact = await reported(fleet, f"have process {victim.pid} signalled")

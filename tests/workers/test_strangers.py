@@ -108,7 +108,7 @@ async def test_where_all_frontends_have_streams_the_newcomer_is_refused() -> Non
         frontends = [await greeted(server, stack) for _ in range(2)]
         for frontend in frontends:
             frontend.ask([300, 301], max_tokens=100_000)
-        while any(not one.streams for one in server.connections.open):
+        while any(not one.streams for one in server.connections.open):  # noqa: ASYNC110 (the worker has to read)
             await asyncio.sleep(0.01)
         newcomer = await PlainFrontend.connect(server.address[1])
         async with asyncio.timeout(SECONDS):

@@ -81,7 +81,7 @@ class FrontendConnections:
         connection.abort()
 
     def greeted(self, connection: FrontendConnection) -> bool:
-        """Take in that a stranger is a frontend; False: it is broken, since all others that count against a bound have streams."""
+        """Take in that a stranger is a frontend; False: it is broken, since all others that the bound counts have streams."""
         self._strangers.pop(connection, None)
         bound = self._exceeded(connection.address)
         if not bound:
