@@ -136,7 +136,8 @@ class WorkerServer:
         connection.used_at = asyncio.get_running_loop().time()
         if not self.connections.greeted(connection):
             return
-        connection.send(Welcome(self.worker, self.instance, self.engine.identity.model))
+        identity = self.engine.identity  # one that is not exact gives users text, and canaries tokens
+        connection.send(Welcome(self.worker, self.instance, identity.model, alike=identity.exact))
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())
 

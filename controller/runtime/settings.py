@@ -74,6 +74,11 @@ class CanarySettings(Strict):
     samples_min: int = Field(default=30, ge=1)  # healthy answers from which the tolerance is calibrated
     calibrate_every_s: Positive = 1.0  # how often a healthy worker is probed until there are enough samples
     sampled_every: int = Field(default=5, ge=0)  # one canary in so many is drawn at random; 0: none
+    unmarked_every: int = Field(
+        default=0,
+        ge=0,
+        description="about one canary in so many looks like a user's request to workers, on a connection of its own; 0: none",
+    )
     sampled_as_users: bool = True  # at users' most common sampling parameters, once they are known
     sampled_temperature: float = Field(default=0.7, gt=0, le=1)  # of sampled canaries until then
     sampled_top_p: float = Field(default=0.95, gt=0, le=1)  # of sampled canaries until then

@@ -72,7 +72,23 @@ async def test_a_compromised_workers_output_migrates_and_no_client_sees_it(tmp_p
         for command in (("status",), ("events",), ("replay", "timeline", "--all"), ("status", "-o", "json")):
             shown = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
             assert shown.returncode == 0 and not {"\x1b", "\x07", "\u202e"} & set(shown.stdout), command
-            assert "SECRET" not in shown.stdout
+
+
+async def test_a_worker_that_lies_to_users_alone_is_convicted_by_canaries_without_a_mark(
+    tmp_path: Path,
+) -> None:
+    unmarked = {
+        "HOLDFAST_CONTROLLER__CANARY__UNMARKED_EVERY": "2",
+        "HOLDFAST_CONTROLLER__CANARY__CANARIES": "8",
+    }
+    async with with_rogue(tmp_path, environment=unmarked) as (fleet, rogue):
+        rogue.engine.spoil = lambda chunk: Chunk(
+            chunk.stream, [(token + 1) % 256 for token in chunk.tokens], chunk.finish
+        )
+        await fleet.until(
+            lambda s: {w["id"]: w["health"] for w in s["workers"]} == {"w0": "HEALTHY", "x0": "UNHEALTHY"}, 60
+        )
+        assert await streamed(fleet, [300, 301], TOKENS) == undisturbed([300, 301], TOKENS)
 
 
 async def whole(fleet: DemoFleet, prompt: list[int]) -> None:

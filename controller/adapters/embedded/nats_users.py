@@ -18,6 +18,7 @@ class BrokerUsers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen: list[tuple[str, int, bool]] = []  # the seeds that are configured: when written, by intake
+        self._withdrawn: dict[str, str] = {}  # names by public key: the log may tell of them later
         self._looked = 0  # when the folder was changed, as of the last look
 
     def make(self, processes: Iterable[str]) -> None:
@@ -44,6 +45,7 @@ class BrokerUsers:
         known = keys.users(self.folder)
         out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
         for user in out:
+            self._withdrawn[keys.public(self.folder, user)] = user
             keys.seed_file(self.folder, user).unlink(missing_ok=True)
         return out
 
@@ -63,7 +65,8 @@ class BrokerUsers:
 
     def who(self) -> dict[str, str]:
         """Return the users' names, by their public keys, as the broker's log has these."""
-        return {keys.public(self.folder, name): name for name in keys.users(self.folder)}
+        known = {keys.public(self.folder, name): name for name in keys.users(self.folder)}
+        return {**self._withdrawn, **known}
 
     def _knows_intake(self, name: str) -> bool:
         return (self.folder / f"{name}{keys.KNOWS_INTAKE}").exists()

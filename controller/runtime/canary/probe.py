@@ -15,6 +15,9 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
+from uuid import uuid4
+
+from xxhash import xxh32_intdigest
 
 from controller.ports import Clock, Prober, WorkerUnreachable
 from controller.runtime.canary.goldens import Canary, CanaryAnswer, ExpectedAnswer, GoldenDifference, read
@@ -142,17 +145,23 @@ async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> N
         await asyncio.gather(timer, return_exceptions=True)
 
 
-def question(canary: Canary, sampling: Sampling, *, rank: int = 0) -> Generate:
-    """Return the request that asks a canary: past the prefix cache, and no user's."""
+def unmarked(canary: Canary, every: int) -> bool:
+    """Return whether a canary is always asked without a mark: about one in `every`; 0: none."""
+    return every > 0 and xxh32_intdigest(canary.id.encode()) % every == 0
+
+
+def question(canary: Canary, sampling: Sampling, *, rank: int = 0, marked: bool = True) -> Generate:
+    """Return the request that asks a canary: past the prefix cache, and no user's. Not `marked`: as a user would ask, and its
+    prefix may be cached."""
     id = codec.new_id()
     return Generate(
         stream=0,
-        request=f"canary-{id}",
+        request=f"canary-{id}" if marked else uuid4().hex,
         tokens=list(canary.prompt),
         prompt_tokens=len(canary.prompt),
         sampling=sampling,
-        canary=True,
-        cache_salt=id,
+        canary=marked,
+        cache_salt=id if marked else "",
         prompt_text=canary.text,
         rank=rank,
     )

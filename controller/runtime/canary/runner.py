@@ -38,6 +38,7 @@ from controller.runtime.canary.probe import (
     ask_until_sure,
     greedy,
     question,
+    unmarked,
 )
 from controller.runtime.canary.sampling_check import SamplingCheck, sampled_id
 from controller.runtime.canary.tools import Tools
@@ -179,7 +180,8 @@ class CanaryRunner:
     ) -> ProbeResult:
         """Ask one question, and measure it."""
         drawn = sampling or greedy(canary, self._settings.top_k)
-        request = question(canary, drawn, rank=probing.rank)
+        marked = not unmarked(canary, self._settings.unmarked_every)
+        request = question(canary, drawn, rank=probing.rank, marked=marked)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
         self._meter.asked(probing.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(probing.name))

@@ -41,7 +41,9 @@ def test_the_account_of_a_process_of_many_workers_is_withdrawn(
 ) -> None:
     users = BrokerUsers(tmp_path)
     users.make(["worker-w0+8", "worker-x0", "worker-x1"])
+    before = users.who()
     worker = "w3" if "w" in named[7:] else named[7:]
     assert users.withdraw(named, worker) == out
+    assert users.who() == before, "what the broker's log tells of them later still has their names"
     left = {"worker-w0+8", "worker-x0", "worker-x1"} - set(out)
     assert left == {name for name in keys.users(tmp_path) if name.startswith("worker-")}
