@@ -48,6 +48,8 @@ async def test_connections_with_the_fleets_key_keep_no_frontend_out(tmp_path: Pa
         (frontend,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "frontend")
         os.kill(frontend, signal.SIGKILL)
         await fleet.until(lambda s: frontend not in {p["pid"] for p in s["processes"]}, 60)
+        await fleet.ready()
+        await fleet.act("drain", "x0")  # all requests go to the worker whose connections are held
         for number in range(3):
             prompt = [300 + number, 301]
             assert await streamed(fleet, prompt, 16) == undisturbed(prompt, 16)
