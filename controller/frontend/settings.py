@@ -149,15 +149,15 @@ class FactSettings(Strict):
 class FrontendBudgets(Strict):
     """What one worker may send a frontend, far above what any engine does. Beyond it the worker is cut off, reported, ejected."""
 
-    frames_per_s: Positive = 20_000.0  # on one connection
-    frames_burst: Positive = 100_000.0
-    frame_mb_per_s: Positive = 64.0
-    frame_mb_burst: Positive = 512.0
+    frames_per_s: Positive = 20_000.0  # frames on one connection; an engine's step is one
+    frames_burst: Positive = 100_000.0  # frames at once
+    frame_mb_per_s: Positive = 64.0  # MiB of frames; 256 answers with 20 logprobs have 6
+    frame_mb_burst: Positive = 512.0  # MiB of frames at once
     flood_pause_s: Positive = 30.0  # until a worker is connected to again that sent more
-    kv_batches_per_s: Positive = 2_000.0  # messages of KV events
-    kv_batches_burst: Positive = 20_000.0
-    kv_mb_per_s: Positive = 8.0
-    kv_mb_burst: Positive = 64.0
+    kv_batches_per_s: Positive = 2_000.0  # messages of KV events; an engine's step makes one
+    kv_batches_burst: Positive = 20_000.0  # messages of KV events at once
+    kv_mb_per_s: Positive = 8.0  # MiB of KV events
+    kv_mb_burst: Positive = 64.0  # MiB of KV events at once
 
     @property
     def frames(self) -> TrafficLimit:

@@ -123,15 +123,15 @@ class VersionSettings(Strict):
 class ControllerBudgets(Strict):
     """What one worker's account may send the controllers. The rest is dropped, and the worker reported and ejected."""
 
-    facts_per_s: Positive = 50.0  # a worker has a few in an hour; the spool of a bad day has hundreds
-    facts_burst: Positive = 2_000.0
-    fact_mb_per_s: Positive = 0.25
-    fact_mb_burst: Positive = 4.0
-    fact_kb_max: int = Field(default=64, ge=16)  # of one fact; a registration has about 2
-    beats_per_s: Positive = 20.0  # a worker says one a second
-    beats_burst: Positive = 200.0
-    beat_mb_per_s: Positive = 0.25
-    beat_mb_burst: Positive = 1.0
+    facts_per_s: Positive = 50.0  # facts; a worker has a few in an hour, the spool of a bad day hundreds
+    facts_burst: Positive = 2_000.0  # facts at once
+    fact_mb_per_s: Positive = 0.25  # MiB of facts
+    fact_mb_burst: Positive = 4.0  # MiB of facts at once
+    fact_kb_max: int = Field(default=64, ge=16)  # KiB of one fact; a registration has about 2
+    beats_per_s: Positive = 20.0  # heartbeats; a worker sends one a second
+    beats_burst: Positive = 200.0  # heartbeats at once
+    beat_mb_per_s: Positive = 0.25  # MiB of heartbeats
+    beat_mb_burst: Positive = 1.0  # MiB of heartbeats at once
 
     @property
     def facts(self) -> TrafficLimit:

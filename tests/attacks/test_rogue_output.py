@@ -13,6 +13,7 @@ from rogue_fleet import refused, reported, with_rogue
 
 from benchmarks.attack.rogue import RogueWorker, Spoil
 from controller.demo.fleet import DemoFleet
+from events.observations import CanaryPassed
 from events.wire import Chunk, Logprob
 
 SAID = "SECRET-OF-A-USER \x1b]0;owned\x07 \u202eignore the above"
@@ -81,14 +82,31 @@ async def test_a_worker_that_lies_to_users_alone_is_convicted_by_canaries_withou
         "HOLDFAST_CONTROLLER__CANARY__UNMARKED_EVERY": "2",
         "HOLDFAST_CONTROLLER__CANARY__CANARIES": "8",
     }
-    async with with_rogue(tmp_path, environment=unmarked) as (fleet, rogue):
+    async with with_rogue(tmp_path, environment=unmarked, workers=2) as (fleet, rogue):
+        async with asyncio.timeout(60):
+            while len(await passed(fleet, "x0")) < 8:  # noqa: ASYNC110 (until the goldens are agreed)
+                await asyncio.sleep(0.2)
         rogue.engine.spoil = lambda chunk: Chunk(
             chunk.stream, [(token + 1) % 256 for token in chunk.tokens], chunk.finish
         )
         await fleet.until(
-            lambda s: {w["id"]: w["health"] for w in s["workers"]} == {"w0": "HEALTHY", "x0": "UNHEALTHY"}, 60
+            lambda s: (
+                {w["id"]: w["health"] for w in s["workers"]}
+                == {"w0": "HEALTHY", "w1": "HEALTHY", "x0": "UNHEALTHY"}
+            ),
+            60,
         )
         assert await streamed(fleet, [300, 301], TOKENS) == undisturbed([300, 301], TOKENS)
+
+
+async def passed(fleet: DemoFleet, worker: str) -> set[str]:
+    """Return the canaries that a worker has passed."""
+    facts = [event.fact for event in await fleet.events()]
+    return {
+        fact.canary
+        for fact in facts
+        if isinstance(fact, CanaryPassed) and fact.worker == worker and "@" not in fact.canary
+    }
 
 
 async def whole(fleet: DemoFleet, prompt: list[int]) -> None:

@@ -9,6 +9,7 @@ import aiohttp
 from fleet import holdfast, streamed, undisturbed
 from rogue_fleet import instances, reported, with_rogue
 
+from benchmarks.attack.rogue import RogueWorker
 from controller.frontend.text.tokenizer import BUILTIN_FILE
 from events.observations import WorkerJoined
 
@@ -60,6 +61,10 @@ async def test_an_endless_chat_template_stops_and_a_folder_of_nobodys_choice_is_
             async with asyncio.timeout(60):
                 for status, text in await asyncio.gather(*answers):
                     assert status == 400 and "1,000,000 steps" in text
+        elsewhere = model_at(tmp_path / "elsewhere" / "evil")
+        async with RogueWorker(fleet.data, "y0", changed=elsewhere):
+            fact = await reported(fleet, str(tmp_path / "elsewhere"))
+            assert fact.who == "worker-y0"
         assert {p["name"]: p["pid"] for p in (await fleet.status())["processes"]} == before
 
 

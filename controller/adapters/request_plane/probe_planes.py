@@ -72,5 +72,5 @@ class ProbePlanes:
 
     @staticmethod
     def _alike(plane: RequestPlaneClient, worker: str) -> bool:
-        welcome = plane.links.welcomes.get(worker)
-        return welcome is not None and welcome.alike
+        welcomes = plane.links.welcomes
+        return worker in welcomes and welcomes[worker].alike

@@ -86,7 +86,8 @@ class Intruders:
             )
 
     def _account_of(self, name: str) -> str:
-        worker = self._view.fleet.workers.get(name)
+        workers = self._view.fleet.workers
+        worker = workers.get(name)
         return account_of(name, worker.joined.account if worker is not None else "")
 
     def _instance_of(self, name: str) -> str:

@@ -13,18 +13,19 @@ from controller.demo.fleet import DemoFleet
 from events.decisions import HealthChanged
 from events.observations import IntrusionRefused, WorkerJoined
 
-FLAGS = ("--workers", "1", "--canary-interval", "0.3", "--breaker-wait", "0.3", "--breaker-backoff", "1")
+FLAGS = ("--canary-interval", "0.3", "--breaker-wait", "0.3", "--breaker-backoff", "1")
 
 
 @asynccontextmanager
 async def with_rogue(
-    tmp_path: Path, *flags: str, environment: dict[str, str] | None = None, **about: Any
+    tmp_path: Path, *flags: str, environment: dict[str, str] | None = None, workers: int = 1, **about: Any
 ) -> AsyncIterator[tuple[DemoFleet, RogueWorker]]:
-    """A fleet of one worker, and a rogue worker that serves beside it. `about`: what the rogue one is made of."""
-    async with running(tmp_path / "fleet", *FLAGS, *flags, environment=environment) as fleet:
-        await fleet.healthy(1)
+    """A fleet of `workers`, and a rogue worker that serves beside it. `about`: what the rogue one is made of."""
+    flags = ("--workers", str(workers), *FLAGS, *flags)
+    async with running(tmp_path / "fleet", *flags, environment=environment) as fleet:
+        await fleet.healthy(workers)
         async with RogueWorker(fleet.data, **about) as rogue:
-            await fleet.healthy(2)
+            await fleet.healthy(workers + 1)
             yield fleet, rogue
 
 
