@@ -1,5 +1,7 @@
 """What does the broker call each process of a fleet? A role by its name, a worker's process by that of its first worker."""
 
+from functools import lru_cache
+
 from events.subjects import token
 
 ROLES = ("controller", "frontend", "notifier", "operator", "planner", "projector", "reader", "supervisor")
@@ -11,6 +13,7 @@ def worker_user(first: str, count: int = 1) -> str:
     return f"{WORKER}{token(first)}{f'+{count}' if count > 1 else ''}"
 
 
+@lru_cache(maxsize=1024)  # a flood asks for each message, and a process may have a thousand workers
 def workers_of(user: str) -> tuple[str, ...]:
     """Return the workers, as tokens, that live in a process that is called so; none where it is no worker's."""
     first, plus, count = user.removeprefix(WORKER).partition("+")

@@ -82,10 +82,12 @@ class Beats:
             if len(self._budgets) >= NAMES_MAX:
                 self._budgets.clear()
             budget = self._budgets[subject] = TrafficBudget(self._limit, now)
-        if budget.take(1, size, now):
-            return True
+        if not budget.muted(now):
+            if budget.take(1, size, now):
+                return True
+            budget.mute(now)
+            self.flooded(subject.rpartition(".")[2])
         self.bad += 1
-        self.flooded(subject.rpartition(".")[2])
         return False
 
     def fresh(self, worker: str, instance: str, within_s: float) -> Heartbeat | None:

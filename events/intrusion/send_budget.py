@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 MIB = 1024 * 1024.0
+MUTED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +52,19 @@ class SendBudget:
 class TrafficBudget:
     """One sender's buckets of messages and of bytes."""
 
-    __slots__ = ("_messages", "_size")
+    __slots__ = ("_messages", "_muted_until", "_size")
 
     def __init__(self, limit: TrafficLimit, now: float) -> None:
         self._messages, self._size = SendBudget(limit.messages, now), SendBudget(limit.size, now)
+        self._muted_until = float("-inf")
+
+    def mute(self, now: float) -> None:
+        """Drop what the sender sends for the next second, so that a flood costs one report a second."""
+        self._muted_until = now + MUTED_S
+
+    def muted(self, now: float) -> bool:
+        """Return whether what arrives is dropped unseen."""
+        return now < self._muted_until
 
     def take(self, messages: int, size: int, now: float) -> bool:
         """Spend so many messages of so many bytes together; False: one of the budgets has not got it."""

@@ -160,12 +160,16 @@ class KvEvents:
             if len(self._budgets) >= SENDERS_MAX:
                 self._budgets.clear()
             budget = self._budgets[subject] = TrafficBudget(self._limit, now)
-        return budget.take(1, size, now)
+        if not budget.muted(now):
+            if budget.take(1, size, now):
+                return True
+            budget.mute(now)
+            self.flooded(subject.decode("utf-8", "replace").rpartition(".")[2])
+        self.bad += 1
+        return False
 
     def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
         if not self._within_budget(subject, len(body)):
-            self.bad += 1
-            self.flooded(subject.decode("utf-8", "replace").rpartition(".")[2])
             return
         try:
             batch = kv.batch(body)

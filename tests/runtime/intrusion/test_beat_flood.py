@@ -17,7 +17,7 @@ async def test_a_flood_of_heartbeats_is_dropped_and_reported_and_others_are_hear
     for _ in range(8):
         await bus.publish(subjects.beat("w0"), {"worker": "w0", "instance": "i0", "at": AT})
     await bus.publish(subjects.beat("w1"), {"worker": "w1", "instance": "i1", "at": AT})
-    assert (floods, beats.bad) == (["w0"] * 3, 3)
+    assert (floods, beats.bad) == (["w0"], 3), "one report, however many are dropped"
     assert set(beats.lives) == {("w0", "i0"), ("w1", "i1")}
 
 
