@@ -77,7 +77,7 @@ class CanarySettings(Strict):
     unmarked_every: int = Field(
         default=0,
         ge=0,
-        description="about one canary in so many looks like a user's request to workers, on a connection of its own; 0: none",
+        description="one canary in so many looks like a user's request to workers, on a connection of its own; 0: none",
     )
     sampled_as_users: bool = True  # at users' most common sampling parameters, once they are known
     sampled_temperature: float = Field(default=0.7, gt=0, le=1)  # of sampled canaries until then

@@ -83,9 +83,11 @@ async def test_a_worker_that_lies_to_users_alone_is_convicted_by_canaries_withou
         "HOLDFAST_CONTROLLER__CANARY__CANARIES": "8",
     }
     async with with_rogue(tmp_path, environment=unmarked, workers=2) as (fleet, rogue):
-        async with asyncio.timeout(60):
-            while len(await passed(fleet, "x0")) < 8:  # noqa: ASYNC110 (until the goldens are agreed)
-                await asyncio.sleep(0.2)
+        for _ in range(300):  # until the goldens are agreed
+            if len(await passed(fleet, "x0")) >= 8:
+                break
+            await asyncio.sleep(0.2)
+        assert len(await passed(fleet, "x0")) >= 8, [e.fact for e in (await fleet.events())[-20:]]
         rogue.engine.spoil = lambda chunk: Chunk(
             chunk.stream, [(token + 1) % 256 for token in chunk.tokens], chunk.finish
         )

@@ -4,8 +4,8 @@ A marked canary goes past the prefix cache, takes nobody's place and is nobody's
 it well and users' requests wrongly. So some canaries carry no mark and come on a connection of their own, under a name as
 frontends have. A worker must say in its Welcome that it answers both alike (`alike`, since 0.3); to others all are marked.
 
-What a reader would get wrong: a question is marked or unmarked for ever (`probe.unmarked`). Whoever sees one with a mark knows
-it again.
+What a reader would get wrong: a question is marked or unmarked for ever (`probe.UnmarkedCanaries`). Whoever sees one with a
+mark knows it again.
 """
 
 import asyncio

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
-from xxhash import xxh32_intdigest
-
 from controller.ports import Clock, Prober, WorkerUnreachable
 from controller.runtime.canary.goldens import Canary, CanaryAnswer, ExpectedAnswer, GoldenDifference, read
 from events import codec
@@ -145,9 +143,18 @@ async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> N
         await asyncio.gather(timer, return_exceptions=True)
 
 
-def unmarked(canary: Canary, every: int) -> bool:
-    """Return whether a canary is always asked without a mark: about one in `every`; 0: none."""
-    return every > 0 and xxh32_intdigest(canary.id.encode()) % every == 0
+class UnmarkedCanaries:
+    """Which questions of one canary key carry no mark: one in `every` (0: none), by when each is asked first. It stays so."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._known: dict[str, bool] = {}
+
+    def take(self, canary: Canary) -> bool:
+        """Return whether a canary is asked without a mark."""
+        if self._every and canary.id not in self._known:
+            self._known[canary.id] = sum(self._known.values()) * self._every <= len(self._known)
+        return self._known.get(canary.id, False)
 
 
 def question(canary: Canary, sampling: Sampling, *, rank: int = 0, marked: bool = True) -> Generate:
