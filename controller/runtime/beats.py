@@ -16,6 +16,7 @@ import structlog
 from controller.ports import Clock
 from controller.runtime.settings import ControllerBudgets
 from events import subjects
+from events.intrusion.reported_load import counts
 from events.intrusion.send_budget import TrafficBudget, TrafficLimit
 from events.nats.bus import Body, Bus
 
@@ -108,10 +109,12 @@ class Beats:
         try:
             worker, instance = str(body["worker"]), str(body["instance"])
             said = body.get("load")
-            load = {name: int(count) for name, count in dict(said).items()} if said else {}
+            load = counts(said) if said else {}
             batch = None if body.get("batch") is None else float(body["batch"])
+            if batch is not None and not 0 <= batch <= 1:
+                raise ValueError(f"batch = {batch!r}")
             skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             return self._refuse(subject, error)
         if subject != subjects.beat(worker):  # on its own subject a worker can say what it likes, of itself
             return self._refuse(subject, f"it is about {worker}")

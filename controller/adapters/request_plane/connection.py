@@ -21,6 +21,7 @@ from controller.adapters.request_plane.reservations import StreamReservations
 from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUnreachable
 from events import wire
 from events.fleet_key import FleetKey, FrontendHandshake, Stranger
+from events.intrusion.reported_load import impossible_beat
 from events.intrusion.send_budget import TrafficLimit
 
 log = structlog.get_logger(__name__)
@@ -156,6 +157,8 @@ class WorkerConnection(asyncio.Protocol):
             sink.flush()
 
     def _beat(self, frame: wire.Beat) -> None:
+        if why := impossible_beat(frame):
+            raise wire.BadFrame(f"an impossible load: {why}")
         was = (self.detector.stuck, self.draining)
         self.detector.beat(frame)
         self.load.take(frame, self.detector.open_streams, self._sinks, self._reservations.reserved)
