@@ -13,7 +13,7 @@ from rogue_fleet import refused, reported, with_rogue
 
 from benchmarks.attack.rogue import RogueWorker, Spoil
 from controller.demo.fleet import DemoFleet
-from events.observations import CanaryPassed
+from events.observations import CanaryPassed, CanarySlow
 from events.wire import Chunk, Logprob
 
 SAID = "SECRET-OF-A-USER \x1b]0;owned\x07 \u202eignore the above"
@@ -107,7 +107,7 @@ async def passed(fleet: DemoFleet, worker: str) -> set[str]:
     return {
         fact.canary
         for fact in facts
-        if isinstance(fact, CanaryPassed) and fact.worker == worker and "@" not in fact.canary
+        if isinstance(fact, CanaryPassed | CanarySlow) and fact.worker == worker and "@" not in fact.canary
     }
 
 
