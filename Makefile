@@ -81,7 +81,7 @@ test-alerts: install  ## whoever watches whole fleets (each alert fired for real
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)
 
-attack: install  ## all that we know to do to it, one after another, with its bounds: 10 minutes, 15 at most
+attack: install  ## all that we know to do to it, one after another, with its bounds: 12 minutes, 18 at most
 	$(BIN)/python -m benchmarks attack
 
 # What decides, chooses and reckons, and the style but for mypy: no server, no fleet and no seeds.

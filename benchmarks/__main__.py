@@ -25,6 +25,7 @@ BENCHMARKS = {
     "leaving": "benchmarks.serving.leaving",
     "abuse": "benchmarks.serving.abuse",
     "fuzz": "benchmarks.attack.fuzz",
+    "compromised": "benchmarks.attack.compromised",
     "store": "benchmarks.store.store",
     "fold": "benchmarks.store.fold",
     "faststream": "benchmarks.store.subscribers",

@@ -133,11 +133,17 @@ def _guarded(args: argparse.Namespace) -> int:
         run: Run = args.run
         return run(args)
     except UsageError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
+        _say_why(error)
         return USAGE
     except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
+        _say_why(error)
         return FINDING if isinstance(error, Finding) else 1
+
+
+def _say_why(error: HoldfastError) -> None:
+    """Print an error, which may quote a worker or a server."""
+    with safe_output():
+        print(f"holdfast: {error}", file=sys.stderr)
 
 
 def data_flag(parser: argparse.ArgumentParser) -> None:

@@ -127,6 +127,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     instance: str
     model: str
     version: int = VERSION
+    alike: bool = False  # canaries need no mark: it answers them as it answers users' requests
 
 
 class Logprob(msgspec.Struct, array_like=True):

@@ -67,6 +67,7 @@ class FrontendConnection(asyncio.Protocol):
         self.batch: list[Chunk] = []  # this step's output, until `flush`
         self.tainted = False  # a blackhole swallowed something: the connection cannot be trusted again
         self.opened_at = 0.0
+        self.used_at = 0.0  # when it said hello, or asked for something last
         self.beaten_at = 0.0
         self.stepped_at = 0.0  # when a step was sent last
         self._server = server

@@ -14,7 +14,13 @@ STOP_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 LEAVING = "engine_shutdown"  # the error that sends a stream elsewhere
 DIRECTIONS = ("in", "out")
 OUTCOMES = ("committed", "declined", "failed")
-CONNECTION_BOUNDS = ("connections", "connections_of_address", "hello_wait")
+CONNECTION_BOUNDS = (
+    "connections",
+    "connections_of_address",
+    "connections_unused",
+    "connections_of_address_unused",
+    "hello_wait",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,11 @@ class WorkerServer:
 
     def greeted(self, connection: FrontendConnection, hello: Hello) -> None:
         """Answer a hello: who this is, and how it fares."""
-        self.connections.greeted(connection)
-        connection.send(Welcome(self.worker, self.instance, self.engine.identity.model))
+        connection.used_at = asyncio.get_running_loop().time()
+        if not self.connections.greeted(connection):
+            return
+        identity = self.engine.identity  # one that is not exact gives users text, and canaries tokens
+        connection.send(Welcome(self.worker, self.instance, identity.model, alike=identity.exact))
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())
 
@@ -167,6 +170,7 @@ class WorkerServer:
             connection.flush()
             return
         key, now = next(self._keys), asyncio.get_running_loop().time()
+        connection.used_at = now
         asked, turn = RequestOrigin.of(request), self._trust.turns
         self.streams.begin(key, Stream(connection, request.stream, request.canary, now, asked, turn))
         self.counters.requests += not request.canary

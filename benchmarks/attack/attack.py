@@ -2,7 +2,7 @@
 
     python -m benchmarks attack [PART …] [--seed 1] [-o json] [--keep DIR]
 
-One part after another (`parts.py`), each in its own time, in 15 minutes at most: whole fleets under attack, a random walk of
+One part after another (`parts.py`), each in its own time, in 18 minutes at most: whole fleets under attack, a random walk of
 faults, abuse, odd requests, long simulations. All of it on 127.0.0.1. Says what runs and how it ended (on stderr), then a
 table, or with `-o json` one JSON object a part; what failed is named, with the command that does it again alone. Ctrl-C ends
 the part that runs, and what there is so far is shown. Nothing is left behind: what a part writes lies in one folder, and

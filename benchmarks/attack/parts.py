@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.attack.compromised import BROKER_MB_MAX, FLOOR_MS, TIMES_MAX
 from benchmarks.serving.abuse import MEMORY_TIMES_MAX, TTFT_TIMES_MAX
 
-IN_ALL_S_MAX = 900
+IN_ALL_S_MAX = 1080
 WALK_S, FUZZ_REQUESTS = 300, 1000
 SEEDS, SEED_MINUTES, SEED_WORKERS = 200, 60, 5
 TESTS_XML = "tests.xml"
@@ -87,6 +88,16 @@ def _abuse_seen(printed: str, folder: Path) -> Seen:
     return Seen(f"{strangers} abuses of {len(found['strangers'])} kinds", seen)
 
 
+def _compromised_seen(printed: str, folder: Path) -> Seen:
+    found = last_object(printed)
+    floods: dict[str, Any] = found["floods"]
+    worst = max(floods, key=lambda kind: floods[kind]["ttft_ms"]["p99"])
+    failed = found["failed"] + sum(one["failed"] for one in floods.values())
+    seen = f"others' TTFT p99 {found['alone_ms']['p99']:g} ms alone, {floods[worst]['ttft_ms']['p99']:g} ms at most ({worst})"
+    seen += f", broker {max(one['broker_mb'] for one in floods.values())} MB, {failed} failed"
+    return Seen(f"{len(floods)} floods", f"{seen}, {sum(one['ejected'] for one in floods.values())} ejected")
+
+
 def _fuzz_seen(printed: str, folder: Path) -> Seen:
     found = last_object(printed)
     wrong, others, restarted = found["wrong"], found["honest_wrong"], found["restarted"]
@@ -131,7 +142,7 @@ PARTS: Mapping[str, Part] = {
     "tests": Part(
         "whole fleets: hung and dead workers, poison, foreign bytes, lost stores, strangers",
         "0 failed",
-        180,
+        240,
         _tests,
         lambda seed: "make test-attacks",
         _tests_seen,
@@ -153,6 +164,14 @@ PARTS: Mapping[str, Part] = {
         lambda folder, seed, cores: _benchmark("serving.abuse"),
         lambda seed: "python -m benchmarks abuse",
         _abuse_seen,
+    ),
+    "compromised": Part(
+        "floods by a worker that was taken over",
+        f"≤ {TIMES_MAX:g} times or {FLOOR_MS:g} ms, ≤ {BROKER_MB_MAX:g} MB, 0 failed, senders ejected",
+        120,
+        lambda folder, seed, cores: _benchmark("attack.compromised"),
+        lambda seed: "python -m benchmarks compromised",
+        _compromised_seen,
     ),
     "fuzz": Part(
         "malformed and odd requests to a whole fleet",

@@ -25,6 +25,7 @@ from controller.planner.rehearsal import (
     with_planner,
 )
 from controller.planner.sizing import WORKERS_MAX, Objectives
+from controller.terminal_text import safe
 from controller.trace.rows import TraceReader, TraceRow
 from events.errors import UsageError
 from events.observations import Profile
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(told, indent=2))
     else:
         for line in _lines(told, args):
-            print(line)
+            print(safe(line))
     return 0
 
 
@@ -206,7 +207,7 @@ def _arrivals(
 
 def _progress(what: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[Krehearsing: {what}", end="" if what else "\r", file=sys.stderr, flush=True)
+        print(f"\r\033[Krehearsing: {safe(what)}", end="" if what else "\r", file=sys.stderr, flush=True)
 
 
 def rehearse(

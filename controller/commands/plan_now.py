@@ -8,6 +8,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from controller.terminal_text import safe
 from events.errors import HoldfastError
 from events.process.presence import present
 
@@ -21,7 +22,7 @@ def show(data: Path, output: str) -> int:
         print(json.dumps(told, indent=2))
         return 0
     for line in lines(told):
-        print(line)
+        print(safe(line))
     return 0
 
 

@@ -23,6 +23,7 @@ from controller.processes.children import shell_status
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
 from controller.processes.up_flags import add_router_flags, check_frontend_flags, frontend_variables
+from controller.terminal_text import safe
 from events.errors import HoldfastError, UsageError
 
 RATE = 8.0  # requests a second: about 20 streams at once
@@ -205,7 +206,7 @@ class Demo:
     def _tell(self, line: str) -> None:
         self.told.append(line)
         if self.live is None:
-            self.console.print(line)
+            self.console.print(safe(line), markup=False)
 
     async def watch(self, operator: Operator, users: Users, started: float) -> None:
         """Keep the view alive on a terminal; else the told lines are all there is."""
@@ -233,23 +234,23 @@ class Demo:
         others_hit = report.attribute(events, self.injected)
         result = report.assess(users.streams, answers, self.injected, others_hit)
         Console(width=max(report.WIDTH, self.console.width)).print(report.table(result))
-        self.console.print(_verdict(result, events))
+        self.console.print("\n".join(map(safe, _verdict(result, events))), markup=False)
         more = "goes with this demo; --keep keeps it"
         if self.kept:
             data = self.fleet.data
             more = f"`holdfast up --data {data}`, then `holdfast replay timeline --data {data}` tell more"
         self.console.print(f"\nThe incidents, from the journal ({more}):", highlight=False, markup=False)
         async for line in incidents.tell(find(self.fleet.data)["nats_url"], events):
-            told = fitted(line, self.console.width)
+            told = fitted(safe(line), self.console.width)
             self.console.print(told, highlight=False, markup=False, soft_wrap=True)
         where = (self.fleet.data if self.kept else HOME) / "demo.html"
         async for line in incidents.written(find(self.fleet.data)["nats_url"], where):
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
 
 
-def _verdict(result: report.DemoReport, events: list[Any]) -> str:
+def _verdict(result: report.DemoReport, events: list[Any]) -> list[str]:
     lines = [f"{result.requests} requests, {result.tokens} tokens, {len(result.failed)} streams lost."]
     if result.altered_streams:
         named = result.altered_streams - len(result.unnamed)
@@ -260,7 +261,7 @@ def _verdict(result: report.DemoReport, events: list[Any]) -> str:
     lines += [f"  lost: {s.request}: {s.error}" for s in result.failed[:5]]
     if blind := report.unknown(events):
         lines.append(f"{blind} times a frontend could not say whom it had served (ExposureUnknown).")
-    return "\n".join(lines)
+    return lines
 
 
 def _as_json(result: report.DemoReport) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from controller.frontend.text.model_folders import ModelFolders
 from controller.ports import Clock, Observe, RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable, Key
 from controller.router.selection.filter import NoWorker
-from events.broker_users import worker_user
+from events.broker_users import account_of
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
 from events.intrusion.reports import Intrusions
@@ -185,18 +185,23 @@ class Director:
     def flooded_by(self, worker: str, instance: str) -> None:
         """A worker has sent this frontend more than an engine can compute."""
         tried = "flood a frontend with frames"
-        self.dispatcher.report(worker_user(worker), tried, worker=worker, instance=instance, eject=True)
+        self.dispatcher.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_flooded_by(self, worker: str) -> None:
         """A worker has published more KV events than an engine can have."""
         lives = [endpoint.instance for endpoint in self.table.endpoints.values() if endpoint.worker == worker]
         tried, instance = "flood the frontends with KV events", lives[-1] if lives else ""
-        self.dispatcher.report(worker_user(worker), tried, worker=worker, instance=instance, eject=True)
+        self.dispatcher.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_lost(self, life: Key, why: str) -> None:
         """A worker has lost its KV claims."""
         worker, instance = life
-        self.dispatcher.report(worker_user(worker), why, worker=worker, instance=instance)
+        self.dispatcher.report(self._account(worker), why, worker=worker, instance=instance)
+
+    def _account(self, worker: str) -> str:
+        """Return the broker account of the process in which a worker lives."""
+        lives = [one.joined for one in self.table.endpoints.values() if one.worker == worker]
+        return account_of(worker, lives[-1].account if lives else "")
 
     def _said_now(self, fact: RequestSuspected | RequestPoisonous) -> bool:
         """Say whether this process has said it: it knows better by now."""

@@ -10,7 +10,7 @@ from controller.frontend.errors import FAULTS
 from controller.frontend.metric_kinds import Buckets
 from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
 from controller.frontend.requests.failures import CAUSES
-from controller.router.endpoints import Endpoint
+from controller.router.endpoints import Endpoint, shown_context
 from controller.router.index.feed import Counts
 from controller.router.index.view import KvView
 from events.observations import FrontendObservation, RequestExposed
@@ -226,7 +226,7 @@ def gauge_model(
         return
     profile = endpoints[0].joined.profile
     sizes.migration_limit.labels(model).set(limit)
-    sizes.context_length.labels(model).set(endpoints[0].joined.context_tokens)
+    sizes.context_length.labels(model).set(shown_context(endpoints))
     sizes.total_kv_blocks.labels(model).set(profile.kv_blocks)
     sizes.max_num_seqs.labels(model).set(profile.max_batch)
     sizes.kv_block_size.labels(model).set(profile.block_tokens)

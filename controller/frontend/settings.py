@@ -11,6 +11,7 @@ from controller.frontend.router_settings import Mode as Mode
 from controller.frontend.router_settings import RouterSettings as RouterSettings
 from controller.migration.cost import MovingPolicy
 from controller.setting_types import NotNegative, Positive, Share, Strict
+from events.intrusion.send_budget import TrafficLimit, traffic
 
 OnCorruption = Literal["continue", "restart", "error"]
 AdmissionControl = Literal["none", "token-capacity", "deadline"]
@@ -145,6 +146,30 @@ class FactSettings(Strict):
     exposure_entries_max: int = Field(default=20_000, ge=1)  # per worker
 
 
+class FrontendBudgets(Strict):
+    """What one worker may send a frontend, far above what any engine does. Beyond it the worker is cut off, reported, ejected."""
+
+    frames_per_s: Positive = 20_000.0  # frames on one connection; an engine's step is one
+    frames_burst: Positive = 100_000.0  # frames at once
+    frame_mb_per_s: Positive = 64.0  # MiB of frames; 256 answers with 20 logprobs have 6
+    frame_mb_burst: Positive = 512.0  # MiB of frames at once
+    flood_pause_s: Positive = 30.0  # until a worker is connected to again that sent more
+    kv_batches_per_s: Positive = 2_000.0  # messages of KV events; an engine's step makes one
+    kv_batches_burst: Positive = 20_000.0  # messages of KV events at once
+    kv_mb_per_s: Positive = 8.0  # MiB of KV events
+    kv_mb_burst: Positive = 64.0  # MiB of KV events at once
+
+    @property
+    def frames(self) -> TrafficLimit:
+        """The limit of frames."""
+        return traffic(self.frames_per_s, self.frames_burst, self.frame_mb_per_s, self.frame_mb_burst)
+
+    @property
+    def kv_events(self) -> TrafficLimit:
+        """The limit of KV events."""
+        return traffic(self.kv_batches_per_s, self.kv_batches_burst, self.kv_mb_per_s, self.kv_mb_burst)
+
+
 class FrontendSettings(Strict):
     """One frontend process.
 
@@ -258,6 +283,7 @@ class FrontendSettings(Strict):
     stall: StallSettings = Field(default=StallSettings(), json_schema_extra={"flags": "--stall-"})
     poison: PoisonSettings = PoisonSettings()
     facts: FactSettings = FactSettings()
+    worker_budgets: FrontendBudgets = FrontendBudgets()
     moving: MovingPolicy = MovingPolicy()
 
     @property

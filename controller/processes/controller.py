@@ -26,6 +26,7 @@ from controller.adapters.request_plane.dialers import Dialer, port_open
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
+from controller.adapters.request_plane.probe_planes import ProbePlanes, cover_name
 from controller.deciders.fleet import DECIDERS_VERSION
 from controller.metrics import ControllerMetrics, FleetCollector
 from controller.processes import collector
@@ -158,7 +159,7 @@ class ControllerProcess:
         self._data = data
         self.view = FleetView(journal, store=store)
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
-        self.beats = Beats(clock)
+        self.beats = Beats(clock, settings.worker_budgets.beats)
         self.versions = FleetVersions(
             self.view, self.beats, bus, journal, clock, settings.versions, lambda: self.leading
         )
@@ -166,15 +167,19 @@ class ControllerProcess:
             journal, self.lease, settings.policy, clock, store=store, force=self.versions.wish
         )
         self.versions.wake = self.reconciler.wake
-        self.plane = RequestPlaneClient(
-            "canary", replace(PROBER, connections_max=descriptors.connections()), dialers, key
+        limits = replace(PROBER, connections_max=descriptors.connections())
+        covert = settings.canary.unmarked_every > 0
+        self.plane = ProbePlanes(
+            RequestPlaneClient("canary", limits, dialers, key),
+            RequestPlaneClient(cover_name(), limits, dialers, key) if covert else None,
         )
         self.metrics = ControllerMetrics(settings.metrics_cardinality)
         self.canary = CanaryLoop(self.view, self._tools(clock), settings.canary)
         self.liveness = Liveness(
             self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
         )
-        self.intruders = Intruders(self.view, journal, clock, lambda: self.leading)
+        self.intruders = Intruders(self.view, journal, clock, lambda: self.leading, settings.worker_budgets)
+        self.beats.flooded = self.intruders.flooding
         self.lingering = Lingering(
             self.view, self.beats, journal, self.intruders.processes, port_open, clock, lambda: self.leading
         )

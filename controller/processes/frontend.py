@@ -99,7 +99,14 @@ class FrontendProcess:
         self._data = data
         self._served_at = served.path_of(data, name)
         self._plane = RequestPlaneClient(
-            name, PlaneLimits(connections_max=descriptors.connections()), dialers, key
+            name,
+            PlaneLimits(
+                connections_max=descriptors.connections(),
+                frames=settings.worker_budgets.frames,
+                flood_pause_s=settings.worker_budgets.flood_pause_s,
+            ),
+            dialers,
+            key,
         )
         self._stop = asyncio.Event()
 

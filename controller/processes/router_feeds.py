@@ -33,7 +33,8 @@ class RouterFeeds:
         """Connect within `wait_s` seconds, or go on trying in the background."""
         scheduler, kv, sync = director.routing.scheduler, None, None
         if settings.mode == "kv" and settings.kv_events:
-            kv = await KvEvents.open(url, name, wait_s=wait_s)
+            budget = director.settings.worker_budgets
+            kv = await KvEvents.open(url, name, wait_s=wait_s, limit=budget.kv_events)
             scheduler.follow(kv.view)
             kv.view.claims.lost = director.claims_lost
             kv.flooded = director.claims_flooded_by

@@ -17,7 +17,7 @@ from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.tiers import Tiers
 from controller.router.kept_room import KeptRoom
-from controller.router.registered_limits import usual
+from controller.router.registered_limits import confirmed, usual
 from events.decisions import HealthStatus, Knobs
 from events.intrusion.registration import impossible
 from events.observations import BusyThresholdsSet, WorkerJoined
@@ -149,6 +149,11 @@ class Endpoint:
         }
 
 
+def shown_context(endpoints: Iterable[Endpoint]) -> int:
+    """Return the context that clients are told of some workers: the largest that those of two broker accounts have."""
+    return confirmed((one.context_tokens, one.joined.account or one.worker) for one in endpoints)
+
+
 @dataclass(frozen=True)
 class EndpointGroup:
     """The workers of one model and lineage, of which there is at least one, and the limits of a request to them.
@@ -162,6 +167,7 @@ class EndpointGroup:
     text_only: bool  # most of them give text and no tokens
     block_sizes: tuple[int, ...]  # tokens of their KV blocks, the size of most of them first
     usual_context: int = 0  # tokens, the context of most of them: for a request that sets no `max_tokens`
+    shown_context: int = 0  # tokens, what clients are told: no single claim raises it
 
     @cached_property
     def keys(self) -> frozenset[Key]:
@@ -181,6 +187,7 @@ class EndpointGroup:
             usual([int(one.engine == "openai" and not one.exact) for one in joined]) > 0,
             tuple(size for size, _ in sizes.most_common()),
             usual([endpoint.context_tokens for endpoint in voters]),
+            shown_context(voters),
         )
 
     def answer_room(self, prompt_tokens: int) -> int:

@@ -6,7 +6,7 @@ compared with ours to measure how far it is off.
 """
 
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import median
@@ -14,7 +14,10 @@ from statistics import median
 import structlog
 
 from controller.ports import Clock
+from controller.runtime.settings import ControllerBudgets
 from events import subjects
+from events.intrusion.reported_load import counts
+from events.intrusion.send_budget import TrafficBudget, TrafficLimit
 from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
@@ -58,16 +61,35 @@ class FrontendLinks:
 class Beats:
     """Hears heartbeats and link reports."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, limit: TrafficLimit | None = None) -> None:
+        """`limit`: what one worker may publish."""
         self._clock = clock
+        self._limit = limit or ControllerBudgets().beats
+        self._budgets: dict[str, TrafficBudget] = {}  # by subject: the broker allows a worker one
+        self.flooded: Callable[[str], None] = lambda worker: None  # called with who publishes too much
         self.lives: dict[Life, Heartbeat] = {}
         self.frontends: dict[str, FrontendLinks] = {}
         self.bad = 0  # messages that made no sense
 
     async def start(self, bus: Bus) -> None:
         """Begin to hear what is said on the bus."""
-        await bus.subscribe(subjects.BEATS, self.on_beat)
+        await bus.hear(subjects.BEATS, self.on_beat, self.admits)
         await bus.subscribe(subjects.LINKS, self.on_links)
+
+    def admits(self, subject: str, size: int) -> bool:
+        """Return whether a heartbeat is within its worker's budget, before it is decoded."""
+        now, budget = self._clock.monotonic(), self._budgets.get(subject)
+        if budget is None:
+            if len(self._budgets) >= NAMES_MAX:
+                self._budgets.clear()
+            budget = self._budgets[subject] = TrafficBudget(self._limit, now)
+        if not budget.muted(now):
+            if budget.take(1, size, now):
+                return True
+            budget.mute(now)
+            self.flooded(subject.rpartition(".")[2])
+        self.bad += 1
+        return False
 
     def fresh(self, worker: str, instance: str, within_s: float) -> Heartbeat | None:
         """Return this instance's last beat if it is not older than `within_s`."""
@@ -87,10 +109,12 @@ class Beats:
         try:
             worker, instance = str(body["worker"]), str(body["instance"])
             said = body.get("load")
-            load = {name: int(count) for name, count in dict(said).items()} if said else {}
+            load = counts(said) if said else {}
             batch = None if body.get("batch") is None else float(body["batch"])
+            if batch is not None and not 0 <= batch <= 1:
+                raise ValueError(f"batch = {batch!r}")
             skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             return self._refuse(subject, error)
         if subject != subjects.beat(worker):  # on its own subject a worker can say what it likes, of itself
             return self._refuse(subject, f"it is about {worker}")

@@ -17,7 +17,7 @@ import psutil
 
 from controller.deciders.worker import LONG_AGO, Worker
 from controller.runtime.refusals import NotPossible
-from events.broker_users import worker_user
+from events.broker_users import account_of
 from events.intrusion.reports import ReportIntrusion, not_reported
 
 CLOCKS_S = 10.0  # by which the journal's clock may be behind this host's
@@ -93,7 +93,8 @@ class HostProcesses:
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {why}")
         if why := self._foreign(worker):
             tried = f"have process {joined.pid} signalled, which is not its own: {why}"
-            self.report(worker_user(joined.worker), tried, worker=joined.worker, instance=joined.instance)
+            who = account_of(joined.worker, joined.account)
+            self.report(who, tried, worker=joined.worker, instance=joined.instance)
             raise NotPossible(f"process {joined.pid}, registered by {joined.worker}, is not its own: {why}")
         try:
             self.signal(joined.pid, number)

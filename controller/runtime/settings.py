@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from controller.deciders.fleet import FleetPolicy
 from controller.journal_settings import JournalSection
 from controller.setting_types import Positive, Strict
+from events.intrusion.send_budget import TrafficLimit, traffic
 
 
 class ConfiguredCanary(Strict):
@@ -73,6 +74,11 @@ class CanarySettings(Strict):
     samples_min: int = Field(default=30, ge=1)  # healthy answers from which the tolerance is calibrated
     calibrate_every_s: Positive = 1.0  # how often a healthy worker is probed until there are enough samples
     sampled_every: int = Field(default=5, ge=0)  # one canary in so many is drawn at random; 0: none
+    unmarked_every: int = Field(
+        default=0,
+        ge=0,
+        description="one canary in so many looks like a user's request to workers, on a connection of its own; 0: none",
+    )
     sampled_as_users: bool = True  # at users' most common sampling parameters, once they are known
     sampled_temperature: float = Field(default=0.7, gt=0, le=1)  # of sampled canaries until then
     sampled_top_p: float = Field(default=0.95, gt=0, le=1)  # of sampled canaries until then
@@ -114,6 +120,30 @@ class VersionSettings(Strict):
     )
 
 
+class ControllerBudgets(Strict):
+    """What one worker's account may send the controllers. The rest is dropped, and the worker reported and ejected."""
+
+    facts_per_s: Positive = 50.0  # facts; a worker has a few in an hour, the spool of a bad day hundreds
+    facts_burst: Positive = 2_000.0  # facts at once
+    fact_mb_per_s: Positive = 0.25  # MiB of facts
+    fact_mb_burst: Positive = 4.0  # MiB of facts at once
+    fact_kb_max: int = Field(default=64, ge=16)  # KiB of one fact; a registration has about 2
+    beats_per_s: Positive = 20.0  # heartbeats; a worker sends one a second
+    beats_burst: Positive = 200.0  # heartbeats at once
+    beat_mb_per_s: Positive = 0.25  # MiB of heartbeats
+    beat_mb_burst: Positive = 1.0  # MiB of heartbeats at once
+
+    @property
+    def facts(self) -> TrafficLimit:
+        """The limit of facts."""
+        return traffic(self.facts_per_s, self.facts_burst, self.fact_mb_per_s, self.fact_mb_burst)
+
+    @property
+    def beats(self) -> TrafficLimit:
+        """The limit of heartbeats."""
+        return traffic(self.beats_per_s, self.beats_burst, self.beat_mb_per_s, self.beat_mb_burst)
+
+
 class ControllerSettings(JournalSection):
     """Everything that a controller process can be told."""
 
@@ -121,6 +151,7 @@ class ControllerSettings(JournalSection):
     liveness: LivenessSettings = LivenessSettings()
     actuator: ActuatorSettings = ActuatorSettings()
     versions: VersionSettings = VersionSettings()
+    worker_budgets: ControllerBudgets = ControllerBudgets()
     policy: FleetPolicy = Field(
         default=FleetPolicy(),
         json_schema_extra={

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MIB = 1024 * 1024.0
+MUTED_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
@@ -9,6 +12,20 @@ class Rate:
 
     per_s: float
     burst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficLimit:
+    """What one sender may send, in messages and in bytes."""
+
+    messages: Rate
+    size: Rate
+
+
+def traffic(per_s: float, burst: float, mb_per_s: float, mb_burst: float) -> TrafficLimit:
+    """Return a limit of messages, and of MiB."""
+    size = Rate(per_s=mb_per_s * MIB, burst=mb_burst * MIB)
+    return TrafficLimit(messages=Rate(per_s=per_s, burst=burst), size=size)
 
 
 class SendBudget:
@@ -30,3 +47,25 @@ class SendBudget:
             return False
         self._left -= amount
         return True
+
+
+class TrafficBudget:
+    """One sender's buckets of messages and of bytes."""
+
+    __slots__ = ("_messages", "_muted_until", "_size")
+
+    def __init__(self, limit: TrafficLimit, now: float) -> None:
+        self._messages, self._size = SendBudget(limit.messages, now), SendBudget(limit.size, now)
+        self._muted_until = float("-inf")
+
+    def mute(self, now: float) -> None:
+        """Drop what the sender sends for the next second, so that a flood costs one report a second."""
+        self._muted_until = now + MUTED_S
+
+    def muted(self, now: float) -> bool:
+        """Return whether what arrives is dropped unseen."""
+        return now < self._muted_until
+
+    def take(self, messages: int, size: int, now: float) -> bool:
+        """Spend so many messages of so many bytes together; False: one of the budgets has not got it."""
+        return self._messages.take(messages, now) and self._size.take(size, now)

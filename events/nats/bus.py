@@ -23,6 +23,9 @@ Body = Mapping[str, Any]
 Answer = Body | None
 Handler = Callable[[str, Body], Answer | Awaitable[Answer]]
 """Takes subject and body. What it returns is the answer, if the sender asked for one."""
+Notice = Callable[[str, Body], None]
+Admits = Callable[[str, int], bool]
+"""Says by subject and size whether a message is to be decoded."""
 
 log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -67,6 +70,10 @@ class Bus(Protocol):
 
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
         """Call `handler` for each message; survives reconnections."""
+        ...
+
+    async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
+        """Call `handler` for each message that `admits` lets in, by subject and size, before it is decoded. Answer nothing."""
         ...
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
@@ -117,6 +124,22 @@ class NatsBus:
                 await self.publish(message.reply, answer)
 
         return await self.connection.subscribe(subject, heard)
+
+    async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
+        def heard(subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+            name = subject.decode("utf-8", "replace")
+            if not admits(name, len(body)):
+                return
+            try:
+                handler(name, _decode(body))
+            except msgspec.MsgspecError as error:
+                self.faults += 1
+                log.warning("bus_handler_refused", subject=name, error=str(error))
+            except Exception:  # a handler's own mistake must not end the read loop
+                self.faults += 1
+                log.exception("bus_handler_failed", subject=name)
+
+        return await self.connection.subscribe_raw(subject, heard)
 
     async def _handle(self, handler: Handler, message: Msg) -> Answer:
         try:
@@ -188,6 +211,13 @@ class MemoryBus:
         entry = (subject, handler)
         self.entries.append(entry)
         return _MemorySubscription(self, entry)
+
+    async def hear(self, subject: str, handler: Notice, admits: Admits) -> Subscription:
+        def heard(subject: str, body: Body) -> None:
+            if admits(subject, len(_encode(body))):
+                handler(subject, body)
+
+        return await self.subscribe(subject, heard)
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
         if not self.reachable:

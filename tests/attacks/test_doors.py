@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import secrets
 from pathlib import Path
 
+import aiohttp
 import asyncpg
 import psutil
 from fleet import holdfast, running
@@ -48,6 +50,67 @@ async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path
     files = [path for path in data.rglob("*") if path.is_file() and "secrets" not in path.parts]
     assert [path for path in files if any(p.encode() in path.read_bytes() for p in passwords)] == []
     assert not (data / "postgres" / "database.holdfast").exists()
+
+
+async def test_a_fleets_ports_want_keys_and_answer_no_other_site(tmp_path: Path) -> None:
+    first, second, wrong = (f"sk-{name}-{secrets.token_hex(8)}" for name in ("first", "second", "wrong"))
+    keys = tmp_path / "keys"
+    keys.write_text(f"team-a:{first}\n")
+    async with running(tmp_path / "fleet", *FAST, "--api-key-file", str(keys)) as fleet:
+        await fleet.healthy(2)
+        async with aiohttp.ClientSession() as session:
+            for key, expected in (("", 401), (wrong, 401), (second, 401), (first, 200)):
+                assert await asked(session, fleet, key) == expected, key
+            fresh = keys.with_suffix(".new")
+            fresh.write_text(f"team-a:{second}\n")
+            fresh.replace(keys)
+            async with asyncio.timeout(30):
+                while await asked(session, fleet, first) == 200:  # noqa: ASYNC110 (it reads the file again)
+                    await asyncio.sleep(0.1)
+            assert await asked(session, fleet, second) == 200
+            shown = await no_other_site_is_answered(session, fleet)
+        shown += [" ".join(process.cmdline()) for process in fleet.family() if process.is_running()]
+        shown += [holdfast(*words, "--data", str(fleet.data)).stdout for words in (("status",), ("events",))]
+    files = [path for path in (tmp_path / "fleet").rglob("*") if path.is_file()]
+    for key in (first, second, wrong):
+        assert [text for text in shown if key in text] == []
+        assert [path for path in files if key.encode() in path.read_bytes()] == []
+
+
+async def asked(session: aiohttp.ClientSession, fleet: DemoFleet, key: str) -> int:
+    """Ask for two tokens with a key; return the status. A refusal has OpenAI's shape."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    body = {"model": "sim", "prompt": [300, 301], "max_tokens": 2}
+    async with session.post(f"{fleet.url}/v1/completions", json=body, headers=headers) as answer:
+        said = await answer.json()
+        if answer.status != 200:
+            assert said["error"].keys() == {"message", "type", "param", "code"}
+            assert (
+                said["error"]["code"] == "invalid_api_key" and answer.headers["WWW-Authenticate"] == "Bearer"
+            )
+        return answer.status
+
+
+async def no_other_site_is_answered(session: aiohttp.ClientSession, fleet: DemoFleet) -> list[str]:
+    """Ask each admin port as another site's page would, then as Prometheus does; return what the latter gets."""
+    ports = [
+        p["url"] for p in (await fleet.status())["processes"] if str(p.get("url", "")).startswith("http")
+    ]
+    assert len(ports) >= 4, "frontend, controller, projector and workers have one"
+    shown = []
+    for url in ports:
+        for headers in (
+            {"Host": "evil.example"},
+            {"Origin": "http://evil.example"},
+            {"Sec-Fetch-Site": "cross-site"},
+        ):
+            for method, path in (("GET", "/metrics"), ("POST", "/busy_threshold"), ("POST", "/route")):
+                async with session.request(method, url + path, json={}, headers=headers) as answer:
+                    assert answer.status == 403, (url, method, path, headers)
+        async with session.get(f"{url}/metrics") as answer:
+            assert answer.status == 200
+            shown.append(await answer.text())
+    return shown
 
 
 def open_to_others(data: Path) -> list[Path]:

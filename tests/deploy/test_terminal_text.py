@@ -2,20 +2,29 @@
 
 import io
 import json
+import threading
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import cast
 
 import pytest
 from rich.console import Console
 
+from controller.cli import main
+from controller.commands.plan_now import show
 from controller.commands.printing import event_line, print_status
 from controller.commands.top_view import FleetSeen, picture
+from controller.demo import view
+from controller.demo.clients import TokenDifference
+from controller.demo.report import DemoReport, ReportRow, table
 from controller.processes.console import warn
 from controller.replay.markdown_text import escaped
 from controller.replay.sentences import line
 from controller.terminal_text import SafeStream, safe, safe_output, safe_values
 from events.fact import Recorded
 from events.observations import EngineFaulted
+from events.process import presence
 
 EVIL = "w1\x1b]0;title\x07\x1b[2J\x9b31m\u202ecba\u2066\r\x08"
 SHOWN = r"w1\u001b]0;title\u0007\u001b[2J\u009b31m\u202ecba\u2066\u000d\u0008"
@@ -97,3 +106,41 @@ def test_every_other_commands_output_goes_through_one_stream(capsys: pytest.Capt
 )
 def test_nothing_in_a_name_is_markdown(text: str, shown: str) -> None:
     assert escaped(text) == shown
+
+
+def test_the_demo_shows_names_and_reasons_as_text() -> None:
+    nothing = TokenDifference(0, 0, 0)
+    found = DemoReport(1, 1, (), (ReportRow("kill", EVIL, 1, 0, nothing, None, None),), nothing, 0, (), 0)
+    console = Console(file=io.StringIO(), width=300, force_terminal=False)
+    console.print(view.render({"workers": [WORKER]}, [EVIL], 1.0, 60.0, "3 requests"))
+    console.print(table(found))
+    out = cast(io.StringIO, console.file).getvalue()
+    assert clean(out) and out.count("u001b") > 3
+
+
+def test_plan_shows_what_a_planner_says_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"model": EVIL, "workers": 1, "proposed": 2, "why": EVIL, "held": EVIL, "lost": 0, "set_by_operator": None,
+             "forecast": None, "minutes_known": 1}  # fmt: skip
+    told = {"planner": EVIL, "mode": EVIL, "waits": EVIL, "at": EVIL, "position": 1, "projection_age_s": None}
+
+    class Planner(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({**told, "models": [model]}).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Planner) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        shown = presence.announce(tmp_path, "planner", "planner", f"http://127.0.0.1:{server.server_port}")
+        try:
+            assert show(tmp_path, "text") == 0
+        finally:
+            presence.withdraw(shown)
+    out = capsys.readouterr().out
+    assert clean(out) and out.count("u001b") > 3
+
+
+def test_an_error_of_a_command_that_draws_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--data", str(tmp_path / EVIL)]) == 1
+    err = capsys.readouterr().err
+    assert clean(err) and "u001b" in err

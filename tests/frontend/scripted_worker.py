@@ -84,6 +84,8 @@ class ScriptedWorker:
     kv_used_by_rank: tuple[int, ...] = ()  # of 100 each; empty: it has one rank
     port: int = 0
     channels: Channels | None = None  # behind the broker, instead of on a port
+    alike: bool = False  # it says that canaries need no mark
+    hellos: list[str] = field(default_factory=list)  # who has connected
 
     def __post_init__(self) -> None:
         self.subject = subjects.plane(self.name, f"{self.instance}-{next(_numbers)}")
@@ -151,7 +153,8 @@ class ScriptedWorker:
 
     def hear(self, frame: object, writer: asyncio.StreamWriter) -> None:
         if isinstance(frame, Hello):
-            self._say(writer, Welcome(worker=self.name, instance=self.instance, model=self.model))
+            self.hellos.append(frame.frontend)
+            self._say(writer, Welcome(self.name, self.instance, self.model, alike=self.alike))
         elif isinstance(frame, Cancel):
             self.cancelled.append(frame.stream)
             self.why.append(frame.why)

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from certificates import certificate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -339,6 +342,17 @@ async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only() ->
         one.close()
     assert (reply.fault, reply.detail) == ("unreachable", "no connection within 0.05 s")
     assert reply.ended - reply.began < 10.0
+
+
+async def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
+    """Its error has errno 1, which reads "Operation not permitted"."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate(tmp_path))
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=context)
+    async with server, ReplayTarget(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}") as one:
+        reply = await one.ask("GET", "/v1/models")
+    assert reply.fault == "unreachable"
+    assert "certificate" in reply.detail and "not permitted" not in reply.detail
 
 
 async def test_what_is_late_or_not_there_is_a_fault() -> None:

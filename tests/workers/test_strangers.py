@@ -84,13 +84,37 @@ async def test_the_stranger_who_came_first_makes_room(said: bytes, limits: Front
         assert not any(frontend.closed.is_set() for frontend in frontends)
 
 
-async def test_where_all_are_frontends_the_newcomer_is_refused() -> None:
-    async with serving(FrontendLimits(3, 0)) as server, AsyncExitStack() as stack:
-        frontends = [await greeted(server, stack) for _ in range(3)]
-        async with stranger(server) as reader:
-            await gone(reader)
+@pytest.mark.parametrize("limits", [FrontendLimits(3, 0), FrontendLimits(0, 3)])
+async def test_the_frontend_that_has_asked_for_nothing_for_longest_makes_room(limits: FrontendLimits) -> None:
+    """Whoever holds connections with the fleet's key and does not use them keeps no frontend out."""
+    async with serving(limits) as server, AsyncExitStack() as stack:
+        first = await greeted(server, stack)
+        second = await greeted(server, stack)
+        await asyncio.sleep(0.01)  # the loop's clock counts milliseconds
+        third = await greeted(server, stack)
+        await first.answer(first.ask([300, 301], max_tokens=2))
+        async with stranger(server), stranger(server):
+            assert not any(one.closed.is_set() for one in (first, second, third)), (
+                "a stranger displaces nobody"
+            )
+            fourth = await greeted(server, stack)
+            async with asyncio.timeout(SECONDS):
+                await second.closed.wait()
+            assert not any(one.closed.is_set() for one in (first, third, fourth))
+
+
+async def test_where_all_frontends_have_streams_the_newcomer_is_refused() -> None:
+    async with serving(FrontendLimits(2, 0)) as server, AsyncExitStack() as stack:
+        frontends = [await greeted(server, stack) for _ in range(2)]
+        for frontend in frontends:
+            frontend.ask([300, 301], max_tokens=100_000)
+        while any(not one.streams for one in server.connections.open):  # noqa: ASYNC110 (the worker has to read)
+            await asyncio.sleep(0.01)
+        newcomer = await PlainFrontend.connect(server.address[1])
+        async with asyncio.timeout(SECONDS):
+            await newcomer.closed.wait()
         assert not any(frontend.closed.is_set() for frontend in frontends)
-        assert len(server.connections.open) == 3
+        assert newcomer.welcome is None
 
 
 async def test_without_limits_any_number_comes_in() -> None:

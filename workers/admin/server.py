@@ -206,7 +206,8 @@ class WorkerMetrics(Collector):
 
     def _refusals(self) -> Metric:
         text = (
-            "Connections that were broken at a bound: `connections`, `connections_of_address`, `hello_wait`."
+            "Connections that were broken at a bound: `connections`, `connections_of_address`, the same with `_unused` for a "
+            "frontend's without a stream, `hello_wait`."
         )
         family = CounterMetricFamily("holdfast_worker_connection_refusals", text, labels=(*LABELS, "bound"))
         for worker in self._workers:

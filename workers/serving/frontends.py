@@ -1,9 +1,11 @@
 """Which frontends are connected to this worker?
 
-    connects ── hello ──▶ a frontend         too many, of all or of one address: the stranger who has said nothing for longest
-        └── a stranger until then            makes room; where there is none, the newcomer is refused
+    connects ── hello ──▶ a frontend         too many, of all or of one address: the stranger that has said nothing for longest
+        └── a stranger until then            makes room, or else, once the newcomer has proved itself, the frontend without a
+                                             stream that has asked for nothing for longest; if all have streams, the newcomer
 
-So strangers who connect and say nothing keep no frontend out, however many they are.
+So strangers that connect and say nothing keep no frontend out, however many they are. Neither does a worker that was taken over
+and holds connections with the fleet's key: those that are not used make room for the next.
 """
 
 import asyncio
@@ -53,28 +55,47 @@ class FrontendConnections:
         return any(connection.frontend for connection in self.open)
 
     def add(self, connection: FrontendConnection) -> None:
-        """Take a connection in, or break one if there are too many: a stranger's, or else this one."""
-        limits, address = self._limits, connection.address
+        """Take a connection in, and break another stranger's if there are too many."""
+        address = connection.address
         self.open.add(connection)
         self._strangers[connection] = None
         self._by_address[address] += 1
         self.none_open.clear()
-        if address and 0 < limits.per_address_max < self._by_address[address]:
-            self._break_one(address, "connections_of_address")
-        elif 0 < limits.total_max < len(self.open):
-            self._break_one(None, "connections")
+        if bound := self._exceeded(address):
+            strangers = (one for one in self._strangers if bound == "connections" or one.address == address)
+            first = next(strangers)
+            if first is not connection:
+                self._break(first, bound)
 
-    def _break_one(self, address: str | None, why: str) -> None:
-        """Break the connection of the stranger who came first, of this address if one is given."""
-        first = next(one for one in self._strangers if address is None or one.address == address)
+    def _exceeded(self, address: str) -> str:
+        """Return which bound is exceeded with a connection of this address; empty if none is."""
+        limits = self._limits
+        if address and 0 < limits.per_address_max < self._by_address[address]:
+            return "connections_of_address"
+        return "connections" if 0 < limits.total_max < len(self.open) else ""
+
+    def _break(self, connection: FrontendConnection, why: str) -> None:
         self._counters.refused(why)
         log.warning("connection_refused", worker=self._worker, why=why, open=len(self.open))
-        self.remove(first)
-        first.abort()
+        self.remove(connection)
+        connection.abort()
 
-    def greeted(self, connection: FrontendConnection) -> None:
-        """Take in that a stranger is a frontend."""
+    def greeted(self, connection: FrontendConnection) -> bool:
+        """Take in that a stranger is a frontend; False: it is broken, since all others that the bound counts have streams."""
         self._strangers.pop(connection, None)
+        bound = self._exceeded(connection.address)
+        if not bound:
+            return True
+        unused = (
+            one
+            for one in self.open
+            if one.frontend
+            and not one.streams
+            and (bound == "connections" or one.address == connection.address)
+        )
+        least = min(unused, key=lambda one: one.used_at if one is not connection else float("inf"))
+        self._break(least, f"{bound}_unused" if least is not connection else bound)
+        return least is not connection
 
     def cut_strangers(self, since: float) -> None:
         """Break the connections that were made before `since` and have said no hello."""

@@ -9,6 +9,7 @@ from events import permissions
 from events.broker_users import ROLES, workers_of
 from events.nats import keys
 from events.permissions import BrokerUser
+from events.subjects import token
 
 
 class BrokerUsers:
@@ -17,6 +18,7 @@ class BrokerUsers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen: list[tuple[str, int, bool]] = []  # the seeds that are configured: when written, by intake
+        self._withdrawn: dict[str, str] = {}  # names by public key: the log may tell of them later
         self._looked = 0  # when the folder was changed, as of the last look
 
     def make(self, processes: Iterable[str]) -> None:
@@ -37,9 +39,15 @@ class BrokerUsers:
             given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
         return configuration(permissions.users(workers, by_intake), self.folder)
 
-    def withdraw(self, name: str) -> None:
-        """Let a user in no more, with the seed that it has. Raise OSError."""
-        keys.seed_file(self.folder, name).unlink(missing_ok=True)
+    def withdraw(self, name: str, worker: str) -> list[str]:
+        """Let a user in no more, with the seed that it has; where there is no such user, those whose process has this worker: the
+        reporter may not know how many workers it has. Return who is out. Raise OSError."""
+        known = keys.users(self.folder)
+        out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
+        for user in out:
+            self._withdrawn[keys.public(self.folder, user)] = user
+            keys.seed_file(self.folder, user).unlink(missing_ok=True)
+        return out
 
     def changed(self) -> bool:
         """Say whether seeds have come, gone or changed since the configuration was written."""
@@ -57,7 +65,8 @@ class BrokerUsers:
 
     def who(self) -> dict[str, str]:
         """Return the users' names, by their public keys, as the broker's log has these."""
-        return {keys.public(self.folder, name): name for name in keys.users(self.folder)}
+        known = {keys.public(self.folder, name): name for name in keys.users(self.folder)}
+        return {**self._withdrawn, **known}
 
     def _knows_intake(self, name: str) -> bool:
         return (self.folder / f"{name}{keys.KNOWS_INTAKE}").exists()

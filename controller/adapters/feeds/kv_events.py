@@ -15,7 +15,7 @@ from controller.router.endpoints import WorkerRank
 from controller.router.index.index import KvIndex
 from controller.router.index.view import KvHealth, KvView
 from events import kv, subjects
-from events.intrusion.send_budget import Rate, SendBudget
+from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.observations import WorkerJoined
 
@@ -25,8 +25,10 @@ ASK_S = 2.0
 RETRY_S = 0.2
 SWEEP_RUNS = 200  # of the index, freed in one turn of the loop
 SWEEP_S = 0.005
-BATCHES = Rate(per_s=2_000.0, burst=20_000.0)  # of one worker: an engine's step makes one at most
-BATCH_BYTES = Rate(per_s=8 * 1024 * 1024.0, burst=64 * 1024 * 1024.0)
+BATCHES = TrafficLimit(  # of one worker: an engine's step makes one at most
+    messages=Rate(per_s=2_000.0, burst=20_000.0),
+    size=Rate(per_s=8 * 1024 * 1024.0, burst=64 * 1024 * 1024.0),
+)
 LOOK_S = 1.0  # a task waits no longer without looking
 
 log = structlog.get_logger(__name__)
@@ -40,17 +42,21 @@ class KvEvents:
     """
 
     def __init__(
-        self, connection: BrokerConnection, view: KvView | None = None, *, ask_s: float = ASK_S
+        self,
+        connection: BrokerConnection,
+        view: KvView | None = None,
+        *,
+        ask_s: float = ASK_S,
+        limit: TrafficLimit = BATCHES,
     ) -> None:
-        """`ask_s`: how long an answer is waited for."""
+        """`ask_s`: how long an answer is waited for. `limit`: what one worker may publish."""
         self.view = view or KvView()
         self.bad = 0  # messages that were none of ours
         self.flooded: Callable[[str], None] = lambda worker: (
             None
         )  # called with the name of a sender of too much
-        self._budgets: dict[
-            bytes, tuple[SendBudget, SendBudget]
-        ] = {}  # by subject: the broker allows a worker one
+        self._limit = limit
+        self._budgets: dict[bytes, TrafficBudget] = {}  # by subject: the broker allows a worker one
         self._connection = connection
         self._ask_s = ask_s
         self._loop = asyncio.get_running_loop()
@@ -60,9 +66,11 @@ class KvEvents:
         connection.listen(self._changed)
 
     @classmethod
-    async def open(cls, url: str, name: str, *, wait_s: float = 2.0) -> "KvEvents":
+    async def open(
+        cls, url: str, name: str, *, wait_s: float = 2.0, limit: TrafficLimit = BATCHES
+    ) -> "KvEvents":
         """Connect to the broker within `wait_s`, or go on trying in the background. Raise BadBrokerUrl."""
-        return cls(await BrokerConnection.open(url, f"kv:{name}", wait_s=wait_s))
+        return cls(await BrokerConnection.open(url, f"kv:{name}", wait_s=wait_s), limit=limit)
 
     async def close(self) -> None:
         """Let go of the broker."""
@@ -147,17 +155,21 @@ class KvEvents:
 
     def _within_budget(self, subject: bytes, size: int) -> bool:
         now = self._loop.time()
-        budgets = self._budgets.get(subject)
-        if budgets is None:
+        budget = self._budgets.get(subject)
+        if budget is None:
             if len(self._budgets) >= SENDERS_MAX:
                 self._budgets.clear()
-            budgets = self._budgets[subject] = SendBudget(BATCHES, now), SendBudget(BATCH_BYTES, now)
-        return budgets[0].take(1, now) and budgets[1].take(size, now)
+            budget = self._budgets[subject] = TrafficBudget(self._limit, now)
+        if not budget.muted(now):
+            if budget.take(1, size, now):
+                return True
+            budget.mute(now)
+            self.flooded(subject.decode("utf-8", "replace").rpartition(".")[2])
+        self.bad += 1
+        return False
 
     def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
         if not self._within_budget(subject, len(body)):
-            self.bad += 1
-            self.flooded(subject.decode("utf-8", "replace").rpartition(".")[2])
             return
         try:
             batch = kv.batch(body)

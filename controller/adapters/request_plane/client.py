@@ -5,7 +5,7 @@ Implements `controller.ports.RequestPlane` for frontends and `controller.ports.P
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from controller.adapters.request_plane.connection import StreamReader, WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer
@@ -175,7 +175,7 @@ class RequestPlaneClient:
         if connection is not None:
             connection.adopt(stream, sink)
 
-    async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+    async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
         """Yield the worker's chunks until one ends; the deadline is the caller's. Raise WorkerUnreachable."""
         link = await self.links.awaited(worker)
         reader = StreamReader(self._limits.ask_chunks_max)

@@ -14,13 +14,15 @@ from typing import cast
 import msgspec
 import structlog
 
-from controller.adapters.request_plane.frame_budget import FrameBudget
+from controller.adapters.request_plane.frame_budget import FRAMES, FrameBudget
 from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Process
 from controller.adapters.request_plane.reported_load import ReportedLoad
 from controller.adapters.request_plane.reservations import StreamReservations
 from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUnreachable
 from events import wire
 from events.fleet_key import FleetKey, FrontendHandshake, Stranger
+from events.intrusion.reported_load import impossible_beat
+from events.intrusion.send_budget import TrafficLimit
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +40,7 @@ class WorkerConnection(asyncio.Protocol):
         changed: Callable[[], None],
         process: Process | None = None,
         key: FleetKey | None = None,
+        frames: TrafficLimit = FRAMES,
     ) -> None:
         self._frontend = frontend
         self._changed = changed
@@ -56,7 +59,7 @@ class WorkerConnection(asyncio.Protocol):
         self.instance = ""  # of the worker, once it has welcomed us
         self.stranger = ""  # why the other side is one
         self.late = 0  # chunks of streams that nobody reads any more
-        self.budget = FrameBudget(self._loop.time())
+        self.budget = FrameBudget(self._loop.time(), frames)
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -154,6 +157,8 @@ class WorkerConnection(asyncio.Protocol):
             sink.flush()
 
     def _beat(self, frame: wire.Beat) -> None:
+        if why := impossible_beat(frame):
+            raise wire.BadFrame(f"an impossible load: {why}")
         was = (self.detector.stuck, self.draining)
         self.detector.beat(frame)
         self.load.take(frame, self.detector.open_streams, self._sinks, self._reservations.reserved)

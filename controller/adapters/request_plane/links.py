@@ -19,15 +19,16 @@ import xxhash
 
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer, TcpDialer
+from controller.adapters.request_plane.frame_budget import FRAMES
 from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.adapters.request_plane.hang_watch import HangWatch
 from controller.ports import WorkerUnreachable
 from events.fleet_key import FleetKey
+from events.intrusion.send_budget import TrafficLimit
 from events.observations import WorkerJoined
 from events.subjects import PLANE_SCHEME
 from events.wire import Welcome
 
-FLOOD_PAUSE_S = 30.0  # until a worker is connected to again that sent more than an engine can compute
 LOOK_S = 0.25  # how often one who waits for a connection looks whether it is still the one that is wanted
 
 log = structlog.get_logger(__name__)
@@ -70,6 +71,8 @@ class PlaneLimits:
     lately_s: float = 1.3  # an idle worker beats each second: who is silent for longer is asked last
     lately_busy_s: float = 0.25  # one with streams of ours beats every 0.1 s
     hang: HangPolicy = field(default_factory=HangPolicy)
+    frames: TrafficLimit = FRAMES  # of one worker's connection
+    flood_pause_s: float = 30.0  # until a worker is connected to again that sent more
 
 
 @dataclass(slots=True)
@@ -241,7 +244,7 @@ class WorkerLinks:
                         link.connection = None
                         link.up.clear()
                         link.why = "it sent more than an engine can compute"
-                        await asyncio.sleep(FLOOD_PAUSE_S)
+                        await asyncio.sleep(self._limits.flood_pause_s)
             except (OSError, TimeoutError, UnicodeError, WorkerUnreachable) as error:
                 link.failures += 1
                 link.why = str(error) or type(error).__name__
@@ -271,7 +274,14 @@ class WorkerLinks:
         async with asyncio.timeout(self._limits.connect_s):
             connection = await dialer.connect(
                 link.address.url,
-                lambda kind: kind(self._client, self._limits.hang, self._changed, link.process, self._key),
+                lambda kind: kind(
+                    self._client,
+                    self._limits.hang,
+                    self._changed,
+                    link.process,
+                    self._key,
+                    self._limits.frames,
+                ),
             )
         link.connection = connection
         try:

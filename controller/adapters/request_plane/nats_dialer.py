@@ -12,10 +12,12 @@ from contextlib import asynccontextmanager
 
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.dialers import Dialer, Make
+from controller.adapters.request_plane.frame_budget import FRAMES
 from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.ports import Sink, WorkerUnreachable
 from events import subjects
 from events.fleet_key import FleetKey
+from events.intrusion.send_budget import TrafficLimit
 from events.nats.channel import Channel, NobodyListens
 from events.nats.channels import Channels
 from events.wire import Generate
@@ -35,8 +37,9 @@ class ChannelConnection(WorkerConnection):
         changed: Callable[[], None],
         process: Process | None = None,
         key: FleetKey | None = None,
+        frames: TrafficLimit = FRAMES,
     ) -> None:
-        super().__init__(frontend, policy, changed, process, key)
+        super().__init__(frontend, policy, changed, process, key, frames)
         self._channel: Channel | None = None
         self._unread: deque[tuple[int, int]] = deque()  # requests: where in our stream each ends, its number
         self._read_to = 0  # of the broker's bytes: what lay unread when this silence was first asked about

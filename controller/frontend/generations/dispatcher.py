@@ -21,7 +21,7 @@ from controller.ports import RequestPlane, Sink
 from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
 from controller.router.selection.filter import AllBusy, AllClosed, AllTried, Headroom, NoWorker
 from controller.router.selection.selector import Selection
-from events.broker_users import worker_user
+from events.broker_users import account_of
 from events.intrusion.reports import ReportIntrusion, not_reported
 from events.wire import Why
 
@@ -232,7 +232,8 @@ class Dispatcher(Generic[G]):
         poison, key, under = self._poison, endpoint.key, attempt.routed_under
         if reason == "invalid_output":  # its stream is open: nothing of it is heard any more
             self.cancel(attempt, "elsewhere")
-            self.report(worker_user(endpoint.worker), f"send {failure.detail}", worker=endpoint.worker)
+            who = account_of(endpoint.worker, endpoint.joined.account)
+            self.report(who, f"send {failure.detail}", worker=endpoint.worker)
         way = Way.of(reason, failure.detail, len(generation.continuation.accepted))
         alone = reason in ERRORS or failure.one_stream  # its worker goes on
         if not failure.kind.blames or (alone and poison.repeats(request, key, way)):

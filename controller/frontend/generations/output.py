@@ -12,8 +12,9 @@ from typing import Protocol
 from controller.frontend.errors import ApiError
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
-from controller.frontend.generations.output_check import invalid, shown
+from controller.frontend.generations.output_check import invalid
 from controller.frontend.generations.output_stats import OutputStats
+from controller.frontend.generations.worker_refusal import as_api_error
 from controller.frontend.requests.failures import Failure, classify
 from controller.frontend.responses.writers import ResponseWriter
 from controller.ports import LostCause
@@ -193,10 +194,7 @@ class GenerationOutput:
         """The worker says that it cannot go on."""
         reason, _, detail = error.partition(":")
         if reason == REASON:
-            said = read_refusal(detail)
-            owner.refused(
-                ApiError(said.status, shown(said.message), code=said.code, param=said.param, kind=said.type)
-            )
+            owner.refused(as_api_error(read_refusal(detail)))
         else:
             owner.failed(classify(error), self.attempt)
 

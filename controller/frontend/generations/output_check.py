@@ -11,7 +11,6 @@ from events.wire import Chunk, Logprob
 
 LOGPROB_MAX = 0.01  # engines round: the logarithm of a probability is 0 at most
 OUTSIDE = "a token outside the vocabulary"
-SHOWN_MAX = 500  # characters
 TOP_MAX = 256  # alternatives of one position
 
 
@@ -28,11 +27,6 @@ def invalid(chunk: Chunk, vocabulary: int, prompt_tokens: int) -> str:
     if chunk.cached_tokens is not None and not 0 <= chunk.cached_tokens <= prompt_tokens:
         return "a count of cached tokens that its prompt does not have"
     return ""
-
-
-def shown(text: str) -> str:
-    """Return a server's words about a request as a client may see them: bounded, without control characters."""
-    return "".join(c if c.isprintable() else " " for c in text[:SHOWN_MAX])
 
 
 def _invalid_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> str:

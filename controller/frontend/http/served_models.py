@@ -24,8 +24,9 @@ def not_served(director: Director, model: str) -> ApiError:
 def model_of(director: Director, name: str) -> str:
     """Return the known model that a name stands for: its own, an alias, or a further name of its servers. Raise ApiError: 404 for
     one that no worker serves."""
-    model = director.settings.model_aliases.get(name, name)
-    for one in (name, model, director.table.further.get(name, name)):  # a model's own name goes first
+    aliases, further = director.settings.model_aliases, director.table.further
+    model = aliases.get(name, name)
+    for one in (name, model, further.get(name, name)):  # a model's own name goes first
         if one in director.table.known:
             return one
     raise not_served(director, model)
@@ -65,4 +66,4 @@ def group_of(director: Director, model: str) -> EndpointGroup:
 def model_entry(director: Director, name: str, model: str) -> ModelEntry:
     """Return what /v1/models says of a model that is served, under one of its names."""
     root = UNSET if name == model else model
-    return ModelEntry(id=name, max_model_len=group_of(director, model).context_tokens, root=root)
+    return ModelEntry(id=name, max_model_len=group_of(director, model).shown_context, root=root)

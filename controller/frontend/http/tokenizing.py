@@ -40,7 +40,7 @@ class TokenizerEndpoints:
         special, read = asked.special, self._intake.long_texts.read
         found = await tokens.encode_soon(text, special=special, shared=False, beside=read)
         names = tokens.names_of(found) if asked.token_strs else None
-        return _answer(request, Tokenized(len(found), group.context_tokens, found, names), asked.unknown)
+        return _answer(request, Tokenized(len(found), group.shown_context, found, names), asked.unknown)
 
     async def detokenize(self, request: web.BaseRequest) -> web.Response:
         """Answer POST /detokenize. Raise ApiError."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from controller.frontend.text.tokenizer import BUILTIN
+from events.broker_users import account_of
 from events.observations import IntrusionRefused, WorkerJoined
 
 REMEMBERED_MAX = 4096  # workers whose folder was refused
@@ -45,5 +46,6 @@ class ModelFolders:
                 hint="if it is meant, start frontends with --model-folders and this folder",
             )
             tried = f"have a frontend read the model folder {name[:200]!r}, which is not configured (--model-folders)"
-            self._observe(IntrusionRefused(who=f"worker {joined.worker}", tried=tried, times=1))
+            who = account_of(joined.worker, joined.account)
+            self._observe(IntrusionRefused(who=who, tried=tried, times=1, worker=joined.worker))
         return False

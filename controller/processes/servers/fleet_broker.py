@@ -71,8 +71,8 @@ class FleetBroker:
     def hear(self, fact: Fact) -> None:
         """Withdraw the broker account of a sender that is to be ejected. Its successor gets a new seed with `admit`."""
         if self._embedded and isinstance(fact, IntrusionRefused) and fact.eject and workers_of(fact.who):
-            self._users.withdraw(fact.who)
-            warn(f"{fact.who} is shut out of the broker: it tried to {fact.tried}")
+            for user in self._users.withdraw(fact.who, fact.worker):
+                warn(f"{user} is shut out of the broker: it tried to {fact.tried}")
             self._let_in()
 
     async def _start(self, port: int) -> EmbeddedServer:

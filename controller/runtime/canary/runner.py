@@ -7,6 +7,7 @@ A candidate whose answer does not repeat itself is no canary; the next best one 
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -33,6 +34,7 @@ from controller.runtime.canary.goldens import (
 from controller.runtime.canary.probe import (
     Deadline,
     ProbeResult,
+    UnmarkedCanaries,
     Verdict,
     ask,
     ask_until_sure,
@@ -67,6 +69,9 @@ class CanaryRunner:
         self._settings = settings
         self._sets: dict[str, CanarySet] = {}
         self._calibrations: dict[str, Calibration] = {}
+        self._unmarked = defaultdict[str, UnmarkedCanaries](
+            lambda: UnmarkedCanaries(settings.unmarked_every)
+        )  # by canary key
         self._opening = asyncio.Lock()
         self.sampling = SamplingCheck(look, tools, settings)
 
@@ -179,7 +184,8 @@ class CanaryRunner:
     ) -> ProbeResult:
         """Ask one question, and measure it."""
         drawn = sampling or greedy(canary, self._settings.top_k)
-        request = question(canary, drawn, rank=probing.rank)
+        unmarked = self._unmarked[probing.canary_set.key].take(canary)
+        request = question(canary, drawn, rank=probing.rank, marked=not unmarked)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
         self._meter.asked(probing.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(probing.name))

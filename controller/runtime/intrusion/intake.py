@@ -21,13 +21,14 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from controller.runtime.settings import ControllerBudgets
 from events import codec, subjects
 from events.broker_users import WORKER, workers_of
 from events.errors import HoldfastError
 from events.fact import Recorded, Skipped
 from events.intrusion.registration import impossible
 from events.intrusion.reports import ReportIntrusion
-from events.intrusion.send_budget import Rate, SendBudget
+from events.intrusion.send_budget import SendBudget, TrafficBudget, TrafficLimit
 from events.journal import broker, messages
 from events.journal.port import StreamEnd
 from events.nats.connection import DISCONNECTED, BrokerConnection
@@ -35,12 +36,7 @@ from events.observations import WorkerJoined
 from events.permissions import SAYS
 
 QUEUE = "intake"
-FACTS = Rate(per_s=50.0, burst=2_000.0)  # a worker has a few in an hour; a spool of a bad day has hundreds
-BYTES = Rate(per_s=256 * 1024.0, burst=4 * 1024 * 1024.0)
-FACT_BYTES_MAX = 64 * 1024  # of one; a registration has about 2,000
-FLOOD = Rate(
-    per_s=50.0, burst=2_000.0
-)  # refused for want of budget; an honest worker waits 2.5 s for an answer
+KB = 1024
 UNANSWERED_MAX = 1_024  # facts that the journal has not acknowledged yet
 ACK_S = 2.0
 ACCOUNTS_MAX = 16_384
@@ -65,11 +61,13 @@ class JournalEnds(Protocol):
     async def end(self) -> StreamEnd: ...
 
 
-def accepted(user: str, worker: str, kind: str, headers: bytes | None, body: bytes) -> Recorded:
+def accepted(
+    user: str, worker: str, kind: str, headers: bytes | None, body: bytes, bytes_max: int = 64 * KB
+) -> Recorded:
     """Return a worker's fact as an event without a place. Raise FactRefused or NotNow."""
     if worker not in workers_of(user):
         raise FactRefused(f"speak for {worker}")
-    if len(body) > FACT_BYTES_MAX:
+    if len(body) > bytes_max:
         raise FactRefused(f"publish a fact of {len(body)} bytes")
     subject = f"{subjects.OBSERVED}.worker.{worker}.{kind}"
     event = messages.read(0, NO_TIME, subject.encode(), headers, body)
@@ -80,8 +78,11 @@ def accepted(user: str, worker: str, kind: str, headers: bytes | None, body: byt
     if kind not in KINDS:
         raise FactRefused(f"publish {kind}, which no worker observes")
     check_source(user, event.source, event.source_number)
-    if isinstance(event.fact, WorkerJoined) and (why := impossible(event.fact)):
-        raise FactRefused(f"register an impossible value: {why}")
+    if isinstance(event.fact, WorkerJoined):
+        if why := impossible(event.fact):
+            raise FactRefused(f"register an impossible value: {why}")
+        if event.fact.account not in ("", user):
+            raise FactRefused(f"register the account {event.fact.account}, which is not its own")
     return event
 
 
@@ -112,12 +113,12 @@ def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
 class _Account:
     """One account's budgets."""
 
-    def __init__(self, now: float) -> None:
-        self.facts, self.bytes = SendBudget(FACTS, now), SendBudget(BYTES, now)
-        self._patience = SendBudget(FLOOD, now)
+    def __init__(self, limit: TrafficLimit, now: float) -> None:
+        self._facts = TrafficBudget(limit, now)
+        self._patience = SendBudget(limit.messages, now)  # an honest worker waits 2.5 s for an answer
 
     def allows(self, size: int, now: float) -> bool:
-        return self.facts.take(1, now) and self.bytes.take(size, now)
+        return self._facts.take(1, size, now)
 
     def floods(self, now: float) -> bool:
         """Count a refusal; return whether there were too many."""
@@ -133,8 +134,11 @@ class FactIntake:
         report: ReportIntrusion,
         instance_of: Callable[[str], str],
         now: Callable[[], float],
+        budgets: ControllerBudgets | None = None,
     ) -> None:
         """`instance_of` returns the present life of a worker, to be ejected; empty if there is none."""
+        budgets = budgets or ControllerBudgets()
+        self._limit, self._bytes_max = budgets.facts, budgets.fact_kb_max * KB
         self._journal = journal
         self._report = report
         self._instance_of = instance_of
@@ -180,7 +184,7 @@ class FactIntake:
         if account is None:
             if len(self._accounts) >= ACCOUNTS_MAX:
                 self._accounts.pop(next(iter(self._accounts)))
-            account = self._accounts[user] = _Account(now)
+            account = self._accounts[user] = _Account(self._limit, now)
         if account.allows(size, now):
             return True
         self.refused += 1
@@ -205,7 +209,7 @@ class FactIntake:
     ) -> None:
         worker, kind = rest if len(rest) == 2 else ("", "")
         try:
-            event = accepted(user, worker, kind, headers, body)
+            event = accepted(user, worker, kind, headers, body, self._bytes_max)
             answer = await self._publish(event, broker.parse_headers(headers))
             self.accepted += 1
         except FactRefused as error:

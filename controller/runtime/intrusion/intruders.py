@@ -9,7 +9,8 @@ from controller.deciders.fold import Fleet
 from controller.ports import Clock
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.intrusion.intake import FactIntake, JournalEnds
-from events.broker_users import worker_user
+from controller.runtime.settings import ControllerBudgets
+from events.broker_users import account_of
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded
 from events.intrusion.control_message import acknowledged
@@ -38,14 +39,19 @@ class Intruders:
     """The intake, and the reports of one controller."""
 
     def __init__(
-        self, view: WatchedFleet, journal: SayingJournal, clock: Clock, leading: Callable[[], bool]
+        self,
+        view: WatchedFleet,
+        journal: SayingJournal,
+        clock: Clock,
+        leading: Callable[[], bool],
+        budgets: ControllerBudgets | None = None,
     ) -> None:
         self._view = view
         self._journal = journal
         self._looking: asyncio.Task[None] | None = None
         self._leading = leading
         self.intrusions = Intrusions(journal.observe, clock.monotonic)
-        self.intake = FactIntake(journal, self.intrusions.report, self._instance_of, clock.monotonic)
+        self.intake = FactIntake(journal, self.intrusions.report, self._instance_of, clock.monotonic, budgets)
         self.processes = HostProcesses(report=self.intrusions.report)
         view.listen(self._heard)
 
@@ -66,10 +72,23 @@ class Intruders:
             async for batch in self._journal.read(seq - 1, until=seq):
                 for recorded in batch:
                     name = str(getattr(recorded.fact, "worker", ""))
-                    who = worker_user(name) if recorded.seq == seq and name else "unknown"
+                    who = self._account_of(name) if recorded.seq == seq and name else "unknown"
                     tried = "have an acknowledgement sent into the controllers' lease"
                     known = self._instance_of(name)
                     self.intrusions.report(who, tried, worker=name, instance=known, eject=bool(known))
+
+    def flooding(self, worker: str) -> None:
+        """Report a worker that publishes more heartbeats than it may. Every controller hears them; the leader reports."""
+        if self._leading():
+            tried, known = "flood the controllers with heartbeats", self._instance_of(worker)
+            self.intrusions.report(
+                self._account_of(worker), tried, worker=worker, instance=known, eject=bool(known)
+            )
+
+    def _account_of(self, name: str) -> str:
+        workers = self._view.fleet.workers
+        worker = workers.get(name)
+        return account_of(name, worker.joined.account if worker is not None else "")
 
     def _instance_of(self, name: str) -> str:
         workers = self._view.fleet.workers
@@ -84,11 +103,11 @@ class Intruders:
         for recorded in batch:
             fact = recorded.fact
             if isinstance(fact, WorkerJoined) and (why := impossible(fact)):
-                who = worker_user(fact.worker)
+                who = account_of(fact.worker, fact.account)
                 self.intrusions.report(who, f"register an impossible value: {why}", worker=fact.worker)
             if why := forged(fact, recorded.source):
                 name = str(getattr(fact, "worker", ""))
                 tried = f"publish as another source: {why}"
                 self.intrusions.report(
-                    worker_user(name), tried, worker=name, instance=self._instance_of(name), eject=True
+                    self._account_of(name), tried, worker=name, instance=self._instance_of(name), eject=True
                 )

@@ -195,3 +195,19 @@ def test_what_may_be_joined_is_joined() -> None:
     sure = Chunk(1, [300], logprobs=[Logprob(-1.0, [])])
     assert wire.join(sure, Chunk(1, [301], logprobs=[Logprob(-2.0, [])])) and wire.join(sure, Chunk(1, [302]))
     assert not wire.join(sure, Chunk(1, [303], logprobs=[Logprob(-3.0, [])])), "it would be 302's"
+
+
+class WelcomeOf020(msgspec.Struct, tag="welcome", array_like=True):
+    """What 0.2.0 knew of a welcome."""
+
+    worker: str
+    instance: str
+    model: str
+    version: int = wire.VERSION
+
+
+def test_a_welcome_is_understood_by_peers_of_both_versions() -> None:
+    (body,) = Splitter().feed(wire.encode(Welcome("w3", "i1", "llama", alike=True)))
+    assert msgspec.msgpack.decode(body, type=WelcomeOf020) == WelcomeOf020("w3", "i1", "llama")
+    old = msgspec.msgpack.encode(WelcomeOf020("w3", "i1", "llama"))
+    assert wire.to_frontend.decode(old) == Welcome("w3", "i1", "llama", alike=False)

@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
+from certificates import certificate
 from own_brokers import Broker, Start
 from structlog.testing import capture_logs
 from two_sides import Party, World
@@ -100,6 +102,17 @@ async def test_a_channel_under_tls(
         await made.far.close()
         await eventually(lambda: near.lost)
     assert not caplog.records, "the end of a connection is nothing to complain of"
+
+
+async def test_a_brokers_certificate_that_is_not_trusted_is_named(start: Start, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    broker = await start(f'tls {{ cert_file: "{cert}", key_file: "{key}" }}')
+    connection = await BrokerConnection.open(broker.url(scheme="tls"), "near", wait_s=1.0)
+    try:
+        assert not connection.connected
+        assert "certificate" in connection.why and "not permitted" not in connection.why
+    finally:
+        await connection.close()
 
 
 async def test_when_the_brokers_certificate_ends_is_known(start: Start, authority: str) -> None:

@@ -297,7 +297,7 @@ async def test_a_blocking_reason_blocks_whatever_stands_behind_it() -> None:
     async with frontend() as kit:
         await first_goes_to(kit, first, other := ScriptedWorker("w2"))
         status, error = await failed(kit)
-        assert (status, error["message"], other.requests) == (400, "engine_shutdown: disconnected", [])
+        assert (status, error["code"], other.requests) == (400, "invalid_request", [])
         assert (failures(kit), kit.facts) == ({}, [])
 
 

@@ -70,7 +70,7 @@ def alike(said: bytes) -> bytes:
     return re.sub(rb"X-Holdfast-Explain: [^\r]*|\r\n[0-9a-f]+\r\n", b"", said)
 
 
-REFUSED = b"no more of this"
+REFUSED = b"the prompt is empty"
 
 
 def pausing() -> tuple[ScriptedWorker, asyncio.Event]:

@@ -7,7 +7,7 @@ from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable
-from controller.router.registered_limits import usual
+from controller.router.registered_limits import confirmed, usual
 from controller.router.selection.filter import Filter, NoneRoutable, Rules
 
 LINEAGE = ("r1", "builtin:sim")
@@ -77,3 +77,19 @@ def test_a_request_goes_only_to_a_worker_whose_context_holds_it() -> None:
 def test_an_impossible_registration_gets_no_request() -> None:
     nonsense = Endpoint(replace(joined(ScriptedWorker("w9")), context_tokens=-4))
     assert nonsense.context_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("claims", "shown"),
+    [
+        ([(4096, "a")], 4096),
+        ([(4096, "a"), (1 << 30, "rogue")], 4096),
+        ([(4096, "a"), (1 << 30, "rogue"), (1 << 30, "rogue")], 4096),
+        ([(4096, "a"), (4096, "b"), (32_768, "c"), (65_536, "d")], 32_768),
+        ([(4096, "a"), (8192, "a")], 8192),
+    ],
+)
+def test_the_context_that_clients_see_is_no_single_accounts_claim(
+    claims: list[tuple[int, str]], shown: int
+) -> None:
+    assert confirmed(claims) == shown

@@ -8,7 +8,8 @@ import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
-from controller.runtime.intrusion.intake import FLOOD, FactIntake, FactRefused, NotNow, accepted, written
+from controller.runtime.intrusion.intake import FactIntake, FactRefused, NotNow, accepted, written
+from controller.runtime.settings import ControllerBudgets
 from events import codec, subjects
 from events.fact import Fact
 from events.journal.messages import as_sent
@@ -49,6 +50,10 @@ def test_an_honest_fact_is_taken_with_its_own_source_and_number() -> None:
         ({"body": b"x" * 70_000}, "70000 bytes"),
         ({"body": b"{}"}, "no fact"),
         ({"fact": joined(ScriptedWorker("w0"), context_tokens=0)}, "impossible value: context_tokens = 0"),
+        (
+            {"fact": joined(ScriptedWorker("w0"), account="worker-w1")},
+            "account worker-w1, which is not its own",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -90,7 +95,7 @@ async def test_a_flood_is_dropped_before_the_journal_reported_and_its_sender_eje
     subject, size = subjects.said(USER, subjects.subject(LEFT)).encode(), 3 * 1024 * 1024
     intake.hear(subject, b"", bytes(size), None)  # no address for an answer: refused, and counted
     assert "have an answer sent to" in reports.said[0][1]
-    for _ in range(int(FLOOD.burst) + 2):
+    for _ in range(int(ControllerBudgets().facts_burst) + 2):
         intake.hear(subject, b"_INBOX.worker-w0.x.1", bytes(size), None)
     assert not intake.unanswered, "nothing of it is on its way to the journal"
     assert reports.said[1][:2] == (USER, f"publish facts beyond its budget: {size} bytes")

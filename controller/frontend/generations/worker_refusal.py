@@ -1,0 +1,68 @@
+"""The refusal of a request by its worker, as the client is told.
+
+A worker, or the server behind it, could write anything into a refusal: another user's words, markup, instructions. So its text
+is never passed on. The client gets one of the sentences below, with what is on a list in the worker's words: names of request
+fields, and sizes. Status, `code` and `type` are passed on where they are on a list too.
+"""
+
+import re
+from functools import cache
+
+from controller.frontend.errors import ApiError
+from controller.frontend.requests.bodies import ChatBody, CompletionBody
+from events.refusal import RequestRefusal
+
+FIELDS_MAX = 3  # that one sentence names
+TYPES = frozenset(  # what OpenAI, vLLM and SGLang call a client's mistake
+    ("invalid_request_error", "BadRequestError", "UnprocessableEntityError", "BadRequest", "validation_error")
+)
+OURS = (
+    re.compile(  # sentences of our own engines and workers, which hold numbers and nothing else of anybody's
+        r"the prompt is empty"
+        r"|\d{1,12} tokens leave no room in a context of \d{1,12}"
+        r"|(?:stop |logit_bias: )?token ids go from 0 to \d{1,12}"
+        r"|this engine has no guided decoding"
+        r"|this model's server takes text only, no token ids"
+        r"|of a prompt of more than \d{1,12} tokens there are no logprobs"
+        r"|the request takes \d{1,12} bytes, \d{1,12} are the most that a worker reads"
+        r"|[a-z_]{1,40} is not supported: this model's server does not constrain its answers by it"
+        r"|echo is not supported: this model's server gives no logprobs of a prompt"
+    )
+)
+CONTEXT = re.compile(r"(?:context length|context size|context window)\D{0,40}?(\d{1,9})\b")
+NAME = re.compile(r"[a-z]+(?:_[a-z]+)+")  # of a field, in a sentence: names of one word are words as well
+STATUSES = (400, 413, 415, 422)
+
+
+def as_api_error(said: RequestRefusal) -> ApiError:
+    """Return what the client is told."""
+    status = said.status if said.status in STATUSES else 400
+    return ApiError(
+        status,
+        _sentence(said, status),
+        code=said.code,
+        param=_field(said.param),
+        kind=said.type if said.type in TYPES else "",
+    )
+
+
+def _sentence(said: RequestRefusal, status: int) -> str:
+    if OURS.fullmatch(said.message):
+        return said.message
+    if (found := CONTEXT.search(said.message)) is not None:
+        return f"the model server refused the request: prompt and answer exceed its context of {int(found[1])} tokens"
+    named = [_field(said.param), *NAME.findall(said.message)]
+    fields = list(dict.fromkeys(name for name in named if name and name.partition(".")[0] in _fields()))
+    about = f"it names {', '.join(fields[:FIELDS_MAX])}" if fields else "it names no field"
+    return f"the model server refused the request (HTTP {status}; {about}). Its own words are not passed on"
+
+
+def _field(param: str | None) -> str | None:
+    """Return the request's field that a refusal names; None if it names none that there is."""
+    name = re.split(r"[.\[]", param or "", maxsplit=1)[0]
+    return name if name in _fields() else None
+
+
+@cache
+def _fields() -> frozenset[str]:
+    return frozenset((*ChatBody.model_fields, *CompletionBody.model_fields))

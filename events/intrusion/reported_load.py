@@ -1,0 +1,47 @@
+"""Plausibility of the load that a worker reports: bounds that no engine exceeds.
+
+An impossible value would decide about other workers' requests: a time of −10⁹ s until a worker takes requests again is the least
+of all workers' times, and a count that is no number fails every comparison.
+"""
+
+from collections.abc import Mapping
+from math import isfinite
+
+from events.wire import Beat, Load
+
+COUNT_MAX = 1 << 40  # requests, blocks or tokens
+CLOSED_S_MAX = 86_400.0  # of the longest Retry-After
+AGE_MS_MAX = 1e10  # of an engine's step
+_COUNTS = tuple(name for name in Load.__struct_fields__ if name != "closed_s")
+
+
+def impossible_beat(beat: Beat) -> str:
+    """Return the first impossible value of a heartbeat on the request plane; empty if there is none."""
+    if not (isfinite(beat.step_age_ms) and 0 <= beat.step_age_ms <= AGE_MS_MAX):
+        return f"step_age_ms = {beat.step_age_ms!r}"
+    if not 0 <= beat.prefill_tokens <= COUNT_MAX:
+        return f"prefill_tokens = {beat.prefill_tokens!r}"
+    return next(filter(None, map(impossible_load, (beat.load, *beat.ranks))), "")
+
+
+def impossible_load(load: Load) -> str:
+    """Return the first impossible value of a load; empty if there is none."""
+    for name in _COUNTS:
+        if not 0 <= (count := getattr(load, name)) <= COUNT_MAX:
+            return f"{name} = {count!r}"
+    if not (isfinite(load.closed_s) and 0 <= load.closed_s <= CLOSED_S_MAX):
+        return f"closed_s = {load.closed_s!r}"
+    return ""
+
+
+def counts(said: Mapping[str, object]) -> dict[str, int]:
+    """Return the counts of a load as heartbeats on the bus have it, without names that nobody knows. Raise ValueError for an
+    impossible one."""
+    found: dict[str, int] = {}
+    for name in _COUNTS:
+        count = said.get(name, 0)
+        if not (isinstance(count, int) and 0 <= count <= COUNT_MAX):
+            raise ValueError(f"{name} = {count!r}"[:80])
+        if name in said:
+            found[name] = count
+    return found

@@ -1,0 +1,99 @@
+"""A worker that was taken over registers and claims what is not so: another's process, a folder, KV blocks."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+from fleet import holdfast, streamed, undisturbed
+from rogue_fleet import instances, reported, with_rogue
+
+from benchmarks.attack.rogue import RogueWorker
+from controller.frontend.text.tokenizer import BUILTIN_FILE
+from events.observations import WorkerJoined
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+PROMPT_TOKENS = 96  # six blocks of 16
+
+
+async def test_a_foreign_process_is_not_signalled(tmp_path: Path) -> None:
+    victim = await asyncio.create_subprocess_exec("sleep", "120")
+    try:
+        about = {"changed": lambda joined: replace(joined, pid=victim.pid)}
+        async with with_rogue(tmp_path, **about) as (fleet, rogue):
+            await rogue.bus.close()  # it obeys nothing: the controller has to signal its process
+            done = await asyncio.to_thread(holdfast, "restart", "x0", "--data", str(fleet.data))
+            assert done.returncode != 0 and "is not its own" in done.stdout + done.stderr, done
+            fact = await reported(fleet, f"have process {victim.pid} signalled")
+            assert fact.who == "worker-x0" and victim.returncode is None
+    finally:
+        victim.kill()
+        await victim.wait()
+
+
+def model_at(folder: Path) -> Callable[[WorkerJoined], WorkerJoined]:
+    """Return the registration of a model whose folder has a chat template that never ends."""
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_bytes(BUILTIN_FILE.read_bytes())
+    (folder / "chat_template.jinja").write_text(ENDLESS)
+    return lambda joined: replace(joined, model="evil", tokenizer=str(folder))
+
+
+async def test_an_endless_chat_template_stops_and_a_folder_of_nobodys_choice_is_not_read(
+    tmp_path: Path,
+) -> None:
+    inside = {"HOLDFAST_FRONTEND__MODEL_FOLDERS": str(tmp_path / "models")}
+    async with with_rogue(tmp_path, environment=inside, changed=model_at(tmp_path / "models" / "evil")) as (
+        fleet,
+        _,
+    ):
+        before = {p["name"]: p["pid"] for p in (await fleet.status())["processes"]}
+        asked = {"model": "evil", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        async with aiohttp.ClientSession() as session:
+
+            async def ask() -> tuple[int, str]:
+                async with session.post(f"{fleet.url}/v1/chat/completions", json=asked) as answer:
+                    return answer.status, await answer.text()
+
+            answers = [asyncio.ensure_future(ask()) for _ in range(4)]
+            assert await streamed(fleet, [300, 301], 16) == undisturbed([300, 301], 16)
+            async with asyncio.timeout(60):
+                for status, text in await asyncio.gather(*answers):
+                    assert status == 400 and "1,000,000 steps" in text
+        elsewhere = model_at(tmp_path / "elsewhere" / "evil")
+        async with RogueWorker(fleet.data, "y0", changed=elsewhere):
+            fact = await reported(fleet, str(tmp_path / "elsewhere"))
+            assert fact.who == "worker-y0"
+        assert {p["name"]: p["pid"] for p in (await fleet.status())["processes"]} == before
+
+
+async def test_a_worker_whose_kv_claims_are_false_loses_them(tmp_path: Path) -> None:
+    """Requests go to where their KV blocks are claimed to be, until so many of them have found nothing there."""
+    prompts = [[500 + number] * PROMPT_TOKENS for number in range(60)]
+    async with with_rogue(tmp_path) as (fleet, rogue):
+        before = await instances(fleet)
+        rogue.claim(*prompts)
+        await asyncio.sleep(0.5)
+        went: list[bool] = []
+        for prompt in prompts:
+            count = len(rogue.engine.asked)
+            assert await streamed(fleet, prompt, 4) == undisturbed(prompt, 4)
+            went.append(len(rogue.engine.asked) > count)
+        fact = await reported(fleet, "claim cached prompts")
+        assert (fact.who, fact.eject) == ("worker-x0", False)
+        assert sum(went[:10]) == 10, "false claims draw requests at first"
+        assert sum(went[-30:]) < 30, "and no longer, once they have proved wrong"
+        assert await instances(fleet) == before
+
+
+async def test_a_worker_that_claims_more_kv_blocks_than_it_has_loses_them(tmp_path: Path) -> None:
+    async with with_rogue(tmp_path, changed=few_blocks) as (fleet, rogue):
+        rogue.claim(*([1000 + number] * 1600 for number in range(20)))
+        fact = await reported(fleet, "KV blocks, and it has registered 1100")
+        assert fact.who == "worker-x0"
+        assert await streamed(fleet, [300, 301], 16) == undisturbed([300, 301], 16)
+
+
+def few_blocks(joined: WorkerJoined) -> WorkerJoined:
+    return replace(joined, profile=replace(joined.profile, kv_blocks=1100))

@@ -1,0 +1,31 @@
+"""An impossible load of a worker decides nothing about others' requests."""
+
+import math
+
+import pytest
+
+from events.intrusion.reported_load import counts, impossible_beat
+from events.wire import Beat, Load
+
+
+@pytest.mark.parametrize(
+    ("beat", "why"),
+    [
+        (Beat("decode", 1.5, load=Load(running=3, waiting=2, closed_s=60.0)), ""),
+        (Beat("idle", math.nan), "step_age_ms = nan"),
+        (Beat("idle", -1.0), "step_age_ms = -1.0"),
+        (Beat("idle", 0.0, load=Load(running=-1000)), "running = -1000"),
+        (Beat("idle", 0.0, load=Load(closed_s=-1e9)), "closed_s = -1000000000.0"),
+        (Beat("idle", 0.0, load=Load(closed_s=math.nan)), "closed_s = nan"),
+        (Beat("idle", 0.0, ranks=[Load(), Load(kv_used=2**60)]), f"kv_used = {2**60}"),
+    ],
+)
+def test_what_no_engine_can_report(beat: Beat, why: str) -> None:
+    assert impossible_beat(beat) == why
+
+
+def test_a_heartbeat_on_the_bus_keeps_the_counts_that_are_known() -> None:
+    assert counts({"running": 2, "closed_s": 1.5, "made up": 7}) == {"running": 2}
+    for bad in ({"running": -1}, {"waiting": 10**30}, {"kv_used": "7"}, {"kv_used": 1.5}):
+        with pytest.raises(ValueError, match="="):
+            counts(bad)

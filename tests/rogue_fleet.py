@@ -1,0 +1,66 @@
+"""A fleet of one worker beside which a rogue one serves, and what is reported of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fleet import running
+
+from benchmarks.attack.rogue import RogueWorker
+from controller.demo.fleet import DemoFleet
+from events.decisions import HealthChanged
+from events.observations import IntrusionRefused, WorkerJoined
+
+FLAGS = ("--canary-interval", "0.3", "--breaker-wait", "0.3", "--breaker-backoff", "1")
+
+
+@asynccontextmanager
+async def with_rogue(
+    tmp_path: Path, *flags: str, environment: dict[str, str] | None = None, workers: int = 1, **about: Any
+) -> AsyncIterator[tuple[DemoFleet, RogueWorker]]:
+    """A fleet of `workers`, and a rogue worker that serves beside it. `about`: what the rogue one is made of."""
+    flags = ("--workers", str(workers), *FLAGS, *flags)
+    async with running(tmp_path / "fleet", *flags, environment=environment) as fleet:
+        await fleet.healthy(workers)
+        async with RogueWorker(fleet.data, **about) as rogue:
+            await fleet.healthy(workers + 1)
+            yield fleet, rogue
+
+
+async def refused(fleet: DemoFleet) -> list[IntrusionRefused]:
+    """Return all reports of attempts so far."""
+    return [event.fact for event in await fleet.events() if isinstance(event.fact, IntrusionRefused)]
+
+
+async def reported(fleet: DemoFleet, words: str, within_s: float = 20.0) -> IntrusionRefused:
+    """Wait for the report of an attempt that has these words."""
+    async with asyncio.timeout(within_s):
+        while True:
+            for fact in await refused(fleet):
+                if words in fact.tried:
+                    return fact
+            await asyncio.sleep(0.1)
+
+
+async def ejected(fleet: DemoFleet, worker: str, within_s: float = 20.0) -> HealthChanged:
+    """Wait until a worker is taken out of service for what it tried."""
+    async with asyncio.timeout(within_s):
+        while True:
+            for event in await fleet.events():
+                fact = event.fact
+                if isinstance(fact, HealthChanged) and fact.worker == worker and "intrusion" in fact.reason:
+                    return fact
+            await asyncio.sleep(0.1)
+
+
+async def instances(fleet: DemoFleet) -> dict[str, str]:
+    """Return the present life of each worker."""
+    return {worker["id"]: worker["instance"] for worker in (await fleet.status())["workers"]}
+
+
+async def addresses(fleet: DemoFleet) -> dict[str, str]:
+    """Return where each worker listens."""
+    facts = [event.fact for event in await fleet.events()]
+    return {fact.worker: fact.url for fact in facts if isinstance(fact, WorkerJoined)}
