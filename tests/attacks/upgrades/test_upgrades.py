@@ -27,7 +27,7 @@ from events import subjects
 from events.nats.bus import NatsBus
 from events.versions import BASE_KINDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RELEASE = "c7fb7d16"  # the commit of 0.2.0
 RUN = "import sys; from controller.cli import main; sys.exit(main())"
 USERS = 6
