@@ -23,6 +23,9 @@ An agreed golden is outvoted when live workers that contradict it alike are more
 (`votes.quorum`): new weights under the same name, on one server after another. Their answer is agreed instead, and the
 golden that fell convicts them no more. A worker that gives a third answer is convicted by the new golden as well.
 
+An operator can approve an answer, retire a golden, or have one recorded anew (`GoldenRequested`). An approved golden can be
+outvoted like any other.
+
 What a reader would get wrong: who is at odds is read off the votes of those who live, not remembered. When the other
 side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
 """
@@ -36,6 +39,7 @@ from typing import Literal
 from controller.deciders.validation import STRICT, at_least
 from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
 from controller.deciders.votes.quorum import Voter, outvoters
+from controller.deciders.votes.wanted import OPERATOR, Wanted
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.frozen import replace
@@ -45,12 +49,12 @@ from events.observations import (
     CanarySlow,
     GoldenDisputed,
     GoldenProposed,
+    GoldenRequested,
     ResumeRequested,
     TopK,
 )
 
 CONFIGURED = "configured"
-OPERATOR = "operator"
 VOTES_MAX = 64  # kept per golden; the oldest goes first
 
 
@@ -92,6 +96,14 @@ class Golden:
     moved_by: int = 0  # number of the last decision about it
     outvoted_by: int = 0  # number of the decision by which another answer outvoted the one before
     cause: str = ""
+    wanted: Wanted | None = None  # what an operator wants, until a decision has answered
+    recorder: str = ""  # the worker whose next answer is the provisional golden, as an operator wants
+    since: datetime | None = None  # of the status, by the clock of the controller that decided so
+
+    @property
+    def approved(self) -> bool:
+        """Whether an operator approved it."""
+        return self.status == "agreed" and any(name.split(" ")[0] == OPERATOR for name in self.by)
 
 
 def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
@@ -111,12 +123,61 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
         case ResumeRequested() if state is not None:
             votes = tuple(vote for vote in state.votes if vote.worker != fact.worker)
             return replace(state, votes=votes, disputed_by=OPERATOR, cause=cause)
+        case GoldenRequested():
+            return _requested(state, fact, cause)
         case GoldenAgreed() if state is not None:
-            return _agreed(state, fact)
+            return _agreed(_approved(state), fact)
         case GoldenRetired() if state is not None:
             return _retired(state, fact)
         case _:
             return state
+
+
+def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golden | None:
+    """Take an operator's request, as far as there is something to do."""
+    if fact.act != "approve":
+        wanted = Wanted(fact.act, fact.by, worker=fact.worker if fact.act == "record" else "")
+        void = state is None or (fact.act == "retire" and state.status == "retired")
+        return state if state is None or void else replace(state, wanted=wanted, cause=cause)
+    for answer in fact.answers:
+        if state is None or state.canary == answer.canary:
+            wanted = Wanted("approve", fact.by, answer=answer)
+            vote = Vote(wanted.operator, "", answer.tokens, answer.top_k, cause)
+            known = state or Golden(fact.canary_key, answer.canary, status="retired", prompt=answer.prompt)
+            return _unless_agreed(known, replace(wanted, vote=vote), cause)
+    if state is None or (not fact.worker and state.status != "provisional"):
+        return state
+    vote = last_answer(state, fact.worker, fact.instance) if fact.worker else None
+    if fact.worker and vote is None:
+        return state
+    return _unless_agreed(state, Wanted("approve", fact.by, vote), cause)
+
+
+def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
+    """Return what a worker's present life answered last; None: nothing that is known whole."""
+    known = (*state.contradictions, *state.votes)
+    return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
+
+
+def _unless_agreed(state: Golden, wanted: Wanted, cause: str) -> Golden:
+    """Take a wish to approve an answer, unless that very answer is agreed."""
+    vote, asked = wanted.vote, wanted.answer
+    same = vote is None or agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance)
+    if state.status == "agreed" and same and (asked is None or asked.prompt == state.prompt):
+        return state
+    return replace(state, wanted=wanted, cause=cause)
+
+
+def _approved(state: Golden) -> Golden:
+    """Return a golden with the answer, and perhaps the question, that an operator approves."""
+    wanted = state.wanted
+    if wanted is None or wanted.act != "approve":
+        return state
+    if wanted.vote is not None:
+        state = replace(state, votes=_cast(state.votes, wanted.vote), configured=False)
+    if (answer := wanted.answer) is not None:
+        state = replace(state, prompt=answer.prompt, asked=answer.asked, tolerance=answer.tolerance)
+    return state
 
 
 def _contradicted(state: Golden, fact: CanaryFailed, cause: str) -> Golden:
@@ -155,6 +216,9 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
         contradictions=(),
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
+        since=fact.decided_at,
+        wanted=state.wanted if state.wanted is not None and state.wanted.act == "approve" else None,
+        recorder=state.wanted.worker if state.wanted is not None else "",
     )
     if not fact.outvoted_by:
         revised = (replace(vote, revised=True) for vote in state.contradictions)
@@ -246,6 +310,9 @@ def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
         dissent=(),
         disputed_by="",
         cause=vote.cause,
+        wanted=None,
+        recorder="",
+        since=None,
     )
 
 
@@ -283,6 +350,9 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
         disputed_by="",
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
+        wanted=None,
+        recorder="",
+        since=fact.decided_at,
     )
     if not votes:
         return agreed
@@ -337,6 +407,9 @@ def decide(
     voters: Callable[[], Mapping[str, Voter]] = no_voters,
 ) -> Iterator[Decision]:
     """Say whether this golden is agreed, or no longer counts. `voters`: the live workers of its key."""
+    if state.wanted is not None:
+        yield from _as_wanted(state, state.wanted, now)
+        return
     if may_be_outvoted(policy, state):
         against, confirming = outvoters(
             state.contradictions, state.tolerance, voters(), policy.voters_min, policy.tie_margin
@@ -372,6 +445,28 @@ def decide(
             reason=f"disputed: {state.disputed_by} against {state.proposed_by}",
             decided_at=now,
             cause=state.cause,
+        )
+
+
+def _as_wanted(state: Golden, wanted: Wanted, now: datetime) -> Iterator[Decision]:
+    """Do what an operator wants. A golden that is replaced or retired convicts no worker any more."""
+    vote = wanted.vote
+    agree = vote or Vote("", "", state.tokens, state.top_k)
+    voted = {one.worker for one in state.votes if agrees(agree, one, state.tolerance)} - {CONFIGURED}
+    by = tuple(dict.fromkeys((wanted.operator, *([vote.worker] if vote is not None else sorted(voted)))))
+    replaces = state.status != "retired" and vote is not None
+    if replaces or wanted.act != "approve":
+        yield GoldenRetired(
+            canary_key=state.canary_key,
+            canary=state.canary,
+            reason=f"{wanted.act}: {wanted.operator}",
+            outvoted_by=by if replaces else (wanted.operator,),
+            decided_at=now,
+            cause=state.cause,
+        )
+    if wanted.act == "approve":
+        yield GoldenAgreed(
+            canary_key=state.canary_key, canary=state.canary, by=by, decided_at=now, cause=state.cause
         )
 
 

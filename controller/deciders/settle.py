@@ -237,7 +237,10 @@ def _goldens(s: _Settling) -> None:
     open_ = [
         key
         for key, state in goldens.items()
-        if state.status != "agreed" or state.configured or golden.may_be_outvoted(policy, state)
+        if state.status != "agreed"
+        or state.configured
+        or state.wanted is not None
+        or golden.may_be_outvoted(policy, state)
     ]
     for key in sorted(open_):
         electorate = partial(voters, s.fleet, *key)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import ClassVar, Literal
 
-from events.observations.workers import WorkerObservation
+from events.observations.workers import Commanded, WorkerObservation
 
 CanaryReason = Literal[
     "no_response", "token_mismatch", "logit_drift", "latency_spike", "timeout", "exception", "non_finite"
@@ -101,6 +101,35 @@ class GoldenDisputed(WorkerObservation):
     tokens: tuple[int, ...]
     distance: float | None = None  # the largest difference of a logprob from the golden's
     rank: int | None = None  # the DP rank that was asked; None: its worker has only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenAnswer:
+    """A golden that an operator brings: the question, and the answer that is to be right."""
+
+    canary: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    top_k: tuple[TopK, ...] = ()
+    tolerance: float = 0.0  # of one logprob; 0.0: compare tokens only
+    asked: int = 0  # how many tokens; 0: as many as in `tokens`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenRequested(Commanded):
+    """An operator wants goldens approved, retired or recorded anew. A decision about each of them follows.
+
+    `approve`: the provisional goldens, the answers of `worker`, or `answers`. `retire`: they no longer count. `record`: they
+    no longer count, and the next answer of `worker` is the provisional golden.
+    """
+
+    entity: ClassVar[str] = "fleet"
+    worker: str = ""  # whose answers are meant; empty: those of no worker
+    instance: str = ""  # one life of it
+    act: Literal["approve", "retire", "record"]
+    canary_key: str
+    canaries: tuple[str, ...]
+    answers: tuple[GoldenAnswer, ...] = ()  # approve: instead of what workers have answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
