@@ -65,6 +65,7 @@ class GoldenPolicy:
     voters_min: int = 2  # workers that must give the same answer before it convicts others
     outvote: bool = True  # whether equal contradictions of more hosts than confirm an agreed golden retire it
     tie_margin: float = 0.1  # logprob lead up to which answers that part there are votes for the same one
+    hold_new_lineage: bool = True  # whether a worker of a new lineage serves only once its goldens are agreed
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

@@ -19,6 +19,9 @@ UNANSWERED = (SILENT, "no_response", "timeout")  # reasons of a HealthChanged wh
 TRIALS_FAILED = "trials_failed"
 INTRUSION = "intrusion"  # a HealthChanged's reason begins so that ejects a worker for what it tried
 RELAPSE = "relapse"  # a HealthChanged's reason begins so that tells of a worker which failed on its way back
+NEW_LINEAGE = (
+    "new_lineage"  # reason of a HealthChanged that keeps a joining worker back until its goldens are agreed
+)
 LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
 
 
@@ -100,6 +103,7 @@ class Health:
     disputed: tuple[str, ...] = ()  # canaries over whose goldens it is at odds with another worker
     intrusion: str = ""  # what it tried and was refused, where it is to be ejected for that
     kept: bool = False  # the ejection budget holds it in service
+    held: bool = False  # it has joined with a new lineage, whose goldens are not agreed yet
     canaries: Canaries = Canaries()
     slowness: Slowness = Slowness()
     charges: Charges = Charges()

@@ -300,6 +300,7 @@ class ControlOperations:
             "breaker": worker.breaker.position,
             "weight": worker.weight,
             "reasons": list(worker.reasons),
+            "held": worker.health.held,
             "spare": worker.spare.kept,
             "place": worker.spare.place or None,
             "lingers": not worker.alive and self._processes.live(worker),

@@ -21,6 +21,7 @@ from events.observations.canaries import (
     TokensUnlikely,
     TopK,
     canary_key,
+    is_new_lineage,
 )
 from events.observations.journal import EventQuarantined, SnapshotKept
 from events.observations.planning import (
@@ -146,4 +147,5 @@ __all__ = [
     "WorkerSlow",
     "WorkerSlowCleared",
     "canary_key",
+    "is_new_lineage",
 ]

@@ -1,5 +1,6 @@
 """What is observed of a worker's answers to questions whose right answer is known: canaries and their goldens."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar, Literal
@@ -10,6 +11,8 @@ CanaryReason = Literal[
     "no_response", "token_mismatch", "logit_drift", "latency_spike", "timeout", "exception", "non_finite"
 ]
 CheckType = Literal["scheduled", "confirm", "trial", "join"]
+LINEAGE_PART = 8  # of a canary key
+KIND_PARTS = (0, 3, 6, 7)  # of a canary key: model, engine, size of group, device
 TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one position
 
 
@@ -159,11 +162,28 @@ def canary_key(
     dtype: str,
     tp: int,
     device: str,
+    lineage: str = "",
 ) -> str:
     """Return the name under which goldens are kept: answers are comparable only where all of this is equal (N23).
 
-    Of a tokenizer's folder only the last part counts: hosts keep the same model in different places, and what is in
-    the folder is known by the revision.
+    `lineage`: what an engine tells of its weights and how it computes; empty: it does not. Of a tokenizer's folder only the
+    last part counts: hosts keep the same model in different places, and what is in the folder is known by the revision.
     """
     folder = tokenizer.rstrip("/").rpartition("/")[2]
-    return "|".join((model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device))
+    parts = (model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device)
+    return "|".join((*parts, lineage) if lineage else parts)
+
+
+def is_new_lineage(key: str, known: Collection[str]) -> bool:
+    """Return whether a canary key that tells its lineage is none of `known`, while these know another lineage of its kind: of
+    the same model, engine, size of group and device. What an engine tells now and did not tell before is no difference."""
+    parts = tuple(key.split("|"))
+    if len(parts) <= LINEAGE_PART or key in known:
+        return False
+    others = (tuple(other.split("|")) for other in known)
+    return any(
+        len(other) >= LINEAGE_PART
+        and [other[part] for part in KIND_PARTS] == [parts[part] for part in KIND_PARTS]
+        and other != parts[:LINEAGE_PART]
+        for other in others
+    )

@@ -80,7 +80,7 @@ def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
 
 
 def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -> tuple[str, ...]:
-    """Return the canaries whose goldens a request changes. Raise NotPossible if there is none, or a named one is not among them."""
+    """Return the canaries whose goldens a request changes. Raise NotPossible if there is none, or not of a named one."""
     known = {canary: state for (of, canary), state in fleet.goldens.items() if of == key}
     found = tuple(canary for canary in sorted(known) if _changes(known[canary], wish, worker))
     for canary in wish.canaries:
