@@ -270,13 +270,14 @@ def _health(s: _Settling) -> None:
 
 def _is_held(s: _Settling, name: str) -> bool:
     """Return whether a joining worker is of a new lineage, and other workers of its model could tell whether it is right."""
-    worker = s.fleet.workers[name]
-    others = (one for other, one in s.fleet.workers.items() if other != name)
+    workers, goldens = s.fleet.workers, s.fleet.goldens
+    worker = workers[name]
+    others = (one for other, one in workers.items() if other != name)
     if not s.policy.golden.hold_new_lineage or not any(
         one.joined.model == worker.joined.model for one in others
     ):
         return False
-    agreed = {key for (key, _), state in s.fleet.goldens.items() if state.status == "agreed"}
+    agreed = {key for (key, _), state in goldens.items() if state.status == "agreed"}
     return is_new_lineage(worker.joined.canary_key, agreed)
 
 
