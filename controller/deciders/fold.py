@@ -293,7 +293,7 @@ def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> Canary
     """Let a provisional golden convict only the worker that it came from, and an outvoted one none."""
     if fact.golden == "agreed":
         known = fleet.goldens.get((fact.canary_key, fact.golden_canary))
-        outvoted = known is not None and fact.sent_under < known.outvoted_by
+        outvoted = known is not None and fact.sent_under < known.moves.outvoted_by
         return replace(fact, golden="none") if outvoted else fact
     if fact.golden != "provisional":
         return fact

@@ -32,6 +32,8 @@ side of a dispute dies, the survivor is no longer in doubt; nobody is left to sa
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import reduce
 from typing import Literal
@@ -39,7 +41,7 @@ from typing import Literal
 from controller.deciders.validation import STRICT, at_least
 from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
 from controller.deciders.votes.quorum import Voter, outvoters
-from controller.deciders.votes.wanted import OPERATOR, Wanted
+from controller.deciders.votes.wanted import OPERATOR, GoldenMoves, OperatorWish
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.frozen import replace
@@ -95,11 +97,8 @@ class Golden:
     dissent: tuple[str, ...] = ()  # who answered otherwise when it was agreed, and has not passed it since
     disputed_by: str = ""  # worker, until a decision has answered
     moved_by: int = 0  # number of the last decision about it
-    outvoted_by: int = 0  # number of the decision by which another answer outvoted the one before
+    moves: GoldenMoves = field(default_factory=GoldenMoves)
     cause: str = ""
-    wanted: Wanted | None = None  # what an operator wants, until a decision has answered
-    recorder: str = ""  # the worker whose next answer is the provisional golden, as an operator wants
-    since: datetime | None = None  # of the status, by the clock of the controller that decided so
 
     @property
     def approved(self) -> bool:
@@ -137,12 +136,12 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
 def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golden | None:
     """Take an operator's request, as far as there is something to do."""
     if fact.act != "approve":
-        wanted = Wanted(fact.act, fact.by, worker=fact.worker if fact.act == "record" else "")
+        wanted = OperatorWish(fact.act, fact.by, worker=fact.worker if fact.act == "record" else "")
         void = state is None or (fact.act == "retire" and state.status == "retired")
-        return state if state is None or void else replace(state, wanted=wanted, cause=cause)
+        return state if state is None or void else _wanted(state, wanted, cause)
     for answer in fact.answers:
         if state is None or state.canary == answer.canary:
-            wanted = Wanted("approve", fact.by, answer=answer)
+            wanted = OperatorWish("approve", fact.by, answer=answer)
             vote = Vote(wanted.operator, "", answer.tokens, answer.top_k, cause)
             known = state or Golden(fact.canary_key, answer.canary, status="retired", prompt=answer.prompt)
             return _unless_agreed(known, replace(wanted, vote=vote), cause)
@@ -151,7 +150,7 @@ def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golde
     vote = last_answer(state, fact.worker, fact.instance) if fact.worker else None
     if fact.worker and vote is None:
         return state
-    return _unless_agreed(state, Wanted("approve", fact.by, vote), cause)
+    return _unless_agreed(state, OperatorWish("approve", fact.by, vote), cause)
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
@@ -160,18 +159,22 @@ def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
     return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
 
 
-def _unless_agreed(state: Golden, wanted: Wanted, cause: str) -> Golden:
+def _unless_agreed(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
     """Take a wish to approve an answer, unless that very answer is agreed."""
     vote, asked = wanted.vote, wanted.answer
     same = vote is None or agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance)
     if state.status == "agreed" and same and (asked is None or asked.prompt == state.prompt):
         return state
-    return replace(state, wanted=wanted, cause=cause)
+    return _wanted(state, wanted, cause)
+
+
+def _wanted(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
+    return replace(state, moves=replace(state.moves, wanted=wanted), cause=cause)
 
 
 def _approved(state: Golden) -> Golden:
     """Return a golden with the answer, and perhaps the question, that an operator approves."""
-    wanted = state.wanted
+    wanted = state.moves.wanted
     if wanted is None or wanted.act != "approve":
         return state
     if wanted.vote is not None:
@@ -210,6 +213,7 @@ def _reconciled(state: Golden, fact: CanaryPassed | CanarySlow) -> Golden:
 
 def _retired(state: Golden, fact: GoldenRetired) -> Golden:
     """Take a retirement. Those that outvoted it keep their answers as votes: they are agreed on next."""
+    wanted = state.moves.wanted
     retired = replace(
         state,
         status="retired",
@@ -217,17 +221,20 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
         contradictions=(),
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
-        since=fact.decided_at,
-        wanted=state.wanted if state.wanted is not None and state.wanted.act == "approve" else None,
-        recorder=state.wanted.worker if state.wanted is not None else "",
+        moves=GoldenMoves(
+            since=fact.decided_at,
+            outvoted_by=fact.number if fact.outvoted_by else state.moves.outvoted_by,
+            wanted=wanted if wanted is not None and wanted.act == "approve" else None,
+            recorder=wanted.worker if wanted is not None else "",
+        ),
     )
     if not fact.outvoted_by:
         revised = (replace(vote, revised=True) for vote in state.contradictions)
         return replace(retired, votes=reduce(_cast, revised, state.votes))
     if state.configured:
-        return replace(retired, outvoted_by=fact.number)
+        return retired
     votes = tuple(vote for vote in state.contradictions if vote.worker in fact.outvoted_by)
-    return replace(retired, votes=votes, dissent=(), by=(), outvoted_by=fact.number)
+    return replace(retired, votes=votes, dissent=(), by=())
 
 
 def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -311,9 +318,7 @@ def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
         dissent=(),
         disputed_by="",
         cause=vote.cause,
-        wanted=None,
-        recorder="",
-        since=None,
+        moves=GoldenMoves(outvoted_by=state.moves.outvoted_by),
     )
 
 
@@ -351,9 +356,7 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
         disputed_by="",
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
-        wanted=None,
-        recorder="",
-        since=fact.decided_at,
+        moves=GoldenMoves(since=fact.decided_at, outvoted_by=state.moves.outvoted_by),
     )
     if not votes:
         return agreed
@@ -408,8 +411,8 @@ def decide(
     voters: Callable[[], Mapping[str, Voter]] = no_voters,
 ) -> Iterator[Decision]:
     """Say whether this golden is agreed, or no longer counts. `voters`: the live workers of its key."""
-    if state.wanted is not None:
-        yield from _as_wanted(state, state.wanted, now)
+    if state.moves.wanted is not None:
+        yield from _as_wanted(state, state.moves.wanted, now)
         return
     if may_be_outvoted(policy, state):
         against, confirming = outvoters(
@@ -449,7 +452,7 @@ def decide(
         )
 
 
-def _as_wanted(state: Golden, wanted: Wanted, now: datetime) -> Iterator[Decision]:
+def _as_wanted(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[Decision]:
     """Do what an operator wants. A golden that is replaced or retired convicts no worker any more."""
     vote = wanted.vote
     agree = vote or Vote("", "", state.tokens, state.top_k)

@@ -346,7 +346,7 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
     unlimited = fact.weight if fact.unlimited is None else fact.unlimited
     cause = f"decision:{fact.number}"
     if fact.reason == NEW_LINEAGE:
-        return replace(state, reason=fact.reason, held=True, cause=cause)
+        return replace(state, reason=fact.reason, cause=cause)
     if fact.reason == LIMITED:
         return replace(state, weight=fact.weight, unlimited=unlimited, cause=cause)
     moved = replace(
@@ -356,7 +356,6 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
         unlimited=unlimited,
         reason=fact.reason,
         moved_by=fact.number,
-        held=False,
         cause=cause,
     )
     if fact.after is HEALTHY:

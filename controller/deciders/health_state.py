@@ -103,7 +103,6 @@ class Health:
     disputed: tuple[str, ...] = ()  # canaries over whose goldens it is at odds with another worker
     intrusion: str = ""  # what it tried and was refused, where it is to be ejected for that
     kept: bool = False  # the ejection budget holds it in service
-    held: bool = False  # it has joined with a new lineage, whose goldens are not agreed yet
     canaries: Canaries = Canaries()
     slowness: Slowness = Slowness()
     charges: Charges = Charges()
@@ -112,6 +111,11 @@ class Health:
     moved_by: int = 0  # number of the last decision about its health
     dead_since: datetime | None = None  # by the clock of the controller that decided so
     cause: str = ""  # id of the fact that spoke last
+
+    @property
+    def held(self) -> bool:
+        """Whether it is kept back: it has joined with a new lineage, whose goldens are not agreed yet."""
+        return self.joining and self.status is SUSPICIOUS and self.reason == NEW_LINEAGE
 
     @property
     def limit(self) -> float:

@@ -241,7 +241,7 @@ def _goldens(s: _Settling) -> None:
         for key, state in goldens.items()
         if state.status != "agreed"
         or state.configured
-        or state.wanted is not None
+        or state.moves.wanted is not None
         or golden.may_be_outvoted(policy, state)
     ]
     for key in sorted(open_):

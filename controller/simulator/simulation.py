@@ -180,7 +180,8 @@ class Simulation:
         while (name := f"w{index + 1}") in self.machines:
             index += len(models)
         machine = self.machines[name] = self._machine(name, index)
-        self.faults.updates.fit(machine)
+        updates = self.faults.updates
+        updates.fit(machine)
         return machine
 
     def _planners(self) -> Iterator[SimulatedPlanner]:

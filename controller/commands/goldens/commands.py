@@ -77,14 +77,14 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredGoldens:
     """What the state store has of goldens."""
 
     goldens: Sequence[Golden]
     keys: frozenset[str]  # canary keys of the workers
 
 
-async def stored(data: Path) -> Stored:
+async def stored(data: Path) -> StoredGoldens:
     """Return the goldens of a fleet's state store. Raise UsageError, NoFleet or StoreUnavailable."""
     url = find(data)["database_url"]
     if not url:
@@ -98,7 +98,7 @@ async def stored(data: Path) -> Stored:
     finally:
         await reader.close()
     goldens = sorted(map(read_golden, rows["goldens"]), key=lambda one: (one.canary_key, one.canary))
-    return Stored(goldens, frozenset(row["canary_key"] for row in rows["workers"]))
+    return StoredGoldens(goldens, frozenset(row["canary_key"] for row in rows["workers"]))
 
 
 def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golden]:
@@ -123,7 +123,7 @@ def as_json(goldens: Sequence[Golden]) -> str:
             "canary": one.canary,
             "status": one.status,
             "configured": one.configured,
-            "since": one.since.isoformat(timespec="milliseconds") if one.since is not None else None,
+            "since": _instant(one, "T", "milliseconds") or None,
             "by": list(one.by),
             "proposed_by": one.proposed_by,
             "contradicted_by": sorted(vote.worker for vote in one.contradictions),
@@ -148,10 +148,16 @@ def _lines(goldens: Sequence[Golden]) -> Iterator[str]:
         if one.canary_key != key:
             key = one.canary_key
             yield fitted(safe(key.replace("|", " | ")))
-        since = one.since.isoformat(sep=" ", timespec="seconds")[:19] if one.since is not None else "-"
+        since = _instant(one, " ", "seconds")[:19] or "-"
         yield fitted(
             safe(f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(19)}  {_by(one)}")
         )
+
+
+def _instant(golden: Golden, sep: str, timespec: str) -> str:
+    """Return since when a golden has its status; empty if no decision said so."""
+    since = golden.moves.since
+    return since.isoformat(sep, timespec) if since is not None else ""
 
 
 def _by(golden: Golden) -> str:

@@ -128,7 +128,7 @@ class CanarySet:
         if self.golden(fleet, canary) is not None or canary.configured:
             return True
         retired = fleet.goldens.get((self.key, canary.id))
-        recorder = fleet.workers.get(retired.recorder) if retired is not None else None
+        recorder = fleet.workers.get(retired.moves.recorder) if retired is not None else None
         if recorder is not None and recorder.alive:
             return recorder.joined.worker == worker
         if retired is not None and any(vote.worker == worker for vote in retired.votes):

@@ -126,7 +126,7 @@ class CanaryLoop:
         """Ask the convicted workers of a canary key all canaries at once: one of its goldens was outvoted. Ask the worker that
         an operator wants to record them, too."""
         fleet = self._view.fleet
-        recorders = {state.recorder for (key, _), state in fleet.goldens.items() if key == canary_key}
+        recorders = {state.moves.recorder for (key, _), state in fleet.goldens.items() if key == canary_key}
         for name, worker in fleet.workers.items():
             asked = worker.health.corrupt or name in recorders
             if worker.joined.canary_key == canary_key and asked:

@@ -116,7 +116,7 @@ class SimulatedProber:
             turn.outvoted = -1
             return
         outvoted = max(
-            (golden.outvoted_by for (of, _), golden in fleet.goldens.items() if of == key), default=0
+            (golden.moves.outvoted_by for (of, _), golden in fleet.goldens.items() if of == key), default=0
         )
         if outvoted > turn.outvoted:
             turn.outvoted, turn.again, turn.due = outvoted, CANARIES, self.kernel.now

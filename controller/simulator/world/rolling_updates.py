@@ -55,11 +55,12 @@ class RollingUpdates:
     def _renew(self, machine: Machine, weights: int, restart: bool) -> None:
         if self._over:
             return
-        machine.standing.weights.after_start = weights
+        loaded = machine.standing.weights
+        loaded.after_start = weights
         if restart:
             machine.stop()
         else:
-            machine.standing.weights.load()
+            loaded.load()
 
     def fit(self, machine: Machine) -> None:
         """Give a new place the newest weights of its model."""

@@ -10,12 +10,13 @@ import pytest
 from controller.commands.goldens import commands, file
 from controller.deciders.golden import Golden
 from controller.deciders.votes.camps import Vote
+from controller.deciders.votes.wanted import GoldenMoves
 
 KEY = "llama|r1|tok|openai|0.9|unknown|tp1|upstream"
 TOP = ((5, -0.1), (7, -2.5))
 AGREED = Golden(
     KEY, "c1", "agreed", (9, 8), (5, 6), (TOP, TOP), 0.5, 0.01, by=("w0", "operator ann"), asked=4,
-    since=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+    moves=GoldenMoves(since=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)),
 )  # fmt: skip
 PROVISIONAL = Golden(KEY, "c2", prompt=(9,), tokens=(1,), proposed_by="w0")
 

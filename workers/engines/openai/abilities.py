@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from events.wire import Generate
 from workers.engines.openai.reading import IdsFrom
-from workers.engines.openai.watch.lineage import Told, lineage
+from workers.engines.openai.told.lineage import Told, lineage
 
 
 class Identity(NamedTuple):

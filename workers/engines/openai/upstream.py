@@ -19,8 +19,8 @@ from workers.engines.openai.away import refused as refused_us
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.mistakes import error_of, error_words
 from workers.engines.openai.reading import Fault, IdsFrom, read_piece
-from workers.engines.openai.watch.lineage import merged
-from workers.engines.openai.watch.lineage import read as read_lineage
+from workers.engines.openai.told.lineage import merged
+from workers.engines.openai.told.lineage import read as read_lineage
 
 ASK_S_MAX = 5.0  # for what costs the upstream nothing
 PROBE_S_MAX = 60.0  # for a short completion, cold

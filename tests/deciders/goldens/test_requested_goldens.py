@@ -51,8 +51,8 @@ def test_approving_a_provisional_golden_makes_it_agreed_by_the_operator_and_by_t
     story.tell(proposed("w0", OLD))
     decisions = story.tell(requested("approve"))
     assert [(type(d), d.by) for d in decisions] == [(GoldenAgreed, ("operator ann", "w0"))]
-    assert (golden(story).status, golden(story).tokens, golden(story).wanted) == ("agreed", OLD, None)
-    assert golden(story).approved and golden(story).since is not None
+    assert (golden(story).status, golden(story).tokens, golden(story).moves.wanted) == ("agreed", OLD, None)
+    assert golden(story).approved and golden(story).moves.since is not None
     story.tell(failed("w0", reason="token_mismatch", confirmed=True, golden="agreed"))
     assert story.status("w0") is U  # from now on it convicts
 
@@ -75,7 +75,7 @@ def test_approving_what_is_agreed_or_what_no_worker_has_answered_changes_nothing
     assert story.tell(requested("approve", "w0")) == ()
     assert story.tell(requested("approve", "w0", canaries=("unknown",))) == ()
     assert story.tell(imported(OLD)) == ()
-    assert golden(story).wanted is None
+    assert golden(story).moves.wanted is None
 
 
 def test_a_retired_golden_convicts_no_worker_and_one_good_answer_to_the_next_one_acquits() -> None:
@@ -95,9 +95,13 @@ def test_a_retired_golden_convicts_no_worker_and_one_good_answer_to_the_next_one
 def test_record_retires_and_names_the_worker_whose_answer_is_next() -> None:
     story = agreed()
     story.tell(requested("record", "w1"))
-    assert (golden(story).status, golden(story).recorder) == ("retired", "w1")
+    assert (golden(story).status, golden(story).moves.recorder) == ("retired", "w1")
     story.tell(proposed("w1", NEW))
-    assert (golden(story).status, golden(story).recorder, golden(story).tokens) == ("provisional", "", NEW)
+    assert (golden(story).status, golden(story).moves.recorder, golden(story).tokens) == (
+        "provisional",
+        "",
+        NEW,
+    )
 
 
 def test_record_also_lifts_a_dispute() -> None:
@@ -105,7 +109,7 @@ def test_record_also_lifts_a_dispute() -> None:
     story.tell(proposed("w0", OLD), disputed("w1", NEW, against="w0"))
     assert story.worker("w0").health.disputed
     story.tell(requested("record", "w1"))
-    assert golden(story).recorder == "w1"
+    assert golden(story).moves.recorder == "w1"
     assert not story.worker("w0").health.disputed
 
 

@@ -26,14 +26,14 @@ Told = tuple[tuple[str, str], ...]
 """Names and values, in a fixed order."""
 
 
-class Pages(Protocol):
+class LineagePages(Protocol):
     """What is needed of an upstream."""
 
     async def page(self, path: str) -> dict[str, Any] | None: ...
     async def metrics(self, deadline_s: float) -> str | None: ...
 
 
-async def read(upstream: Pages, pages: Iterable[str] = (*PAGES, METRICS)) -> Mapping[str, Told | None]:
+async def read(upstream: LineagePages, pages: Iterable[str] = (*PAGES, METRICS)) -> Mapping[str, Told | None]:
     """Return what each page tells; None of a page that cannot be read now."""
     found: dict[str, Told | None] = {}
     for path in pages:

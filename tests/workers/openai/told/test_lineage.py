@@ -3,8 +3,8 @@
 import pytest
 from upstream import Upstream as Server
 
+from workers.engines.openai.told.lineage import lineage, merged
 from workers.engines.openai.upstream import Upstream
-from workers.engines.openai.watch.lineage import lineage, merged
 
 
 def test_of_a_folder_the_last_part_counts_and_separators_of_the_canary_key_are_replaced() -> None:
