@@ -134,23 +134,25 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
 
 
 def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golden | None:
-    """Take an operator's request, as far as there is something to do."""
-    if fact.act != "approve":
-        wanted = OperatorWish(fact.act, fact.by, worker=fact.worker if fact.act == "record" else "")
-        void = state is None or (fact.act == "retire" and state.status == "retired")
-        return state if state is None or void else _wanted(state, wanted, cause)
-    for answer in fact.answers:
-        if state is None or state.canary == answer.canary:
-            wanted = OperatorWish("approve", fact.by, answer=answer)
-            vote = Vote(wanted.operator, "", answer.tokens, answer.top_k, cause)
-            known = state or Golden(fact.canary_key, answer.canary, status="retired", prompt=answer.prompt)
-            return _unless_agreed(known, replace(wanted, vote=vote), cause)
-    if state is None or (not fact.worker and state.status != "provisional"):
-        return state
-    vote = last_answer(state, fact.worker, fact.instance) if fact.worker else None
-    if fact.worker and vote is None:
-        return state
-    return _unless_agreed(state, OperatorWish("approve", fact.by, vote), cause)
+    """Take an operator's request, as far as there is something to do. Of `answers` only this canary's is given."""
+    if fact.act == "approve" and fact.answers:
+        answer = fact.answers[0]
+        wish = OperatorWish("approve", fact.by, answer=answer)
+        vote = Vote(wish.operator, "", answer.tokens, answer.top_k, cause)
+        known = state or Golden(fact.canary_key, answer.canary, status="retired", prompt=answer.prompt)
+        return _unless_agreed(known, replace(wish, vote=vote), cause)
+    if state is None:
+        return None
+    if fact.act == "record":
+        return _wanted(state, OperatorWish("record", fact.by, worker=fact.worker), cause)
+    if fact.act == "retire":
+        retired = state.status == "retired"
+        return state if retired else _wanted(state, OperatorWish("retire", fact.by), cause)
+    if not fact.worker:
+        provisional = state.status == "provisional"
+        return _wanted(state, OperatorWish("approve", fact.by), cause) if provisional else state
+    given = last_answer(state, fact.worker, fact.instance)
+    return state if given is None else _unless_agreed(state, OperatorWish("approve", fact.by, given), cause)
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
