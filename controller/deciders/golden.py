@@ -223,8 +223,8 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
         contradictions=(),
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
-        moves=GoldenMoves(
-            since=fact.decided_at,
+        moves=replace(
+            state.moves,
             outvoted_by=fact.number if fact.outvoted_by else state.moves.outvoted_by,
             wanted=wanted if wanted is not None and wanted.act == "approve" else None,
             recorder=wanted.worker if wanted is not None else "",
@@ -320,7 +320,7 @@ def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
         dissent=(),
         disputed_by="",
         cause=vote.cause,
-        moves=GoldenMoves(outvoted_by=state.moves.outvoted_by),
+        moves=replace(state.moves, wanted=None, recorder=""),
     )
 
 
@@ -358,7 +358,7 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
         disputed_by="",
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
-        moves=GoldenMoves(since=fact.decided_at, outvoted_by=state.moves.outvoted_by),
+        moves=replace(state.moves, wanted=None, recorder=""),
     )
     if not votes:
         return agreed

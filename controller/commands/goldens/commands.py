@@ -4,8 +4,9 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ async def _run(args: argparse.Namespace) -> int:
     """Run one command. Raise HoldfastError."""
     match args.golden:
         case "list":
-            found = _selected((await stored(args.data)).goldens, args)
-            print(as_json(found) if args.output == "json" else text(found))
+            known = await stored(args.data)
+            found = _selected(known.goldens, args)
+            print((as_json if args.output == "json" else text)(found, known.decided_at))
         case "export":
             _export(_selected((await stored(args.data)).goldens, args), args.output)
         case "import":
@@ -82,6 +84,7 @@ class StoredGoldens:
 
     goldens: Sequence[Golden]
     keys: frozenset[str]  # canary keys of the workers
+    decided_at: Mapping[int, datetime]  # when the journal took the decisions that moved them last, by number
 
 
 async def stored(data: Path) -> StoredGoldens:
@@ -93,12 +96,13 @@ async def stored(data: Path) -> StoredGoldens:
     try:
         async with asyncio.timeout(READ_S):
             rows = (await reader.read_status()).rows
+            goldens = sorted(map(read_golden, rows["goldens"]), key=lambda one: (one.canary_key, one.canary))
+            decided_at = await reader.decided_at([one.moved_by for one in goldens])
     except TimeoutError as error:
         raise HoldfastError(f"the fleet's database did not answer within {READ_S:g} s") from error
     finally:
         await reader.close()
-    goldens = sorted(map(read_golden, rows["goldens"]), key=lambda one: (one.canary_key, one.canary))
-    return StoredGoldens(goldens, frozenset(row["canary_key"] for row in rows["workers"]))
+    return StoredGoldens(goldens, frozenset(row["canary_key"] for row in rows["workers"]), decided_at)
 
 
 def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golden]:
@@ -114,7 +118,7 @@ def model(golden: Golden) -> str:
     return golden.canary_key.partition("|")[0]
 
 
-def as_json(goldens: Sequence[Golden]) -> str:
+def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
     """Return goldens for programs."""
     listed = [
         {
@@ -123,7 +127,7 @@ def as_json(goldens: Sequence[Golden]) -> str:
             "canary": one.canary,
             "status": one.status,
             "configured": one.configured,
-            "since": _instant(one, "T", "milliseconds") or None,
+            "since": _instant(decided_at.get(one.moved_by), "T", "milliseconds") or None,
             "by": list(one.by),
             "proposed_by": one.proposed_by,
             "contradicted_by": sorted(vote.worker for vote in one.contradictions),
@@ -134,30 +138,29 @@ def as_json(goldens: Sequence[Golden]) -> str:
     return json.dumps(listed, indent=1)
 
 
-def text(goldens: Sequence[Golden]) -> str:
+def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
     """Return goldens for a person: a line for each canary key, below it its canaries."""
     if not goldens:
         return "no goldens"
-    return "\n".join(_lines(goldens))
+    return "\n".join(_lines(goldens, decided_at))
 
 
-def _lines(goldens: Sequence[Golden]) -> Iterator[str]:
+def _lines(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> Iterator[str]:
     width = max(len(one.canary) for one in goldens)
     key = None
     for one in goldens:
         if one.canary_key != key:
             key = one.canary_key
             yield fitted(safe(key.replace("|", " | ")))
-        since = _instant(one, " ", "seconds")[:19] or "-"
+        since = _instant(decided_at.get(one.moved_by), " ", "seconds")[:19] or "-"
         yield fitted(
             safe(f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(19)}  {_by(one)}")
         )
 
 
-def _instant(golden: Golden, sep: str, timespec: str) -> str:
-    """Return since when a golden has its status; empty if no decision said so."""
-    since = golden.moves.since
-    return since.isoformat(sep, timespec) if since is not None else ""
+def _instant(at: datetime | None, sep: str, timespec: str) -> str:
+    """Return an instant as text; empty if it is not known, as of what no decision has moved."""
+    return at.isoformat(sep, timespec) if at is not None else ""
 
 
 def _by(golden: Golden) -> str:

@@ -1,7 +1,6 @@
-"""Since when a golden has its status, and what an operator wants of it, until a decision has answered."""
+"""What an operator wants of a golden, until a decision has answered."""
 
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal
 
 from controller.deciders.votes.camps import Vote
@@ -28,9 +27,8 @@ class OperatorWish:
 
 @dataclass(frozen=True, slots=True)
 class GoldenMoves:
-    """How a golden came to its status, and what is to move it next."""
+    """What has moved a golden, and what is to move it next."""
 
-    since: datetime | None = None  # of the status, by the clock of the controller that decided so
     outvoted_by: int = 0  # number of the decision by which another answer outvoted the one before
     wanted: OperatorWish | None = None  # what an operator wants, until a decision has answered
     recorder: str = ""  # the worker whose next answer is the provisional golden, as an operator wants

@@ -10,14 +10,14 @@ import pytest
 from controller.commands.goldens import commands, file
 from controller.deciders.golden import Golden
 from controller.deciders.votes.camps import Vote
-from controller.deciders.votes.wanted import GoldenMoves
 
 KEY = "llama|r1|tok|openai|0.9|unknown|tp1|upstream"
 TOP = ((5, -0.1), (7, -2.5))
 AGREED = Golden(
     KEY, "c1", "agreed", (9, 8), (5, 6), (TOP, TOP), 0.5, 0.01, by=("w0", "operator ann"), asked=4,
-    moves=GoldenMoves(since=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)),
+    moved_by=7,
 )  # fmt: skip
+DECIDED_AT = {7: datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)}
 PROVISIONAL = Golden(KEY, "c2", prompt=(9,), tokens=(1,), proposed_by="w0")
 
 
@@ -93,13 +93,13 @@ def test_list_shows_status_since_and_who_agreed_and_names_are_safe_on_a_terminal
     contradicted = Golden(
         "\x1b[2J|r|t|e|v|d|tp1|x", "c9", "agreed", by=("w1",), contradictions=(Vote("w2", "i", (1,)),)
     )
-    shown = commands.text([AGREED, PROVISIONAL, contradicted])
+    shown = commands.text([AGREED, PROVISIONAL, contradicted], DECIDED_AT)
     assert "c1  agreed       2026-01-02 03:04:05  w0, operator ann" in shown
     assert "c2  provisional  -                    proposed by w0" in shown
     assert "w1; contradicted by w2" in shown
     assert "\x1b" not in shown
-    first = json.loads(commands.as_json([AGREED]))[0]
+    first = json.loads(commands.as_json([AGREED], DECIDED_AT))[0]
     assert (first["model"], first["canary"], first["status"], first["by"]) == (
         "llama", "c1", "agreed", ["w0", "operator ann"]
     )  # fmt: skip
-    assert commands.text([]) == "no goldens"
+    assert commands.text([], {}) == "no goldens"
