@@ -316,8 +316,13 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     if found is None or not isinstance(found[1], CanaryFailed):
         return False
     machine, canary = watch.world.machines[fact.worker], int(found[1].canary[1:])
-    ever = machine.standing.weights.ever
-    return len(ever) > 1 and found[1].got in {machine.right_answer(canary, weights) for weights in ever}
+    mine = machine.standing.weights.ever
+    updated = any(
+        other.standing.weights.ever != {0}
+        for other in watch.world.machines.values()
+        if other.model == machine.model
+    )
+    return updated and found[1].got in {machine.right_answer(canary, weights) for weights in mine}
 
 
 def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
