@@ -315,12 +315,11 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     found = watch.ledger.observation(fact.cause)
     if found is None or not isinstance(found[1], CanaryFailed):
         return False
-    machine, canary = watch.world.machines[fact.worker], int(found[1].canary[1:])
+    machines = watch.world.machines
+    machine, canary = machines[fact.worker], int(found[1].canary[1:])
     mine = machine.standing.weights.ever
     updated = any(
-        other.standing.weights.ever != {0}
-        for other in watch.world.machines.values()
-        if other.model == machine.model
+        other.standing.weights.ever != {0} for other in machines.values() if other.model == machine.model
     )
     return updated and found[1].got in {machine.right_answer(canary, weights) for weights in mine}
 
