@@ -10,7 +10,7 @@
                            ├─ it had not begun, and all are busy ────────────▶ LineUp
                            ├─ it had not begun, and a suspect will serve ────▶ LineUp
                            ├─ it had not begun ──────────────────────────────▶ Refuse
-                           ├─ somebody may come, come back, or stand in ─────▶ Park
+                           ├─ a worker may come, come back, or stand in ─────▶ Park
                            └─ all have failed it ────────────────────────────▶ Abandon
 
 What a reader would get wrong: a client is told the first failure since a token came, and not the last: that is the one

@@ -40,7 +40,7 @@ class RollingUpdates:
                 self._kernel.after(at, self._update, model)
 
     def _update(self, model: str) -> None:
-        """Begin to update a model's workers, in any order. A lone worker has nobody who agrees with it."""
+        """Begin to update a model's workers, in any order. No other worker could confirm a lone one."""
         machines = self._of(model)
         if self._over or len(machines) < 2:
             return
