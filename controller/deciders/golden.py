@@ -31,8 +31,6 @@ side of a dispute dies, the survivor is no longer in doubt; nobody is left to sa
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import reduce

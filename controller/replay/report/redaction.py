@@ -71,13 +71,12 @@ class Redaction:
                 value = getattr(fact, field, None)
                 voters = field == "by" and isinstance(fact, GoldenAgreed)
                 for name in value if isinstance(value, tuple) else (value,):
-                    self._name(of, name)
+                    voter = voters and not str(name).startswith("operator ")
+                    self._name("worker" if voter else kind, name)
         if isinstance(fact, FrontendBreakersMoved):
             for move in fact.moves:
                 self._name("worker", move.worker)
                 self._name("life", move.instance)
-                    voter = voters and not str(name).startswith("operator ")
-                    self._name("worker" if voter else kind, name)
         if isinstance(fact, WorkerJoined):
             self._name("host", fact.topology.host)
             for gpu in fact.topology.gpus:

@@ -294,7 +294,7 @@ class SimulatedProber:
                 golden=golden,
                 got=got,
                 engine_went_on=engine_went_on,
-                **common, reason=reason, confirmed=confirmed, golden=golden, got=got, whole=confirmed
+                whole=confirmed,
             )
         )
 
