@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from events import codec
 from events.decisions import Knobs
 from events.fact import Decision, Fact, Observation
-from events.observations import BreakerMove, KvLayout, Profile, Topology
+from events.observations import BreakerMove, GoldenAnswer, KvLayout, Profile, Topology
 from events.subjects import DECIDED, OBSERVED
 
 EMITTERS: Mapping[str, str] = {
@@ -44,6 +44,7 @@ EMITTERS: Mapping[str, str] = {
     "canary_failed": "the leading controller's canary loop, once per probe",
     "golden_proposed": "the leading controller's canary loop",
     "golden_disputed": "the leading controller's canary loop, once per probe",
+    "golden_requested": "a controller, for an operator",
     "tokens_unlikely": "the leading controller's canary loop: per sampled canary, or once in ten minutes for users' tokens",
     "requests_served": "a frontend, per worker and window with traffic",
     "request_failed": "a frontend, once per failure",
@@ -71,7 +72,7 @@ EMITTERS: Mapping[str, str] = {
 
 NOTED = r"^    (\w+): (?:\(\n\s+)?[^#\n]+  # (.+)$"  # a field of a dataclass, with a comment behind it
 LEADER = "the leading controller, when it is due"
-SHAPES = (Profile, Topology, KvLayout, Knobs, BreakerMove)  # what fields consist of
+SHAPES = (Profile, Topology, KvLayout, GoldenAnswer, Knobs, BreakerMove)  # what fields consist of
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,14 @@ def _fleet(parser: argparse.ArgumentParser) -> Run:
     return fleet.prepare(parser, Parser)
 
 
+def _golden(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands.goldens import commands
+
+    data_flag(parser)
+    return commands.prepare(parser, Parser)
+
+
 def _database(parser: argparse.ArgumentParser) -> Run:
     with without("aiohttp"):
         from controller.commands import database
@@ -370,6 +378,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "replay": ("what happened, how it was, and why: read the journal", _replay),
     "request": ("what became of one request: where it was, how it moved, whose tokens it holds", _request),
     "journal": ("what on the journal is no event, and what shall not count as one", _journal),
+    "golden": (
+        "show, approve, retire, record, export and import goldens: the right answers to canaries",
+        _golden,
+    ),
     "fleet": ("which kinds of facts and which deciders each process knows, and what is in force", _fleet),
     "database": ("who may read and write the database, and how", _database),
     "nats": ("who may say and hear what at a broker of one's own", _nats),

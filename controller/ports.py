@@ -16,7 +16,14 @@ from controller.router.trust import TrustedSource
 from events.decisions import PolicyAdopted
 from events.errors import Finding, HoldfastError
 from events.fact import Observation, Recorded
-from events.observations import CapacityReported, ScaleApplied, ScaleProposed, ScaleSet, TrafficReported
+from events.observations import (
+    CapacityReported,
+    GoldenAnswer,
+    ScaleApplied,
+    ScaleProposed,
+    ScaleSet,
+    TrafficReported,
+)
 from events.order import Last, Position
 from events.wire import Chunk, Committed, Generate, Load, Reserved, Why
 
@@ -325,6 +332,18 @@ class Command:
 
 
 NO_COMMAND = Command()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenWish:
+    """What an operator wants of goldens. They are named by a worker, a canary key or a model."""
+
+    act: Literal["approve", "retire", "record"]
+    worker: str = ""
+    canary_key: str = ""
+    model: str = ""
+    canaries: tuple[str, ...] = ()  # empty: all of that key
+    answers: tuple[GoldenAnswer, ...] = ()  # approve: the goldens that the operator brings
 
 
 class CommandGate(Protocol):

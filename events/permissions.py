@@ -61,6 +61,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.CanaryFailed,
         seen.GoldenProposed,
         seen.GoldenDisputed,
+        seen.GoldenRequested,
         seen.TokensUnlikely,
         seen.SnapshotKept,
         seen.IntrusionRefused,

@@ -19,6 +19,7 @@ def registration(
     kind: dict[str, Any] = {
         "model": i.model, "revision": i.revision, "tokenizer": i.tokenizer, "engine": i.engine,
         "engine_version": i.engine_version, "dtype": i.dtype, "tp": i.tp, "device": i.device,
+        "lineage": i.lineage,
     }  # fmt: skip
     return WorkerJoined(
         worker=config.name,

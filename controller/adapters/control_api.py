@@ -1,5 +1,5 @@
 """The operator's control subjects over NATS, by FastStream: control.drain, .resume, .move, .restart, .status, .versions,
-.allow and .chaos.
+.allow, .golden and .chaos.
 
 Each takes a JSON object and answers with one: `says`, what was done, or `error`, why not. Every controller hears each
 request; who leads answers, and the others say nothing (`controller.runtime.commands`).
@@ -15,12 +15,13 @@ from faststream import ExceptionMiddleware
 from faststream.exceptions import SkipMessage
 from faststream.nats import NatsBroker
 from faststream.nats.security import NatsCredentials, NatsNKey, NatsSecurity, NatsToken, NatsUserPassword
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from controller.ports import Answer, Command, CommandGate, Control
+from controller.ports import Answer, Command, CommandGate, Control, GoldenWish
 from events.errors import HoldfastError
 from events.nats.connection import PING_INTERVAL_S, PINGS_MAX
 from events.nats.urls import account, addresses, inbox, masked
+from events.observations import GoldenAnswer
 from events.subjects import CONTROL
 
 AT_ONCE = (
@@ -29,6 +30,7 @@ AT_ONCE = (
 RECONNECT_WAIT_S = 0.2
 STOP_WITHIN_S = 2.0
 NAME_MAX = 200
+KEY_MAX = 1000
 
 Fault = Literal[
     "kill",
@@ -45,6 +47,7 @@ Fault = Literal[
     "heal",
 ]
 Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
+LogProb = Annotated[float, Field(allow_inf_nan=False)]
 Who = Annotated[str, Field(max_length=NAME_MAX)]
 
 log = structlog.get_logger(__name__)
@@ -55,6 +58,7 @@ class OperatorControl(Control, Protocol):
 
     async def versions(self) -> dict[str, Any]: ...
     async def allow(self, by: str, command: Command = ...) -> str: ...
+    async def golden(self, wish: GoldenWish, by: str, command: Command = ...) -> str: ...
 
     async def chaos(
         self,
@@ -118,6 +122,59 @@ class MoveBody(CommandBody):
 
 class RestartBody(CommandBody):
     """Let a worker shut down in good order; whoever supervises it starts its successor."""
+
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+TopLogprobs = Annotated[tuple[tuple[Token, LogProb], ...], Field(max_length=64)]
+Key = Annotated[str, Field(max_length=KEY_MAX)]
+
+
+class AnswerBody(OperatorBody):
+    """A golden: the question's tokens, and the tokens and logprobs of the right answer. `asked`: how many tokens the question
+    asks for, 0 for as many as the answer has. `tolerance`: of one logprob, 0 to compare tokens only."""
+
+    canary: Name
+    prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=65_536)]
+    tokens: Annotated[tuple[Token, ...], Field(min_length=1, max_length=4096)]
+    top_k: Annotated[tuple[TopLogprobs, ...], Field(max_length=4096)] = ()
+    tolerance: float = Field(default=0.0, ge=0, le=100, allow_inf_nan=False)
+    asked: int = Field(default=0, ge=0, le=4096)
+
+    def answer(self) -> GoldenAnswer:
+        """Return it as the journal has it."""
+        return GoldenAnswer(**self.model_dump())
+
+
+class GoldenBody(FleetBody):
+    """Approve goldens, retire them, or have a worker record them anew. They are named by a worker, a canary key or a model, and
+    perhaps by canaries. `answers`: the goldens to approve, under `canary_key`, instead of what workers have answered."""
+
+    act: Literal["approve", "retire", "record"]
+    worker: Annotated[str, Field(max_length=NAME_MAX)] = ""
+    canary_key: Key = ""
+    model: Key = ""
+    canaries: Annotated[tuple[Name, ...], Field(max_length=64)] = ()
+    answers: Annotated[tuple[AnswerBody, ...], Field(max_length=64)] = ()
+
+    @model_validator(mode="after")
+    def _named(self) -> "GoldenBody":
+        if self.act == "record" and not self.worker:
+            raise ValueError("record takes a worker")
+        if self.act == "retire" and self.worker:
+            raise ValueError("retire takes a canary key or a model, no worker")
+        if not (self.worker or self.canary_key or self.model):
+            raise ValueError("name a worker, a canary key or a model")
+        if self.answers and (self.act != "approve" or self.worker or not self.canary_key):
+            raise ValueError("answers are approved under a canary key")
+        return self
+
+    def wish(self) -> GoldenWish:
+        """Return what is wanted."""
+        answers = tuple(body.answer() for body in self.answers)
+        return GoldenWish(
+            act=self.act, worker=self.worker, canary_key=self.canary_key, model=self.model,
+            canaries=self.canaries, answers=answers,
+        )  # fmt: skip
 
 
 class AllowBody(FleetBody):
@@ -193,7 +250,7 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
             raise SkipMessage
         return await ready().status()
 
-    _declare_versions(subscribe, ready, gate, carry_out)
+    _declare_fleet_wide(subscribe, ready, gate, carry_out)
 
     @subscribe("chaos", ChaosBody)  # type: ignore[untyped-decorator]
     async def chaos(body: ChaosBody) -> Answer:
@@ -204,13 +261,13 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
         )
 
 
-def _declare_versions(
+def _declare_fleet_wide(
     subscribe: Callable[[str, type[OperatorBody]], Any],
     ready: Callable[[], OperatorControl],
     gate: CommandGate | None,
     carry_out: Callable[[Command, Callable[[], Awaitable[object]]], Awaitable[Answer]],
 ) -> None:
-    """Register the subjects of `holdfast fleet`."""
+    """Register the subjects of `holdfast fleet` and `holdfast golden`."""
 
     @subscribe("versions", VersionsBody)  # type: ignore[untyped-decorator]
     async def versions(body: VersionsBody) -> dict[str, Any]:
@@ -218,6 +275,11 @@ def _declare_versions(
         if not await gate.ours_to_answer():
             raise SkipMessage
         return await ready().versions()
+
+    @subscribe("golden", GoldenBody)  # type: ignore[untyped-decorator]
+    async def golden(body: GoldenBody) -> Answer:
+        command = body.command("golden")
+        return await carry_out(command, lambda: ready().golden(body.wish(), body.by, command))
 
     @subscribe("allow", AllowBody)  # type: ignore[untyped-decorator]
     async def allow(body: AllowBody) -> Answer:

@@ -73,7 +73,10 @@ def _successor(name: str, old: str, status: Status) -> Status | None:
 
 
 def _routable(worker: Status) -> bool:
-    return bool(_healthy(worker) and worker["weight"] > 0)
+    """Return whether a worker takes requests, or would as the last of its model: one of a new lineage is held back until
+    another worker of that lineage is there."""
+    held = worker.get("held") and worker["breaker"] == "closed"
+    return bool((_healthy(worker) and worker["weight"] > 0) or held)
 
 
 def _healthy(worker: Status) -> bool:

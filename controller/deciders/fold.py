@@ -56,6 +56,7 @@ from events.observations import (
     Commanded,
     GoldenDisputed,
     GoldenProposed,
+    GoldenRequested,
     IntrusionRefused,
     ResumeRequested,
     WorkerAwaited,
@@ -125,6 +126,8 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
         fleet = _waits(fleet, fact, recorded.at)
     if isinstance(fact, WorkerJoined):
         return _joined(fleet, fact, recorded)
+    if isinstance(fact, GoldenRequested):
+        return _requested(fleet, fact, recorded)
     if isinstance(fact, WorkerObservation):
         worker = fleet.workers.get(fact.worker)
         if worker is not None and worker.joined.instance == fact.instance:
@@ -168,6 +171,20 @@ def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
             confirms = heard and not worker.health.joining and not worker.health.convicted
             found[name] = Voter(worker.joined.instance, worker.place, worker.joined.account or name, confirms)
     return found
+
+
+def _requested(fleet: Fleet, fact: GoldenRequested, recorded: Recorded) -> Fleet:
+    """Take what an operator wants of goldens."""
+    if fact.late(recorded.at):
+        return fleet
+    goldens = dict(fleet.goldens)
+    for canary in dict.fromkeys((*fact.canaries, *(answer.canary for answer in fact.answers))):
+        known = goldens.get((fact.canary_key, canary))
+        one = replace(fact, answers=tuple(answer for answer in fact.answers if answer.canary == canary))
+        state = golden.evolve(known, one, recorded.id)
+        if state is not None:
+            goldens[fact.canary_key, canary] = state
+    return replace(fleet, goldens=goldens)
 
 
 def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
@@ -276,7 +293,7 @@ def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> Canary
     """Let a provisional golden convict only the worker that it came from, and an outvoted one none."""
     if fact.golden == "agreed":
         known = fleet.goldens.get((fact.canary_key, fact.golden_canary))
-        outvoted = known is not None and fact.sent_under < known.outvoted_by
+        outvoted = known is not None and fact.sent_under < known.moves.outvoted_by
         return replace(fact, golden="none") if outvoted else fact
     if fact.golden != "provisional":
         return fact

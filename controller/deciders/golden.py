@@ -23,12 +23,15 @@ An agreed golden is outvoted when live workers that contradict it alike are more
 (`votes.quorum`): new weights under the same name, on one server after another. Their answer is agreed instead, and the
 golden that fell convicts them no more. A worker that gives a third answer is convicted by the new golden as well.
 
+An operator can approve an answer, retire a golden, or have one recorded anew (`GoldenRequested`). An approved golden can be
+outvoted like any other.
+
 What a reader would get wrong: who is at odds is read off the votes of those who live, not remembered. When the other
 side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import reduce
 from typing import Literal
@@ -36,6 +39,7 @@ from typing import Literal
 from controller.deciders.validation import STRICT, at_least
 from controller.deciders.votes.camps import Vote, agrees, camps, margin, parting
 from controller.deciders.votes.quorum import Voter, outvoters
+from controller.deciders.votes.wanted import OPERATOR, GoldenMoves, OperatorWish
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.frozen import replace
@@ -45,12 +49,12 @@ from events.observations import (
     CanarySlow,
     GoldenDisputed,
     GoldenProposed,
+    GoldenRequested,
     ResumeRequested,
     TopK,
 )
 
 CONFIGURED = "configured"
-OPERATOR = "operator"
 VOTES_MAX = 64  # kept per golden; the oldest goes first
 
 
@@ -61,6 +65,7 @@ class GoldenPolicy:
     voters_min: int = 2  # workers that must give the same answer before it convicts others
     outvote: bool = True  # whether equal contradictions of more hosts than confirm an agreed golden retire it
     tie_margin: float = 0.1  # logprob lead up to which answers that part there are votes for the same one
+    hold_new_lineage: bool = True  # whether a worker of a new lineage serves only once its goldens are agreed
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -90,8 +95,13 @@ class Golden:
     dissent: tuple[str, ...] = ()  # who answered otherwise when it was agreed, and has not passed it since
     disputed_by: str = ""  # worker, until a decision has answered
     moved_by: int = 0  # number of the last decision about it
-    outvoted_by: int = 0  # number of the decision by which another answer outvoted the one before
+    moves: GoldenMoves = field(default_factory=GoldenMoves)
     cause: str = ""
+
+    @property
+    def approved(self) -> bool:
+        """Whether an operator approved it."""
+        return self.status == "agreed" and any(name.split(" ")[0] == OPERATOR for name in self.by)
 
 
 def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
@@ -111,12 +121,67 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
         case ResumeRequested() if state is not None:
             votes = tuple(vote for vote in state.votes if vote.worker != fact.worker)
             return replace(state, votes=votes, disputed_by=OPERATOR, cause=cause)
+        case GoldenRequested():
+            return _requested(state, fact, cause)
         case GoldenAgreed() if state is not None:
-            return _agreed(state, fact)
+            return _agreed(_approved(state), fact)
         case GoldenRetired() if state is not None:
             return _retired(state, fact)
         case _:
             return state
+
+
+def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golden | None:
+    """Take an operator's request, as far as there is something to do. Of `answers` only this canary's is given."""
+    if fact.act == "approve" and fact.answers:
+        answer = fact.answers[0]
+        wish = OperatorWish("approve", fact.by, answer=answer)
+        vote = Vote(wish.operator, "", answer.tokens, answer.top_k, cause)
+        known = state or Golden(fact.canary_key, answer.canary, status="retired", prompt=answer.prompt)
+        return _unless_agreed(known, replace(wish, vote=vote), cause)
+    if state is None:
+        return None
+    if fact.act == "record":
+        return _wanted(state, OperatorWish("record", fact.by, worker=fact.worker), cause)
+    if fact.act == "retire":
+        retired = state.status == "retired"
+        return state if retired else _wanted(state, OperatorWish("retire", fact.by), cause)
+    if not fact.worker:
+        provisional = state.status == "provisional"
+        return _wanted(state, OperatorWish("approve", fact.by), cause) if provisional else state
+    given = last_answer(state, fact.worker, fact.instance)
+    return state if given is None else _unless_agreed(state, OperatorWish("approve", fact.by, given), cause)
+
+
+def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
+    """Return what a worker's present life answered last; None: nothing that is known whole."""
+    known = (*state.contradictions, *state.votes)
+    return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
+
+
+def _unless_agreed(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
+    """Take a wish to approve an answer, unless that very answer is agreed."""
+    vote, asked = wanted.vote, wanted.answer
+    same = vote is None or agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance)
+    if state.status == "agreed" and same and (asked is None or asked.prompt == state.prompt):
+        return state
+    return _wanted(state, wanted, cause)
+
+
+def _wanted(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
+    return replace(state, moves=replace(state.moves, wanted=wanted), cause=cause)
+
+
+def _approved(state: Golden) -> Golden:
+    """Return a golden with the answer, and perhaps the question, that an operator approves."""
+    wanted = state.moves.wanted
+    if wanted is None or wanted.act != "approve":
+        return state
+    if wanted.vote is not None:
+        state = replace(state, votes=_cast(state.votes, wanted.vote), configured=False)
+    if (answer := wanted.answer) is not None:
+        state = replace(state, prompt=answer.prompt, asked=answer.asked, tolerance=answer.tolerance)
+    return state
 
 
 def _contradicted(state: Golden, fact: CanaryFailed, cause: str) -> Golden:
@@ -148,6 +213,7 @@ def _reconciled(state: Golden, fact: CanaryPassed | CanarySlow) -> Golden:
 
 def _retired(state: Golden, fact: GoldenRetired) -> Golden:
     """Take a retirement. Those that outvoted it keep their answers as votes: they are agreed on next."""
+    wanted = state.moves.wanted
     retired = replace(
         state,
         status="retired",
@@ -155,14 +221,20 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
         contradictions=(),
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
+        moves=replace(
+            state.moves,
+            outvoted_by=fact.number if fact.outvoted_by else state.moves.outvoted_by,
+            wanted=wanted if wanted is not None and wanted.act == "approve" else None,
+            recorder=wanted.worker if wanted is not None else "",
+        ),
     )
     if not fact.outvoted_by:
         revised = (replace(vote, revised=True) for vote in state.contradictions)
         return replace(retired, votes=reduce(_cast, revised, state.votes))
     if state.configured:
-        return replace(retired, outvoted_by=fact.number)
+        return retired
     votes = tuple(vote for vote in state.contradictions if vote.worker in fact.outvoted_by)
-    return replace(retired, votes=votes, dissent=(), by=(), outvoted_by=fact.number)
+    return replace(retired, votes=votes, dissent=(), by=())
 
 
 def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -246,6 +318,7 @@ def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
         dissent=(),
         disputed_by="",
         cause=vote.cause,
+        moves=replace(state.moves, wanted=None, recorder=""),
     )
 
 
@@ -283,6 +356,7 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
         disputed_by="",
         moved_by=fact.number,
         cause=f"decision:{fact.number}",
+        moves=replace(state.moves, wanted=None, recorder=""),
     )
     if not votes:
         return agreed
@@ -337,6 +411,9 @@ def decide(
     voters: Callable[[], Mapping[str, Voter]] = no_voters,
 ) -> Iterator[Decision]:
     """Say whether this golden is agreed, or no longer counts. `voters`: the live workers of its key."""
+    if state.moves.wanted is not None:
+        yield from _as_wanted(state, state.moves.wanted, now)
+        return
     if may_be_outvoted(policy, state):
         against, confirming = outvoters(
             state.contradictions, state.tolerance, voters(), policy.voters_min, policy.tie_margin
@@ -372,6 +449,28 @@ def decide(
             reason=f"disputed: {state.disputed_by} against {state.proposed_by}",
             decided_at=now,
             cause=state.cause,
+        )
+
+
+def _as_wanted(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[Decision]:
+    """Do what an operator wants. A golden that is replaced or retired convicts no worker any more."""
+    vote = wanted.vote
+    agree = vote or Vote("", "", state.tokens, state.top_k)
+    voted = {one.worker for one in state.votes if agrees(agree, one, state.tolerance)} - {CONFIGURED}
+    by = tuple(dict.fromkeys((wanted.operator, *([vote.worker] if vote is not None else sorted(voted)))))
+    replaces = state.status != "retired" and vote is not None
+    if replaces or wanted.act != "approve":
+        yield GoldenRetired(
+            canary_key=state.canary_key,
+            canary=state.canary,
+            reason=f"{wanted.act}: {wanted.operator}",
+            outvoted_by=by if replaces else (wanted.operator,),
+            decided_at=now,
+            cause=state.cause,
+        )
+    if wanted.act == "approve":
+        yield GoldenAgreed(
+            canary_key=state.canary_key, canary=state.canary, by=by, decided_at=now, cause=state.cause
         )
 
 

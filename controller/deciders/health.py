@@ -3,7 +3,7 @@
 | from | on | to |
 |---|---|---|
 | (new instance) | WorkerJoined | SUSPICIOUS, weight 0, a canary is sent at once |
-| SUSPICIOUS (joining) | good canary | HEALTHY, weight 1 |
+| SUSPICIOUS (joining) | good canary | HEALTHY, weight 1; of a new lineage only once a golden of it is agreed |
 | HEALTHY | failed canary | SUSPICIOUS, 0.5 |
 | HEALTHY | slow (CanarySlow, or the frontends' WorkerSlow) three times in a row | SUSPICIOUS, 0.5; slowness goes no further |
 | any | a canary that times out while the engine answers other requests | as slow |
@@ -43,6 +43,7 @@ from controller.deciders.health_state import (
     ENGINE,
     HEALTHY,
     LIMITED,
+    NEW_LINEAGE,
     SILENT,
     TRIALS_FAILED,
     UNANSWERED,
@@ -88,9 +89,19 @@ CONVICTIONS_MAX = 16  # of one worker; more devices than that are one broken hos
 FRONTENDS_MAX = 64  # whose reports of slowness are counted as one
 
 
-def rejoin(previous: Health, new: Health) -> Health:
-    """Return the health with which a worker's next life begins: a new one, with the convictions of hardware and weights."""
+def rejoin(previous: Health, new: Health, *, new_lineage: bool = False) -> Health:
+    """Return the health with which a worker's next life begins: a new one, with the convictions of hardware and weights.
+
+    What the goldens of another lineage convicted is over: the new one has goldens of its own."""
     before = previous.charges
+    if new_lineage and not before.not_finite:
+        before = replace(
+            before,
+            convictions=tuple(c for c in before.convictions if c != CORRUPT),
+            goldens=(),
+            void=(),
+            own_goldens=(),
+        )
     carried = tuple(c for c in before.convictions if c not in (SILENT, ENGINE))
     charges = replace(
         new.charges,
@@ -334,6 +345,8 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
     """Take the consequence of a decision."""
     unlimited = fact.weight if fact.unlimited is None else fact.unlimited
     cause = f"decision:{fact.number}"
+    if fact.reason == NEW_LINEAGE:
+        return replace(state, reason=fact.reason, cause=cause)
     if fact.reason == LIMITED:
         return replace(state, weight=fact.weight, unlimited=unlimited, cause=cause)
     moved = replace(

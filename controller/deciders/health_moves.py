@@ -4,6 +4,7 @@ What a reader would get wrong: nothing here sees a fact. What is due follows fro
 that the same question gets the same answer late, twice, or after a crash.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -16,6 +17,7 @@ from controller.deciders.health_state import (
     HEALTHY,
     INTRUSION,
     LIMITED,
+    NEW_LINEAGE,
     RELAPSE,
     SILENT,
     SUSPICIOUS,
@@ -60,9 +62,13 @@ class HealthPolicy:
         )
 
 
-def decide(policy: HealthPolicy, state: Health, now: datetime) -> tuple[Decision, ...]:
-    """Say what is due now: at most one move."""
+def decide(
+    policy: HealthPolicy, state: Health, now: datetime, *, held: Callable[[], bool] = lambda: False
+) -> tuple[Decision, ...]:
+    """Say what is due now: at most one move. `held`: whether its lineage is new, and no golden of it agreed."""
     move = _due(policy, state, now) or _limited(state)
+    if move is not None and move[0] is HEALTHY and state.joining and state.status is SUSPICIOUS and held():
+        move = None if state.held else (SUSPICIOUS, 0.0, NEW_LINEAGE)
     if move is None:
         return ()
     after, weight, reason = move

@@ -19,6 +19,9 @@ UNANSWERED = (SILENT, "no_response", "timeout")  # reasons of a HealthChanged wh
 TRIALS_FAILED = "trials_failed"
 INTRUSION = "intrusion"  # a HealthChanged's reason begins so that ejects a worker for what it tried
 RELAPSE = "relapse"  # a HealthChanged's reason begins so that tells of a worker which failed on its way back
+NEW_LINEAGE = (
+    "new_lineage"  # reason of a HealthChanged that keeps a joining worker back until its goldens are agreed
+)
 LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
 
 
@@ -108,6 +111,11 @@ class Health:
     moved_by: int = 0  # number of the last decision about its health
     dead_since: datetime | None = None  # by the clock of the controller that decided so
     cause: str = ""  # id of the fact that spoke last
+
+    @property
+    def held(self) -> bool:
+        """Whether it is kept back: it has joined with a new lineage, whose goldens are not agreed yet."""
+        return self.joining and self.status is SUSPICIOUS and self.reason == NEW_LINEAGE
 
     @property
     def limit(self) -> float:

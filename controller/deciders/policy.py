@@ -74,7 +74,7 @@ BEFORE: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
         "breaker": {"silence_ends_wait": False, "soft_timeouts": False},
         "budget": {"keep_last": False},
         "degradation": {"exit_at_provisioned": False, "tolerance": 0.0},
-        "golden": {"outvote": False, "tie_margin": 0.0},
+        "golden": {"outvote": False, "tie_margin": 0.0, "hold_new_lineage": False},
         "health": {"eject_intruders": False, "soft_timeouts": False, "silence_returns_whole": False},
     },
 }

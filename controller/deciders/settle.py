@@ -25,6 +25,7 @@ from controller.deciders import (
     spares,
 )
 from controller.deciders.fold import Fleet, evolve, voters
+from controller.deciders.health_state import Health
 from controller.deciders.incident import Incident
 from controller.deciders.policy import OLDEST, FleetPolicy
 from controller.deciders.shares import Shares, provisioned, standing, weighted
@@ -39,6 +40,7 @@ from events.decisions import (
 )
 from events.fact import Decision, Recorded
 from events.frozen import replace
+from events.observations import is_new_lineage
 from events.versions import InForce, new_kinds
 
 DECIDERS_VERSION = 6  # grows whenever the same facts would lead to another decision
@@ -237,7 +239,10 @@ def _goldens(s: _Settling) -> None:
     open_ = [
         key
         for key, state in goldens.items()
-        if state.status != "agreed" or state.configured or golden.may_be_outvoted(policy, state)
+        if state.status != "agreed"
+        or state.configured
+        or state.moves.wanted is not None
+        or golden.may_be_outvoted(policy, state)
     ]
     for key in sorted(open_):
         electorate = partial(voters, s.fleet, *key)
@@ -257,7 +262,23 @@ def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]
 
 
 def _health(s: _Settling) -> None:
-    _each(s, "health", health_moves.decide)
+    def decide(policy: health_moves.HealthPolicy, state: Health, now: datetime) -> tuple[Decision, ...]:
+        return health_moves.decide(policy, state, now, held=lambda: _is_held(s, state.worker))
+
+    _each(s, "health", decide)
+
+
+def _is_held(s: _Settling, name: str) -> bool:
+    """Return whether a joining worker is of a new lineage, and other workers of its model could tell whether it is right."""
+    workers, goldens = s.fleet.workers, s.fleet.goldens
+    worker = workers[name]
+    others = (one for other, one in workers.items() if other != name)
+    if not s.policy.golden.hold_new_lineage or not any(
+        one.joined.model == worker.joined.model for one in others
+    ):
+        return False
+    agreed = {key for (key, _), state in goldens.items() if state.status == "agreed"}
+    return is_new_lineage(worker.joined.canary_key, agreed)
 
 
 def _breakers(s: _Settling) -> None:

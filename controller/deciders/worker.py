@@ -25,6 +25,7 @@ from events.observations import (
     RequestsServed,
     RequestSuspected,
     WorkerJoined,
+    is_new_lineage,
 )
 
 RequestOutcome: TypeAlias = RequestsServed | RequestFailed | RequestPoisonous | RequestSuspected
@@ -95,17 +96,18 @@ class Worker:
 
     @property
     def suspect(self) -> bool:
-        """Whether wrong answers to canaries, and nothing else, keep it out of service: it may serve if no other worker does."""
+        """Whether wrong answers to canaries or a new lineage, and nothing else, keep it out of service: it may serve if no other
+        worker does."""
         h = self.health
         leaves = h.status is HealthStatus.DRAINING or h.exit.draining or h.exit.leaving or self.drain.active
         if not self.alive or leaves or self.spare.kept or h.charges.not_finite:
             return False
-        wrong = h.corrupt or (h.charges.acquitted and h.convicted)
-        return wrong and all(conviction == CORRUPT for conviction in h.convictions)
+        kept_back = h.held or h.corrupt or (h.charges.acquitted and h.convicted)
+        return kept_back and all(conviction == CORRUPT for conviction in h.convictions)
 
     @property
     def serves_suspect(self) -> bool:
-        """Whether it serves although canaries convict it, because no other worker of its model does."""
+        """Whether it serves although canaries convict it or its lineage is new, because no other worker of its model does."""
         return self.budget.last and self.suspect and self.natural_weight == 0.0
 
     @property
@@ -231,7 +233,7 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
     return replace(
         previous,
         joined=fact,
-        health=health.rejoin(previous.health, new.health),
+        health=health.rejoin(previous.health, new.health, new_lineage=told_otherwise(previous.joined, fact)),
         breaker=new.breaker,
         drain=new.drain,
         budget=new.budget,
@@ -241,6 +243,11 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
         joined_at=at,
         spare=previous.spare if previous.joined.spare == fact.spare else new.spare,
     )
+
+
+def told_otherwise(before: WorkerJoined, now: WorkerJoined) -> bool:
+    """Return whether an engine tells another lineage than it told in the worker's last life."""
+    return is_new_lineage(now.canary_key, (before.canary_key,))
 
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:

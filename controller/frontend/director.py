@@ -4,7 +4,7 @@ A convicted worker's answers move, a closed breaker clears what was held against
 ones. Who may get a request is `routing`'s question; what becomes of one answer is its `Generation`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import random
@@ -248,6 +248,10 @@ class Director:
         self.admission.forget()
 
     # --- what generations say -----------------------------------------------------------------------------
+
+    def stands_in(self, request: GenerationRequest, without: Collection[Key]) -> bool:
+        """Return whether a worker that canaries keep out of service, none of `without`, will serve this request in a moment."""
+        return self.table.stands_in(request.model, request.lineage, without)
 
     def no_worker(self, error: NoWorker, request: GenerationRequest) -> ApiError:
         """Return what a client is told when nobody can take his request."""

@@ -7,7 +7,7 @@ which makes them again from the journal and compares.
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -305,6 +305,11 @@ def breaker_row(worker: Worker) -> Row:
         breaker.worker, breaker.instance, breaker.position, _POSITIONS.index(breaker.position),
         failures, breaker.trials_failed, breaker.retry_at, breaker.deadline,
     )  # fmt: skip
+
+
+def read_golden(row: Mapping[str, Any]) -> Golden:
+    """Return the golden of a row of `goldens`, as the database returns it."""
+    return cast(Golden, _READ["golden"](row["golden"]))
 
 
 def golden_row(golden: Golden) -> Row:

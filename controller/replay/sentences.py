@@ -297,6 +297,10 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
         if f.proposed_by == CONFIGURED
         else f"{_asked(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
     ),
+    o.GoldenRequested: lambda f: (
+        f"{f.by or 'an operator'} asked: {f.act} the goldens of "
+        f"{', '.join(f.canaries or (answer.canary for answer in f.answers))}{f.worker and f' with {f.worker}'}"
+    ),
     o.TokensUnlikely: lambda f: (
         f"{f.worker} drew unlikely tokens in {f.canary}: its sampler may be broken"
         if f.found_by == "canary"

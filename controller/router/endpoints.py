@@ -5,7 +5,7 @@ Lineage is what must stay the same over a request's life: the revision of the we
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -322,12 +322,27 @@ class EndpointTable:
             return why
         if not (worker.health.corrupt and worker.suspect):
             return ""
-        if not (self._policy or {}).get("budget", {}).get("keep_last", False):
+        if not self._keeps_last:
             return ""
         model = worker.joined.model
         others = (one for one in self._known.values() if one is not worker and one.joined.model == model)
         serves = (one.serves_suspect or (one.routable and not one.corrupt) for one in others)
         return "" if any(serves) else why
+
+    @property
+    def _keeps_last(self) -> bool:
+        return bool((self._policy or {}).get("budget", {}).get("keep_last", False))
+
+    def stands_in(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> bool:
+        """Return whether a worker, none of `without`, is kept out of service by canaries only: it will serve as soon as the
+        controller has seen that no other worker of its model does. To wait for it is worth it."""
+        return self._keeps_last and any(
+            worker.joined.model == model
+            and worker.suspect
+            and (worker.joined.worker, worker.joined.instance) not in without
+            and lineage in (None, (worker.joined.revision, worker.joined.tokenizer))
+            for worker in self._known.values()
+        )
 
     def worker(self, endpoint: Endpoint) -> Worker | None:
         """Return what the fold shows of an endpoint's life; None if it is over."""

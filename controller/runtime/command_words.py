@@ -5,6 +5,7 @@ from events.observations import (
     ChaosInjected,
     Commanded,
     DrainRequested,
+    GoldenRequested,
     MoveRequested,
     RestartRequested,
     ResumeRequested,
@@ -16,6 +17,7 @@ VERBS: dict[type[Commanded], str] = {
     MoveRequested: "move",
     RestartRequested: "restart",
     ChaosInjected: "chaos",
+    GoldenRequested: "golden",
 }
 
 
@@ -41,7 +43,23 @@ def done(fact: Commanded) -> str:
             return f"what runs on {worker} is to move" + (f" to {to}" if to else "")
         case RestartRequested(worker=worker):
             return f"{worker} shuts down; its supervisor starts it again"
+        case GoldenRequested():
+            return golden(fact)
         case ChaosInjected(worker=worker, fault=fault, detail=detail):
             return f"{worker}: {fault}" + (f" ({detail})" if detail else "")
         case _:
             raise AssertionError(f"{fact.kind()} follows from no command")
+
+
+def golden(fact: GoldenRequested) -> str:
+    """Return what a request about goldens did."""
+    names = ", ".join(fact.canaries or (answer.canary for answer in fact.answers))
+    match fact.act:
+        case "approve" if fact.worker:
+            return f"the answers of {fact.worker} to {names} are to be the agreed goldens"
+        case "approve":
+            return f"the goldens of {names} are to be agreed"
+        case "retire":
+            return f"the goldens of {names} are to be retired: the next answers are voted on"
+        case _:
+            return f"the goldens of {names} are to be retired, and recorded with {fact.worker}"

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.ports import NO_COMMAND, Command, StoreUnavailable
+from controller.ports import NO_COMMAND, Command, GoldenWish, StoreUnavailable
 from controller.runtime.beats import Beats
+from controller.runtime.canary.golden_requests import GoldenRequests
 from controller.runtime.command_words import done
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.refusals import NotPossible, Unanswered, UnknownWorker
@@ -82,6 +83,7 @@ class ControlOperations:
         self._bus = bus
         self._beats = beats
         self._processes = processes or HostProcesses()
+        self._goldens = GoldenRequests(sources.fleet, journal)
         self._rehearsals = Rehearsals(sources.fleet, journal, bus, self._processes, allowed=chaos)
 
     def close(self) -> None:
@@ -164,6 +166,10 @@ class ControlOperations:
         return (
             f"deciders version {force.deciders_version} and {len(force.kinds)} new kinds are to be in force"
         )
+
+    async def golden(self, wish: GoldenWish, by: str, command: Command = NO_COMMAND) -> str:
+        """Have goldens approved, retired or recorded anew. Raise UnknownWorker or NotPossible."""
+        return done(await self._goldens.request(wish, by, command))
 
     async def _say(self, fact: Commanded) -> str:
         self._journal.observe(fact)
@@ -294,6 +300,7 @@ class ControlOperations:
             "breaker": worker.breaker.position,
             "weight": worker.weight,
             "reasons": list(worker.reasons),
+            "held": worker.health.held,
             "spare": worker.spare.kept,
             "place": worker.spare.place or None,
             "lingers": not worker.alive and self._processes.live(worker),

@@ -180,6 +180,8 @@ class Simulation:
         while (name := f"w{index + 1}") in self.machines:
             index += len(models)
         machine = self.machines[name] = self._machine(name, index)
+        updates = self.faults.updates
+        updates.fit(machine)
         return machine
 
     def _planners(self) -> Iterator[SimulatedPlanner]:
@@ -295,7 +297,7 @@ class Simulation:
             events=self.broker.last_seq,
             decisions=self.watch.ledger.number,
             kinds=dict(sorted(kinds.items())),
-            faults=dict(sorted(self.faults.struck.items())),
+            faults=dict(sorted((self.faults.struck | self.faults.updates.struck).items())),
             checks=dict(sorted(self.watch.checks.items())),
             tally=self.tally,
             fenced=self.broker.fenced,

@@ -14,11 +14,14 @@ from events.observations.canaries import (
     CanaryResult,
     CanarySlow,
     CheckType,
+    GoldenAnswer,
     GoldenDisputed,
     GoldenProposed,
+    GoldenRequested,
     TokensUnlikely,
     TopK,
     canary_key,
+    is_new_lineage,
 )
 from events.observations.journal import EventQuarantined, SnapshotKept
 from events.observations.planning import (
@@ -100,8 +103,10 @@ __all__ = [
     "ExposureUnknown",
     "FrontendBreakersMoved",
     "FrontendObservation",
+    "GoldenAnswer",
     "GoldenDisputed",
     "GoldenProposed",
+    "GoldenRequested",
     "IntrusionRefused",
     "KvLayout",
     "MigrationCause",
@@ -142,4 +147,5 @@ __all__ = [
     "WorkerSlow",
     "WorkerSlowCleared",
     "canary_key",
+    "is_new_lineage",
 ]

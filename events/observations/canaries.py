@@ -1,15 +1,18 @@
 """What is observed of a worker's answers to questions whose right answer is known: canaries and their goldens."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import ClassVar, Literal
 
-from events.observations.workers import WorkerObservation
+from events.observations.workers import Commanded, WorkerObservation
 
 CanaryReason = Literal[
     "no_response", "token_mismatch", "logit_drift", "latency_spike", "timeout", "exception", "non_finite"
 ]
 CheckType = Literal["scheduled", "confirm", "trial", "join"]
+LINEAGE_PART = 8  # of a canary key
+KIND_PARTS = (0, 3, 6, 7)  # of a canary key: model, engine, size of group, device
 TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one position
 
 
@@ -104,6 +107,35 @@ class GoldenDisputed(WorkerObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenAnswer:
+    """A golden that an operator brings: the question, and the answer that is to be right."""
+
+    canary: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    top_k: tuple[TopK, ...] = ()
+    tolerance: float = 0.0  # of one logprob; 0.0: compare tokens only
+    asked: int = 0  # how many tokens; 0: as many as in `tokens`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenRequested(Commanded):
+    """An operator wants goldens approved, retired or recorded anew. A decision about each of them follows.
+
+    `approve`: the provisional goldens, the answers of `worker`, or `answers`. `retire`: they no longer count. `record`: they
+    no longer count, and the next answer of `worker` is the provisional golden.
+    """
+
+    entity: ClassVar[str] = "fleet"
+    worker: str = ""  # whose answers are meant; empty: those of no worker
+    instance: str = ""  # one life of it
+    act: Literal["approve", "retire", "record"]
+    canary_key: str
+    canaries: tuple[str, ...]
+    answers: tuple[GoldenAnswer, ...] = ()  # approve: instead of what workers have answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokensUnlikely(WorkerObservation):
     """A worker drew tokens that are less likely than chance explains: its sampler may be broken. No proof; it asks for a look.
 
@@ -130,11 +162,28 @@ def canary_key(
     dtype: str,
     tp: int,
     device: str,
+    lineage: str = "",
 ) -> str:
     """Return the name under which goldens are kept: answers are comparable only where all of this is equal (N23).
 
-    Of a tokenizer's folder only the last part counts: hosts keep the same model in different places, and what is in
-    the folder is known by the revision.
+    `lineage`: what an engine tells of its weights and how it computes; empty: it does not. Of a tokenizer's folder only the
+    last part counts: hosts keep the same model in different places, and what is in the folder is known by the revision.
     """
     folder = tokenizer.rstrip("/").rpartition("/")[2]
-    return "|".join((model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device))
+    parts = (model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device)
+    return "|".join((*parts, lineage) if lineage else parts)
+
+
+def is_new_lineage(key: str, known: Collection[str]) -> bool:
+    """Return whether a canary key that tells its lineage is none of `known`, while these know another lineage of its kind: of
+    the same model, engine, size of group and device. What an engine tells now and did not tell before is no difference."""
+    parts = tuple(key.split("|"))
+    if len(parts) <= LINEAGE_PART or key in known:
+        return False
+    others = (tuple(other.split("|")) for other in known)
+    return any(
+        len(other) >= LINEAGE_PART
+        and [other[part] for part in KIND_PARTS] == [parts[part] for part in KIND_PARTS]
+        and other != parts[:LINEAGE_PART]
+        for other in others
+    )

@@ -83,6 +83,9 @@ class WorkerJoined(WorkerObservation):
     also_served: tuple[
         str, ...
     ] = ()  # further names under which the server behind it serves the same weights
+    lineage: str = (
+        ""  # what the engine tells of its weights and how it computes, part of the canary key; empty: nothing
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

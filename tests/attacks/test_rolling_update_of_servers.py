@@ -15,6 +15,7 @@ from controller.frontend.text.tokenizer import BUILTIN_FILE
 
 pytestmark = pytest.mark.attack
 BETWEEN_S = 8.0
+DOWN_S = 1.5
 RETURNS_S = 60.0
 
 
@@ -58,21 +59,45 @@ class Load:
         return {what: count for what, count in self.outcomes.items() if what not in ("plain", "suspect")}
 
 
+async def update(server: Upstream, *, restart: bool, told: bool) -> None:
+    """Give a server new weights; with `restart` it is away meanwhile. `told`: it lists them as its `root`."""
+    if restart:
+        port = int(server.url.rpartition(":")[2])
+        await server.stop()
+        await asyncio.sleep(DOWN_S)
+        server.weights = "-new"
+        server.root = "/models/new" if told else server.root
+        await server.start(port)
+    server.weights = "-new"
+
+
+@pytest.mark.parametrize(
+    ("order", "restart", "told", "between_s"),
+    [
+        ((0, 1), False, False, BETWEEN_S),
+        ((0, 1), True, False, BETWEEN_S),
+        ((1, 0), True, False, BETWEEN_S),
+        ((1, 0), True, True, BETWEEN_S),
+        ((2, 0, 1), True, False, BETWEEN_S),
+        ((7, 2, 5, 0, 3, 6, 1, 4), True, False, BETWEEN_S / 2),
+    ],
+    ids=["two", "two-restarted", "two-restarted-in-turn", "two-told", "three-restarted", "eight-restarted"],
+)
 async def test_a_rolling_update_loses_no_request_and_its_workers_return_by_themselves(
-    tmp_path: Path,
+    tmp_path: Path, order: tuple[int, ...], restart: bool, told: bool, between_s: float
 ) -> None:
     (tmp_path / "model").mkdir()
     shutil.copy(BUILTIN_FILE, tmp_path / "model" / "tokenizer.json")
-    servers = [await Upstream(token_s=0.005).start() for _ in range(2)]
+    servers = [await Upstream(token_s=0.005, root="/models/old" if told else "").start() for _ in order]
     flags = ["--engine", "openai", "--canary-interval", "1", "--model", str(tmp_path / "model")]
     flags += [flag for server in servers for flag in ("--upstream", server.url)]
     async with running(tmp_path / "fleet", *flags) as fleet:
-        await fleet.healthy(2)
+        await fleet.healthy(len(order))
         async with Load(fleet) as load:
             await asyncio.sleep(3)
-            for server in servers:
-                server.weights = "-new"
-                await asyncio.sleep(BETWEEN_S)
+            for number in order:
+                await update(servers[number], restart=restart, told=told)
+                await asyncio.sleep(between_s)
             await fleet.until(
                 lambda s: sum(w["health"] == "HEALTHY" and w["weight"] == 1 for w in s["workers"]) >= 2,
                 RETURNS_S,

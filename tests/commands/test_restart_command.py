@@ -13,6 +13,7 @@ class ScriptedOperator(Operator):
 
     def __init__(self, **healths: str) -> None:
         self.healths = healths
+        self.held = False  # successors are of a new lineage
         self.lives = dict.fromkeys(healths, 1)
         self.asked: list[str] = []
 
@@ -20,7 +21,8 @@ class ScriptedOperator(Operator):
         if verb == "restart":
             name = body["worker"]
             self.asked.append(name)
-            self.healths[name], self.lives[name] = "HEALTHY", self.lives[name] + 1
+            self.healths[name] = "SUSPICIOUS" if self.held else "HEALTHY"
+            self.lives[name] += 1
             return {"says": f"{name} shuts down"}
         return {"workers": [self._worker(name) for name in self.healths]}
 
@@ -34,6 +36,7 @@ class ScriptedOperator(Operator):
             "health": health,
             "weight": weight,
             "breaker": "closed",
+            "held": self.held and self.lives[name] > 1,
             "lingers": bool(lingers),
             "spare": spare,
         }
@@ -45,6 +48,13 @@ async def test_who_takes_no_requests_is_first_and_who_is_gone_is_left_out() -> N
     assert names == ["w2", "w3", "w0", "w4"]
     await restart(operator, names, 20)
     assert operator.asked == names
+
+
+async def test_a_worker_of_a_new_lineage_is_back_though_it_is_held_until_the_next_one_is_of_it() -> None:
+    operator = ScriptedOperator(w0="HEALTHY", w1="HEALTHY")
+    operator.held = True
+    await restart(operator, ["w0", "w1"], 2)
+    assert operator.asked == ["w0", "w1"]
 
 
 async def test_a_spare_is_back_when_it_is_healthy_though_it_takes_no_requests() -> None:

@@ -26,6 +26,7 @@ from controller.deciders.health_state import Canaries, Charges, Exit, Health, Sl
 from controller.deciders.incident import Incident
 from controller.deciders.spares import Spare
 from controller.deciders.thresholds import BusyThresholds
+from controller.deciders.votes.wanted import GoldenMoves, OperatorWish
 from controller.deciders.worker import Conviction, LastCanary
 from events.codec import KINDS
 from events.decisions import IncidentClosed
@@ -36,7 +37,7 @@ from events.observations import WorkerJoined
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 ADDED = 7  # no default
 STATES = (Fleet, Worker, Health, Breaker, Drain, Budget, Degradation, Golden, Incident)
-PARTS = (Canaries, Slowness, Charges, Trials, Exit)  # of a Health
+PARTS = (Canaries, Slowness, Charges, Trials, Exit, GoldenMoves)  # of a Health and of a Golden
 EXTENDED: dict[type[Any], type[Any]] = {
     cls: make_dataclass(f"Extended{cls.__name__}", [("added", int, 0)], bases=(cls,), frozen=True, slots=True)
     for cls in (*STATES, *PARTS)
@@ -146,7 +147,7 @@ def test_a_part_that_is_rebuilt_is_caught_and_one_that_is_forgotten_is_not() -> 
 
 def test_every_state_of_a_fleet_is_tried() -> None:
     """A state that is new belongs into `STATES`, or here: what one fact says and the next replaces."""
-    said_once = {LastCanary, Conviction, golden.Vote, AwaitedWorker, BusyThresholds, Spare}
+    said_once = {LastCanary, Conviction, golden.Vote, OperatorWish, AwaitedWorker, BusyThresholds, Spare}
     assert _dataclasses(Fleet) == {*STATES, *PARTS, *said_once}
 
 

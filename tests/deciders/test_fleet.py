@@ -81,7 +81,7 @@ def test_an_older_or_newer_policy_loads_with_defaults() -> None:
         degradation=DegradationPolicy(exit_at_provisioned=False, tolerance=0.0),
         breaker=BreakerPolicy(silence_ends_wait=False, soft_timeouts=False),
         health=HealthPolicy(eject_intruders=False, soft_timeouts=False, silence_returns_whole=False),
-        golden=GoldenPolicy(outvote=False, tie_margin=0.0),
+        golden=GoldenPolicy(outvote=False, tie_margin=0.0, hold_new_lineage=False),
         budget=BudgetPolicy(keep_last=False),
     )
     assert load({}) == before

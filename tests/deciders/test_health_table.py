@@ -44,6 +44,7 @@ from events.observations import (
     ChaosInjected,
     ExposureUnknown,
     FrontendBreakersMoved,
+    GoldenRequested,
     MoveRequested,
     ObserverBlind,
     PanicBegan,
@@ -253,6 +254,9 @@ FACTS: dict[str, Make] = {
     "drain_finished": lambda w, i: drained(w, i),
     "resume": lambda w, i: resume(w, i),
     "move_requested": lambda w, i: MoveRequested(worker=w, instance=i, by="op"),
+    "golden_requested": lambda w, i: GoldenRequested(
+        worker=w, instance=i, act="approve", canary_key="k", canaries=("c1",), by="op"
+    ),
     "restart_requested": lambda w, i: RestartRequested(worker=w, instance=i, by="op"),
     "awaited": lambda w, i: awaited(w, i),
     "left": lambda w, i: left(w, i),

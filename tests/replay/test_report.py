@@ -30,6 +30,7 @@ from events.observations import (
     DrainRequested,
     EngineFaulted,
     ExposureUnknown,
+    GoldenRequested,
     IntrusionRefused,
     RequestAbandoned,
     RequestsRejected,
@@ -110,10 +111,17 @@ async def test_operators_acts_and_rehearsals_are_shown(history: History, tmp_pat
         CommandRefused(worker="w9", verb="move", command="command-1", why="no such worker", by="bob"),
         ScaleSet(model="llama", workers=4, by="bob", reason="a rush"),
         ScaleApplied(model="llama", after=4, by="supervisor", ok=True, says="started", proposal="p"),
+        GoldenRequested(act="retire", canary_key="k", canaries=("c1",), by="cyd"),
     )
     document = await told(history, "--since", "1")
     found = [(one["by"], one["rehearsal"], one["refused"]) for one in document["acts"]]
-    assert found == [("ada", True, False), ("ada", False, False), ("bob", False, True), ("bob", False, False)]
+    assert found == [
+        ("ada", True, False),
+        ("ada", False, False),
+        ("bob", False, True),
+        ("bob", False, False),
+        ("cyd", False, False),
+    ]
     assert "w0" in document["acts"][1]["text"]
     text = "\n".join(await reported(history, "--since", "1", "-o", "md"))
     assert "## What operators did" in text and "| rehearsal |" in text and "| ada |" in text

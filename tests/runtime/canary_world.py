@@ -22,7 +22,7 @@ from controller.runtime.settings import CanarySettings
 from events import codec
 from events.fact import Fact, Recorded
 from events.journal.memory import MemoryJournal, MemoryStream
-from events.observations import Profile, WorkerJoined, canary_key
+from events.observations import Profile, WorkerJoined, WorkerLeft, canary_key
 from events.order import Order
 from events.wire import Chunk, Generate, Logprob
 
@@ -250,6 +250,12 @@ class World:
         self.journal.observe(joined(name, **more))
         self.turn()
         return fake
+
+    def leave(self, name: str) -> None:
+        """Let a worker's process end in good order."""
+        instance = self.fleet.workers[name].joined.instance
+        self.journal.observe(WorkerLeft(worker=name, instance=instance, mode="graceful"))
+        self.turn()
 
     def turn(self) -> None:
         """Fold what is new and decide until nothing more is due."""

@@ -12,14 +12,18 @@ import pytest
 from controller.adapters.control_api import ControlApi, serve
 from controller.adapters.embedded.nats_users import BrokerUsers
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
-from controller.ports import Answer, Command
+from controller.ports import Answer, Command, GoldenWish
 from controller.runtime.command_sender import command
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NotAllowed
 from events.nats.urls import as_user, with_keys
+from events.observations import GoldenAnswer
 
 pytestmark = pytest.mark.servers
+
+
+ANSWER = {"canary": "c1", "prompt": [1], "tokens": [2]}
 
 
 class RecordingControl:
@@ -38,6 +42,10 @@ class RecordingControl:
 
     async def resume(self, worker: str, by: str, command: Command) -> str:
         raise HoldfastError(f"{worker} is dead")
+
+    async def golden(self, wish: GoldenWish, by: str, command: Command) -> str:
+        self.asked.append(("golden", wish, by))
+        return "the goldens are to be agreed"
 
     async def status(self) -> dict[str, Any]:
         return {"workers": [{"id": "w1", "weight": 0.5, "last_canary": None}], "leader": None}
@@ -138,6 +146,10 @@ async def test_a_request_is_answered(nats_url: str) -> None:
         moved = await bus.request("control.move", whole({"worker": "w1", "to": "w2", "by": "ada"}))
         assert moved == {"says": "what runs on w1 is to move"}
         assert control.asked[1:] == [("move", "w1", "w2", "ada")]
+        golden = whole({"act": "approve", "canary_key": "k", "answers": [ANSWER], "by": "ada"})
+        assert await bus.request("control.golden", golden) == {"says": "the goldens are to be agreed"}
+        brought = (GoldenAnswer(canary="c1", prompt=(1,), tokens=(2,)),)
+        assert control.asked[2][1] == GoldenWish(act="approve", canary_key="k", answers=brought)
         status = await bus.request("control.status", {})
         assert status == {"workers": [{"id": "w1", "weight": 0.5, "last_canary": None}], "leader": None}
 
@@ -154,6 +166,12 @@ async def test_a_request_is_answered(nats_url: str) -> None:
         ("chaos", {"worker": "w1", "fault": "nuke"}, "'kill', 'hang'"),
         ("chaos", {"worker": "w1", "fault": "kill"}, "internal error"),
         ("status", {"verbose": True}, "Extra inputs"),
+        ("golden", {"act": "melt", "model": "m"}, "'approve', 'retire' or 'record'"),
+        ("golden", {"act": "retire"}, "name a worker, a canary key or a model"),
+        ("golden", {"act": "retire", "worker": "w1"}, "retire takes a canary key or a model"),
+        ("golden", {"act": "record", "model": "m"}, "record takes a worker"),
+        ("golden", {"act": "approve", "model": "m", "answers": [ANSWER]}, "approved under a canary key"),
+        ("golden", {"act": "approve", "canary_key": "k", "answers": [ANSWER | {"tokens": [-1]}]}, "tokens.0"),
         ("drain", {"worker": "w1", "deadline": "2026-01-01T00:00:00"}, "should have timezone info"),
         ("drain", {"worker": "w1", "id": "a b c d e"}, "should match pattern"),
         ("drain", {"worker": "w1", "id": None}, "id: Input should be a valid string"),

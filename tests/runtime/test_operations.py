@@ -250,8 +250,8 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     assert set(status) == keys
     (worker,) = status["workers"]
     assert list(worker) == [
-        "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "reasons", "spare", "place", "lingers",
-        "in_flight", "last_canary",
+        "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "reasons", "held", "spare", "place",
+        "lingers", "in_flight", "last_canary",
     ]  # fmt: skip
     assert (worker["health"], worker["breaker"], worker["weight"]) == ("HEALTHY", "closed", 1.0)
     assert worker["in_flight"] == 3

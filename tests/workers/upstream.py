@@ -60,6 +60,10 @@ class Upstream:
     connector: bool = False  # it hands KV caches over, by handles
     stalled_handles: bool = False  # and takes for ever to make one
     metrics: str = ""  # what /metrics says; nothing: there is none
+    tells: dict[str, Any] = field(
+        default_factory=dict
+    )  # of its weights, as SGLang does; nothing: it has no such pages
+    size: int | None = None  # of its weights, as llama-server lists it
     stored: Callable[[list[int], str], None] | None = None  # told of each prompt and its salt
     streaming: int = 0
     abandoned: int = 0  # streams whose reader went away
@@ -74,6 +78,8 @@ class Upstream:
                 web.get("/health", self._health),
                 web.get("/version", self._version),
                 web.get("/metrics", self._metrics),
+                web.get("/get_model_info", self._info),
+                web.get("/get_server_info", self._info),
                 web.get("/v1/models", self._models),
                 web.post("/v1/completions", self._completions),
             ]
@@ -116,6 +122,11 @@ class Upstream:
             raise web.HTTPNotFound
         return web.Response(text=self.metrics)
 
+    async def _info(self, request: web.Request) -> web.Response:
+        if not self.tells:
+            raise web.HTTPNotFound
+        return web.json_response({"model_path": self.root, "start_time": self.listings, **self.tells})
+
     async def _models(self, request: web.Request) -> web.Response:
         self.listings += 1
         about: dict[str, Any] = {"id": self.model, "object": "model", "created": self.listings}
@@ -124,7 +135,7 @@ class Upstream:
         if self.manner == "vllm":
             about["max_model_len"] = self.context
         else:
-            about["meta"] = {"n_ctx": self.context}
+            about["meta"] = {"n_ctx": self.context} | ({"size": self.size} if self.size else {})
         further = [{**about, "id": name} for name in self.names]
         adapters = [{**about, "id": "adapter", "parent": self.model}] if further else []
         return web.json_response({"object": "list", "data": [about, *further, *adapters]})

@@ -66,6 +66,7 @@ class EngineIdentity:
     generation_config: str = ""  # digest of the model's own defaults for sampling; empty: none are known
     waiting_max: int | None = None  # requests that it lets wait beside a full batch; None: any number
     server: str = ""  # host and port of the server that computes; empty: this process does
+    lineage: str = ""  # what the server tells of its weights and how it computes; empty: nothing
 
 
 @dataclass(frozen=True, slots=True)

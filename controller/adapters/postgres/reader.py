@@ -34,6 +34,7 @@ _CONCERNS = (  # as `projection.concerns`, a part of `projection.matches`
 )
 _sources = msgspec.json.Decoder(dict[str, Last]).decode
 _ENDED = "SELECT * FROM incidents WHERE closed_at IS NOT NULL ORDER BY closed_at DESC LIMIT $1"
+_DECIDED_AT = "SELECT number, at FROM fleet_events WHERE number = ANY($1) AND number > 0"
 _OPEN = "SELECT * FROM incidents WHERE closed_at IS NULL"
 
 
@@ -84,6 +85,12 @@ class RowReader:
         """Return the rows of the fleet's present state and the open incidents, as of one instant."""
         async with self._reader.use() as connection, _frozen(connection):
             return await _reading(connection, {**_all(projection.STATE), "incidents": _OPEN})
+
+    async def decided_at(self, numbers: Sequence[int]) -> Mapping[int, datetime]:
+        """Return when the journal took these decisions, by number. Raise StoreUnavailable."""
+        async with self._reader.use() as connection:
+            rows = await connection.fetch(_DECIDED_AT, [*numbers])
+        return {row["number"]: row["at"] for row in rows}
 
     async def ended_incidents(self, limit: int) -> Sequence[Mapping[str, Any]]:
         """Return the rows of the incidents that ended last, the latest first, `limit` at most. Raise StoreUnavailable."""

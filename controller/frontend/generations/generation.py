@@ -120,7 +120,8 @@ class Generation:
     def _no_worker(self, error: NoWorker, room: Reservation | None) -> None:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
         move = self.progress.move
-        match policy.without_worker(error.code, move, may_return=self.budget.may_return):
+        stands_in = self._host.stands_in(self.request, self.budget.failed)
+        match policy.without_worker(error.code, move, may_return=self.budget.may_return, stands_in=stands_in):
             case policy.Park() | policy.Hold():
                 self.progress.disturbed = True
                 if move is not None:

@@ -1,6 +1,6 @@
 """What does a generation need of the frontend that it is part of? The director has it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, TypeVar
 
 from controller.frontend.errors import ApiError
@@ -11,6 +11,7 @@ from controller.frontend.health.exposure import Exposures
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
+from controller.router.endpoints import Key
 from controller.router.selection.filter import NoWorker
 
 
@@ -38,6 +39,10 @@ class GenerationHost(Protocol[G]):
     def request_metrics(self) -> RequestMetrics: ...
     @property
     def settings(self) -> FrontendSettings: ...
+
+    def stands_in(self, request: GenerationRequest, without: Collection[Key]) -> bool:
+        """Return whether a worker that canaries keep out of service, none of `without`, will serve this request in a moment."""
+        ...
 
     def no_worker(self, error: NoWorker, request: GenerationRequest) -> ApiError:
         """Return what a client is told when nobody can take his request."""

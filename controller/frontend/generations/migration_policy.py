@@ -8,8 +8,9 @@
                            └─ else ──────────────────────────────────────────▶ GoOn
     nobody can take it ────┬─ it may bring workers down: one at a time ──────▶ Hold
                            ├─ it had not begun, and all are busy ────────────▶ LineUp
+                           ├─ it had not begun, and a suspect will serve ────▶ LineUp
                            ├─ it had not begun ──────────────────────────────▶ Refuse
-                           ├─ somebody may come, or come back ───────────────▶ Park
+                           ├─ a worker may come, come back, or stand in ─────▶ Park
                            └─ all have failed it ────────────────────────────▶ Abandon
 
 What a reader would get wrong: a client is told the first failure since a token came, and not the last: that is the one
@@ -113,16 +114,19 @@ def is_turned_away(failure: Failure, move: Move | None, *, has_output: bool) -> 
     return failure.reason == FULL and not has_output and (move is None or move.carried is None)
 
 
-def without_worker(code: str, move: Move | None, *, may_return: bool) -> WithoutWorker:
+def without_worker(
+    code: str, move: Move | None, *, may_return: bool, stands_in: bool = False
+) -> WithoutWorker:
     """Return what becomes of an answer that nobody can take, for the reason of this `code`. `move`: what it is in the middle
-    of; `may_return`: some worker that failed it may be asked again."""
+    of; `may_return`: some worker that failed it may be asked again; `stands_in`: a worker that canaries keep out of service will
+    serve in a moment."""
     if code == Held.code:
         return Hold()
     if move is None:
-        return LineUp() if code == AllBusy.code else Refuse()
+        return LineUp() if code == AllBusy.code or stands_in else Refuse()
     if code == POISONOUS:
         return Abandon(code, Failure(POISONOUS, move.failure.reason))
-    if move.failure.kind.patient or code != AllTried.code or may_return:
+    if move.failure.kind.patient or code != AllTried.code or may_return or stands_in:
         return Park(move.original)
     return Abandon(code, move.original)
 

@@ -19,7 +19,14 @@ from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, Wait
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
-from controller.router.selection.filter import AllBusy, AllClosed, NoneRoutable, NotServed, NoWorker
+from controller.router.selection.filter import (
+    AllBusy,
+    AllClosed,
+    NoneReachable,
+    NoneRoutable,
+    NotServed,
+    NoWorker,
+)
 from events.observations import RequestsRejected
 
 
@@ -105,6 +112,10 @@ class Admission:
             if error.wait_s > self._settings.queue_s:
                 raise
             raise AllBusy from error  # worth waiting for
+        except (NoneRoutable, NoneReachable, NotServed) as error:
+            if not self._table.stands_in(model, lineage, without):
+                raise
+            raise AllBusy from error  # worth waiting for: a suspect is to serve as the last worker
 
     def best_waiting(self, model: str, lineage: Lineage) -> int | None:
         """Return the best tier of which anybody waits for a worker of this lineage, where there are lines by tier; None: nobody

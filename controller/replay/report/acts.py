@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from controller.replay.sentences import sentence
-from events.fact import Recorded
+from events.fact import Decision, Recorded
 from events.observations import ChaosInjected, CommandRefused, ScaleApplied, ScaleProposed
 
 PLANNED = (ScaleProposed, ScaleApplied)  # their `by` names what carries a proposal out
@@ -24,7 +24,7 @@ class OperatorAct:
 
 
 def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
-    """Return the acts among these events, in order: every fact whose `by` names an operator, and refused commands."""
+    """Return the acts among these events, in order: each observation with a field `by`, and refused commands."""
     return [
         OperatorAct(
             event.at,
@@ -35,5 +35,5 @@ def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
             isinstance(event.fact, CommandRefused),
         )
         for event in events
-        if hasattr(event.fact, "by") and not isinstance(event.fact, PLANNED)
+        if hasattr(event.fact, "by") and not isinstance(event.fact, (Decision, *PLANNED))
     ]

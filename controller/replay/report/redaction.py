@@ -69,9 +69,10 @@ class Redaction:
         for kind, fields in _FIELDS.items():
             for field in fields:
                 value = getattr(fact, field, None)
-                of = "worker" if field == "by" and isinstance(fact, GoldenAgreed) else kind
+                voters = field == "by" and isinstance(fact, GoldenAgreed)
                 for name in value if isinstance(value, tuple) else (value,):
-                    self._name(of, name)
+                    voter = voters and not str(name).startswith("operator ")
+                    self._name("worker" if voter else kind, name)
         if isinstance(fact, FrontendBreakersMoved):
             for move in fact.moves:
                 self._name("worker", move.worker)

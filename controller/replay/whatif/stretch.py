@@ -23,6 +23,7 @@ from events.observations import (
     EngineFaulted,
     GoldenDisputed,
     GoldenProposed,
+    GoldenRequested,
     RequestExposed,
     RequestFailed,
     RequestPoisonous,
@@ -45,8 +46,8 @@ GOOD, SLOW, WRONG, MUTE = range(4)  # what a canary said: right, right but slow,
 WRONG_REASONS = ("token_mismatch", "logit_drift", "non_finite")
 OF_THE_WORLD = (
     DeviceFaulted, DeviceRecovered, DrainFinished, DrainRequested, EngineFaulted, GoldenDisputed, GoldenProposed,
-    RequestFailed, RequestPoisonous, ResumeRequested, ShutdownBegan, WorkerAwaited, WorkerHeard, WorkerJoined, WorkerLeft,
-    WorkerSilent, WorkerSlow, WorkerSlowCleared,
+    GoldenRequested, RequestFailed, RequestPoisonous, ResumeRequested, ShutdownBegan, WorkerAwaited, WorkerHeard, WorkerJoined,
+    WorkerLeft, WorkerSilent, WorkerSlow, WorkerSlowCleared,
 )  # fmt: skip
 TAKEN_IN_ORDER = (Decision, *OF_THE_WORLD)
 

@@ -67,8 +67,11 @@ class CanarySet:
         given = len(found)
         by_id = {canary.id: canary for canary in self.pool}
         for golden in self.goldens(fleet):
-            if golden.canary in by_id and golden.canary not in self.spoilt:
-                found[golden.canary] = as_agreed(golden, by_id[golden.canary])
+            candidate = by_id.get(golden.canary)
+            if candidate is None and golden.approved:
+                candidate = Canary(golden.canary, golden.prompt, 0)  # an operator brought it
+            if candidate is not None and golden.canary not in self.spoilt:
+                found[golden.canary] = as_agreed(golden, candidate)
         for id in self.ranking or ():
             if len(found) >= max(self.settings.canaries, given):
                 break
@@ -125,6 +128,9 @@ class CanarySet:
         if self.golden(fleet, canary) is not None or canary.configured:
             return True
         retired = fleet.goldens.get((self.key, canary.id))
+        recorder = fleet.workers.get(retired.moves.recorder) if retired is not None else None
+        if recorder is not None and recorder.alive:
+            return recorder.joined.worker == worker
         if retired is not None and any(vote.worker == worker for vote in retired.votes):
             return not fleet.workers[worker].health.convicted  # its weights may have changed since it voted
         return not doubtful

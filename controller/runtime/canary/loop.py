@@ -123,10 +123,13 @@ class CanaryLoop:
             watch.wake.set()
 
     def _recheck_doubted(self, canary_key: str) -> None:
-        """Ask the convicted workers of a canary key all canaries at once: one of its goldens was outvoted."""
+        """Ask the convicted workers of a canary key all canaries at once: one of its goldens was outvoted. Ask the worker that
+        an operator wants to record them, too."""
         fleet = self._view.fleet
+        recorders = {state.moves.recorder for (key, _), state in fleet.goldens.items() if key == canary_key}
         for name, worker in fleet.workers.items():
-            if worker.joined.canary_key == canary_key and worker.health.corrupt:
+            asked = worker.health.corrupt or name in recorders
+            if worker.joined.canary_key == canary_key and asked:
                 self._recheck(name)
 
     def _learn(self, fact: CanaryPassed | CanarySlow | CanaryFailed | RequestsServed) -> None:

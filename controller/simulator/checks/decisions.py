@@ -305,9 +305,23 @@ def just(watch: InvariantWatch, event: Recorded) -> str | None:
     fact = event.fact
     if not isinstance(fact, HealthChanged) or fact.after is not UNHEALTHY or fact.reason != "token_mismatch":
         return None
-    if watch.world.was_corrupt(fact.worker, fact.instance) or _own_past(watch, fact):
+    if watch.world.was_corrupt(fact.worker, fact.instance) or _own_past(watch, fact) or _updated(watch, fact):
         return None
     return f"{fact.instance} was never corrupt"
+
+
+def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
+    """Whether what convicts it is the right answer of weights that it has or had: the golden is of other weights."""
+    found = watch.ledger.observation(fact.cause)
+    if found is None or not isinstance(found[1], CanaryFailed):
+        return False
+    machines = watch.world.machines
+    machine, canary = machines[fact.worker], int(found[1].canary[1:])
+    mine = machine.standing.weights.ever
+    updated = any(
+        other.standing.weights.ever != {0} for other in machines.values() if other.model == machine.model
+    )
+    return updated and found[1].got in {machine.right_answer(canary, weights) for weights in mine}
 
 
 def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:

@@ -188,6 +188,12 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "serves.",
     ),
     (
+        "canaries_leave_one",
+        "tick",
+        w.served,
+        "No model is without a serving worker because of canaries, or of a new lineage, alone.",
+    ),
+    (
         "trials_end",
         "tick",
         w.trials,

@@ -105,6 +105,19 @@ def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
     return watch.goldens_since(key) <= since and all(g is not None and g.status == "agreed" for g in found)
 
 
+def served(watch: InvariantWatch) -> str | None:
+    """Look for a model without a serving worker although canaries alone, or a new lineage, keep one of its workers out."""
+    fleet, since, now = watch.shown[-1], watch.steadiness.unserved_since, watch.kernel.now
+    for model in watch.world.scenario.models:
+        mine = [worker for worker in fleet.workers.values() if worker.joined.model == model]
+        suspects = [worker.joined.worker for worker in mine if worker.suspect]
+        if not suspects or any(worker.routable for worker in mine):
+            since.pop(model, None)
+        elif overdue(watch, since.setdefault(model, now)):
+            return f"no worker of {model} serves since {since[model] / SECOND} s, and canaries keep {suspects} out"
+    return None
+
+
 def trials(watch: InvariantWatch) -> str | None:
     """Look for breakers that stay open or half-open beyond their time."""
     for entry in watch.entries():

@@ -12,6 +12,7 @@ from controller.simulator.world.kernel import MINUTE
 from controller.simulator.world.machines import Condition, Machine
 from controller.simulator.world.operators import Operators, SimulatedSupervisor
 from controller.simulator.world.planning.planner_faults import PlannerFaults
+from controller.simulator.world.rolling_updates import RollingUpdates
 from controller.simulator.world.worker_faults import WorkerFaults
 from controller.simulator.world.world import SimulatedWorld
 
@@ -40,6 +41,7 @@ class FaultInjector:
         planner_faults = PlannerFaults(world, operators, chance)
         self._of_fleet = self._fleet_faults.kinds | planner_faults.kinds
         self._of_workers = self._worker_faults.kinds | self._device_faults.kinds
+        self.updates = RollingUpdates(world, world.kernel.chance("weights"), note)
 
     def begin(self) -> None:
         """Let every kind strike for the first time at its own moment."""
@@ -79,6 +81,7 @@ class FaultInjector:
         world = self._world
         world.broker.come_up()
         self._fleet_faults.calm()
+        self.updates.heal()
         for machine in world.machines.values():
             self._make_well(machine)
         for controller in world.controllers:

@@ -66,13 +66,34 @@ class Hardware:
 
 
 @dataclass(slots=True)
+class SimulatedWeights:
+    """The weights of a worker, by number: equal weights give equal answers."""
+
+    loaded: int = 0
+    after_start: int = 0  # that the next process loads
+    told: bool = False  # the engine tells them: they are its lineage
+    ever: set[int] = field(default_factory=lambda: {0})
+
+    def load(self) -> None:
+        """Load what is there."""
+        self.loaded = self.after_start
+        self.ever.add(self.loaded)
+
+    @property
+    def lineage(self) -> str:
+        """What the engine tells of them; empty: nothing."""
+        return f"weights={self.loaded}" if self.told else ""
+
+
+@dataclass(slots=True)
 class Standing:
-    """Since when a place is there, whether it is to stay, and what its process holds."""
+    """Since when a place is there, whether it is to stay, what its process holds, and which weights it has."""
 
     created: int = 0
     retired: bool = False  # nothing is started here any more
     drained: bool = False
     held: set[object] = field(default_factory=set)  # requests, where their number is bounded
+    weights: SimulatedWeights = field(default_factory=SimulatedWeights)
 
     def leave(self, request: object) -> None:
         """Hold a request no longer."""
@@ -126,6 +147,7 @@ class Machine:
         self.life += 1
         self._name_instance()
         self.version = self.next_version
+        standing.weights.load()
         self.up, self.draining, standing.drained = True, False, False
         self.condition.hung = False
         self.condition.erring = False
@@ -228,11 +250,16 @@ class Machine:
 
     def answer(self, canary: int) -> tuple[int, ...]:
         """Return the tokens that this worker gives to a canary: the right ones, or its own wrong ones."""
-        right = tuple(100_000 * self.version + 1000 * (canary + 1) + i for i in range(ANSWER_TOKENS))
+        right = self.right_answer(canary, self.standing.weights.loaded)
         if canary in self.condition.corrupt:
             wrong = 50_000_000 + 100 * int(self.name[1:]) + self.life % 100
             return (*right[:-1], wrong)
         return right
+
+    def right_answer(self, canary: int, weights: int) -> tuple[int, ...]:
+        """Return what a worker of these weights says that computes rightly."""
+        first = 100_000_000 * weights + 100_000 * self.version + 1000 * (canary + 1)
+        return tuple(first + i for i in range(ANSWER_TOKENS))
 
     def _empty(self, life: int) -> None:
         standing, condition = self.standing, self.condition
@@ -277,7 +304,8 @@ def _joined(machine: Machine) -> WorkerJoined:
         tp=len(machine.hardware.gpus) or 1,
         device="sim",
         profile=machine.hardware.profile,
-        canary_key=key_of(machine.model, machine.version),
+        canary_key=key_of(machine.model, machine.version, machine.standing.weights.lineage),
+        lineage=machine.standing.weights.lineage,
         pid=machine.life,
         topology=Topology(host=machine.name, gpus=machine.hardware.gpus),
         spare=machine.hardware.spare,
@@ -286,8 +314,8 @@ def _joined(machine: Machine) -> WorkerJoined:
     )
 
 
-def key_of(model: str, version: int) -> str:
-    """Return the canary key of the workers of a model: but for the engine's version they are all alike here."""
+def key_of(model: str, version: int, lineage: str) -> str:
+    """Return the canary key of the workers of a model: but for the engine's version and lineage they are all alike here."""
     return canary_key(
         model=model,
         revision="r1",
@@ -297,4 +325,5 @@ def key_of(model: str, version: int) -> str:
         dtype="float32",
         tp=1,
         device="sim",
+        lineage=lineage,
     )

@@ -51,6 +51,10 @@ class ProberTurn:
     busy: bool = False
     resumed: bool = False  # its resumption has been answered with a probe
     trial_of: int = 0  # number of the half-opening whose trial was sent last
+    again: int = 0  # canaries to ask at once, one after another
+    outvoted: int = (
+        -1
+    )  # number of the last decision that outvoted a golden, when all were asked again; -1: no conviction
 
 
 @dataclass(slots=True, frozen=True)
@@ -101,8 +105,21 @@ class SimulatedProber:
             turn = turns.get(name)
             if turn is None or turn.instance != worker.joined.instance:
                 turn = turns[name] = self._begin(worker)
+            self._recheck(fleet, turn, worker)
             if not turn.busy and (kind := self._due(now, turn, worker)):
                 self._ask(fleet, turn, worker, kind)
+
+    def _recheck(self, fleet: Fleet, turn: ProberTurn, worker: Worker) -> None:
+        """Ask a convicted worker all canaries at once: its answers are votes, and again when one of its goldens was outvoted."""
+        key = worker.joined.canary_key
+        if not worker.health.corrupt:
+            turn.outvoted = -1
+            return
+        outvoted = max(
+            (golden.moves.outvoted_by for (of, _), golden in fleet.goldens.items() if of == key), default=0
+        )
+        if outvoted > turn.outvoted:
+            turn.outvoted, turn.again, turn.due = outvoted, CANARIES, self.kernel.now
 
     def _begin(self, worker: Worker) -> ProberTurn:
         joining = worker.last_canary is None or worker.health.joining
@@ -159,6 +176,9 @@ class SimulatedProber:
             turn.due = min(turn.due, now + JOIN_AGAIN * 2 ** min(turn.failures - 1, 16))
         elif was_joining and turn.joining:
             turn.failures = 0
+            turn.due = now
+        if turn.again:
+            turn.again -= 1
             turn.due = now
 
     def _send(self, turn: ProberTurn, probe: SimulatedProbe) -> None:
@@ -274,6 +294,7 @@ class SimulatedProber:
                 golden=golden,
                 got=got,
                 engine_went_on=engine_went_on,
+                whole=confirmed,
             )
         )
 

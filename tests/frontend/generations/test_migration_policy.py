@@ -11,6 +11,7 @@ from controller.frontend.generations.migration_policy import (
     Abandon,
     Finish,
     GoOn,
+    LineUp,
     Park,
     Refuse,
     after_failure,
@@ -77,6 +78,11 @@ def test_where_nobody_can_take_it(
     code: str, under_way: Move | None, may_return: bool, expected: object
 ) -> None:
     assert without_worker(code, under_way, may_return=may_return) == expected
+
+
+def test_where_a_suspect_stands_in_a_request_waits_for_it() -> None:
+    assert without_worker("no_routable_worker", None, may_return=False, stands_in=True) == LineUp()
+    assert without_worker(AllTried.code, move(ERRED), may_return=False, stands_in=True) == Park(ERRED)
 
 
 A, B = ("a", "1"), ("b", "1")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from events.wire import Generate
 from workers.engines.openai.reading import IdsFrom
+from workers.engines.openai.told.lineage import Told, lineage
 
 
 class Identity(NamedTuple):
@@ -22,6 +23,7 @@ class Identity(NamedTuple):
     ids_from: IdsFrom = "nowhere"
     handles: bool = False
     also_served: tuple[str, ...] = ()  # further names of the same weights
+    lineage: str = ""  # what it tells of its weights and of how it computes
 
     def difference(self, now: "Identity") -> str:
         """Return the fields that differ in `now`, as `field: old -> new`; empty if none does."""
@@ -44,13 +46,22 @@ class Abilities:
     handles: bool = False  # it can hand a request's KV cache over to another server: see `handover`
     root: str = ""  # the weights' repository or folder, as /v1/models lists it
     also_served: tuple[str, ...] = ()  # further names under which it lists the same weights, sorted
+    size: int | None = None  # of the weights in bytes, as /v1/models lists it
+    told: tuple[
+        tuple[str, Told], ...
+    ] = ()  # by page: what else it tells of its weights and of how it computes
+
+    @property
+    def lineage(self) -> str:
+        """What it tells of its weights and of how it computes; empty: nothing."""
+        return lineage(self.root, self.context_tokens, self.size, dict(self.told))
 
     @property
     def identity(self) -> Identity:
         """The part that must stay the same for the life of the worker."""
         return Identity(
             self.model, self.root, self.version, self.context_tokens,
-            self.token_prompts, self.extensions, self.ids_from, self.handles, self.also_served,
+            self.token_prompts, self.extensions, self.ids_from, self.handles, self.also_served, self.lineage,
         )  # fmt: skip
 
     @property

@@ -81,6 +81,7 @@ def identify(
         dp=known.ranks,
         waiting_max=settings.waiting_max,
         server=server_address(settings.url),
+        lineage=known.lineage,
     )
 
 

@@ -19,6 +19,8 @@ from workers.engines.openai.away import refused as refused_us
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.mistakes import error_of, error_words
 from workers.engines.openai.reading import Fault, IdsFrom, read_piece
+from workers.engines.openai.told.lineage import merged
+from workers.engines.openai.told.lineage import read as read_lineage
 
 ASK_S_MAX = 5.0  # for what costs the upstream nothing
 PROBE_S_MAX = 60.0  # for a short completion, cold
@@ -115,6 +117,8 @@ class Upstream:
     async def abilities(self) -> Abilities:
         """Ask the server for its identity and abilities. Raise UpstreamAway."""
         listed = await self.listed()
+        told = merged({}, await read_lineage(self))
+        listed = replace(listed, told=tuple((path, one) for path, one in told.items() if one))
         known = await self.probed(replace(listed, version=await self.version() or ""))
         return replace(known, handles=await self.hands_over(known))
 
@@ -126,25 +130,34 @@ class Upstream:
             every = listed["data"]
             about = next((one for one in every if one["id"] == wanted), None) or every[0]
             self.model = str(about["id"])
-            root = str(about.get("root") or "")
+            size, root = (about.get("meta") or {}).get("size"), str(about.get("root") or "")
             return Abilities(
-                self.model, context_tokens=_context(about), root=root, also_served=_also_served(every, about)
+                self.model,
+                context_tokens=_context(about),
+                root=root,
+                also_served=_also_served(every, about),
+                size=size if isinstance(size, int) else None,
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise UpstreamAway(f"{shown(self._url)}/v1/models lists no model") from None
 
     async def version(self) -> str | None:
         """Return what the server says at /version; empty if it has no such page, None if that cannot be told now."""
+        said = await self.page("/version")
+        return None if said is None else str(said.get("version") or "")
+
+    async def page(self, path: str) -> dict[str, Any] | None:
+        """Return a page's JSON object; an empty one if there is no such page, None if that cannot be told now."""
         try:
-            async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + "/version") as response:
+            async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + path) as response:
                 if response.status >= 400:
-                    return "" if response.status < 500 else None
+                    return {} if response.status < 500 else None
                 said = await _bounded_json(response)
-                return str(said.get("version") or "") if isinstance(said, dict) else ""
+                return said if isinstance(said, dict) else {}
         except (aiohttp.ClientError, TimeoutError):
             return None
         except ValueError:
-            return ""
+            return {}
 
     async def probed(
         self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX

@@ -22,6 +22,7 @@ from workers.shutdown import Stop
 from workers.worker import InferenceWorker
 
 Eventually = Callable[..., Awaitable[None]]
+METRICS = 'vllm:cache_config_info{block_size="16",cache_dtype="auto"} 1.0\nprocess_start_time_seconds 7\n'
 OFTEN, NEVER = AccountTimes(identity_s=0.05), AccountTimes(identity_s=3600.0)
 
 
@@ -31,7 +32,9 @@ def engine(upstream: Upstream, times: AccountTimes) -> OpenAIEngine:
 
 @pytest.fixture
 async def upstream() -> AsyncIterator[Upstream]:
-    server = await Upstream(root="/models/a").start()
+    server = await Upstream(
+        root="/models/a", tells={"weight_version": "1", "quantization": "no"}, metrics=METRICS
+    ).start()
     yield server
     await server.stop()
 
@@ -58,6 +61,14 @@ async def changed(rig: Rig) -> str:
         ({"manner": "strict"}, "extensions: True -> False"),
         ({"connector": True}, ""),  # gained, and probed for less often
         ({"version": ""}, ""),  # it cannot tell now
+        ({"tells": {"weight_version": "2", "quantization": "no"}}, "weight_version=2"),
+        ({"tells": {"weight_version": "1", "quantization": "fp8"}}, "quantization=fp8"),
+        (
+            {"metrics": 'vllm:cache_config_info{block_size="16",cache_dtype="fp8"} 1.0\n'},
+            "kv_cache_dtype=fp8",
+        ),
+        ({"metrics": METRICS + "process_start_time_seconds 9\n"}, ""),  # it was started again
+        ({"metrics": ""}, ""),  # it cannot tell now
     ],
 )
 async def test_each_part_of_the_identity_is_read_again(

@@ -14,6 +14,7 @@ import structlog
 
 from workers.engines.openai.abilities import Abilities, Identity
 from workers.engines.openai.away import UpstreamAway
+from workers.engines.openai.told import lineage
 from workers.engines.openai.upstream import PROBE_TOKENS, Upstream
 
 EVERY_S = 10.0
@@ -85,16 +86,22 @@ class IdentityWatch:
         known, upstream = self._known, self._upstream
         listed = await upstream.listed(known.model)
         version = await upstream.version()
-        listed = replace(listed, version=known.version if version is None else version)
-        said = (listed.model, listed.root, listed.context_tokens, listed.also_served)
-        before = (known.model, known.root, known.context_tokens, known.also_served)
+        told = lineage.merged(
+            dict(known.told), await lineage.read(upstream, [path for path, _ in known.told])
+        )
+        listed = replace(
+            listed, version=known.version if version is None else version, told=tuple(told.items())
+        )
+        said = (listed.model, listed.root, listed.context_tokens, listed.also_served, listed.lineage)
+        before = (known.model, known.root, known.context_tokens, known.also_served, known.lineage)
         if said != before or version not in (
             None,
             "",
             known.version,
         ):
-            model, root, context, names = said
+            model, root, context, names, _ = said
             changed = replace(known, model=model, root=root, context_tokens=context, also_served=names)
+            changed = replace(changed, size=listed.size, told=listed.told)
             return replace(changed, version=listed.version or known.version).identity
         tokens = (
             1 if known.ids_from == "token_ids" else PROBE_TOKENS

@@ -1,0 +1,1 @@
+"""The commands of `holdfast golden`, and the file in which goldens are exchanged."""

@@ -1,0 +1,217 @@
+"""`holdfast golden`: shows the goldens of a fleet; approves, retires, records, exports and imports them."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from controller.adapters.postgres.reader import RowReader
+from controller.columns import fitted
+from controller.commands.goldens import file
+from controller.deciders.golden import Golden
+from controller.processes.operator_client import Operator, find, who
+from controller.read_model.rows import read_golden
+from controller.terminal_text import safe
+from events.errors import HoldfastError, UsageError
+
+Run = Callable[[argparse.Namespace], int]
+READ_S = 5.0
+
+TEXTS = {
+    "list": "show the goldens: status, since when, and who agreed",
+    "record": "retire the goldens of a worker's canary key, and record its answers as provisional ones",
+    "approve": "make provisional goldens agreed, or the answers that a worker gave last",
+    "retire": "let goldens no longer count: they convict no worker, and the next answers are voted on",
+    "export": "write the agreed goldens as JSON",
+    "import": "validate a file of `export`, and approve the goldens that it holds",
+}
+
+
+def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> Run:
+    """Add the commands and their flags."""
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="golden", required=True, parser_class=parser_class
+    )
+    for name, text in TEXTS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        add = command.add_argument
+        add("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        if name == "list":
+            add("-o", "--output", choices=("text", "json"), default="text", help="format (default: text)")
+        if name == "export":
+            add("-o", "--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
+        if name == "import":
+            add("file", metavar="FILE", type=Path, help="file of `holdfast golden export`")
+            continue
+        if name == "record":
+            add("worker", metavar="WORKER", help="worker whose answers are recorded")
+        else:
+            add("--model", metavar="M", default="", help="goldens of this model")
+            add("--key", metavar="KEY", default="", help="goldens of this canary key")
+        if name == "approve":
+            add("--worker", metavar="W", default="", help="the answers of this worker")
+        if name in ("record", "approve", "retire"):
+            add(
+                "--canary", metavar="C", action="append", default=[], help="this canary only; can be repeated"
+            )
+    return lambda args: asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    """Run one command. Raise HoldfastError."""
+    match args.golden:
+        case "list":
+            known = await stored(args.data)
+            found = _selected(known.goldens, args)
+            print((as_json if args.output == "json" else text)(found, known.decided_at))
+        case "export":
+            _export(_selected((await stored(args.data)).goldens, args), args.output)
+        case "import":
+            await _import(args)
+        case _:
+            await _request(args)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGoldens:
+    """What the state store has of goldens."""
+
+    goldens: Sequence[Golden]
+    keys: frozenset[str]  # canary keys of the workers
+    decided_at: Mapping[int, datetime]  # when the journal took the decisions that moved them last, by number
+
+
+async def stored(data: Path) -> StoredGoldens:
+    """Return the goldens of a fleet's state store. Raise UsageError, NoFleet or StoreUnavailable."""
+    url = find(data)["database_url"]
+    if not url:
+        raise UsageError("goldens are read from the fleet's database: set HOLDFAST_DATABASE_URL or --data")
+    reader = RowReader(url)
+    try:
+        async with asyncio.timeout(READ_S):
+            rows = (await reader.read_status()).rows
+            goldens = sorted(map(read_golden, rows["goldens"]), key=lambda one: (one.canary_key, one.canary))
+            decided_at = await reader.decided_at([one.moved_by for one in goldens])
+    except TimeoutError as error:
+        raise HoldfastError(f"the fleet's database did not answer within {READ_S:g} s") from error
+    finally:
+        await reader.close()
+    return StoredGoldens(goldens, frozenset(row["canary_key"] for row in rows["workers"]), decided_at)
+
+
+def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golden]:
+    return [
+        one
+        for one in goldens
+        if (not args.model or model(one) == args.model) and (not args.key or one.canary_key == args.key)
+    ]
+
+
+def model(golden: Golden) -> str:
+    """Return the model of a golden's canary key."""
+    return golden.canary_key.partition("|")[0]
+
+
+def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
+    """Return goldens for programs."""
+    listed = [
+        {
+            "model": model(one),
+            "canary_key": one.canary_key,
+            "canary": one.canary,
+            "status": one.status,
+            "configured": one.configured,
+            "since": _instant(decided_at.get(one.moved_by), "T", "milliseconds") or None,
+            "by": list(one.by),
+            "proposed_by": one.proposed_by,
+            "contradicted_by": sorted(vote.worker for vote in one.contradictions),
+            "tokens": list(one.tokens),
+        }
+        for one in goldens
+    ]
+    return json.dumps(listed, indent=1)
+
+
+def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
+    """Return goldens for a person: a line for each canary key, below it its canaries."""
+    if not goldens:
+        return "no goldens"
+    return "\n".join(_lines(goldens, decided_at))
+
+
+def _lines(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> Iterator[str]:
+    width = max(len(one.canary) for one in goldens)
+    key = None
+    for one in goldens:
+        if one.canary_key != key:
+            key = one.canary_key
+            yield fitted(safe(key.replace("|", " | ")))
+        since = _instant(decided_at.get(one.moved_by), " ", "seconds")[:19] or "-"
+        yield fitted(
+            safe(f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(19)}  {_by(one)}")
+        )
+
+
+def _instant(at: datetime | None, sep: str, timespec: str) -> str:
+    """Return an instant as text; empty if it is not known, as of what no decision has moved."""
+    return at.isoformat(sep, timespec) if at is not None else ""
+
+
+def _by(golden: Golden) -> str:
+    """Return who stands behind a golden, and who contradicts it."""
+    said = "" if golden.status == "retired" else ", ".join(golden.by) or f"proposed by {golden.proposed_by}"
+    against = sorted(vote.worker for vote in golden.contradictions)
+    return f"{said}; contradicted by {', '.join(against)}" if against else said
+
+
+def _export(goldens: Sequence[Golden], path: Path | None) -> None:
+    agreed = [one for one in goldens if one.status == "agreed"]
+    if not agreed:
+        raise HoldfastError("there is no agreed golden to export; `holdfast golden list` shows all")
+    content = file.written(agreed)
+    if path is None:
+        sys.stdout.write(content)
+        return
+    try:
+        path.write_text(content)
+    except OSError as error:
+        raise HoldfastError(f"cannot write {path}: {error.strerror}") from error
+    print(f"{len(agreed)} goldens are in {path}")
+
+
+async def _import(args: argparse.Namespace) -> None:
+    goldens = file.read(args.file)
+    known = (await stored(args.data)).keys
+    operator = await Operator.connect(args.data)
+    try:
+        for key, answers in goldens.items():
+            for batch in file.batches(answers):
+                body = {"act": "approve", "canary_key": key, "answers": batch, "by": who()}
+                print(safe((await operator.ask("golden", body))["says"]))
+            if key not in known:
+                print(fitted(safe(f"no worker has this canary key now: {key}")))
+    finally:
+        await operator.close()
+
+
+async def _request(args: argparse.Namespace) -> None:
+    body: dict[str, Any] = {"act": args.golden, "canaries": args.canary, "by": who()}
+    named = {
+        "worker": getattr(args, "worker", ""),
+        "canary_key": getattr(args, "key", ""),
+        "model": getattr(args, "model", ""),
+    }
+    if sum(map(bool, named.values())) != 1:
+        choices = "--model, --key or --worker" if args.golden == "approve" else "--model or --key"
+        raise UsageError(f"name the goldens by one of {choices}; `holdfast golden list` shows them")
+    operator = await Operator.connect(args.data)
+    try:
+        print(safe((await operator.ask("golden", body | named))["says"]))
+    finally:
+        await operator.close()

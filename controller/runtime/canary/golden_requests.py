@@ -1,0 +1,125 @@
+"""Resolves an operator's request about goldens to a fact, or refuses it. Deciding is done by `controller.deciders.golden`."""
+
+from collections.abc import Callable
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden, last_answer
+from controller.deciders.votes.camps import Vote, agrees
+from controller.ports import NO_COMMAND, Command, GoldenWish
+from controller.runtime.refusals import NotPossible, UnknownWorker
+from events.journal.port import Journal
+from events.observations import GoldenRequested
+
+FLUSH_S = 1.0
+NAMED_MAX = 5  # canaries or keys that an error lists
+
+
+class GoldenRequests:
+    """Checks requests against the fleet, and records them."""
+
+    def __init__(self, fleet: Callable[[], Fleet], journal: Journal) -> None:
+        self._fleet = fleet
+        self._journal = journal
+
+    async def request(self, wish: GoldenWish, by: str, command: Command = NO_COMMAND) -> GoldenRequested:
+        """Record a request. Raise UnknownWorker, or NotPossible where it would change nothing."""
+        fleet = self._fleet()
+        worker = self._worker(fleet, wish.worker) if wish.worker else None
+        key = _key(fleet, wish, worker)
+        fact = GoldenRequested(
+            act=wish.act,
+            canary_key=key,
+            canaries=() if wish.answers else _canaries(fleet, key, wish, worker),
+            answers=wish.answers,
+            worker=worker.joined.worker if worker is not None else "",
+            instance=worker.joined.instance if worker is not None else "",
+            by=by,
+            command=command.id,
+            until=command.deadline,
+        )
+        self._journal.observe(fact)
+        await self._journal.flush(FLUSH_S)
+        if self._journal.withheld(command.id):
+            raise NotPossible(
+                f"{fact.kind()} is not in force: a process of an older release runs. `holdfast fleet versions` shows it"
+            )
+        return fact
+
+    def _worker(self, fleet: Fleet, name: str) -> Worker:
+        worker = fleet.workers.get(name)
+        if worker is None:
+            raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
+        if not worker.alive:
+            raise NotPossible(f"{name} is dead ({worker.health.reason}): it gives no answers")
+        return worker
+
+
+def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
+    """Return the canary key that is meant. Raise NotPossible."""
+    if worker is not None:
+        return worker.joined.canary_key
+    if wish.canary_key:
+        return wish.canary_key
+    keys = sorted(
+        {
+            key
+            for (key, canary), state in fleet.goldens.items()
+            if _is_of(key, wish.model)
+            and (not wish.canaries or canary in wish.canaries)
+            and _changes(state, wish)
+        }
+    )
+    if len(keys) == 1:
+        return keys[0]
+    if not keys:
+        raise NotPossible(f"model {wish.model!r} has {_lacking(wish)}; `holdfast golden list` shows all")
+    shown = ", ".join(map(repr, keys[:NAMED_MAX]))
+    raise NotPossible(
+        f"model {wish.model!r} has goldens under {len(keys)} canary keys: name one by --key: {shown}"
+    )
+
+
+def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -> tuple[str, ...]:
+    """Return the canaries whose goldens a request changes. Raise NotPossible if there is none, or not of a named one."""
+    known = {canary: state for (of, canary), state in fleet.goldens.items() if of == key}
+    found = tuple(canary for canary in sorted(known) if _changes(known[canary], wish, worker))
+    for canary in wish.canaries:
+        if canary not in known:
+            names = ", ".join(sorted(known)[:NAMED_MAX]) or "none"
+            raise NotPossible(f"there is no golden of canary {canary!r} under {key!r}; there are: {names}")
+        if canary not in found:
+            raise NotPossible(f"the golden of {canary} is {known[canary].status}: there is {_lacking(wish)}")
+    if not found:
+        raise NotPossible(f"there is {_lacking(wish)} under {key!r}; `holdfast golden list` shows all")
+    return wish.canaries or found
+
+
+def _changes(state: Golden, wish: GoldenWish, worker: Worker | None = None) -> bool:
+    """Return whether a request changes a golden."""
+    if wish.act == "record":
+        return True
+    if wish.act == "retire":
+        return state.status != "retired"
+    if worker is None:
+        return state.status == "provisional"
+    answer = last_answer(state, worker.joined.worker, worker.joined.instance)
+    if answer is None or state.status != "agreed":
+        return answer is not None
+    return not agrees(Vote("", "", state.tokens, state.top_k), answer, state.tolerance)
+
+
+def _lacking(wish: GoldenWish) -> str:
+    """Return what a request finds nothing of."""
+    match wish.act:
+        case "approve" if wish.worker:
+            return f"no whole answer of {wish.worker} that is not agreed"
+        case "approve":
+            return "no provisional golden"
+        case "retire":
+            return "no golden that counts"
+        case _:
+            return "no golden"
+
+
+def _is_of(key: str, model: str) -> bool:
+    return key.partition("|")[0] == model

@@ -1,0 +1,84 @@
+"""New weights under the same model name, on one worker after another; in one world of three. Draws from a stream of its own.
+
+updated in place, or by a restart      where engines tell nothing: the canary key stays, and the old goldens convict
+updated by a restart                   where engines tell their lineage: the canary key changes, and the worker is held
+"""
+
+from collections.abc import Callable
+from random import Random
+
+from controller.simulator.world.kernel import SECOND, coin
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.world import SimulatedWorld
+
+WORLDS = 3  # of so many, one has updates
+UPDATES_MAX = 2  # of each model
+
+
+class RollingUpdates:
+    """The updates of one world. `note` writes each into the history."""
+
+    def __init__(self, world: SimulatedWorld, chance: Random, note: Callable[[str], None]) -> None:
+        self.struck: dict[str, int] = {}
+        self._world, self._kernel = world, world.kernel
+        self._chance = chance
+        self._note = note
+        self._newest: dict[str, int] = {}  # weights by model
+        self._over = False
+        self.tells = False
+        if chance.randrange(WORLDS) == 0:
+            self._plan()
+
+    def _plan(self) -> None:
+        """Choose whether engines tell their lineage, and when each model gets new weights."""
+        self.tells = coin(self._chance)
+        for machine in self._world.machines.values():
+            machine.standing.weights.told = self.tells
+        for model in self._world.scenario.models:
+            for _ in range(self._chance.randint(1, UPDATES_MAX)):
+                at = int(self._world.scenario.heal_at * (0.1 + 0.8 * self._chance.random()))
+                self._kernel.after(at, self._update, model)
+
+    def _update(self, model: str) -> None:
+        """Begin to update a model's workers, in any order. No other worker could confirm a lone one."""
+        machines = self._of(model)
+        if self._over or len(machines) < 2:
+            return
+        self._newest[model] = newest = self._newest.get(model, 0) + 1
+        self.struck["weights"] = self.struck.get("weights", 0) + 1
+        gap, restart = self._chance.choice((5, 25, 60)) * SECOND, coin(self._chance)
+        self._note(f"new weights {newest} of {model}, {'told' if self.tells else 'not told'}")
+        self._chance.shuffle(machines)
+        for place, machine in enumerate(machines):
+            self._kernel.after(place * gap, self._renew, machine, newest, restart or self.tells)
+
+    def _renew(self, machine: Machine, weights: int, restart: bool) -> None:
+        if self._over:
+            return
+        loaded = machine.standing.weights
+        loaded.after_start = weights
+        if restart:
+            machine.stop()
+        else:
+            loaded.load()
+
+    def fit(self, machine: Machine) -> None:
+        """Give a new place the newest weights of its model."""
+        weights = machine.standing.weights
+        weights.told, weights.after_start = self.tells, self._newest.get(machine.model, 0)
+
+    def heal(self) -> None:
+        """Bring all workers of a model to its newest weights."""
+        self._over = True
+        for machine in self._world.machines.values():
+            weights = machine.standing.weights
+            weights.after_start = self._newest.get(machine.model, 0)
+            if weights.loaded != weights.after_start:
+                if self.tells:
+                    machine.stop()
+                else:
+                    weights.load()
+
+    def _of(self, model: str) -> list[Machine]:
+        machines = self._world.machines
+        return [one for one in machines.values() if one.model == model and not one.standing.retired]

@@ -1,0 +1,82 @@
+"""`holdfast golden` as an operator types it, on a fleet of one worker: approve, list, export, retire, import."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from fleet import holdfast, running
+
+from controller.demo.fleet import DemoFleet
+from events.decisions import GoldenAgreed, GoldenRetired
+from events.observations import GoldenRequested
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.attack]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
+    flags = ("--workers", "1", "--itl-ms", "2", "--canary-interval", "2")
+    async with running(tmp_path_factory.mktemp("goldens") / "fleet", *flags) as made:
+        await made.healthy(1)
+        yield made
+
+
+async def typed(fleet: DemoFleet, *arguments: str) -> tuple[int, str]:
+    done = await asyncio.to_thread(holdfast, "golden", *arguments, "--data", str(fleet.data))
+    return done.returncode, done.stdout + done.stderr
+
+
+async def listed(fleet: DemoFleet, wanted: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    """Return the goldens once the projection shows what is wanted."""
+    for _ in range(60):
+        _, text = await typed(fleet, "list", "-o", "json")
+        if wanted(found := json.loads(text)):
+            return found
+        await asyncio.sleep(0.5)
+    raise AssertionError(text)
+
+
+def all_of(status: str) -> Callable[[list[dict[str, Any]]], bool]:
+    return lambda found: len(found) >= 4 and {one["status"] for one in found} == {status}
+
+
+async def test_goldens_are_approved_exported_retired_and_imported_and_each_step_is_on_the_journal(
+    fleet: DemoFleet, tmp_path: Path
+) -> None:
+    await listed(fleet, all_of("provisional"))
+    code, said = await typed(fleet, "approve", "--model", "sim")
+    assert (code, "are to be agreed" in said) == (0, True)
+    agreed = await listed(fleet, all_of("agreed"))
+    assert all(one["by"][0].startswith("operator") and one["by"][1:] == ["w0"] for one in agreed)
+    assert all(one["since"] for one in agreed)
+
+    path = tmp_path / "goldens.json"
+    assert (await typed(fleet, "export", "-o", str(path)))[0] == 0
+    exported = json.loads(path.read_text())["goldens"]
+    assert {one["canary"] for one in exported} == {one["canary"] for one in agreed}
+
+    first = exported[0]["canary"]
+    assert (await typed(fleet, "retire", "--model", "sim", "--canary", first))[0] == 0
+    await listed(fleet, lambda found: {one["status"] for one in found} > {"agreed"})
+    code, said = await typed(fleet, "import", str(path))
+    assert (code, first in said) == (0, True)
+    assert await listed(fleet, all_of("agreed"))
+
+    code, said = await typed(fleet, "approve", "--model", "sim")
+    assert (code, "no provisional golden" in said) == (1, True)
+    path.write_text(path.read_text().replace('"tokens": [', '"tokens": [-1, ', 1))
+    code, said = await typed(fleet, "import", str(path))
+    assert (code, "goldens[0].tokens[0]" in said) == (1, True)
+
+    facts = [event.fact for event in await fleet.events()]
+    requests = [fact for fact in facts if isinstance(fact, GoldenRequested)]
+    assert [fact.act for fact in requests] == ["approve", "retire", "approve"]
+    assert all(fact.command and fact.until and fact.by for fact in requests)
+    assert any(
+        isinstance(fact, GoldenRetired) and fact.reason.startswith("retire: operator") for fact in facts
+    )
+    assert any(isinstance(fact, GoldenAgreed) and fact.by[0].startswith("operator") for fact in facts)

@@ -1,0 +1,56 @@
+"""What a server tells of its weights and of how it computes becomes one name, which no restart changes."""
+
+import pytest
+from upstream import Upstream as Server
+
+from workers.engines.openai.told.lineage import lineage, merged
+from workers.engines.openai.upstream import Upstream
+
+
+def test_of_a_folder_the_last_part_counts_and_separators_of_the_canary_key_are_replaced() -> None:
+    assert lineage("/models/llama-3/", 8192, None, {}) == lineage("/mnt/llama-3", 8192, None, {})
+    assert lineage("a|b", None, None, {"/p": (("quantization", "x,y z"),)}) == "root=a_b,quantization=x_y_z"
+    assert lineage("", None, None, {}) == ""
+
+
+def test_a_page_that_cannot_be_read_tells_what_it_told_before() -> None:
+    known = {"/a": (("x", "1"),), "/b": (("y", "2"),)}
+    assert merged(known, {"/a": None, "/b": (("y", "3"),)}) == {"/a": (("x", "1"),), "/b": (("y", "3"),)}
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        (Server(root="/m/a"), "root=a,max_model_len=2048"),
+        (Server(manner="llamacpp", size=77), "max_model_len=2048,size=77"),
+        (
+            Server(
+                root="a",
+                tells={
+                    "weight_version": "e7",
+                    "quantization": "fp8",
+                    "kv_cache_dtype": "fp8_e5m2",
+                    "attention_backend": "flashinfer",
+                    "start": 3.5,
+                },
+            ),
+            "root=a,max_model_len=2048,weight_version=e7,quantization=fp8,kv_cache_dtype=fp8_e5m2,"
+            "attention_backend=flashinfer",
+        ),
+        (
+            Server(metrics='vllm:cache_config_info{cache_dtype="fp8"} 1\n'),
+            "max_model_len=2048,kv_cache_dtype=fp8",
+        ),
+    ],
+    ids=["vllm", "llamacpp", "sglang", "vllm-metrics"],
+)
+async def test_what_each_server_tells(server: Server, told: str) -> None:
+    await server.start()
+    client = Upstream(server.url, "", 4)
+    try:
+        first, again = await client.abilities(), await client.abilities()
+        assert first.lineage == told
+        assert again.lineage == told  # `created` and the like differ in each answer
+    finally:
+        await client.close()
+        await server.stop()
