@@ -14,14 +14,17 @@ from statistics import median
 import structlog
 
 from controller.ports import Clock
-from controller.runtime.settings import ControllerBudgets
 from events import subjects
 from events.intrusion.reported_load import counts
-from events.intrusion.send_budget import TrafficBudget, TrafficLimit
+from events.intrusion.send_budget import TrafficBudget, TrafficLimit, traffic
 from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
 NAMES_MAX = 100_000  # workers and frontends remembered; more than that is somebody's mistake
+
+USUAL = traffic(
+    per_s=20.0, burst=200.0, mb_per_s=0.25, mb_burst=1.0
+)  # of one worker, which sends one a second
 
 Life = tuple[str, str]  # worker, instance
 
@@ -61,10 +64,10 @@ class FrontendLinks:
 class Beats:
     """Hears heartbeats and link reports."""
 
-    def __init__(self, clock: Clock, limit: TrafficLimit | None = None) -> None:
+    def __init__(self, clock: Clock, limit: TrafficLimit = USUAL) -> None:
         """`limit`: what one worker may publish."""
         self._clock = clock
-        self._limit = limit or ControllerBudgets().beats
+        self._limit = limit
         self._budgets: dict[str, TrafficBudget] = {}  # by subject: the broker allows a worker one
         self.flooded: Callable[[str], None] = lambda worker: None  # called with who publishes too much
         self.lives: dict[Life, Heartbeat] = {}

@@ -229,13 +229,13 @@ def test_what_a_models_workers_have_in_common_follows_who_is_there() -> None:
     table.set_static([short, replace(long, migration_limit=1)])
     endpoints = table.endpoints[("w1", "i1")], table.endpoints[("w2", "i1")]
     assert table.group("m", lineage) == EndpointGroup(
-        endpoints, 200, "simulated", text_only=False, block_sizes=(16,), usual_context=200
+        endpoints, 200, "simulated", text_only=False, block_sizes=(16,), usual_context=200, shown_context=100
     )
     assert table.migration_limit("m") == 1
     table.set_static([replace(long, worker="w3", engine="openai", exact=False)])
     other = (table.endpoints[("w3", "i1")],)
     assert table.group("m", lineage) == EndpointGroup(
-        other, 200, "openai", text_only=True, block_sizes=(16,), usual_context=200
+        other, 200, "openai", text_only=True, block_sizes=(16,), usual_context=200, shown_context=200
     )
     assert (table.group("m", ("r2", "builtin:sim")), table.migration_limit("m")) == (None, None)
 

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from frontend_kit import joined
@@ -26,6 +28,9 @@ SLEEPS = "import time; time.sleep(60)"
 @contextmanager
 def process(*words: str, **environment: str) -> Iterator[int]:
     started = subprocess.Popen([sys.executable, "-c", SLEEPS, *words], env={**os.environ, **environment})
+    command_line = Path(f"/proc/{started.pid}/cmdline")
+    while SLEEPS not in command_line.read_text():  # the kernel sets it a moment after the process has begun
+        time.sleep(0.001)
     try:
         yield started.pid
     finally:
