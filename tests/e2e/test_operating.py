@@ -18,10 +18,10 @@ from controller.demo.fleet import DemoFleet
 from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
 
 WORKERS = ("w0", "w1", "w2")
-# 40 s of answers: two commands start meanwhile, on a machine that has other work, too
+# 60 s of answers: two commands start meanwhile, on a machine that has other work, too
 FLAGS = ("--workers", str(len(WORKERS)), "--itl-ms", "40")
 STREAMS = 12
-TOKENS = 1000
+TOKENS = 1500
 SPEEDS = {
     "HOLDFAST_WORKER_PREFILL_TOKENS_PER_S": "5000",  # a prompt takes its time: a transfer is worth it
     "HOLDFAST_FRONTEND__MOVING__MAX_MIGRATION_TIME_MS": "10000",  # this machine may have much else to do

@@ -82,6 +82,8 @@ class FleetBroker:
 
     def _began(self, server: EmbeddedServer) -> None:
         self._running = server
+        with contextlib.suppress(OSError):
+            self._log.news(server)  # what is refused from now on is told, however late the first look comes
         self._users.admitted()
         self._present(server)
 
