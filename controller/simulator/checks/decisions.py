@@ -20,6 +20,7 @@ from events.decisions import (
     HealthStatus,
     Knobs,
     PolicyAdopted,
+    SpareActivated,
     WorkerDecision,
 )
 from events.fact import Decision, Recorded
@@ -105,6 +106,8 @@ def own_life(watch: InvariantWatch, event: Recorded) -> str | None:
         return None
     if found[1].worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found[1], VOTES):
         return None  # goldens are voted on: another worker's answer can raise or end a doubt
+    if isinstance(fact, SpareActivated) and found[1].worker == fact.replaces:
+        return None  # a spare takes the place of a worker that is lost by this fact
     return f"{fact.kind()} of {fact.instance} is caused by {found[1].kind()} of {found[1].instance}"
 
 
@@ -312,16 +315,25 @@ def just(watch: InvariantWatch, event: Recorded) -> str | None:
 
 def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     """Whether what convicts it is the right answer of weights that it has or had: the golden is of other weights."""
-    found = watch.ledger.observation(fact.cause)
-    if found is None or not isinstance(found[1], CanaryFailed):
-        return False
     machines = watch.world.machines
-    machine, canary = machines[fact.worker], int(found[1].canary[1:])
-    mine = machine.standing.weights.ever
-    updated = any(
-        other.standing.weights.ever != {0} for other in machines.values() if other.model == machine.model
+    machine = machines[fact.worker]
+    if all(other.standing.weights.ever == {0} for other in machines.values() if other.model == machine.model):
+        return False
+    weights = machine.standing.weights
+    found = watch.ledger.observation(fact.cause)
+    if found is not None and isinstance(found[1], CanaryFailed):
+        canary = int(found[1].canary[1:])
+        return found[1].got in {machine.right_answer(canary, mine) for mine in weights.ever}
+    fleet = watch.shown[-1]  # an earlier fact convicts it, and this one only brought the decision about
+    charges = fleet.workers[fact.worker].health.charges
+    goldens = [
+        fleet.goldens.get((machine.joined.canary_key, name))
+        for name in (*charges.goldens, *charges.own_goldens)
+    ]
+    return any(
+        golden is not None and golden.tokens != machine.right_answer(int(golden.canary[1:]), weights.loaded)
+        for golden in goldens
     )
-    return updated and found[1].got in {machine.right_answer(canary, weights) for weights in mine}
 
 
 def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
