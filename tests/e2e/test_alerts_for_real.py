@@ -267,11 +267,13 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
                 await watched.step("all are drained", lambda: each("drain", *WORKERS))
                 await each("resume", *WORKERS)
                 await watched.ends("HoldfastNoRoutableWorker")
+                await watched.step("all draw nonsense", lambda: each("sampler", *WORKERS))
+                await each("heal", *WORKERS)
+                await fleet.healthy(4)
                 await watched.step("all answer wrongly", lambda: each("corrupt", *WORKERS, argument=2))
                 await each("heal", *WORKERS)
                 await each("resume", *WORKERS)
                 await watched.ends("HoldfastSuspectServing")
-                await watched.step("all draw nonsense", lambda: each("sampler", *WORKERS))
             watched.whole()
 
 
