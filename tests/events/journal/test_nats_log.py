@@ -1,8 +1,16 @@
 """What nats-server's log tells of those whom it has refused."""
 
+import asyncio
+from pathlib import Path
+from urllib.parse import urlsplit
+
 import pytest
 
 from controller.adapters.embedded.nats_log import STRANGER, Refused, refusals
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.servers.fleet_broker import FleetBroker
+from events.nats.urls import addresses
+from events.observations import IntrusionRefused
 
 W0, W1 = f"U{'A' * 55}", f"U{'B' * 55}"
 NAMES = {W0: "worker-w0", W1: "worker-w1"}
@@ -60,3 +68,23 @@ def publish(subject: str, **about: str) -> bytes:
 )
 def test_who_was_refused_what(said: bytes, told: list[Refused]) -> None:
     assert refusals(said, NAMES) == told
+
+
+@pytest.mark.servers
+async def test_what_is_refused_before_the_first_look_at_the_log_is_told(tmp_path: Path) -> None:
+    """`up` looks at the log only once the fleet has begun, which may take long."""
+    told: list[IntrusionRefused] = []
+    broker = FleetBroker(FleetDir(tmp_path), "", lambda server: None, told.append, None)
+    await broker.begin(("w0",))
+    try:
+        async with asyncio.timeout(20):
+            (place,) = addresses(broker.url)
+            reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(place).port)
+            writer.write(b"CONNECT {}\r\nPING\r\n")
+            assert b"Authorization Violation" in await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        broker.check()
+        assert [(one.who, one.tried) for one in told] == [(STRANGER, "connect")]
+    finally:
+        await broker.stop()
