@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 WITHIN_S = 60.0
+LOST = 255  # multiprocessing's exit code of a process whose status its fork server could not tell
 IMPORTS = (
     "controller.cli",
     "controller.demo.cli",
@@ -33,15 +34,18 @@ _forks.set_forkserver_preload(list(IMPORTS))
 def run_command(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run one command to its end. Raise TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = _forks.Process(target=_run, args=(list(arguments), dict(environment), said))
+        *said, ended = (Path(folder) / name for name in ("stdout", "stderr", "exit code"))
+        process = _forks.Process(target=_run, args=(list(arguments), dict(environment), said, ended))
         process.start()
         try:
             process.join(WITHIN_S)
             if process.exitcode is None:
                 raise subprocess.TimeoutExpired(["holdfast", *arguments], WITHIN_S)
+            code = process.exitcode
+            if code == LOST and ended.exists():
+                code = int(ended.read_text())
             return subprocess.CompletedProcess(
-                ["holdfast", *arguments], process.exitcode, *(path.read_text() for path in said)
+                ["holdfast", *arguments], code, *(path.read_text() for path in said)
             )
         finally:
             process.kill()
@@ -49,7 +53,7 @@ def run_command(arguments: Sequence[str], environment: Mapping[str, str]) -> sub
             process.close()
 
 
-def _run(arguments: list[str], environment: dict[str, str], said: list[Path]) -> None:
+def _run(arguments: list[str], environment: dict[str, str], said: list[Path], ended: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, path in enumerate(said, 1):
@@ -57,4 +61,12 @@ def _run(arguments: list[str], environment: dict[str, str], said: list[Path]) ->
     from controller import cli
 
     sys.argv = ["holdfast", *arguments]
-    sys.exit(cli.main(arguments))
+    code: object = 1
+    try:
+        code = cli.main(arguments)
+    except SystemExit as error:
+        code = error.code
+        raise
+    finally:
+        ended.write_text(str(code if isinstance(code, int) else int(code is not None)))
+    sys.exit(code)
