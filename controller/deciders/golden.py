@@ -336,12 +336,12 @@ def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
 
 
 def _of(votes: Iterable[Vote], by: Collection[str]) -> list[Vote]:
-    """Return the votes of those who agreed; the first is the golden answer."""
+    """Return the votes of the workers that agreed; the first is the golden answer."""
     return sorted((v for v in votes if v.worker in by), key=lambda v: not v.top_k)
 
 
 def _tied(votes: Iterable[Vote], by: Collection[str]) -> tuple[str, ...]:
-    """Return who of those that agree gave the answer with another token at a near tie."""
+    """Return the workers among those that agree which gave the answer with another token at a near tie."""
     first, *others = _of(votes, by) or [Vote("", "", ())]
     return tuple(sorted(v.worker for v in others if parting(first.tokens, v.tokens) is not None))
 

@@ -69,7 +69,7 @@ class Beats:
         self._clock = clock
         self._limit = limit
         self._budgets: dict[str, TrafficBudget] = {}  # by subject: the broker allows a worker one
-        self.flooded: Callable[[str], None] = lambda worker: None  # called with who publishes too much
+        self.flooded: Callable[[str], None] = lambda worker: None  # called with a sender of too much
         self.lives: dict[Life, Heartbeat] = {}
         self.frontends: dict[str, FrontendLinks] = {}
         self.bad = 0  # messages that made no sense

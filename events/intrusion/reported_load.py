@@ -35,7 +35,7 @@ def impossible_load(load: Load) -> str:
 
 
 def counts(said: Mapping[str, object]) -> dict[str, int]:
-    """Return the counts of a load as heartbeats on the bus have it, without names that nobody knows. Raise ValueError for an
+    """Return the counts of a load as heartbeats on the bus have it, without unknown names. Raise ValueError for an
     impossible one."""
     found: dict[str, int] = {}
     for name in _COUNTS:

@@ -1,4 +1,4 @@
-"""A worker that was taken over floods the fleet: it is reported and ejected, and nobody else's answer suffers."""
+"""A worker that was taken over floods the fleet: it is reported and ejected, and no other answer suffers."""
 
 import asyncio
 import os

@@ -86,7 +86,7 @@ async def test_the_stranger_who_came_first_makes_room(said: bytes, limits: Front
 
 @pytest.mark.parametrize("limits", [FrontendLimits(3, 0), FrontendLimits(0, 3)])
 async def test_the_frontend_that_has_asked_for_nothing_for_longest_makes_room(limits: FrontendLimits) -> None:
-    """Whoever holds connections with the fleet's key and does not use them keeps no frontend out."""
+    """Unused connections with the fleet's key keep no frontend out."""
     async with serving(limits) as server, AsyncExitStack() as stack:
         first = await greeted(server, stack)
         second = await greeted(server, stack)

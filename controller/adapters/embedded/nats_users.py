@@ -41,7 +41,7 @@ class BrokerUsers:
 
     def withdraw(self, name: str, worker: str) -> list[str]:
         """Let a user in no more, with the seed that it has; where there is no such user, those whose process has this worker: the
-        reporter may not know how many workers it has. Return who is out. Raise OSError."""
+        reporter may not know how many workers it has. Return the accounts that are out. Raise OSError."""
         known = keys.users(self.folder)
         out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
         for user in out:

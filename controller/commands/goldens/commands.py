@@ -23,7 +23,7 @@ Run = Callable[[argparse.Namespace], int]
 READ_S = 5.0
 
 TEXTS = {
-    "list": "show the goldens: status, since when, and who agreed",
+    "list": "show the goldens: status, since when, and which workers agreed",
     "record": "retire the goldens of a worker's canary key, and record its answers as provisional ones",
     "approve": "make provisional goldens agreed, or the answers that a worker gave last",
     "retire": "let goldens no longer count: they convict no worker, and the next answers are voted on",
@@ -164,7 +164,7 @@ def _instant(at: datetime | None, sep: str, timespec: str) -> str:
 
 
 def _by(golden: Golden) -> str:
-    """Return who stands behind a golden, and who contradicts it."""
+    """Return the workers behind a golden, and those that contradict it."""
     said = "" if golden.status == "retired" else ", ".join(golden.by) or f"proposed by {golden.proposed_by}"
     against = sorted(vote.worker for vote in golden.contradictions)
     return f"{said}; contradicted by {', '.join(against)}" if against else said

@@ -229,7 +229,7 @@ class PoisonWatch:
                 self._flights[sketch] = Flight(endpoint, {slot})
 
     def read(self, request: GenerationRequest, key: Key) -> None:
-        """A request has brought a token from this worker: its like brings nobody down."""
+        """A request has brought a token from this worker: its like brings no worker down."""
         self.breakers.outcomes(key).worked_at = self._now()
         sketch = request.names.sketch
         if sketch in self._watched and (record := self._record(request)) is not None:

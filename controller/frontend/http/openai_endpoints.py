@@ -188,7 +188,7 @@ class OpenAiEndpoints:
         try:
             admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides, arrived)
         finally:
-            reservation.free()  # for the generations, which are launched before anybody else's turn comes
+            reservation.free()  # for the generations, which are launched before another request's turn comes
         return admitted, tokens, reservation
 
     async def _in_time(

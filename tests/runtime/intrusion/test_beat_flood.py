@@ -1,4 +1,4 @@
-"""Heartbeats have a budget for each worker, which counts before they are decoded. Whoever exceeds it is reported."""
+"""Heartbeats have a budget for each worker, which counts before they are decoded. A worker that exceeds it is reported."""
 
 from controller.adapters.clock import SystemClock
 from controller.runtime.beats import Beats
