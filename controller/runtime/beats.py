@@ -16,7 +16,7 @@ import structlog
 from controller.ports import Clock
 from events import subjects
 from events.intrusion.reported_load import counts
-from events.intrusion.send_budget import TrafficBudget, TrafficLimit, traffic
+from events.intrusion.send_budget import SubjectBudgets, TrafficLimit, traffic
 from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
@@ -67,8 +67,7 @@ class Beats:
     def __init__(self, clock: Clock, limit: TrafficLimit = USUAL) -> None:
         """`limit`: what one worker may publish."""
         self._clock = clock
-        self._limit = limit
-        self._budgets: dict[str, TrafficBudget] = {}  # by subject: the broker allows a worker one
+        self._budgets = SubjectBudgets(limit, NAMES_MAX)
         self.flooded: Callable[[str], None] = lambda worker: None  # called with a sender of too much
         self.lives: dict[Life, Heartbeat] = {}
         self.frontends: dict[str, FrontendLinks] = {}
@@ -81,16 +80,9 @@ class Beats:
 
     def admits(self, subject: str, size: int) -> bool:
         """Return whether a heartbeat is within its worker's budget, before it is decoded."""
-        now, budget = self._clock.monotonic(), self._budgets.get(subject)
-        if budget is None:
-            if len(self._budgets) >= NAMES_MAX:
-                self._budgets.clear()
-            budget = self._budgets[subject] = TrafficBudget(self._limit, now)
-        if not budget.muted(now):
-            if budget.take(1, size, now):
-                return True
-            budget.mute(now)
-            self.flooded(subject.rpartition(".")[2])
+        now = self._clock.monotonic()
+        if self._budgets.admits(subject, size, now, lambda: self.flooded(subject.rpartition(".")[2])):
+            return True
         self.bad += 1
         return False
 

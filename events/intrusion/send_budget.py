@@ -1,5 +1,6 @@
 """A budget of events and bytes per second, with a burst: a token bucket. Time is an argument."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MIB = 1024 * 1024.0
@@ -69,3 +70,27 @@ class TrafficBudget:
     def take(self, messages: int, size: int, now: float) -> bool:
         """Spend so many messages of so many bytes together; False: one of the budgets has not got it."""
         return self._messages.take(messages, now) and self._size.take(size, now)
+
+
+class SubjectBudgets:
+    """The buckets of all senders, by the subject to which the broker allows each. Forgets all of them beyond `most`."""
+
+    def __init__(self, limit: TrafficLimit, most: int) -> None:
+        """Begin without senders."""
+        self._limit, self._most = limit, most
+        self._budgets: dict[str | bytes, TrafficBudget] = {}
+
+    def admits(self, subject: str | bytes, size: int, now: float, flooded: Callable[[], object]) -> bool:
+        """Return whether a message is within its sender's budget. If not, call `flooded`, once a second at most."""
+        budget = self._budgets.get(subject)
+        if budget is None:
+            if len(self._budgets) >= self._most:
+                self._budgets.clear()
+            budget = self._budgets[subject] = TrafficBudget(self._limit, now)
+        if budget.muted(now):
+            return False
+        if budget.take(1, size, now):
+            return True
+        budget.mute(now)
+        flooded()
+        return False

@@ -15,7 +15,7 @@ from controller.router.endpoints import WorkerRank
 from controller.router.index.index import KvIndex
 from controller.router.index.view import KvHealth, KvView
 from events import kv, subjects
-from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
+from events.intrusion.send_budget import Rate, SubjectBudgets, TrafficLimit
 from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.observations import WorkerJoined
 
@@ -55,8 +55,7 @@ class KvEvents:
         self.flooded: Callable[[str], None] = lambda worker: (
             None
         )  # called with the name of a sender of too much
-        self._limit = limit
-        self._budgets: dict[bytes, TrafficBudget] = {}  # by subject: the broker allows a worker one
+        self._budgets = SubjectBudgets(limit, SENDERS_MAX)
         self._connection = connection
         self._ask_s = ask_s
         self._loop = asyncio.get_running_loop()
@@ -154,17 +153,11 @@ class KvEvents:
             await asyncio.sleep(SWEEP_S if self.index.sweep(SWEEP_RUNS) else LOOK_S)
 
     def _within_budget(self, subject: bytes, size: int) -> bool:
-        now = self._loop.time()
-        budget = self._budgets.get(subject)
-        if budget is None:
-            if len(self._budgets) >= SENDERS_MAX:
-                self._budgets.clear()
-            budget = self._budgets[subject] = TrafficBudget(self._limit, now)
-        if not budget.muted(now):
-            if budget.take(1, size, now):
-                return True
-            budget.mute(now)
+        def flooded() -> None:
             self.flooded(subject.decode("utf-8", "replace").rpartition(".")[2])
+
+        if self._budgets.admits(subject, size, self._loop.time(), flooded):
+            return True
         self.bad += 1
         return False
 
