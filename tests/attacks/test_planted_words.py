@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import first_database
 from aiohttp import web
-from fleet import holdfast, running
+from fleet import files_holding, holdfast, running
 from store_databases import execute
 from upstream import Upstream
 
@@ -108,12 +108,9 @@ def broker(directory: Path) -> Iterator[str]:
 
 
 def holds(place: Path, words: str) -> list[str]:
-    """Return the files below a place that hold some words."""
-    files = [path for path in place.rglob("*") if path.is_file()]
-    found = [str(path.relative_to(place)) for path in files if words.encode() in path.read_bytes()]
-    return [
-        name for name in found if name not in ("accounts.json", "secrets/postgres.json")
-    ]  # where they are kept
+    """Return the files below a place that hold some words, but for those in which passwords are kept."""
+    kept = ("accounts.json", "secrets/postgres.json")
+    return [name for name in files_holding(place, words) if name not in kept]
 
 
 async def plant(fleet: DemoFleet, servers: tuple[Upstream, Upstream]) -> None:

@@ -1,5 +1,6 @@
 """What the end-to-end tests type."""
 
+import contextlib
 import os
 import subprocess
 from collections.abc import AsyncIterator, Sequence
@@ -56,6 +57,17 @@ async def streamed(fleet: DemoFleet, prompt: Sequence[int], tokens: int) -> str:
         async for chunk in stream:
             text += chunk.choices[0].text if chunk.choices else ""
     return text
+
+
+def files_holding(place: Path, *words: str) -> list[str]:
+    """Return the files below a place that hold any of some words. A process that ends meanwhile takes its files along."""
+    found = []
+    for path in place.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            content = path.read_bytes() if path.is_file() else b""
+            if any(one.encode() in content for one in words):
+                found.append(str(path.relative_to(place)))
+    return found
 
 
 def client(fleet: DemoFleet) -> openai.AsyncOpenAI:
