@@ -51,7 +51,7 @@ NOT_CONVICTED = CanaryVerdict()
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One life of a worker, where requests can go. Its counters (`active`, `promised`, `tokens`) are only read elsewhere:
+    """One life of a worker, where requests can go. Its counters (`active`, `kept`, `tokens`) are only read elsewhere:
     whoever sends requests there says so with `admit`, `begin` and the like."""
 
     joined: WorkerJoined
@@ -61,8 +61,9 @@ class Endpoint:
     cache_epoch: int = 0
     expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
-    promised: int = 0  # requests that room is kept for: let in, and not sent there yet
-    kept: KeptRoom = field(default_factory=KeptRoom)  # what those take there, as far as that is known
+    kept: KeptRoom = field(
+        default_factory=KeptRoom
+    )  # for requests that were let in and are not sent there yet
     tokens: int = 0  # of those in flight: their prompts', and what they may generate
     refused_at: Load | None = None  # what others had there when it refused a request for want of room
     worker: str = field(init=False)
@@ -74,22 +75,19 @@ class Endpoint:
     block_tokens: int = field(init=False)  # 1 of who registers nonsense
     context_tokens: int = field(init=False)  # prompt and answer together; 0: its registration is impossible
     key: Key = field(init=False)
+    lineage: Lineage = field(init=False)  # what must stay the same over a request's life
 
     def __post_init__(self) -> None:
         joined = self.joined  # a life registers once: what each choice asks is read from it once
         self.worker, self.instance = self.key = joined.worker, joined.instance
         self.model = joined.model
+        self.lineage = joined.revision, joined.tokenizer
         self.ranks = min(max(1, joined.dp), RANKS_MAX)
         self.max_batch = joined.profile.max_batch
         waiting = joined.waiting_max
         self.holds = ANY_NUMBER if waiting is None else max(1, self.max_batch + waiting)
         self.block_tokens = max(1, joined.profile.block_tokens)
         self.context_tokens = 0 if impossible(joined) else joined.context_tokens
-
-    @property
-    def lineage(self) -> Lineage:
-        """What must stay the same over a request's life."""
-        return self.joined.revision, self.joined.tokenizer
 
     @property
     def corrupt(self) -> bool:
@@ -110,15 +108,15 @@ class Endpoint:
 
     def admit(self, tokens: int = 0, blocks: float = 0.0) -> None:
         """Keep room for one request, until `release`. `tokens`: of its prompt, to be read; `blocks`: that it will hold."""
-        self.promised += 1
+        self.kept.requests += 1
         self.kept.tokens += tokens
         self.kept.blocks += blocks
 
     def release(self, tokens: int = 0, blocks: float = 0.0) -> None:
         """Give the room back that `admit` has kept, with the same `tokens` and `blocks`."""
-        self.promised -= 1
+        self.kept.requests -= 1
         self.kept.tokens -= tokens
-        self.kept.blocks = self.kept.blocks - blocks if self.promised else 0.0
+        self.kept.blocks = self.kept.blocks - blocks if self.kept.requests else 0.0
 
     def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
         """Count requests that are sent there. `tokens`: of all of their prompts, and what they may generate."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class KeptRoom:
-    """What requests that room is kept for will take."""
+    """The requests that room is kept for, and what they will take as far as that is known."""
 
+    requests: int = 0
     tokens: int = 0  # of their prompts, that have to be read
     blocks: float = 0.0  # of the KV cache

@@ -17,7 +17,7 @@ class Continuation(msgspec.Struct):
 
     _request: GenerationRequest
     accepted: list[int]  # it grows with every step
-    _tokens: Tokens
+    tokens: Tokens
     texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
     _worded: int = 0  # accepted tokens that `texts` says
 
@@ -25,11 +25,6 @@ class Continuation(msgspec.Struct):
     def length(self) -> int:
         """Tokens of the prompt and of what was accepted."""
         return len(self._request.prompt) + len(self.accepted)
-
-    @property
-    def vocabulary(self) -> int:
-        """One more than the highest token id."""
-        return self._tokens.size
 
     def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
         """Return what this worker, and of its DP ranks this one, is asked for now."""
@@ -58,7 +53,7 @@ class Continuation(msgspec.Struct):
 
     def take_text(self, text: str) -> int:
         """Accept a text that came without tokens, and return of how many tokens it is."""
-        tokens = self._tokens.encode_next(text)
+        tokens = self.tokens.encode_next(text)
         self.texts += (self._unworded(), text)
         self.accepted += tokens
         self._worded = len(self.accepted)
@@ -78,7 +73,7 @@ class Continuation(msgspec.Struct):
         """
         request = self._request
         if self.texts:
-            encode, prompt_text = self._tokens.encode, self._prompt_text()
+            encode, prompt_text = self.tokens.encode, self._prompt_text()
             for special in (False, True):
                 if encode(prompt_text, special=special) == request.prompt:
                     return encode(prompt_text + self._text(), special=special)
@@ -86,7 +81,7 @@ class Continuation(msgspec.Struct):
 
     def _prompt_text(self) -> str:
         """Return the prompt as text, for engines that take nothing else."""
-        return self._request.prompt_text or self._tokens.decode(self._request.prompt)
+        return self._request.prompt_text or self.tokens.decode(self._request.prompt)
 
     def _text(self) -> str:
         """Return all that was accepted as text, whether it came as text or as tokens."""
@@ -100,7 +95,7 @@ class Continuation(msgspec.Struct):
         accepted, worded = self.accepted, self._worded
         if worded == len(accepted):
             return ""
-        decode, prompt = self._tokens.decode, self._request.prompt
+        decode, prompt = self.tokens.decode, self._request.prompt
         before, whole = decode(prompt + accepted[:worded]), decode(prompt + accepted)
         if not whole.startswith(before):
             before, whole = "", decode(accepted[worded:])

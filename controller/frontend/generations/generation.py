@@ -67,7 +67,7 @@ class Generation:
         self._provenance = Provenance(host.exposures, request, self)
         tracker = self._dispatcher.scheduler if host.settings.router.track_output_blocks else None
         self.stats = OutputStats(now, metrics, self._provenance, tracker, budget, request)
-        self.output = GenerationOutput(self, request.sampling, writer, self.continuation, self.stats)
+        self.output = GenerationOutput(self, request, writer, self.continuation, self.stats)
         self.progress = MigrationProgress(metrics, now)
         self.first_attempt: Attempt | None = None
         self.last_attempt: Attempt | None = None

@@ -12,14 +12,16 @@ from typing import Protocol
 from controller.frontend.errors import ApiError
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
-from controller.frontend.generations.output_check import invalid
+from controller.frontend.generations.output_check import check_cached, check_logprobs
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.worker_refusal import as_api_error
 from controller.frontend.requests.failures import Failure, classify
+from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.responses.writers import ResponseWriter
+from controller.frontend.text.vocabulary import InvalidOutput, check_tokens
 from controller.ports import LostCause
 from events.refusal import REASON, read_refusal
-from events.wire import Chunk, Sampling, finish_reason
+from events.wire import Chunk, finish_reason
 
 
 class Owner(Protocol):
@@ -66,23 +68,23 @@ class GenerationOutput:
     """All that was accepted of one answer. Implements `controller.ports.Sink`."""
 
     __slots__ = (
-        "_max", "_owner", "_prompt_tokens", "_stop_token_ids", "_vocabulary", "accepted", "attempt", "continuation",
-        "has_output", "live_migration", "stats", "writer",
+        "_max", "_owner", "_prompt", "_prompt_tokens", "_stop_token_ids", "accepted", "attempt", "continuation", "has_output",
+        "live_migration", "stats", "writer",
     )  # fmt: skip
 
     def __init__(
         self,
         owner: Owner,
-        sampling: Sampling,
+        request: GenerationRequest,
         writer: ResponseWriter,
         continuation: Continuation,
         stats: OutputStats,
     ) -> None:
         self._owner: Owner | None = owner  # None once the answer has ended
-        self._max = sampling.max_tokens
-        self._vocabulary = continuation.vocabulary
-        self._prompt_tokens = continuation.length  # an attempt that goes on elsewhere has a longer one
-        self._stop_token_ids = sampling.stop_token_ids
+        self._max = request.sampling.max_tokens
+        self._prompt = request.prompt
+        self._prompt_tokens = 0  # of this attempt: one that goes on elsewhere reads what was accepted as well
+        self._stop_token_ids = request.sampling.stop_token_ids
         self.writer = writer
         self.continuation = continuation
         self.accepted = continuation.accepted  # one list, which grows with every step
@@ -99,22 +101,25 @@ class GenerationOutput:
         if owner is None:
             return
         try:
-            if why := invalid(chunk, self._vocabulary, self._prompt_tokens):
-                owner.failed(Failure("invalid_output", why), self.attempt)
-                return
-            if self.has_output and chunk.tokens and chunk.finish is None and chunk.error is None:
-                self._go_on(chunk)  # nearly always
-                return
-            if chunk.tokens:
-                self._accept(owner, chunk)
-            elif chunk.text is not None:
-                self._accept_text(owner, chunk.text)
-            if self._owner is None:
-                return  # a stop string ended it meanwhile
-            if chunk.error is not None:
-                self._fail(owner, chunk.error)
-            elif chunk.finish is not None:
-                owner.finished(finish_reason(chunk.finish))
+            try:
+                if chunk.logprobs:
+                    check_logprobs(chunk.logprobs, self.continuation.tokens.size)
+                if self.has_output and chunk.tokens and chunk.finish is None and chunk.error is None:
+                    self._go_on(chunk)  # nearly always
+                    return
+                if chunk.tokens:
+                    self._accept(owner, chunk)
+                elif chunk.text is not None:
+                    self._accept_text(owner, chunk.text)
+                if self._owner is None:
+                    return  # a stop string ended it meanwhile
+                if chunk.error is not None:
+                    self._fail(owner, chunk.error)
+                elif chunk.finish is not None:
+                    reason = chunk.finish
+                    owner.finished(reason if reason in ("stop", "length") else finish_reason(reason))
+            except InvalidOutput as why:
+                owner.failed(Failure("invalid_output", str(why)), self.attempt)
         except Exception:
             owner.mistaken()
 
@@ -156,7 +161,10 @@ class GenerationOutput:
 
     def _accept(self, owner: Owner, chunk: Chunk) -> None:
         """Take tokens from the beginning or the end of an attempt."""
+        if not self.has_output:
+            check_tokens(chunk.tokens, self.continuation.tokens.size)
         if chunk.cached_tokens is not None and self.stats.cached_tokens is None:
+            check_cached(chunk.cached_tokens, self._prompt_tokens)
             self.stats.cached_tokens = chunk.cached_tokens
         if not self.has_output:
             self.has_output = True
@@ -204,7 +212,7 @@ class GenerationOutput:
         """Hear this attempt from now on."""
         self.attempt = attempt
         self.has_output = False
-        self._prompt_tokens = self.continuation.length
+        self._prompt_tokens = len(self._prompt) + len(self.accepted)
         if attempt.before is not None:
             self.stats.attempted()
         if len(self.accepted) > self.stats.movable_max:

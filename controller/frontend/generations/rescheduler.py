@@ -199,7 +199,7 @@ class Rescheduler:
         external = self._plane.external_load(endpoint.worker)
         return (
             endpoint.active
-            + endpoint.promised
+            + endpoint.kept.requests
             + (external.running + external.waiting if external is not None else 0)
         )
 

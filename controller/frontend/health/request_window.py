@@ -37,6 +37,9 @@ class Window:
         self.unlikely += drawn.unlikely
         sampling = drawn.sampling
         how = (sampling.temperature, sampling.top_p, sampling.top_k)
-        known = "temperature" not in sampling.unset  # else it is the server's own default
-        if known and (how in self.drawn or len(self.drawn) < PARAMETERS_MAX):
-            self.drawn[how] = self.drawn.get(how, 0) + 1
+        if "temperature" in sampling.unset:
+            return  # it is the server's own default
+        if how in self.drawn:
+            self.drawn[how] += 1
+        elif len(self.drawn) < PARAMETERS_MAX:
+            self.drawn[how] = 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -60,13 +60,13 @@ class Completion:
         director: Director,
         admitted: AdmittedRequest,
         format: ResponseFormat,
-        open_stream: "Callable[[Completion], SseStream] | None",
+        stream: SseStream | None,
     ) -> None:
-        """Make the generations, and send none yet. Without `open_stream` the answer is given whole. Raise ApiError (400)."""
+        """Make the generations, and send none yet. Without `stream` the answer is given whole. Raise ApiError (400)."""
         self._director = director
         self._parsed = admitted.parsed
         self._format = format
-        self.stream = open_stream(self) if open_stream is not None else None
+        self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.generations: list[Generation] = []
         self._left = len(admitted.prompts) * admitted.parsed.n
@@ -214,21 +214,14 @@ class Completion:
         """What the answer's headers say of the choice of its worker."""
         name = self.worker if self.worker.isprintable() else ascii(self.worker)  # it registers as it likes
         headers, first = {"X-Holdfast-Worker": name} if name else {}, self.generations[0].first_attempt
-        suspect = self._suspect()
-        if suspect:
-            headers[SUSPECT] = suspect
+        for generation in self.generations:
+            attempt = generation.last_attempt
+            if attempt is not None and (suspect := attempt.endpoint.verdict.suspect):
+                headers[SUSPECT] = suspect if suspect.isprintable() else ascii(suspect)
         why = first.explained if first is not None else None
         if why is not None:
             headers[EXPLAIN] = json.dumps(_shortened(why))
         return headers
-
-    def _suspect(self) -> str:
-        """Return why canaries convict a worker that answers, if it serves only because no other does."""
-        for generation in self.generations:
-            attempt = generation.last_attempt
-            if attempt is not None and (why := attempt.endpoint.verdict.suspect):
-                return why if why.isprintable() else ascii(why)
-        return ""
 
     @property
     def worker(self) -> str:

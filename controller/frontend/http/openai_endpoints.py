@@ -5,7 +5,6 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import msgspec
 import structlog
@@ -16,16 +15,17 @@ from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.http.cors import Cors
-from controller.frontend.http.early_streams import EarlyStreams
 from controller.frontend.http.served_models import model_of
 from controller.frontend.requests.admission_headers import read_admission
 from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.requests.body_scan import UNSCANNED_BYTES
 from controller.frontend.requests.head import Head, read_head
 from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
+from controller.frontend.requests.readers import READERS
 from controller.frontend.requests.reading import fresh_id, read_prompts, unknown_fields
 from controller.frontend.requests.schema import ParsedRequest
-from controller.frontend.responses.response_format import ResponseFormat
+from controller.frontend.responses.response_format import ResponseFormat, event
 from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.scheduling.deadlines import Deadlines, WantedRequest, WantedTokens
@@ -52,7 +52,7 @@ class OpenAiEndpoints:
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
-        self._early = EarlyStreams()
+        self._unanswered = set[SseStream]()  # of requests that are queued or tokenised
         self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
         self._serial = itertools.count(1)
         self._admission = director.admission
@@ -75,21 +75,14 @@ class OpenAiEndpoints:
             return await self._respond(head, body, transport)
         except Exception:  # a mistake of ours, as in `handle`
             log.exception("request_failed", endpoint=head.endpoint)
-            return refusal(internal(), self._headers(head))
-
-    def _headers(self, head: Head) -> dict[str, str]:
-        """Return the headers that every answer to this request has."""
-        headers = answer_headers(head)
-        if self.cors is not None:
-            headers |= self.cors.headers(head.origin)
-        return headers
+            return refusal(internal(), answer_headers(head, self.cors))
 
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
     ) -> web.Response | None:
         """Answer a request, of which the body is given, or is still to be read. Return what is to be written; None: it was
         streamed."""
-        headers, arrived = self._headers(head), self._director.now()
+        headers, arrived = answer_headers(head, self.cors), self._director.now()
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
@@ -101,7 +94,13 @@ class OpenAiEndpoints:
                 overrides = read_overrides(given.raw_headers, self._director.settings.router)
                 if self._admission.deadlines is not None:
                     head = msgspec.structs.replace(head, asked=read_admission(given.raw_headers))
-            parsed: ParsedRequest = await self.intake.parsed(head.endpoint, given)
+            parsed: ParsedRequest
+            if (
+                isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES
+            ):  # nearly always: no coroutine for it
+                parsed = READERS[head.endpoint][0](given)
+            else:
+                parsed = await self.intake.parsed(head.endpoint, given)
             if parsed.unknown:
                 told = unknown_fields(parsed.unknown)
                 headers["Warning"] = f"{head.warning}, {told}" if head.warning else told
@@ -140,34 +139,41 @@ class OpenAiEndpoints:
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         id = headers["X-Request-Id"]
-        stream = None
+        stream: SseStream | None = None
+        completion: Completion | None = None
         if parsed.stream:
-            stream = self._stream(transport, head, headers, arrived)
-            self._early.begin(stream)
+            if transport is None:
+                raise asyncio.CancelledError  # its client has gone
+            stream = SseStream(
+                transport,
+                self._director.settings.stream,
+                chunked=head.chunked,  # its head names the worker that the completion is with by then
+                head=lambda: response_head(head, headers | completion.headers if completion else headers),
+                overflow=lambda stream, why: self._cut(completion, stream, why),
+                began_at=arrived,
+            )
+            self._unanswered.add(stream)
         try:
-            admitted, tokens, reservation = await self._let_in(head, parsed, id, overrides, arrived)
+            if (deadlines := self._admission.deadlines) is not None:
+                admitted, tokens, reservation = await self._in_time(
+                    deadlines, head, parsed, id, overrides, arrived
+                )
+            else:
+                reservation = await self._admission.admit(parsed.model, head.tier)
+                try:
+                    admitted, tokens = await self._admitted(
+                        head, parsed, id, reservation.lineage, overrides, arrived
+                    )
+                finally:
+                    reservation.free()  # for the generations, which are launched before another request's turn comes
+            completion = Completion(self._director, admitted, answer_format(parsed, tokens, id), stream)
         except BaseException as why:
-            refused = self._early.refuse(stream, why) if stream is not None else None
-            if refused is None:
+            if stream is None or not stream.started:
                 raise
-            return None, refused
+            return None, _ended_early(stream, why)
         finally:
             if stream is not None:
-                self._early.end(stream)
-        format = ResponseFormat(
-            id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
-            model=parsed.called or parsed.model,
-            created=int(time.time()),  # noqa: TID251 (shown to the client, compared with nothing)
-            chat=parsed.chat,
-            usage=parsed.stream and parsed.include_usage,
-            tokens=tokens,
-            stops=parsed.stop,
-            min_tokens=parsed.sampling.min_tokens,
-            logprobs=parsed.logprobs,
-            logprobs_by_id=parsed.logprobs_by_id,
-        )
-        bind = partial(self._bound, stream, head, headers) if stream is not None else None
-        completion = Completion(self._director, admitted, format, bind)
+                self._unanswered.discard(stream)
         error = await self._run(completion, stream, reservation)
         if stream is not None and (error is None or stream.started):
             return None, error
@@ -177,19 +183,6 @@ class OpenAiEndpoints:
             raise error
         body = json.dumps(completion.body(), ensure_ascii=False).encode()
         return web.Response(body=body, content_type="application/json", headers=headers), None
-
-    async def _let_in(
-        self, head: Head, parsed: ParsedRequest, id: str, overrides: RoutingOverrides, arrived: float
-    ) -> tuple[AdmittedRequest, Tokens, Reservation]:
-        """Return a request that was admitted and tokenised, and its room, given back for the generations. Raise ApiError."""
-        if (deadlines := self._admission.deadlines) is not None:
-            return await self._in_time(deadlines, head, parsed, id, overrides, arrived)
-        reservation = await self._admission.admit(parsed.model, head.tier)
-        try:
-            admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides, arrived)
-        finally:
-            reservation.free()  # for the generations, which are launched before another request's turn comes
-        return admitted, tokens, reservation
 
     async def _in_time(
         self,
@@ -213,28 +206,6 @@ class OpenAiEndpoints:
         reservation, until = await self._admission.enter(deadlines, wanted, lineage, asked)
         reservation.free()
         return msgspec.structs.replace(admitted, first_token_by=until), tokens, reservation
-
-    def _stream(
-        self, transport: asyncio.Transport | None, head: Head, headers: dict[str, str], arrived: float
-    ) -> SseStream:
-        """Return the stream of a request that nothing answers yet. Raise CancelledError if its client has gone."""
-        if transport is None:
-            raise asyncio.CancelledError
-        return SseStream(
-            transport,
-            self._director.settings.stream,
-            chunked=head.chunked,
-            head=lambda: response_head(head, headers),
-            overflow=lambda stream, why: stream.abort(),
-            began_at=arrived,
-        )
-
-    def _bound(
-        self, stream: SseStream, head: Head, headers: dict[str, str], completion: Completion
-    ) -> SseStream:
-        """Return the stream for a completion. Its head names the worker that it is with when the head is sent."""
-        stream.bind(lambda: response_head(head, headers | completion.headers), partial(self._cut, completion))
-        return stream
 
     async def _admitted(
         self,
@@ -299,11 +270,12 @@ class OpenAiEndpoints:
         for stream in [*self.completions.values(), *self._unread]:
             if stream is not None:
                 stream.check(now)
-        for stream in self.completions.values():
+        for stream in [*self.completions.values(), *self._unanswered]:
             if stream is not None:
                 stream.await_token(now)
-        self._early.check(now)
-        self._unread = {stream: None for stream in self._unread if stream.waiting}
+        for stream in [stream for stream in self._unread if not stream.waiting]:
+            del self._unread[stream]
+            stream.release()
 
     def drain(self) -> None:
         """Let nobody in any more."""
@@ -320,12 +292,13 @@ class OpenAiEndpoints:
         """End the processes that parse bodies."""
         await self.intake.close()
 
-    def _cut(self, completion: Completion, stream: SseStream, why: str) -> None:
+    def _cut(self, completion: Completion | None, stream: SseStream, why: str) -> None:
         """Drop a client that does not read."""
-        log.warning("client_cut_off", request=completion.generations[0].request.id, why=why)
+        if completion is not None:
+            log.warning("client_cut_off", request=completion.generations[0].request.id, why=why)
+            completion.cancel()
         self._slow_clients.inc()
         stream.abort()
-        completion.cancel()
 
     def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
         """Count a request that has ended; an error after the first token too, although its status was 200."""
@@ -354,15 +327,43 @@ def resolved(director: Director, parsed: ParsedRequest) -> ParsedRequest:
     return msgspec.structs.replace(parsed, model=model, called=parsed.model)
 
 
+def answer_format(parsed: ParsedRequest, tokens: Tokens, id: str) -> ResponseFormat:
+    """Return the form of the answer to the request with this id."""
+    return ResponseFormat(
+        id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
+        model=parsed.called or parsed.model,
+        created=int(time.time()),  # noqa: TID251 (shown to the client, compared with nothing)
+        chat=parsed.chat,
+        usage=parsed.stream and parsed.include_usage,
+        tokens=tokens,
+        stops=parsed.stop,
+        min_tokens=parsed.sampling.min_tokens,
+        logprobs=parsed.logprobs,
+        logprobs_by_id=parsed.logprobs_by_id,
+    )
+
+
+def _ended_early(stream: SseStream, error: BaseException) -> ApiError:
+    """End the stream of a request that was not let in, but whose head has been sent. Return the error that was its last event;
+    raise what is none."""
+    if not isinstance(error, ApiError):
+        stream.abort()  # nothing can follow what has been sent
+        raise error
+    stream.end(event(error.body()))
+    return error
+
+
 def _shutting_down() -> ApiError:
     return unavailable("this frontend is shutting down", "draining", 1)
 
 
-def answer_headers(head: Head) -> dict[str, str]:
+def answer_headers(head: Head, cors: Cors | None) -> dict[str, str]:
     """Return the headers that every answer to this request has."""
     headers = {"X-Request-Id": head.id or fresh_id()}
     if head.warning:
         headers["Warning"] = head.warning
+    if cors is not None:
+        headers |= cors.headers(head.origin)
     return headers
 
 

@@ -18,6 +18,7 @@ from controller.frontend.responses.response_format import ResponseFormat, show_l
 from controller.frontend.responses.sse import SseStream
 from controller.frontend.responses.writers import BufferedWriter
 from controller.frontend.text.incremental_detokenizer import IncrementalDetokenizer
+from controller.frontend.text.vocabulary import check_tokens
 from events.wire import Logprob
 
 
@@ -112,6 +113,7 @@ class DetailedStreamingWriter:
         return self._written
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        check_tokens(tokens, self._format.tokens.size)
         own = self._before_it.taken_from(logprobs, tokens)
         if self._context.silent:
             return len(tokens)

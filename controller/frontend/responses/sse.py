@@ -74,10 +74,6 @@ class SseStream:
         self.started = False
         self.ended = False
 
-    def bind(self, head: Callable[[], bytes], overflow: Callable[["SseStream", str], None]) -> None:
-        """Give the stream to what answers it now."""
-        self._head, self._overflow = head, overflow
-
     def end(self, last: bytes) -> None:
         """Write the last event."""
         self.parts.append(last)

@@ -21,6 +21,7 @@ from controller.frontend.responses.response_format import (
 from controller.frontend.responses.sse import SseStream
 from controller.frontend.text.incremental_detokenizer import IncrementalDetokenizer
 from controller.frontend.text.tokenizer import ByteDetokenizer
+from controller.frontend.text.vocabulary import check_tokens
 from events.wire import Logprob
 
 
@@ -35,7 +36,8 @@ class ResponseWriter(Protocol):
         ...
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        """Take tokens and return how many of them were used: a stop string may end the answer among them."""
+        """Take tokens and return how many of them were used: a stop string may end the answer among them. Raise InvalidOutput if
+        one is outside the vocabulary: none of them is written."""
         ...
 
     def write_text(self, text: str, tokens: int) -> None:
@@ -117,6 +119,7 @@ class StreamingWriter:
             return self._write_slowly(tokens, logprobs)
         texts = _texts(table.json, tokens) if whole is None or not whole.pending else None
         if texts is None:
+            check_tokens(tokens, len(table))
             whole = self._bytes = whole or ByteDetokenizer(table)
             texts = [json.dumps(text).encode() for token in tokens if (text := whole.feed(token))]
         if texts:
@@ -130,6 +133,7 @@ class StreamingWriter:
 
     def _write_slowly(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         format, detokenizer = self._format, self._started_detokenizer()
+        check_tokens(tokens, format.tokens.size)
         for place, token in enumerate(tokens):
             text = detokenizer.feed(token)
             shown = None
@@ -191,6 +195,7 @@ class BufferedWriter:
         return 0
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        check_tokens(tokens, self._format.tokens.size)
         used = len(tokens)
         if self._detokenizer is not None:
             for place, token in enumerate(tokens):

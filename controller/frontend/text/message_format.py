@@ -14,6 +14,8 @@ from typing import Any
 
 from jinja2 import nodes
 
+PLAIN_ROLES = frozenset({"user", "assistant", "system"})  # a text of theirs is the same in each form
+
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
@@ -25,7 +27,13 @@ class MessageFormat:
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the API's messages in this form. The given ones stay as they are."""
-        return [self._message(message) for message in messages]
+        if self.parts:
+            return [self._message(message) for message in messages]
+        return [
+            message if len(message) == 2 and message.get("role") in PLAIN_ROLES and type(message.get("content")) is str
+            else self._message(message)
+            for message in messages
+        ]  # fmt: skip
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         changed: dict[str, Any] = {}

@@ -177,7 +177,7 @@ class ScoringRequest(
         among its ranks."""
         endpoint, holder = self.candidates.endpoint[index], self.candidates.holders[index]
         ours = self.slots.work(holder, now=self.now).requests
-        return ours + endpoint.promised / endpoint.ranks + self.external_at(index)[0]
+        return ours + endpoint.kept.requests / endpoint.ranks + self.external_at(index)[0]
 
     def external_at(self, index: int) -> tuple[float, float]:
         """Return how many requests and tokens others have at a candidate: as its worker says of it, or an equal part."""

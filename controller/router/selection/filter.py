@@ -222,7 +222,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
         others, who see first that something has ended. Whether so few are enough is asked last: in an overload nearly all are
         full by the counts, and a look at each one's KV blocks would take most of a frontend's time.
         """
-        own, rules, holds = endpoint.active + endpoint.promised, self.rules, endpoint.holds
+        own, rules, holds = endpoint.active + endpoint.kept.requests, self.rules, endpoint.holds
         external = rules.external_load(endpoint.worker)
         there = own if external is None else own + external.running + external.waiting
         if there >= holds:
@@ -270,7 +270,7 @@ def cost(endpoint: Endpoint, external: Load | None) -> float:
     The worker's report of everything is not simply compared with ours: it is older, and everyone would send
     to the worker whose last report happens to be the oldest.
     """
-    active, tokens = endpoint.active + endpoint.promised, endpoint.tokens
+    active, tokens = endpoint.active + endpoint.kept.requests, endpoint.tokens
     if external is not None:
         active += external.running + external.waiting
         tokens += external.active_tokens

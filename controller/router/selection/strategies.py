@@ -56,7 +56,10 @@ class LeastLoaded:
         """Return the index of the least laden that fits."""
         candidates, reported = request.candidates, request.reported
         ours = np.fromiter(
-            [endpoint.promised * TOKENS_PER_REQUEST + endpoint.tokens for endpoint in candidates.endpoint],
+            [
+                endpoint.kept.requests * TOKENS_PER_REQUEST + endpoint.tokens
+                for endpoint in candidates.endpoint
+            ],
             float,
             len(candidates),
         )

@@ -37,7 +37,7 @@ async def test_a_random_walk_alters_nothing_and_leaves_nothing(block: int) -> No
         for name in NAMES:
             model, endpoint = walk.models[name], walk.director.table.endpoints[(name, "i1")]
             assert (model.streams, model.reserved) == ({}, {}), seed
-            assert (endpoint.active, endpoint.promised, endpoint.tokens) == (0, 0, 0), seed
+            assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0), seed
             assert not walk.director.running.at(endpoint), seed
             assert max(model.cancels.values(), default=0) <= 1, seed
         assert [

@@ -96,7 +96,7 @@ class Pair:
         """See that no reservation, no stream and no promise has been left behind anywhere."""
         await until(lambda: not any(w.reserved or w.running for w in (self.source, self.target)))
         for endpoint in self.kit.director.table.endpoints.values():
-            assert (endpoint.active, endpoint.promised, endpoint.tokens) == (0, 0, 0)
+            assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
             assert not self.kit.director.running.at(endpoint)
         for worker in (self.source, self.target):
             assert len(worker.cancelled) == len(set(worker.cancelled))

@@ -125,7 +125,7 @@ FACTS: dict[str, tuple[Callable[[Frontend], Any], str]] = {
     "its connection breaks": (lambda world: world.plane.gone.add("a"), "b"),
     "it falls silent": (lambda world: world.plane.silent.add("a"), "b"),
     "others load it": (lambda world: world.plane.loads.update(a=BUSY), "b"),
-    "it is full": (lambda world: setattr(world.endpoint("a"), "promised", 10_000), "b"),
+    "it is full": (lambda world: setattr(world.endpoint("a").kept, "requests", 10_000), "b"),
     "it leaves": (lambda world: world.join("b"), "b"),
     "another one joins": (lambda world: [world.plane.gone.add("b"), world.join("a", "b", "c")], "a c"),
     "everybody has failed": (panic, "a"),

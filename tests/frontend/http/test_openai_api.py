@@ -20,6 +20,7 @@ from controller.frontend.http.listeners import Listeners
 from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.reading import fresh_id, own_id, read_prompts
 from controller.frontend.requests.schema import parse_completion
+from controller.frontend.responses import writers
 from controller.frontend.settings import AdmissionSettings, FrontendSettings, StreamSettings
 from controller.frontend.text.tokenizer import LONG_TEXT, Tokens, ready_tokens
 from controller.processes.frontend import FrontendProcess
@@ -351,7 +352,12 @@ async def test_what_cannot_be_said_is_nobody_elses_trouble(
 ) -> None:
     """Not even where the check of a worker's output has missed it."""
     if not checked:
-        monkeypatch.setattr(output, "invalid", lambda *_: "")
+        for module, check in (
+            (output, "check_tokens"),
+            (writers, "check_tokens"),
+            (output, "check_logprobs"),
+        ):
+            monkeypatch.setattr(module, check, lambda *_: None)
     expected = (502, "invalid_output") if checked else (500, "internal")
     worker = Nonsense(step_s=0.01)
     async with frontend(worker) as kit:
@@ -482,7 +488,7 @@ async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -
         hold.set()
         await asyncio.wait_for(asyncio.gather(*asking), 20)
         assert sum(len(worker.requests) for worker in workers) == 12
-        assert [endpoint.promised for endpoint in kit.director.table.endpoints.values()] == [0, 0]
+        assert [endpoint.kept.requests for endpoint in kit.director.table.endpoints.values()] == [0, 0]
 
 
 async def test_copies_of_an_unknown_prompt_keep_the_room_that_they_were_let_in_with() -> None:
@@ -495,11 +501,11 @@ async def test_copies_of_an_unknown_prompt_keep_the_room_that_they_were_let_in_w
         asking = [asyncio.create_task(ask_as(kit, None)) for _ in range(5)]
         await until(lambda: sorted(worker.active for worker in workers) == [0, 2])
         await until(lambda: (kit.director.admission.queued("m"), kit.director.pending.parked) == (1, 2))
-        assert sum(endpoint.promised for endpoint in endpoints.values()) == 2
+        assert sum(endpoint.kept.requests for endpoint in endpoints.values()) == 2
         hold.set()
         await asyncio.wait_for(asyncio.gather(*asking), 20)
         assert max(len(worker.requests) for worker in workers) < 5
-        assert [endpoint.promised for endpoint in endpoints.values()] == [0, 0]
+        assert [endpoint.kept.requests for endpoint in endpoints.values()] == [0, 0]
 
 
 async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
@@ -514,7 +520,7 @@ async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
         await kit.add(worker, context_tokens=1000)
         text = "word " * (LONG_TEXT // 5 + 1)  # more than the context: refused when it has been read
         refused = asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=2))
-        await until(lambda: kit.director.table.endpoints[("w1", "i1")].promised == 1)
+        await until(lambda: kit.director.table.endpoints[("w1", "i1")].kept.requests == 1)
         waiting = asyncio.create_task(ask_as(kit, None))
         await until(lambda: kit.director.admission.queued("m") == 1)
         read.set()

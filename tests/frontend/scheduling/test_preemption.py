@@ -269,7 +269,7 @@ async def test_a_client_that_leaves_meanwhile_is_forgotten() -> None:
         await asyncio.sleep(0.5)
         assert one.director.pending.put_off == 0 and not said(one, RequestResumed)
         (endpoint,) = one.director.table.endpoints.values()
-        assert (endpoint.active, endpoint.promised, endpoint.tokens) == (0, 0, 0)
+        assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
 
 
 async def test_its_worker_may_die_meanwhile() -> None:

@@ -113,7 +113,7 @@ async def test_every_slot_is_given_and_freed_once(seed: int) -> None:
         for holder in books.slots.holders:
             assert books.slots.work(holder, now=kit.director.now()) == RankWork()
         for endpoint in kit.director.table.endpoints.values():
-            assert (endpoint.active, endpoint.promised, endpoint.tokens) == (0, 0, 0)
+            assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
             assert not kit.director.running.at(endpoint)
         assert kit.director.admission.queued("m") == 0
         moves = len(kit.said(RequestMigrated))
