@@ -167,8 +167,8 @@ class ControllerProcess:
             journal, self.lease, settings.policy, clock, store=store, force=self.versions.wish
         )
         self.versions.wake = self.reconciler.wake
-        limits = replace(PROBER, connections_max=descriptors.connections())
         covert = settings.canary.unmarked_every > 0
+        limits = replace(PROBER, connections_max=descriptors.connections() // (1 + covert))
         self.plane = ProbePlanes(
             RequestPlaneClient("canary", limits, dialers, key),
             RequestPlaneClient(cover_name(), limits, dialers, key) if covert else None,

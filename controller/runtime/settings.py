@@ -76,9 +76,10 @@ class CanarySettings(Strict):
     calibrate_every_s: Positive = 1.0  # how often a healthy worker is probed until there are enough samples
     sampled_every: int = Field(default=5, ge=0)  # one canary in so many is drawn at random; 0: none
     unmarked_every: int = Field(
-        default=0,
+        default=10,
         ge=0,
-        description="one canary in so many looks like a user's request to workers, on a connection of its own; 0: none",
+        description="one question in so many canary intervals looks like a user's request to workers, besides the canaries; "
+        "0: none",
     )
     sampled_as_users: bool = True  # at users' most common sampling parameters, once they are known
     sampled_temperature: float = Field(default=0.7, gt=0, le=1)  # of sampled canaries until then

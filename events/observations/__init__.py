@@ -8,6 +8,7 @@ the pair: a fact about another instance falls through.
 """
 
 from events.observations.canaries import (
+    UNMARKED,
     CanaryFailed,
     CanaryPassed,
     CanaryReason,
@@ -82,6 +83,7 @@ from events.observations.workers import (
 )
 
 __all__ = [
+    "UNMARKED",
     "BreakerMove",
     "BusyThresholdsSet",
     "CanaryFailed",

@@ -13,6 +13,9 @@ CanaryReason = Literal[
 CheckType = Literal["scheduled", "confirm", "trial", "join"]
 LINEAGE_PART = 8  # of a canary key
 KIND_PARTS = (0, 3, 6, 7)  # of a canary key: model, engine, size of group, device
+UNMARKED = (
+    "@unmarked"  # ends the canary id of what unmarked questions showed; the id of a golden stands before it
+)
 TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one position
 
 
@@ -73,8 +76,10 @@ class CanaryFailed(CanaryResult):
 
     @property
     def golden_canary(self) -> str:
-        """The canary whose golden the answer was compared with: a sampled canary has no golden of its own."""
-        return self.canary if self.temperature is None else self.canary.rpartition("@")[0] or self.canary
+        """The canary whose golden speaks of the same weights: sampled and unmarked questions have none of their own."""
+        if self.temperature is None and not self.canary.endswith(UNMARKED):
+            return self.canary
+        return self.canary.rpartition("@")[0] or self.canary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,16 +78,15 @@ async def test_a_compromised_workers_output_migrates_and_no_client_sees_it(tmp_p
 async def test_a_worker_that_lies_to_users_alone_is_convicted_by_canaries_without_a_mark(
     tmp_path: Path,
 ) -> None:
-    unmarked = {
-        "HOLDFAST_CONTROLLER__CANARY__UNMARKED_EVERY": "2",
-        "HOLDFAST_CONTROLLER__CANARY__CANARIES": "8",
-    }
-    async with with_rogue(tmp_path, environment=unmarked, workers=2) as (fleet, rogue):
+    often = {
+        "HOLDFAST_CONTROLLER__CANARY__UNMARKED_EVERY": "3"
+    }  # by default after ten canary intervals on average
+    async with with_rogue(tmp_path, environment=often, workers=2) as (fleet, rogue):
         for _ in range(300):  # until the goldens are agreed
-            if len(await passed(fleet, "x0")) >= 8:
+            if len(await passed(fleet, "x0")) >= 4:
                 break
             await asyncio.sleep(0.2)
-        assert len(await passed(fleet, "x0")) >= 8, [e.fact for e in (await fleet.events())[-20:]]
+        assert len(await passed(fleet, "x0")) >= 4, [e.fact for e in (await fleet.events())[-20:]]
         rogue.engine.spoil = lambda chunk: Chunk(
             chunk.stream, [(token + 1) % 256 for token in chunk.tokens], chunk.finish
         )

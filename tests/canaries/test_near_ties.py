@@ -59,7 +59,7 @@ async def test_a_golden_that_was_recorded_with_a_near_tie_in_it_convicts_no_work
 
 
 async def test_a_question_is_cut_before_its_first_near_tie() -> None:
-    world = a_fleet(ties=(12, 20))
+    world = a_fleet(CanarySettings(interval_s=3.0, unmarked_every=0), ties=(12, 20))
     async with world.running():
         await world.pass_time(120)
     assert {len(fact.tokens) for fact in world.facts(GoldenProposed)} == {12}

@@ -85,6 +85,8 @@ class FakeWorker:
     error: str | None = None
     unreachable: bool = False
     hangs: bool = False
+    unmarked_hangs: bool = False  # no answer to what looks like a user's request: it waits among them
+    unmarked_error: str = ""  # nor to that one
     says_nothing: bool = False
     logprobs: bool = True
     scramble: int = 0  # answers differ each time
@@ -165,13 +167,13 @@ class FakePlane:
         try:
             if fake.unreachable:
                 raise WorkerUnreachable(f"{worker} is not there")
-            if fake.hangs:
+            if fake.hangs or (fake.unmarked_hangs and not request.canary):
                 await asyncio.Event().wait()
             while (busy_s := fake.busy_until - self.clock.monotonic()) > 0:
                 await self.clock.sleep(busy_s)
             await self.clock.sleep(fake.latency_s)
-            if fake.error is not None:
-                yield Chunk(0, [], error=fake.error)
+            if fake.error is not None or (fake.unmarked_error and not request.canary):
+                yield Chunk(0, [], error=fake.error or fake.unmarked_error)
             elif not fake.says_nothing:
                 for chunk in fake.chunks(request):
                     yield chunk
@@ -226,6 +228,7 @@ class World:
             vocabulary=self._vocabulary,
             leading=lambda: self.leads,
             draw=random.Random(1),
+            secret=random.Random(2),
         )
         self.loop = CanaryLoop(self, tools, settings or CanarySettings(interval_s=10.0))
 

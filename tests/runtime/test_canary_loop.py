@@ -52,7 +52,7 @@ async def test_the_first_round_asks_every_canary_and_two_workers_agree_on_all_go
 
 
 async def test_workers_that_keep_silent_about_some_tokens_are_asked_for_as_many_again() -> None:
-    world = await settled("w1", "w2", settings=CanarySettings(interval_s=1))
+    world = await settled("w1", "w2", settings=CanarySettings(interval_s=1, unmarked_every=0))
     for worker in ("w1", "w2"):
         world.plane.workers[worker].tells = lambda token: token % 7 != 0
     async with world.running():
@@ -168,7 +168,7 @@ async def test_healthy_noise_of_an_engine_never_fails() -> None:
 
 
 async def test_workers_that_joined_together_are_not_probed_together() -> None:
-    world = World(CanarySettings(interval_s=30))
+    world = World(CanarySettings(interval_s=30, unmarked_every=0))
     for n in range(20):
         world.join(f"w{n}")
     async with world.running():
@@ -304,7 +304,7 @@ async def test_every_way_to_fail_has_its_own_reason() -> None:
 
 
 async def test_every_dp_rank_is_asked_every_canary_and_one_that_fails_until_it_passes() -> None:
-    world = World(CanarySettings(interval_s=1, coverage=False))
+    world = World(CanarySettings(interval_s=1, coverage=False, unmarked_every=0))
     one = world.join("w1", dp=4)
     async with world.running():
         await world.pass_time(30)
@@ -342,7 +342,7 @@ async def test_a_mismatch_that_does_not_repeat_is_not_confirmed() -> None:
 
 
 async def test_probes_of_one_worker_never_overlap_and_the_fleet_has_a_cap() -> None:
-    world = World(CanarySettings(interval_s=1, concurrency=2))
+    world = World(CanarySettings(interval_s=1, concurrency=2, unmarked_every=0))
     for n in range(6):
         world.join(f"w{n}")
     open_at_once = []
@@ -608,7 +608,7 @@ def test_joined_workers_of_the_double_share_a_key() -> None:
 
 async def test_a_crowd_that_joins_is_let_in_before_anybody_is_asked_the_rest_of_its_round() -> None:
     names = [f"w{n}" for n in range(30)]
-    world = await settled(*names, settings=CanarySettings(interval_s=100, concurrency=4))
+    world = await settled(*names, settings=CanarySettings(interval_s=100, concurrency=4, unmarked_every=0))
     async with world.running():
         await world.until(lambda: all(world.status(name) == "HEALTHY" for name in names), 60)
         asked = world.facts(CanaryPassed)

@@ -31,7 +31,11 @@ Read = Callable[[InferenceWorker], float]
 LABELS = ("worker_id", "model")
 AT_ONCE_MAX = 1000  # lines of a family, two milliseconds: to hand them to a thread takes longer
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
-    ("dynamo_component_requests", "Requests taken.", lambda w: w.server.counters.requests),
+    (
+        "dynamo_component_requests",
+        "Requests taken; canaries count only where they carry no mark.",
+        lambda w: w.server.counters.requests,
+    ),
     ("dynamo_component_cancellation", "Streams that nobody read.", lambda w: w.server.counters.cancelled),
     ("holdfast_worker_tokens", "Tokens said.", lambda w: w.server.counters.tokens),
     (

@@ -1,11 +1,9 @@
 """The connections over which canaries are asked: marked ones, and such as look like a user's request.
 
 A marked canary goes past the prefix cache, takes no place and is no user's request. A worker that was taken over can answer
-it well and users' requests wrongly. So some canaries carry no mark and come on a connection of their own, under a name as
-frontends have. A worker must say in its Welcome that it answers both alike (`alike`, since 0.3); to others all are marked.
-
-What a reader would get wrong: a question is marked or unmarked for ever (`probe.UnmarkedCanaries`). Whoever sees one with a
-mark knows it again.
+it well and users' requests wrongly. So some questions carry no mark (`controller.runtime.canary.unmarked`) and come on a
+connection of their own, under a name as frontends have. A worker must say in its Welcome that it answers both alike (`alike`,
+since 0.3); to others all are marked.
 """
 
 import asyncio

@@ -50,6 +50,7 @@ class CanarySet:
     configured: tuple[Canary, ...]
     pool: tuple[Canary, ...]
     calibration: Calibration
+    vocabulary: Vocabulary | None = None
     covers: bool = False  # a slice of the vocabulary stands before each question of the pool
     ranking: tuple[str, ...] | None = None  # the pool's ids, best first; None: not ranked yet
     ranked: dict[str, CanaryAnswer] = field(default_factory=dict)
@@ -278,7 +279,7 @@ def open_canary_set(
     longest = max(len(canary.prompt) for canary in wide) + s.tokens
     quick = longest * DEADLINE_SHARE <= joined.profile.prefill_tokens_per_s * s.timeout_s
     covers = s.coverage and quick and longest * CONTEXT_SHARE <= joined.context_tokens
-    return CanarySet(key, s, own, wide if covers else candidates, calibration, covers=covers)
+    return CanarySet(key, s, own, wide if covers else candidates, calibration, vocabulary, covers=covers)
 
 
 def _ids_only(settings: CanarySettings) -> tuple[Canary, ...]:

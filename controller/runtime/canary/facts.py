@@ -9,6 +9,7 @@ from controller.deciders.golden import CONFIGURED, Golden
 from controller.runtime.canary.goldens import Canary, CanaryAnswer
 from controller.runtime.canary.probe import Verdict
 from events.observations import (
+    UNMARKED,
     CanaryFailed,
     CanaryPassed,
     CanaryReason,
@@ -78,7 +79,9 @@ class Probed:
                 distance=_finite(verdict.worst.distance),
                 rank=self.rank,
             )
-        whole = answer is not None and not answer.cut
+        whole = (
+            answer is not None and not answer.cut and not self.canary.endswith(UNMARKED)
+        )  # no golden's question
         return CanaryFailed(
             **self._common(verdict),
             whole=whole and wrong and verdict.confirmed,

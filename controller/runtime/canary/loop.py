@@ -62,6 +62,7 @@ class WorkerWatch:
     spread: bool = False  # it has a place of its own within the interval
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: something about it has changed
     task: asyncio.Task[None] | None = None
+    unmarked: asyncio.Task[None] | None = None  # asks it as a user would
 
 
 class CanaryLoop:
@@ -155,6 +156,8 @@ class CanaryLoop:
             assert watch.task is not None
             if worker is None or worker.joined.instance != watch.instance or watch.task.done():
                 watch.task.cancel()
+                if watch.unmarked is not None:
+                    watch.unmarked.cancel()
                 del self._watches[name]
                 if name not in living:
                     self._runner.forget(name)
@@ -162,6 +165,8 @@ class CanaryLoop:
             if name not in self._watches:
                 watch = self._watches[name] = self._begin(worker)
                 watch.task = group.create_task(self._tend(watch), name=f"canary {name}")
+                if self._settings.unmarked_every:
+                    watch.unmarked = group.create_task(self._tend_unmarked(watch), name=f"unmarked {name}")
 
     def _begin(self, worker: Worker) -> WorkerWatch:
         """Return a fresh watch: a worker that was never probed is probed at once, the others are spread
@@ -192,6 +197,16 @@ class CanaryLoop:
                 joining = watch.turn.first_round
                 outcome = await self._runner.probe(worker, watch.turn, check)
             self._plan(watch, began, outcome, joining)
+
+    async def _tend_unmarked(self, watch: WorkerWatch) -> None:
+        """Ask a worker as users do, beside its canaries, at moments that it cannot foresee."""
+        check = self._runner.unmarked
+        while True:
+            await self._clock.sleep(check.pause_s)
+            worker = self._worker(watch)
+            if worker is not None and check.due(worker):
+                async with self._slots:
+                    await self._runner.probe_unmarked(worker)
 
     async def _due(self, watch: WorkerWatch) -> CheckType | None:
         """Wait until this worker is to be probed and say why; None when it need not be watched any more."""

@@ -12,11 +12,12 @@ wrong answer. Such a probe says nothing (`ProbeResult.declined`); whoever is ful
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
-from uuid import uuid4
 
+from controller.deciders.fleet import Worker
 from controller.ports import Clock, Prober, WorkerUnreachable
 from controller.runtime.canary.goldens import Canary, CanaryAnswer, ExpectedAnswer, GoldenDifference, read
 from events import codec
@@ -143,34 +144,33 @@ async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> N
         await asyncio.gather(timer, return_exceptions=True)
 
 
-class UnmarkedCanaries:
-    """Which questions of one canary key carry no mark: one in `every` (0: none), by when each is asked first. It stays so."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._known: dict[str, bool] = {}
-
-    def take(self, canary: Canary) -> bool:
-        """Return whether a canary is asked without a mark."""
-        if self._every and canary.id not in self._known:
-            self._known[canary.id] = sum(self._known.values()) * self._every <= len(self._known)
-        return self._known.get(canary.id, False)
-
-
-def question(canary: Canary, sampling: Sampling, *, rank: int = 0, marked: bool = True) -> Generate:
-    """Return the request that asks a canary: past the prefix cache, and no user's. Not `marked`: as a user would ask, and its
-    prefix may be cached."""
+def question(canary: Canary, sampling: Sampling, *, rank: int = 0) -> Generate:
+    """Return the request that asks a canary: past the prefix cache, and no user's."""
     id = codec.new_id()
     return Generate(
         stream=0,
-        request=f"canary-{id}" if marked else uuid4().hex,
+        request=f"canary-{id}",
         tokens=list(canary.prompt),
         prompt_tokens=len(canary.prompt),
         sampling=sampling,
-        canary=marked,
-        cache_salt=id if marked else "",
+        canary=True,
+        cache_salt=id,
         prompt_text=canary.text,
         rank=rank,
+    )
+
+
+def unmarked_question(canary: Canary, sampling: Sampling, worker: Worker, *, rank: int = 0) -> Generate:
+    """Return the request that asks a question as a frontend would ask this worker on behalf of a user."""
+    return Generate(
+        stream=0,
+        request=os.urandom(16).hex(),
+        tokens=list(canary.prompt),
+        prompt_tokens=len(canary.prompt),
+        sampling=sampling,
+        prompt_text=canary.text if worker.joined.engine == "openai" else "",
+        rank=rank,
+        cache_epoch=worker.cache_epoch,
     )
 
 

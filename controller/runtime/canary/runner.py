@@ -7,7 +7,6 @@ A candidate whose answer does not repeat itself is no canary; the next best one 
 """
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -34,20 +33,21 @@ from controller.runtime.canary.goldens import (
 from controller.runtime.canary.probe import (
     Deadline,
     ProbeResult,
-    UnmarkedCanaries,
     Verdict,
     ask,
     ask_until_sure,
     greedy,
     question,
+    unmarked_question,
 )
 from controller.runtime.canary.sampling_check import SamplingCheck, sampled_id
 from controller.runtime.canary.tools import Tools
 from controller.runtime.canary.turn import CanaryTurn, Probe
+from controller.runtime.canary.unmarked import UnmarkedCheck
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
-from events.observations import CanaryFailed, CanaryPassed, CanarySlow, CheckType, WorkerJoined
+from events.observations import UNMARKED, CanaryFailed, CanaryPassed, CanarySlow, CheckType, WorkerJoined
 from events.wire import Sampling
 
 VOCABULARY_S = 30.0  # to read a tokenizer; the largest take a few seconds
@@ -69,15 +69,13 @@ class CanaryRunner:
         self._settings = settings
         self._sets: dict[str, CanarySet] = {}
         self._calibrations: dict[str, Calibration] = {}
-        self._unmarked = defaultdict[str, UnmarkedCanaries](
-            lambda: UnmarkedCanaries(settings.unmarked_every)
-        )  # by canary key
         self._opening = asyncio.Lock()
         self.sampling = SamplingCheck(look, tools, settings)
+        self.unmarked = UnmarkedCheck(lambda: look()[0], tools, settings, self._begin, self._once)
 
     def learn(self, fact: CanaryPassed | CanarySlow) -> None:
         """Take the distance of a passed probe, whichever controller sent it, as a sample of healthy noise."""
-        if fact.temperature is not None:
+        if fact.temperature is not None or fact.canary.endswith(UNMARKED):
             return
         worker = self._look()[0].workers.get(fact.worker)
         if worker is not None and worker.health.status is HealthStatus.HEALTHY:
@@ -99,6 +97,7 @@ class CanaryRunner:
         for calibration in self._calibrations.values():
             calibration.forget(worker)
         self.sampling.forget(worker)
+        self.unmarked.forget(worker)
 
     async def probe(self, worker: Worker, turn: CanaryTurn, check: CheckType) -> Outcome:
         """Put the next canary to `worker`; exactly one fact about it is said unless the outcome is
@@ -181,11 +180,15 @@ class CanaryRunner:
         check: CheckType,
         expected: ExpectedAnswer | None = None,
         sampling: Sampling | None = None,
+        *,
+        marked: bool = True,
     ) -> ProbeResult:
         """Ask one question, and measure it."""
         drawn = sampling or greedy(canary, self._settings.top_k)
-        unmarked = self._unmarked[probing.canary_set.key].take(canary)
-        request = question(canary, drawn, rank=probing.rank, marked=not unmarked)
+        if marked:
+            request = question(canary, drawn, rank=probing.rank)
+        else:
+            request = unmarked_question(canary, drawn, probing.worker, rank=probing.rank)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
         self._meter.asked(probing.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(probing.name))
@@ -346,6 +349,17 @@ class CanaryRunner:
         canary_set, fleet = probing.canary_set, self._look()[0]
         return canary_set.note_flip(fleet, probing.canary, position, probing.name)
 
+    async def probe_unmarked(self, worker: Worker) -> None:
+        """Ask a worker as a user would, and record what it shows. What shows nothing is not recorded."""
+        found = await self.unmarked.examine(worker, await self._canary_set(worker.joined))
+        if found is None or not self._stands(found.probing):
+            return
+        probing = found.probing
+        if found.golden is None:
+            self._journal.observe(probing.probed.passed(found.verdict, None))
+        else:
+            self._fail(probing, found.verdict, found.golden)
+
     # --- saying -------------------------------------------------------------------------------------------
 
     def _stands(self, probing: Probe) -> bool:
@@ -381,7 +395,7 @@ class CanaryRunner:
             contested = probing.canary_set.contested(self._look()[0], golden, probing.name, answer)
         fact = probing.probed.failed(verdict, golden, contested=contested)
         log.warning(
-            fact.kind(), worker=probing.name, canary=probing.canary.id, reason=getattr(fact, "reason", "")
+            fact.kind(), worker=probing.name, canary=probing.probed.canary, reason=getattr(fact, "reason", "")
         )
         self._journal.observe(fact)
         if isinstance(fact, CanaryFailed) and fact.confirmed:

@@ -39,3 +39,6 @@ class Tools:
     leading: Callable[[], bool]
     running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary's included
     draw: random.Random = field(default_factory=random.Random)
+    secret: random.Random = field(
+        default_factory=random.SystemRandom
+    )  # what workers must not foresee: unmarked questions

@@ -1,0 +1,226 @@
+"""Compares what a worker tells users with what it tells canaries, by questions that carry no mark.
+
+    a fresh question ──▶ the worker, as a user's request ──▶ a peer, marked as a canary (the worker itself if it has none)
+        same answer ──▶ passed
+        another one ──▶ the worker and its other peers are asked too, marked
+            most say what the user was told, or there is no majority ──▶ nothing is recorded
+            most contradict what the user was told ──▶ another fresh question; the second such answer confirms it
+
+A worker that was taken over can answer marked canaries well and users wrongly. It cannot know a fresh question, so it is asked
+each one once without a mark. The marked answers are as good as canaries are: goldens check these workers all the time.
+
+What a reader would get wrong: these questions take no canary's slot, and come at moments of their own, so that a worker cannot
+tell them by when they come. An answer that did not come, or not in time, is no evidence: the question waited among users'.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden
+from controller.deciders.votes.camps import Vote, camps
+from controller.runtime.canary.canary_set import CanarySet
+from controller.runtime.canary.fresh_questions import fresh_question
+from controller.runtime.canary.goldens import Canary, CanaryAnswer, ExpectedAnswer, GoldenDifference, compare
+from controller.runtime.canary.probe import ProbeResult, Verdict
+from controller.runtime.canary.sampling_check import CONVICTED_EVERY
+from controller.runtime.canary.tools import Tools
+from controller.runtime.canary.turn import Probe
+from controller.runtime.settings import CanarySettings
+from events.decisions import HealthStatus
+from events.observations import UNMARKED, CheckType
+from events.wire import Sampling
+
+PEERS_MAX = 8  # whose answers are compared
+VOTERS_MIN = 2  # marked answers that must agree, where the worker has peers
+
+log = structlog.get_logger(__name__)
+
+
+class Ask(Protocol):
+    """Asks the probed worker one question, and measures it."""
+
+    async def __call__(
+        self,
+        probing: Probe,
+        canary: Canary,
+        check: CheckType,
+        expected: ExpectedAnswer | None = None,
+        sampling: Sampling | None = None,
+        *,
+        marked: bool = True,
+    ) -> ProbeResult: ...
+
+
+Begin = Callable[[Worker, CanarySet, Canary, CheckType, int], Probe]
+
+
+@dataclass(frozen=True, slots=True)
+class UserAnswer:
+    """What a worker answered to an unmarked question. `right`: the marked answer, where that differs."""
+
+    result: ProbeResult
+    right: CanaryAnswer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What unmarked questions showed of a worker."""
+
+    probing: Probe
+    verdict: Verdict
+    golden: Golden | None = None  # what the answer should have been, as an agreed golden; None: it was right
+
+
+class UnmarkedCheck:
+    """Knows whom to ask an unmarked question, and judges the answers."""
+
+    def __init__(
+        self, look: Callable[[], Fleet], tools: Tools, settings: CanarySettings, begin: Begin, ask: Ask
+    ) -> None:
+        self._look = look
+        self._draw = tools.secret
+        self._settings = settings
+        self._begin = begin
+        self._ask = ask
+        self._doubts: dict[
+            tuple[str, str], UserAnswer
+        ] = {}  # by worker and instance: a lie of its last questions
+
+    def forget(self, worker: str) -> None:
+        """Drop what is known of a worker that is gone."""
+        self._doubts = {life: doubt for life, doubt in self._doubts.items() if life[0] != worker}
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before it is looked again whether a worker is to be asked: a canary interval, more or less."""
+        return self._settings.interval_s * self._draw.uniform(0.5, 1.5)
+
+    def due(self, worker: Worker) -> bool:
+        """Return whether to ask a worker now: once in so many looks, as chance has it. A convicted one is asked more often."""
+        every, health = self._settings.unmarked_every, worker.health
+        if not every or not worker.joined.exact or health.joining or health.status is HealthStatus.DRAINING:
+            return False
+        return self._draw.random() * (min(every, CONVICTED_EVERY) if health.convicted else every) < 1
+
+    async def examine(self, worker: Worker, canary_set: CanarySet) -> Examination | None:
+        """Ask a worker until it has given one right answer, or two wrong ones; None: nothing can be said.
+
+        A wrong answer that nothing confirmed confirms the first wrong one of the next time: a worker that lies can be careful for
+        a while after each lie.
+        """
+        known = [golden for golden in canary_set.goldens(self._look()) if golden.status != "retired"]
+        if not known:
+            return None  # nothing tells yet whether marked answers are right
+        rank = self._draw.randrange(max(1, worker.joined.dp))
+        probing = self._begin(worker, canary_set, Canary("", (), 0), "scheduled", rank)
+        probed = replace(probing.probed, canary=f"{known[0].canary}{UNMARKED}")
+        probing, wrong, asked = replace(probing, probed=probed), list[UserAnswer](), 0
+        doubt = self._doubts.pop((worker.joined.worker, worker.joined.instance), None)
+        for _ in range(1 + self._settings.max_retries):
+            told = await self._told(worker, canary_set, rank)
+            if told is None:
+                break
+            asked += 1
+            if told.right is not None:
+                wrong += [doubt, told] if doubt is not None else [told]
+                doubt = None
+            elif not wrong:
+                return Examination(probing, Verdict(told.result, GoldenDifference(None, None), 1, False))
+            if len(wrong) > 1:
+                break
+        if len(wrong) == 1 or doubt is not None:
+            self._doubts[worker.joined.worker, worker.joined.instance] = doubt or wrong[0]
+        return self._found(probing, wrong, asked) if wrong else None
+
+    def _found(self, probing: Probe, wrong: Sequence[UserAnswer], asked: int) -> Examination:
+        first = wrong[-1]
+        assert first.right is not None
+        detail = f"told users another answer than canaries get: {len(wrong)} times, lately {asked} questions"
+        verdict = Verdict(
+            first.result, GoldenDifference("token_mismatch", None, detail), asked, len(wrong) > 1
+        )
+        key, id = probing.canary_set.key, probing.probed.canary
+        return Examination(probing, verdict, Golden(key, id, status="agreed", tokens=first.right.tokens))
+
+    async def _told(self, worker: Worker, canary_set: CanarySet, rank: int) -> UserAnswer | None:
+        """Ask one fresh question, and compare the answer; None: nothing can be said."""
+        joined = worker.joined
+        question = fresh_question(self._draw, canary_set.vocabulary, self._settings.tokens)
+        if len(question.prompt) + question.max_tokens > joined.context_tokens:
+            return None
+        plain = Sampling(max_tokens=question.max_tokens)
+        probing = self._begin(worker, canary_set, question, "scheduled", rank)
+        told = await self._ask(probing, question, "scheduled", None, plain, marked=False)
+        if told.answer is None:
+            return None
+        peers = self._peers(worker)
+        first, *others = peers or [worker]
+        (quick,) = await self._marked([first], canary_set, question)
+        if quick is not None and not self._contradicts(canary_set, told.answer, quick):
+            return UserAnswer(told)
+        answers = [quick, *await self._marked([worker, *others] if peers else [], canary_set, question)]
+        right = self._majority(canary_set, [one for one in answers if one is not None], alone=not peers)
+        if right is None:
+            log.warning("unmarked_undecided", worker=joined.worker, answers=len(answers))
+            return None
+        return UserAnswer(told, right if self._contradicts(canary_set, told.answer, right) else None)
+
+    async def _marked(
+        self, workers: Sequence[Worker], canary_set: CanarySet, question: Canary
+    ) -> list[CanaryAnswer | None]:
+        """Ask these workers a question as a canary; None where there is no answer, or none with logprobs: without them a near tie
+        looks like a lie."""
+        sampling = Sampling(max_tokens=question.max_tokens, logprobs=self._settings.top_k)
+
+        async def ask(worker: Worker) -> CanaryAnswer | None:
+            probing = self._begin(worker, canary_set, question, "confirm", 0)
+            result = await self._ask(probing, question, "confirm", None, sampling)
+            answer = result.answer
+            return answer if answer is not None and answer.top_k and answer.finite else None
+
+        return list(await asyncio.gather(*map(ask, workers)))
+
+    def _peers(self, worker: Worker) -> list[Worker]:
+        """Return workers whose answers can be compared with this one's, in any order."""
+        name, key = worker.joined.worker, worker.joined.canary_key
+        peers = [
+            other
+            for other in self._look().workers.values()
+            if other.joined.worker != name
+            and other.joined.canary_key == key
+            and other.health.status is HealthStatus.HEALTHY
+            and not other.health.convicted
+        ]
+        return self._draw.sample(peers, min(len(peers), PEERS_MAX))
+
+    def _majority(
+        self, canary_set: CanarySet, answers: Sequence[CanaryAnswer], *, alone: bool
+    ) -> CanaryAnswer | None:
+        """Return the marked answer that more workers gave than any other; None without one. `alone`: there are no peers."""
+        if alone:
+            return answers[0] if answers else None
+        votes = [Vote(str(n), "", one.tokens, one.top_k) for n, one in enumerate(answers)]
+        found = sorted(camps(votes, 0.0, self._tie_margin(canary_set)), key=len, reverse=True)
+        if not found or len(found[0]) < VOTERS_MIN or (len(found) > 1 and len(found[1]) == len(found[0])):
+            return None
+        return answers[int(found[0][0].worker)]
+
+    def _contradicts(self, canary_set: CanarySet, told: CanaryAnswer, right: CanaryAnswer) -> bool:
+        """Return whether two answers part elsewhere than at a near tie. One that ends sooner is compared as far as it goes."""
+        length = min(len(told.tokens), len(right.tokens))
+        found = compare(
+            told.begin(length),
+            tokens=right.tokens[:length],
+            top_k=right.top_k[:length],
+            tolerance=0.0,
+            tie_margin=self._tie_margin(canary_set),
+        )
+        return found.reason is not None
+
+    def _tie_margin(self, canary_set: CanarySet) -> float:
+        return max(canary_set.calibration.tolerance, self._settings.tie_margin)
