@@ -4,8 +4,9 @@
 
 For each fault: did it alter what users were told (16 prompts × 48 tokens), and did the canaries notice (4 prompts × 32
 tokens, by tokens, by top-5 logprobs within the calibrated tolerance)? Canaries are chosen, compared and calibrated by
-the very code that the controller runs (`controller.runtime.canary.goldens`). Then healthy probes by the thousand, through the
-real engine and under load: how many false alarms?
+the very code that the controller runs (`controller.runtime.canary.goldens`). How many canary intervals pass until a fault
+convicts, by the rules of 0.2.0 and by today's (`conviction_delay`; `--faults 25 --probes 0` shows it in a few minutes)? Then
+healthy probes by the thousand, through the real engine and under load: how many false alarms?
 
 An answer is checked by reading the healthy answer through the faulty model in one pass: the first position where it
 would have said another token is where it would have diverged. That is what a free run would say, because this engine
@@ -24,8 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.corruption import conviction_delay
 from benchmarks.corruption.sdc_alarms import false_alarms
 from benchmarks.corruption.sdc_bench import Bench, prepared
+from controller.runtime.canary.goldens import GoldenDifference
 from workers.engines.tiny import build_tiny
 from workers.engines.transformers.weight_faults import KINDS, Surgeon, WeightFault, draw_fault
 
@@ -49,6 +52,8 @@ class Seen:
     exact: bool
     covering: bool
     checksum: bool
+    noticed_before: tuple[str, ...] = ()  # covering questions that notice it, by the rules of 0.2.0
+    noticed: tuple[str, ...] = ()  # and by today's
 
     @property
     def embedding(self) -> bool:
@@ -62,7 +67,8 @@ def examined(bench: Bench, fault: WeightFault, surgeon: Surgeon, healthy: int, f
         harmful = bench.altered()
         if free_run and bench.altered_freely() != harmful:
             raise SystemExit(f"{fault}: reading and running freely disagree; the benchmark cannot be trusted")
-        plain, covering = bench.differences(bench.plain), bench.differences(bench.covering)
+        plain = bench.differences(bench.plain)
+        covering, before = bench.noticed()
         return Seen(
             fault=fault,
             harmful=harmful,
@@ -71,9 +77,26 @@ def examined(bench: Bench, fault: WeightFault, surgeon: Surgeon, healthy: int, f
             exact=any(d.reason or d.distance for d in plain),
             covering=any(d.reason for d in covering),
             checksum=bench.checksum() != healthy,
+            noticed_before=_ids(bench, before),
+            noticed=_ids(bench, covering),
         )
     finally:
         surgeon.heal()
+
+
+def _ids(bench: Bench, found: Sequence[GoldenDifference]) -> tuple[str, ...]:
+    """Return the covering questions that showed a difference."""
+    return tuple(one.id for one, seen in zip(bench.covering, found, strict=True) if seen.reason)
+
+
+def delay(bench: Bench, seen: Sequence[Seen]) -> dict[str, Any]:
+    """Return how long the faults that covering canaries notice stay unnoticed, by the rules of 0.2.0 and by today's."""
+    questions = [
+        conviction_delay.Question(q.id, q.prompt, q.tokens, q.top_k)
+        for q in (one.golden for one in bench.covering)
+    ]
+    found = [(one.noticed_before, one.noticed) for one in seen]
+    return conviction_delay.compared(questions, found, bench.settings)
 
 
 def measured(bench: Bench, kind: str, faults: int, seed: int) -> Iterator[Seen]:
@@ -153,12 +176,21 @@ def main() -> None:
             seen[kind] = list(measured(bench, kind, args.faults, args.seed))
             print(f"{kind}: {time.monotonic() - began:.0f} s", file=sys.stderr)
         rows = [summary(kind, found) for kind, found in seen.items()]
-        print(f"tolerance {bench.tolerance:g}\n\n{table(rows)}\n", flush=True)
+        late = delay(bench, [one for found in seen.values() for one in found])
+        print(
+            f"tolerance {bench.tolerance:g}\n\n{table(rows)}\n\n{conviction_delay.table(late)}\n", flush=True
+        )
         alarms = asyncio.run(false_alarms(folder, bench, args.probes, args.threads)) if args.probes else {}
         print(json.dumps(alarms))
     if args.json:
         faults = [asdict(one) for found in seen.values() for one in found]
-        result = {"tolerance": bench.tolerance, "rows": rows, "false_alarms": alarms, "faults": faults}
+        result = {
+            "tolerance": bench.tolerance,
+            "rows": rows,
+            "delay": late,
+            "false_alarms": alarms,
+            "faults": faults,
+        }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

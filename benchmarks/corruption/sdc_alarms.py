@@ -52,7 +52,7 @@ async def false_alarms(folder: Path, bench: Bench, probes: int, threads: int) ->
     engine = TransformersEngine(TransformersSettings(folder=folder, threads=threads))
     asker = Asker(engine)
     await engine.start(asker.deliver)
-    numbers, canaries = iter(range(probes)), [*bench.plain, *bench.covering]
+    numbers, canaries = iter(range(probes)), [*bench.plain, *(one.golden for one in bench.covering)]
     worst, alarms, user_tokens = 0.0, 0, 0
     sampling = Sampling(max_tokens=bench.settings.tokens, ignore_eos=True, logprobs=bench.settings.top_k)
     began, done = time.monotonic(), asyncio.Event()

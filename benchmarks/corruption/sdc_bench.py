@@ -4,7 +4,7 @@ the model as it is now says to either."""
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -51,6 +51,14 @@ class Asked:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
+    id: str = ""  # of a canary
+    cut: int = 0  # tokens that the golden has: what stands before the first near tie; 0: all
+
+    @property
+    def golden(self) -> "Asked":
+        """The question with the part of its answer that the controller takes as the golden."""
+        cut = self.cut or len(self.tokens)
+        return replace(self, tokens=self.tokens[:cut], top_k=self.top_k[:cut], cut=0)
 
 
 @dataclass
@@ -98,16 +106,30 @@ class Bench:
 
     def differences(self, asked: Sequence[Asked]) -> list[goldens.GoldenDifference]:
         """Judge the model as it is now by these canaries, as the controller would."""
+        tie_margin = max(self.tolerance, self.settings.tie_margin)
         return [
-            goldens.compare(
-                answer,
-                tokens=one.tokens,
-                top_k=one.top_k,
-                tolerance=self.tolerance,
-                tie_margin=max(self.tolerance, self.settings.tie_margin),
-            )
+            self._judged(one, answer, tie_margin)
             for one, answer in zip(asked, self.replay(asked), strict=True)
         ]
+
+    def noticed(self) -> tuple[list[goldens.GoldenDifference], list[goldens.GoldenDifference]]:
+        """Judge the model as it is now by the covering canaries: as the controller does, and by the rules of 0.2.0, which
+        compared whole answers and counted each token that differs."""
+        today, before = [], []
+        for one, answer in zip(self.covering, self.replay(self.covering), strict=True):
+            before.append(self._judged(one, answer, 0.0))
+            length = len(one.golden.tokens)
+            sound = answer.finite or len(answer.tokens) >= length
+            part = goldens.CanaryAnswer(answer.tokens[:length], answer.top_k[:length], sound)
+            today.append(self._judged(one.golden, part, max(self.tolerance, self.settings.tie_margin)))
+        return today, before
+
+    def _judged(
+        self, one: Asked, answer: goldens.CanaryAnswer, tie_margin: float
+    ) -> goldens.GoldenDifference:
+        return goldens.compare(
+            answer, tokens=one.tokens, top_k=one.top_k, tolerance=self.tolerance, tie_margin=tie_margin
+        )
 
     def altered(self) -> bool:
         """Return whether any user is told something else than by a healthy model."""
@@ -139,7 +161,7 @@ def prepared(folder: Path, threads: int) -> Bench:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
     pool = goldens.pool(encode, tokens=settings.tokens, prompt_tokens_min=settings.prompt_tokens_min)
-    bench.plain = _chosen(bench, pool, cover=False)
+    bench.plain = [one.golden for one in _chosen(bench, pool, cover=False)]
     bench.covering = _chosen(bench, covering(pool, model.vocabulary), cover=True)
     users = bench.ask([encode(text) for text in USERS], USER_TOKENS)
     bench.users = [Asked(one.prompt, one.tokens) for one in users]
@@ -156,15 +178,15 @@ def _chosen(bench: Bench, pool: Sequence[goldens.Canary], *, cover: bool) -> lis
     chosen = (dealt(order, pool) if cover else order)[: settings.canaries]
     margins = ", ".join(f"{id} {answers[id].margin:.3f}" for id in chosen)
     print(f"{'covering' if cover else 'plain'} canaries, with their margins: {margins}", file=sys.stderr)
-    return [_cut(by_id[id], settings.margin_min) for id in chosen]
+    return [_cut(replace(by_id[id], id=id), settings.margin_min) for id in chosen]
 
 
 def _cut(asked: Asked, margin_min: float) -> Asked:
-    """Return a question with the part of its answer that the controller takes as the golden."""
+    """Return a question that knows which part of its answer the controller takes as the golden."""
     answer = goldens.CanaryAnswer(asked.tokens, asked.top_k)
     part = goldens.settled_part(answer, answer, margin_min)
     assert part is not None
-    return Asked(asked.prompt, part.tokens, part.top_k)
+    return replace(asked, cut=len(part.tokens))
 
 
 def _calibrated(bench: Bench) -> float:
