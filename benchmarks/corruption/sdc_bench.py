@@ -24,6 +24,7 @@ from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Stepper
 
 USER_TOKENS = 48
+ROUNDING = 1e-5  # of logprobs: two sums of the same numbers in another order differ by less
 USERS = (
     "How do I read a file line by line in Python without loading all of it into memory?",
     "Write a short poem about the sea in winter.",
@@ -136,10 +137,13 @@ class Bench:
         answers = zip(self.users, self.replay(self.users), strict=True)
         return any(answer.tokens != one.tokens or not answer.finite for one, answer in answers)
 
-    def altered_freely(self) -> bool:
-        """The same, found by generating instead of reading."""
+    def confirms(self, altered: bool) -> bool:
+        """Say whether generating finds what reading has: `altered`. A fault may bring two tokens within rounding of
+        each other: which of them is said then depends on where a buffer lies in memory, and either finding is right."""
         said = self.ask([one.prompt for one in self.users], USER_TOKENS)
-        return any(one.tokens != other.tokens for one, other in zip(self.users, said, strict=True))
+        if any(one.tokens != other.tokens for one, other in zip(self.users, said, strict=True)) == altered:
+            return True
+        return any(_lead(top) <= ROUNDING for one in said for top in one.top_k)
 
     def checksum(self) -> int:
         """Return a checksum over every weight."""
@@ -201,6 +205,11 @@ def _calibrated(bench: Bench) -> float:
             far = goldens.distance(canary.top_k, one.top_k, positions=s.tokens)
             found.add(far if far is not None else float("nan"))
     return found.tolerance
+
+
+def _lead(top: TopK) -> float:
+    """Return by how much the likeliest token leads the next one."""
+    return top[0][1] - top[1][1]
 
 
 def _answer(rows: torch.Tensor, healthy: tuple[int, ...], top_k: int) -> goldens.CanaryAnswer:
