@@ -26,12 +26,14 @@ from events.observations import (
     CanaryPassed,
     CanarySlow,
     ChaosInjected,
+    CommandRefused,
     DeviceFaulted,
     DeviceRecovered,
     DrainFinished,
     DrainRequested,
     FrontendBreakersMoved,
     RequestMigrated,
+    ScaleSet,
     ShutdownBegan,
     WorkerLeft,
     WorkerSilent,
@@ -98,6 +100,31 @@ def test_a_long_answer_is_shown_where_it_differs() -> None:
     failed = replace(History().failed("w2", reason="token_mismatch"), expected=expected, got=got)
     said = sentences.line(Recorded(1, EPOCH, failed, "id-1"))
     assert "(at token 20: expected 320 321 322, got 7 321 322)" in said
+
+
+@pytest.mark.parametrize(
+    ("fact", "sentence"),
+    [
+        (
+            CommandRefused(worker="", verb="allow", command="c", why="no", by="bob"),
+            "bob's allow was refused: no",
+        ),
+        (
+            CommandRefused(worker="w9", verb="move", command="c", why="no"),
+            "an operator's move of w9 was refused: no",
+        ),
+        (ScaleSet(model="m", workers=3, by="bob", reason=""), "bob set m to 3 workers"),
+        (ScaleSet(model="m", workers=3, by="bob", reason="a rush"), "bob set m to 3 workers (a rush)"),
+        (
+            ScaleSet(model="m", workers=None, by="bob", reason=""),
+            "bob left the number of m's workers to the planner again",
+        ),
+    ],
+)
+def test_a_command_without_a_worker_or_a_reason_leaves_no_gap_in_its_sentence(
+    fact: Fact, sentence: str
+) -> None:
+    assert sentences.sentence(fact) == sentence
 
 
 async def test_the_timeline_leaves_out_what_is_routine(history: History, store: AnyStore) -> None:
