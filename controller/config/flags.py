@@ -115,7 +115,7 @@ def gather(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise BadSetting(describe(error, section)) from error
+        raise BadSetting(describe(error, section, model)) from error
 
 
 def as_variables(section: str, model: type[BaseModel], args: Mapping[str, Any]) -> dict[str, str]:
@@ -177,18 +177,21 @@ def _value(annotation: Any, text: Any) -> Any:
     return text
 
 
-def describe(error: ValidationError, section: str) -> str:
-    """Say in one sentence which settings are wrong, with their values, and what they should be."""
-    return "; ".join(_sentence(dict(e), section) for e in error.errors())
+def describe(error: ValidationError, section: str, model: type[BaseModel] | None = None) -> str:
+    """Say in one sentence which settings are wrong, with their values, and what they should be. `model`: names their flags."""
+    flags = {} if model is None else {place: names[0] for place, names, _ in flagged(model)}
+    return "; ".join(_sentence(dict(e), section, flags) for e in error.errors())
 
 
-def _sentence(error: Mapping[str, Any], section: str) -> str:
+def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) -> str:
     """Say what is wrong with one setting. Of a whole section the message alone says which value is meant."""
-    name = ".".join((section, *(str(part) for part in error["loc"])))
+    place = ".".join(str(part) for part in error["loc"])
+    name = f"{section}.{place}" if place else section
     message = error["msg"].removeprefix("Value error, ")
     if not isinstance(error["input"], Mapping):
         name = f"{name} = {error['input']!r}"
-    return f"{name}: {message[0].lower()}{message[1:]}"
+    flag = f" ({flags[place]})" if place in flags else ""
+    return f"{name}: {message[0].lower()}{message[1:]}{flag}"
 
 
 def flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
