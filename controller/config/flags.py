@@ -76,6 +76,11 @@ def _extra(field: FieldInfo, name: str, default: Any) -> Any:
     return extra.get(name, default) if isinstance(extra, dict) else default
 
 
+def _as_given(default: Any) -> str:
+    """Return a default as it would be given on the command line."""
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], *, only: Collection[str] | None = None
 ) -> None:
@@ -91,7 +96,9 @@ def add_flags(
                 *names, dest=place, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
-            default = "" if field.default in (None, "") else f" (default: {field.default})"
+            default = (
+                f" (default: {_as_given(field.default)})" if field.default not in (None, "", (), {}) else ""
+            )
             text = f"{text}{default}".strip()
             parser.add_argument(*names, dest=place, default=None, metavar="X", help=text.replace("%", "%%"))
 

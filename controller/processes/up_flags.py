@@ -122,7 +122,8 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--ready-timeout": {
         "type": positive,
         "metavar": "S",
-        "help": f"seconds until a worker must be there (default: {PATIENT_S:g} with openai or transformers, else {READY_S:g})",
+        "help": "seconds to wait for a worker to become ready "
+        f"(default: {PATIENT_S:g} with openai or transformers, else {READY_S:g})",
     },
     "--host": {
         "default": "127.0.0.1",
