@@ -49,10 +49,12 @@ async def test_goldens_are_approved_exported_retired_and_imported_and_each_step_
 ) -> None:
     await listed(fleet, all_of("provisional"))
     code, said = await typed(fleet, "approve", "--model", "sim")
-    assert (code, "are to be agreed" in said) == (0, True)
+    assert (code, "become agreed" in said) == (0, True)
     agreed = await listed(fleet, all_of("agreed"))
     assert all(one["by"][0].startswith("operator") and one["by"][1:] == ["w0"] for one in agreed)
     assert all(one["since"] for one in agreed)
+    assert (await typed(fleet, "list", "--model", "m9"))[1] == "no goldens of model 'm9'\n"
+    assert (await typed(fleet, "list"))[1].count(" UTC  operator ") == len(agreed)
 
     path = tmp_path / "goldens.json"
     assert (await typed(fleet, "export", "-o", str(path)))[0] == 0
