@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.attack]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory, databases: None) -> AsyncIterator[DemoFleet]:
     flags = ("--workers", "1", "--itl-ms", "2", "--canary-interval", "2")
     async with running(tmp_path_factory.mktemp("goldens") / "fleet", *flags) as made:
         await made.healthy(1)
