@@ -151,7 +151,7 @@ async def test_the_timeline_of_one_request(history: History, store: AnyStore) ->
     told = [e for e in history.events if getattr(e.fact, "request", None) == request]
     assert len(said) == len(told) > 0 and all(request in line for line in said)
     _, nothing = await typed(history, store, "timeline", "--request", "nobody")
-    assert nothing == ["nothing happened to nobody"]
+    assert nothing == ["the journal holds nothing to show about request nobody"]
 
 
 async def test_the_timeline_of_a_worker_has_the_opening_and_the_closing_of_its_incidents(
@@ -378,7 +378,10 @@ async def test_no_such_incident_is_said(history: History, store: AnyStore) -> No
 
 
 async def test_a_timeline_of_nothing_says_so(history: History, store: AnyStore) -> None:
-    assert await typed(history, store, "timeline", "--worker", "w77") == (0, ["nothing happened to w77"])
+    assert await typed(history, store, "timeline", "--worker", "w77") == (
+        0,
+        ["the journal holds nothing to show about worker w77"],
+    )
     assert await typed(history, store, "timeline", "--worker", "w77", "-o", "json") == (0, [])
 
 
