@@ -146,7 +146,7 @@ def test_scale_says_where_no_planner_carries_it_out(tmp_path: Path, mode: str, h
             self.end_headers()
             self.wfile.write(json.dumps({"mode": mode}).encode())
 
-        def log_message(self, *_: Any) -> None: ...
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     assert "so nothing changes: start one with `holdfast planner --mode act`" in scale.unheeded(tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), Planner) as server:
