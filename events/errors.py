@@ -4,6 +4,8 @@ Beside each port stand the two or three errors that it may raise. Each docstring
 other is given: it says what was wrong and what to do.
 """
 
+import os
+
 QUARANTINE = "holdfast journal quarantine"  # and a sequence: the way past an event at which everybody stops
 
 
@@ -25,3 +27,9 @@ class UsageError(HoldfastError):
 
 class BadSetting(UsageError):
     """A setting has a value that makes no sense, or there is no such setting."""
+
+
+def os_reason(error: OSError) -> str:
+    """Return an operating system's error in its own words, without what Python adds: `Connection refused`."""
+    number = error.errno or 0  # name resolution has numbers of its own, below 0
+    return (os.strerror(number) if number > 0 else error.strerror) or str(error) or type(error).__name__

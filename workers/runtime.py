@@ -47,6 +47,7 @@ FLUSH_S = 0.5
 CLOSE_S = 1.5
 START_SPARE_S = 60.0  # more than an engine gives itself, whose words say why
 SERVING_S = 0.5  # how long one worker is waited for, before it is looked again who is still waited for
+NO_FLEET = "no fleet runs on this data directory, and no broker is named: only frontends that are given its address find it"
 KEEPER_S = 2.0  # how often the keeper is looked after
 _PR_SET_PDEATHSIG = 1
 
@@ -218,6 +219,7 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
     role = "watch" if settings.watch_only else "worker"
     source = f"{role}:{settings.name}:{instance}"
     if not settings.nats_url:
+        log.warning("worker_without_fleet", worker=settings.name, data=str(settings.data), why=NO_FLEET)
         return FleetLinks(MemoryJournal(MemoryStream(), f"{role}:{settings.name}"), None)
     spool = settings.data / "spool" / f"{role}-{settings.name}"
     journal, bus = await asyncio.gather(

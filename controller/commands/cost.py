@@ -93,7 +93,7 @@ def failing(args: argparse.Namespace) -> dict[str, Any]:
     mttr_hours = args.mttr_hours if args.mttr_hours is not None else rates.mttr_hours
     groups = args.gpus // args.tp
     if not groups:
-        raise ValueError(f"{args.gpus} GPUs are less than one group of {args.tp}")
+        raise ValueError(f"--gpus {args.gpus} is less than one group of --tp {args.tp}")
     per_day = args.gpus * afr / HOURS_PER_YEAR * 24
     return {
         "gpus": args.gpus,
@@ -132,6 +132,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         cells = "".join(f"{took:>11,.1f}" for took in one["transfer_ms"])
         crossover = "none" if one["crossover_tokens"] is None else f"{one['crossover_tokens']:,}"
         told.append(f"{one['link']:13} {one['gb_per_s']:5.1f} GB/s".ljust(24) + f"{cells}{crossover:>11}")
+    gpus = "1 GPU" if fleet["gpus_per_failure"] == 1 else f"{fleet['gpus_per_failure']:,} GPUs"
     told += [
         "",
         f"Above {move['transfer_wins_above_gb_per_s']:.3f} GB/s per shard a transfer is faster from the crossover on.",
@@ -139,9 +140,9 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{fleet['gpus']:,} GPUs in {fleet['groups']:,} groups, {100 * fleet['afr']:.1f} % of the GPUs fail in a year",
         f"  source: {fleet['source']}",
         f"  a failure every {fleet['mtbf_hours']:,.1f} h ({fleet['failures_per_day']:.3f} a day), however they are grouped",
-        f"  blast radius: {fleet['gpus_per_failure']} GPUs, {100 * fleet['capacity_per_failure']:.2f} % of the capacity, for "
+        f"  blast radius: {gpus}, {100 * fleet['capacity_per_failure']:.2f} % of the capacity, for "
         f"{fleet['mttr_hours']:,.1f} h; {fleet['gpu_hours_lost_per_day']:,.1f} GPU-hours lost a day",
-        f"  spare groups for {100 * fleet['target']:g} % of the time: {fleet['spare_groups']}",
+        f"  spare groups for {100 * fleet['target']:g} % of the time: {fleet['spare_groups']:,}",
         f"  a new group serves after {fleet['cold_start_s']:,.0f} s; a spare within a second",
     ]
     return told
@@ -164,9 +165,12 @@ def _whole(text: str) -> int:
 
 
 def _share(text: str) -> float:
-    found = _number(text)
-    if found >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.99")
     return found
 
 
@@ -175,7 +179,9 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _link(text: str) -> tuple[str, float]:
-    name, _, rate = text.partition("=")
+    name, given, rate = text.partition("=")
+    if not given:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=GBPS, such as tcp=2.1")
     if name not in get_args(LinkName):
         raise argparse.ArgumentTypeError(f"{name!r} is not a link: {', '.join(get_args(LinkName))}")
     return name, _number(rate)

@@ -5,8 +5,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from controller.commands.plan_now import asked
 from controller.processes.operator_client import Operator, find, who
-from events.errors import UsageError
+from events.errors import HoldfastError, UsageError
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalUnavailable
 from events.observations import ScaleSet
@@ -71,10 +72,17 @@ async def _check_model(data: Path, model: str) -> None:
 def _said(model: str, workers: int | None, data: Path) -> str:
     if workers is None:
         return f"how many workers {model} has is the planner's to say again"
-    here = any(one.role == "planner" for one in present(data))
-    hint = (
-        ""
-        if here
-        else " (no planner runs on this host: start one with `holdfast planner`, or nobody heeds it)"
-    )
-    return f"{model} shall have {workers} workers until --release{hint}"
+    return f"{model} shall have {workers} workers until --release{unheeded(data)}"
+
+
+def unheeded(data: Path) -> str:
+    """Return why no worker is started or stopped by itself; empty if a planner that acts runs here."""
+    if not any(one.role == "planner" for one in present(data)):
+        return " (no planner runs on this host, so nothing changes: start one with `holdfast planner --mode act`)"
+    try:
+        mode = asked(data)["mode"]
+    except HoldfastError:
+        return ""  # the request is on the journal; a planner that is about to start reads it
+    if mode == "act":
+        return ""
+    return f" (the planner's mode is {mode}, so it changes nothing: `up --planner-mode act` carries it out)"

@@ -76,6 +76,11 @@ def _extra(field: FieldInfo, name: str, default: Any) -> Any:
     return extra.get(name, default) if isinstance(extra, dict) else default
 
 
+def _as_given(default: Any) -> str:
+    """Return a default as it would be given on the command line."""
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], *, only: Collection[str] | None = None
 ) -> None:
@@ -91,7 +96,9 @@ def add_flags(
                 *names, dest=place, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
-            default = "" if field.default in (None, "") else f" (default: {field.default})"
+            default = (
+                f" (default: {_as_given(field.default)})" if field.default not in (None, "", (), {}) else ""
+            )
             text = f"{text}{default}".strip()
             parser.add_argument(*names, dest=place, default=None, metavar="X", help=text.replace("%", "%%"))
 
@@ -115,7 +122,7 @@ def gather(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise BadSetting(describe(error, section)) from error
+        raise BadSetting(describe(error, section, model)) from error
 
 
 def as_variables(section: str, model: type[BaseModel], args: Mapping[str, Any]) -> dict[str, str]:
@@ -177,18 +184,21 @@ def _value(annotation: Any, text: Any) -> Any:
     return text
 
 
-def describe(error: ValidationError, section: str) -> str:
-    """Say in one sentence which settings are wrong, with their values, and what they should be."""
-    return "; ".join(_sentence(dict(e), section) for e in error.errors())
+def describe(error: ValidationError, section: str, model: type[BaseModel] | None = None) -> str:
+    """Say in one sentence which settings are wrong, with their values, and what they should be. `model`: names their flags."""
+    flags = {} if model is None else {place: names[0] for place, names, _ in flagged(model)}
+    return "; ".join(_sentence(dict(e), section, flags) for e in error.errors())
 
 
-def _sentence(error: Mapping[str, Any], section: str) -> str:
+def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) -> str:
     """Say what is wrong with one setting. Of a whole section the message alone says which value is meant."""
-    name = ".".join((section, *(str(part) for part in error["loc"])))
+    place = ".".join(str(part) for part in error["loc"])
+    name = f"{section}.{place}" if place else section
     message = error["msg"].removeprefix("Value error, ")
     if not isinstance(error["input"], Mapping):
         name = f"{name} = {error['input']!r}"
-    return f"{name}: {message[0].lower()}{message[1:]}"
+    flag = f" ({flags[place]})" if place in flags else ""
+    return f"{name}: {message[0].lower()}{message[1:]}{flag}"
 
 
 def flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:

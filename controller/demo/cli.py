@@ -244,6 +244,7 @@ class Demo:
             told = fitted(safe(line), self.console.width)
             self.console.print(told, highlight=False, markup=False, soft_wrap=True)
         where = (self.fleet.data if self.kept else HOME) / "demo.html"
+        self.console.print()
         async for line in incidents.written(find(self.fleet.data)["nats_url"], where):
             self.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))

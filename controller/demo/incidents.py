@@ -47,7 +47,7 @@ async def written(nats_url: str, where: Path) -> AsyncIterator[str]:
             await report_cli.execute(wanted, journal, None, archive, now, said.append)
     finally:
         await journal.close()
-    yield f"\nThe post-mortem, with pictures: {said[0]}"
+    yield f"The post-mortem, with pictures: {said[0]}"
 
 
 def steps(events: Sequence[Recorded]) -> list[str]:

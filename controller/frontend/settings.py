@@ -1,5 +1,6 @@
 """The settings of a frontend."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ AdmissionControl = Literal["none", "token-capacity", "deadline"]
 OverloadStatus = Literal[503, 429, 529]
 FairnessKey = Literal["header", "api_key", "user"]
 INFLIGHT_PER_BATCH = 4.0
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@]+/?")
 
 
 class AdmissionSettings(Strict):
@@ -262,7 +264,7 @@ class FrontendSettings(Strict):
     )
     overload_status_code: OverloadStatus | None = Field(
         default=None,
-        description="of a refusal for want of room: 503, 429 or 529; none: 503, and 429 with deadline",
+        description="HTTP status for rejected requests: 503, 429 or 529; none: 503, or 429 with --admission-control deadline",
     )
     request_plane: Literal["tcp", "nats"] = Field(
         default="tcp", description="nats: also reach workers that are behind the broker"
@@ -338,6 +340,15 @@ class FrontendSettings(Strict):
             return None
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what no browser sends as an Origin, and would therefore never match."""
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin, such as https://app.example.com, or *")
+        return origins
+
     @field_validator("ttft_deadlines", mode="before")
     @classmethod
     def _by_tier(cls, value: Any) -> Any:
@@ -361,7 +372,7 @@ class FrontendSettings(Strict):
     @model_validator(mode="after")
     def _tls_is_complete(self) -> "FrontendSettings":
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert and tls_key are needed together")
+            raise ValueError("--tls-cert and --tls-key (tls_cert, tls_key) are needed together")
         return self
 
     @model_validator(mode="after")
@@ -373,7 +384,7 @@ class FrontendSettings(Strict):
     @model_validator(mode="after")
     def _deadlines_to_park_for(self) -> "FrontendSettings":
         if self.park and not self.by_deadline:
-            raise ValueError("park needs deadlines to keep: admission_control must be deadline")
+            raise ValueError("--park (park) needs --admission-control deadline (admission_control)")
         return self
 
     @field_validator("moving", mode="before")

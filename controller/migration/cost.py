@@ -62,7 +62,7 @@ class KvShape:
         above_zero(bytes_per_element=self.bytes_per_element, tp=self.tp)
         if self.kv_heads % self.tp and self.tp % self.kv_heads:
             raise ValueError(
-                f"tp is {self.tp}: {self.kv_heads} KV heads cannot be divided among so many shards"
+                f"tp {self.tp} and {self.kv_heads} KV heads: one must be a multiple of the other"
             )
 
     @property

@@ -180,7 +180,7 @@ def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
     """Return why nothing can be planned for a model; None: it can."""
     last = view.minutes[-max(1, round(policy.unknown_s / BIN_S)) :]
     if not known(last):
-        return f"nobody has told of traffic for {policy.unknown_s:.0f} s"
+        return f"no frontend reported traffic in the last {policy.unknown_s:.0f} s"
     if len(known(view.minutes)) < KNOWN_LEAST:
         return "too little is known of its traffic yet"
     return None

@@ -115,9 +115,19 @@ def _slos(environment: Mapping[str, str]) -> dict[str, Any]:
     return slos
 
 
+def tier_names(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the fleet's tiers by flag, variable or default; None: the variable is not a plain list."""
+    text = _of(args, "--priority-tiers") or environment.get(f"{POLICY}PRIORITY_TIERS") or ""
+    if text.lstrip().startswith("["):
+        return None
+    return tuple(text.split(",")) if text else Tiers().names
+
+
 def _check_tiers(tiers: str | None, default: str | None) -> None:
     names = Tiers().names if tiers is None else tuple(tiers.split(","))
     try:
         DegradationPolicy(priority_tiers=names, tier_default=default or Tiers().default)
     except ValueError as error:
-        raise UsageError(f"--priority-tiers {','.join(names)}: {error}") from error
+        given = {"--priority-tiers": tiers, "--tier-default": default}
+        words = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+        raise UsageError(f"{' '.join(words)}: {error}") from error

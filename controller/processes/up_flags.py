@@ -16,7 +16,7 @@ from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for
 from controller.processes.flag_types import not_negative, port, positive
-from controller.processes.ladder_flags import add_ladder_flags, ladder_variables
+from controller.processes.ladder_flags import add_ladder_flags, ladder_variables, tier_names
 from controller.processes.notifying.webhook_flags import add_webhook_flags, check_webhooks
 from events.errors import UsageError
 from events.journal.bounds import JournalBounds
@@ -122,7 +122,8 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--ready-timeout": {
         "type": positive,
         "metavar": "S",
-        "help": f"seconds until a worker must be there (default: {PATIENT_S:g} with openai or transformers, else {READY_S:g})",
+        "help": "seconds to wait for a worker to become ready "
+        f"(default: {PATIENT_S:g} with openai or transformers, else {READY_S:g})",
     },
     "--host": {
         "default": "127.0.0.1",
@@ -262,10 +263,19 @@ def check_front_port(args: argparse.Namespace) -> FrontendSettings:
     return settings
 
 
+def check_deadline_tiers(args: argparse.Namespace, settings: FrontendSettings) -> None:
+    """Raise UsageError for a deadline of a tier that the fleet does not have: no request would ever get it."""
+    tiers = tier_names(args, os.environ)
+    if odd := [tier for tier in settings.ttft_deadlines if tiers is not None and tier not in tiers]:
+        raise UsageError(
+            f"--ttft-deadlines: there is no tier {odd[0]!r}; the tiers are {', '.join(tiers or ())}"
+        )
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError if the flags do not go together."""
     check_frontend_flags(args)
-    check_front_port(args)
+    check_deadline_tiers(args, check_front_port(args))
     journal_bounds(args)
     ladder_variables(args, os.environ)
     check_webhooks(args, os.environ)

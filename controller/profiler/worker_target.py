@@ -8,6 +8,7 @@ from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefu
 from controller.trace.replay.connection import now
 from controller.trace.replay.response import Now
 from events import wire
+from events.errors import os_reason
 from events.wire import Chunk, Generate, Hello, Sampling, Step, Welcome
 
 CONNECT_S_MAX = 5.0
@@ -40,7 +41,7 @@ class WorkerTarget:
                 self._writer.write(wire.encode(Hello("profile")))
                 self.name = (await self._welcome).model
         except (OSError, TimeoutError) as error:
-            raise CannotMeasure(f"{self._url} cannot be reached: {error or type(error).__name__}") from None
+            raise CannotMeasure(f"{self._url} cannot be reached: {os_reason(error)}") from None
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         splitter, error = wire.Splitter(), CannotMeasure(f"{self._url} closed the connection")

@@ -112,8 +112,9 @@ async def _timeline(args: argparse.Namespace, journal: Journal, store: HistorySt
             say(sentences.line(event, date=event.at.date() != day))
         day = event.at.date()
     if day is None and args.output == "text":
-        whom = args.request or args.worker
-        say(f"nothing happened{f' to {whom}' if whom else ''}{' since then' if since else ''}")
+        named = f"request {args.request}" if args.request else f"worker {args.worker}" if args.worker else ""
+        about = f" about {named}" if named else ""
+        say(f"the journal holds nothing to show{about}{f' since {args.since}' if since else ''}")
     return 0
 
 

@@ -84,15 +84,20 @@ def _left(f: o.WorkerLeft) -> str:
 
 def _drain_requested(f: o.DrainRequested) -> str:
     within = "" if f.deadline_s is None else f" within {span(f.deadline_s)}"
-    return f"{f.by or 'somebody'} asked {f.worker} to drain{within}"
+    return f"{f.by or 'an operator'} asked {f.worker} to drain{within}"
 
 
 def _move_requested(f: o.MoveRequested) -> str:
-    return f"{f.by or 'somebody'} asked for {f.worker}'s requests to move{f' to {f.to}' if f.to else ''}"
+    return f"{f.by or 'an operator'} asked for {f.worker}'s requests to move{f' to {f.to}' if f.to else ''}"
+
+
+def _for(reason: str) -> str:
+    return f" ({reason})" if reason else ""
 
 
 def _command_refused(f: o.CommandRefused) -> str:
-    return f"{f.by or 'somebody'}'s {f.verb} of {f.worker} was refused: {f.why}"
+    about = f" of {f.worker}" if f.worker else ""  # `allow` is about no worker
+    return f"{f.by or 'an operator'}'s {f.verb}{about} was refused: {f.why}"
 
 
 def _began(f: o.ShutdownBegan) -> str:
@@ -270,12 +275,12 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
         f"{f.who} tried to {f.tried} and was refused by the broker{f', {f.times} times' if f.times > 1 else ''}"
     ),
     o.DrainRequested: _drain_requested,
-    o.ResumeRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to resume",
+    o.ResumeRequested: lambda f: f"{f.by or 'an operator'} asked {f.worker} to resume",
     o.MoveRequested: _move_requested,
-    o.RestartRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to restart",
+    o.RestartRequested: lambda f: f"{f.by or 'an operator'} asked {f.worker} to restart",
     o.CommandRefused: _command_refused,
     o.EventQuarantined: lambda f: (
-        f"{f.by or 'somebody'} decided that event {f.event} does not count: {f.why}"
+        f"{f.by or 'an operator'} decided that event {f.event} does not count: {f.why}"
     ),
     o.SnapshotKept: lambda f: (
         f"part {f.part} of {f.parts} of the fleet as it was settled at {f.decided}, for who begins there"
@@ -336,9 +341,9 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     ),
     o.ScaleProposed: _proposed,
     o.ScaleSet: lambda f: (
-        f"{f.by} wants {count(f.workers, 'worker')} of {f.model} ({f.reason})"
+        f"{f.by} set {f.model} to {count(f.workers, 'worker')}{_for(f.reason)}"
         if f.workers is not None
-        else f"{f.by} leaves the number of {f.model}'s workers to the planner again ({f.reason})"
+        else f"{f.by} left the number of {f.model}'s workers to the planner again{_for(f.reason)}"
     ),
     o.ScaleApplied: lambda f: (
         f"{f.by} {'has' if f.ok else 'could not make it'} {count(f.after, 'worker')} of {f.model}: {f.says}"

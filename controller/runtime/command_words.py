@@ -52,14 +52,14 @@ def done(fact: Commanded) -> str:
 
 
 def golden(fact: GoldenRequested) -> str:
-    """Return what a request about goldens did."""
+    """Return what was requested about goldens: a decision of the leading controller answers it."""
     names = ", ".join(fact.canaries or (answer.canary for answer in fact.answers))
     match fact.act:
         case "approve" if fact.worker:
-            return f"the answers of {fact.worker} to {names} are to be the agreed goldens"
+            return f"requested: the answers of {fact.worker} to {names} become the agreed goldens"
         case "approve":
-            return f"the goldens of {names} are to be agreed"
+            return f"requested: the goldens of {names} become agreed"
         case "retire":
-            return f"the goldens of {names} are to be retired: the next answers are voted on"
+            return f"requested: the goldens of {names} are retired, and the next answers are voted on"
         case _:
-            return f"the goldens of {names} are to be retired, and recorded with {fact.worker}"
+            return f"requested: the goldens of {names} are retired, and recorded with {fact.worker}"

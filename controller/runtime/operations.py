@@ -162,7 +162,7 @@ class ControlOperations:
         """Put everything that this release knows in force. Raise NotPossible if it is."""
         force = self._versions.allow(by, command.id, command.deadline) if self._versions is not None else None
         if force is None:
-            raise NotPossible("everything that the leading controller knows is in force")
+            raise NotPossible("nothing to allow: everything that the leading controller knows is in force")
         return (
             f"deciders version {force.deciders_version} and {len(force.kinds)} new kinds are to be in force"
         )

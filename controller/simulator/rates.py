@@ -122,7 +122,7 @@ PRESETS: Mapping[str, Rates] = MappingProxyType({
         Rates(
             name="meta-rsc1",
             source="Kokolis et al., Revisiting Reliability in Large-Scale ML Research Clusters (HPCA 2025): RSC-1, "
-            "6.50 failures per 1,000 node-days; the class mix is llama3's, for want of a published one",
+            "6.50 failures per 1,000 node-days; the class mix is llama3's, because none was published",
             per_gpu_day=per_gpu_day(per_1000_node_days=6.50),
             mix=_mix(LLAMA3_CLASSES, _LOOKS_LIKE),
         ),

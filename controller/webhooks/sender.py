@@ -16,6 +16,7 @@ from controller.ports import Clock
 from controller.webhooks.answers import Answer, retry_after_s
 from controller.webhooks.link_local import LinkLocalRefused, refusal
 from controller.webhooks.templates import WebhookRequest
+from events.errors import os_reason
 
 BODY_MAX = 4_096  # bytes of an answer
 KEPT_S = 3.0  # that a connection waits for the next event: less than servers let one
@@ -63,7 +64,7 @@ class WebhookSender:
         except TimeoutError:
             return Answer(None, f"no answer within {self._timeout_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Answer(None, one_line(f"cannot be reached: {str(error) or type(error).__name__}"))
+            return Answer(None, one_line(f"cannot be reached: {_reason(error)}"))
         try:
             wait_s = retry_after_s(answer.headers, self._clock.now())
             return Answer(answer.status, one_line(await _beginning(answer)), wait_s)
@@ -108,3 +109,12 @@ async def _beginning(answer: aiohttp.ClientResponse) -> str:
         async with asyncio.timeout(SAYS_S):
             return (await answer.content.read(BODY_MAX)).decode(errors="replace")
     return ""
+
+
+def _reason(error: Exception) -> str:
+    """Say why no answer came. TLS errors carry the number of another one, and keep their own words."""
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(
+        error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError
+    ):
+        return os_reason(error.os_error)
+    return str(error) or type(error).__name__

@@ -4,13 +4,17 @@ import csv
 import json
 import math
 import random
+import threading
 from datetime import datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controller import cli
+from controller.commands import scale
+from events.process import presence
 
 FAST = [
     "--prefill-tokens-per-s",
@@ -123,3 +127,31 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.Captu
     empty.write_text("")
     code, _, err = ran(capsys, "--trace", str(empty))
     assert code in (1, 2) and "Traceback" not in err and str(empty) in err
+
+
+@pytest.mark.parametrize(
+    ("mode", "hint"),
+    [
+        ("act", ""),
+        (
+            "propose",
+            " (the planner's mode is propose, so it changes nothing: `up --planner-mode act` carries it out)",
+        ),
+    ],
+)
+def test_scale_says_where_no_planner_carries_it_out(tmp_path: Path, mode: str, hint: str) -> None:
+    class Planner(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"mode": mode}).encode())
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    assert "so nothing changes: start one with `holdfast planner --mode act`" in scale.unheeded(tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Planner) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shown = presence.announce(tmp_path, "planner", "planner", f"http://127.0.0.1:{server.server_port}")
+        assert scale.unheeded(tmp_path) == hint
+        presence.withdraw(shown)
+        server.shutdown()

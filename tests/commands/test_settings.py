@@ -86,6 +86,14 @@ def test_workers_that_are_named_by_their_ports_are_not_behind_the_broker() -> No
         gather(FrontendSettings, "frontend", flags, {})
 
 
+def test_defaults_are_shown_as_they_would_be_typed_and_empty_ones_not_at_all() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, FrontendSettings)
+    text = parser.format_help()
+    assert "(default: 3)" in text
+    assert "(default: ()" not in text and "(default: {" not in text
+
+
 def test_a_section_may_have_flags_of_its_own() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, FrontendSettings)

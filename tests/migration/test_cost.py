@@ -236,7 +236,7 @@ def test_a_target_of_another_number_of_shards_is_refused() -> None:
         ({"layers": 0}, "layers is 0"),
         ({"kv_heads": -8}, "kv_heads is -8"),
         ({"bytes_per_element": 0}, "bytes_per_element is 0"),
-        ({"tp": 3}, "8 KV heads cannot be divided"),
+        ({"tp": 3}, "tp 3 and 8 KV heads"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(change: dict[str, int], says: str) -> None:

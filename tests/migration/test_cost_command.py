@@ -90,9 +90,24 @@ def test_the_tables_are_printed_and_nonsense_is_refused(capsys: pytest.CaptureFi
     ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 130
-    for words in (["--tp", "3"], ["--gpus", "4"]):
+    for words, why in (
+        (["--tp", "3"], "one must be a multiple of the other"),
+        (["--gpus", "4"], "--gpus 4 is less than one group of --tp 8"),
+    ):
         assert main(["cost", *words]) == 2
-        assert capsys.readouterr().err.startswith("holdfast: ")
-    for words in (["--link", "rope=1"], ["--target", "1"], ["--tokens", "0"]):
+        assert why in capsys.readouterr().err
+    for words, why in (
+        (["--link", "rope=1"], "'rope' is not a link"),
+        (["--link", "tcp"], "'tcp' is not NAME=GBPS, such as tcp=2.1"),
+        (["--target", "0"], "'0' is not a share between 0 and 1"),
+        (["--target", "1"], "'1' is not a share between 0 and 1"),
+        (["--tokens", "0"], "'0' is not a whole number"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(["cost", *words])
+        assert why in capsys.readouterr().err
+
+
+def test_one_gpu_a_group_is_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "--tp", "1"]) == 0
+    assert "blast radius: 1 GPU," in capsys.readouterr().out

@@ -82,7 +82,7 @@ def test_an_outage_of_what_is_told_is_no_low_load(unknown: int) -> None:
     minutes: list[Seen] = [*[minute(TEN)] * 30, *[None] * unknown]
     proposal = planned(view(NEEDED + 10, minutes))
     assert (proposal.after, proposal.why) == (NEEDED + 10, "hold")
-    assert "nobody has told of traffic" in proposal.held
+    assert "no frontend reported traffic" in proposal.held
 
 
 def test_a_minute_that_nobody_tells_of_is_none_in_which_nothing_came() -> None:

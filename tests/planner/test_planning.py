@@ -377,7 +377,7 @@ async def test_frontends_that_fall_silent_are_no_low_load() -> None:
     await fleet.project()
     await planner.look()
     (shown,) = planner.report()["models"]
-    assert shown["proposed"] == 3 and "nobody has told of traffic" in shown["held"]
+    assert shown["proposed"] == 3 and "no frontend reported traffic" in shown["held"]
     assert not fleet.proposals()
 
 

@@ -195,7 +195,7 @@ def test_nobody_there_is_said_in_one_sentence(
 ) -> None:
     assert main(["profile", f"{scheme}://127.0.0.1:{free_port()}", "-o", str(tmp_path / "p.npz")]) == 1
     said = capsys.readouterr().err
-    assert "cannot be reached" in said and said.count("\n") == 1
+    assert "cannot be reached: Connection refused\n" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ from store_databases import execute
 from controller.adapters.postgres import migrate, statements, tables
 from controller.adapters.postgres import schema as names
 from controller.adapters.postgres.link import Link, StoreRefused
-from controller.adapters.postgres.migrate import DatabaseTooNew
+from controller.adapters.postgres.migrate import DatabaseInUse, DatabaseTooNew
 from controller.adapters.postgres.store import PostgresStore
 from controller.cli import main
 from controller.ports import StoreUnavailable
@@ -65,6 +65,17 @@ async def test_a_database_goes_back_to_an_older_migration_and_says_so(
     assert await down("base") == (0, "the database went from migration 0001 back to base\n")
     assert await asyncio.to_thread(main, ["database", "migrate"]) == 0
     assert await migrate.version(empty_database_url) == names.HEAD
+
+
+async def test_a_database_that_a_projector_writes_to_is_not_taken_back(database_url: str) -> None:
+    history, store = History().start(), PostgresStore(database_url)
+    try:
+        await Projector(MemoryJournal(history.stream, "projector:test"), store).catch_up(len(history.events))
+        with pytest.raises(DatabaseInUse, match=r"stays at migration .*Stop it first"):
+            await migrate.take_back(database_url, "0001")
+        assert await migrate.version(database_url) == names.HEAD
+    finally:
+        await store.close()
 
 
 @pytest.mark.parametrize(

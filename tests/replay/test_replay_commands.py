@@ -26,12 +26,14 @@ from events.observations import (
     CanaryPassed,
     CanarySlow,
     ChaosInjected,
+    CommandRefused,
     DeviceFaulted,
     DeviceRecovered,
     DrainFinished,
     DrainRequested,
     FrontendBreakersMoved,
     RequestMigrated,
+    ScaleSet,
     ShutdownBegan,
     WorkerLeft,
     WorkerSilent,
@@ -100,6 +102,31 @@ def test_a_long_answer_is_shown_where_it_differs() -> None:
     assert "(at token 20: expected 320 321 322, got 7 321 322)" in said
 
 
+@pytest.mark.parametrize(
+    ("fact", "sentence"),
+    [
+        (
+            CommandRefused(worker="", verb="allow", command="c", why="no", by="bob"),
+            "bob's allow was refused: no",
+        ),
+        (
+            CommandRefused(worker="w9", verb="move", command="c", why="no"),
+            "an operator's move of w9 was refused: no",
+        ),
+        (ScaleSet(model="m", workers=3, by="bob", reason=""), "bob set m to 3 workers"),
+        (ScaleSet(model="m", workers=3, by="bob", reason="a rush"), "bob set m to 3 workers (a rush)"),
+        (
+            ScaleSet(model="m", workers=None, by="bob", reason=""),
+            "bob left the number of m's workers to the planner again",
+        ),
+    ],
+)
+def test_a_command_without_a_worker_or_a_reason_leaves_no_gap_in_its_sentence(
+    fact: Fact, sentence: str
+) -> None:
+    assert sentences.sentence(fact) == sentence
+
+
 async def test_the_timeline_leaves_out_what_is_routine(history: History, store: AnyStore) -> None:
     _, said = await typed(history, store, "timeline")
     assert not any("passed a canary" in line for line in said)
@@ -124,7 +151,7 @@ async def test_the_timeline_of_one_request(history: History, store: AnyStore) ->
     told = [e for e in history.events if getattr(e.fact, "request", None) == request]
     assert len(said) == len(told) > 0 and all(request in line for line in said)
     _, nothing = await typed(history, store, "timeline", "--request", "nobody")
-    assert nothing == ["nothing happened to nobody"]
+    assert nothing == ["the journal holds nothing to show about request nobody"]
 
 
 async def test_the_timeline_of_a_worker_has_the_opening_and_the_closing_of_its_incidents(
@@ -351,7 +378,10 @@ async def test_no_such_incident_is_said(history: History, store: AnyStore) -> No
 
 
 async def test_a_timeline_of_nothing_says_so(history: History, store: AnyStore) -> None:
-    assert await typed(history, store, "timeline", "--worker", "w77") == (0, ["nothing happened to w77"])
+    assert await typed(history, store, "timeline", "--worker", "w77") == (
+        0,
+        ["the journal holds nothing to show about worker w77"],
+    )
     assert await typed(history, store, "timeline", "--worker", "w77", "-o", "json") == (0, [])
 
 

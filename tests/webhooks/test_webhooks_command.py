@@ -48,7 +48,7 @@ async def test_redirects_are_not_followed_and_it_is_said() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("test", "http://127.0.0.1:1/"), "cannot be reached"),
+        (("test", "http://127.0.0.1:1/"), "cannot be reached: Connection refused\n"),
         (("test", "nowhere"), "'nowhere' is no webhook's URL"),
         (("test", "http://x", "--template", "pagerduty"), "needs a secret file"),
     ],

@@ -43,6 +43,9 @@ async def facts(url: str, count: int) -> list[Fact]:
 async def test_a_process_serves_without_a_fleet_and_goes_at_sigterm(spawn: Spawn, eventually) -> None:  # type: ignore[no-untyped-def]
     process = await spawn("--itl-ms", "1")
     await eventually(lambda: process.ready, START_S)
+    assert any('"worker_without_fleet"' in line for line in process.lines), (
+        "a wrong --data must not go unnoticed"
+    )
     frontend = await PlainFrontend.connect(process.port())
     stream = frontend.ask(prompt(), max_tokens=100)
     await frontend.until(lambda: frontend.tokens(stream))

@@ -25,7 +25,7 @@ from controller.adapters.postgres.link import (
     masked,
     plain,
 )
-from controller.adapters.postgres.schema import HEAD, SCHEMA
+from controller.adapters.postgres.schema import HEAD, SCHEMA, WRITES
 from controller.read_model.errors import (
     StoreForbidden,
     StoreLogin,
@@ -41,6 +41,10 @@ LOCK_S = 60  # how long to wait for another migration, or for a table that someb
 _BY_THE_OWNER = "`holdfast database migrate`, with HOLDFAST_DATABASE_URL as the owner of the tables, does it."
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
 WITHIN_S = 600.0  # all of it; an index on an audit table of millions takes minutes
+
+
+class DatabaseInUse(HoldfastError):
+    """A projector writes to this database and would fail, or migrate it again. Stop it first."""
 
 
 class DatabaseTooNew(HoldfastError):
@@ -76,7 +80,8 @@ async def downgrade(url: str, *, schema: str = SCHEMA, to: str = "base") -> None
 async def take_back(url: str, to: str, *, schema: str = SCHEMA) -> str:
     """Downgrade to an older revision, or to `base`, and return a sentence about what was done.
 
-    Raise UsageError for a revision that is unknown or newer than the database's, and what `downgrade` raises.
+    Raise UsageError for a revision that is unknown or newer than the database's, DatabaseInUse while a projector is connected,
+    and what `downgrade` raises.
     """
     found = await version(url, schema=schema)
     _refuse_newer(found)
@@ -86,6 +91,8 @@ async def take_back(url: str, to: str, *, schema: str = SCHEMA) -> str:
         raise UsageError(f"the database is at migration {found or 'base'}, which is older than {to}")
     if found is None or found == to:
         return f"the database is at migration {found or 'base'} already"
+    if await _writers(url):
+        raise DatabaseInUse(f"{masked(url)} stays at migration {found}. {DatabaseInUse.__doc__}")
     await _run(url, schema, to, up=False)
     return f"the database went from migration {found} back to {to}"
 
@@ -94,6 +101,17 @@ def _revisions() -> list[str]:
     from alembic.script import ScriptDirectory
 
     return sorted(revision.revision for revision in ScriptDirectory(str(MIGRATIONS)).walk_revisions())
+
+
+async def _writers(url: str) -> int:
+    """Return how many projectors are connected to a database."""
+    link = Link(url)
+    try:
+        async with link.use() as connection:
+            asked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = $1"
+            return int(await connection.fetchval(asked, WRITES))
+    finally:
+        await link.close()
 
 
 async def version(url: str, *, schema: str = SCHEMA) -> str | None:

@@ -2,3 +2,4 @@
 
 SCHEMA = "holdfast"
 HEAD = "0002"  # the newest migration; a test compares it with the migrations folder
+WRITES = "holdfast-projector"  # application_name of connections that write the projection

@@ -18,7 +18,7 @@ from controller.adapters.postgres import rights as pg_rights
 from controller.adapters.postgres.audit_helper import AuditHelper, HelperPolicy
 from controller.adapters.postgres.link import Connection, Link
 from controller.adapters.postgres.reader import RowReader, read_position
-from controller.adapters.postgres.schema import SCHEMA
+from controller.adapters.postgres.schema import SCHEMA, WRITES
 from controller.deciders.fleet import Fleet
 from controller.ports import CatchUp, ReadPosition, Snapshot, StoreLook
 from events.errors import HoldfastError
@@ -50,7 +50,7 @@ class PostgresStore(RowReader):
         self._snapshot_every = snapshot_every
         self._help_policy = help_policy
         self._helper = AuditHelper(url, schema, help_policy) if helped and help_policy.possible() else None
-        self._link = Link(url, schema, {"synchronous_commit": "off"})
+        self._link = Link(url, schema, {"synchronous_commit": "off", "application_name": WRITES})
         self._writer: Writer | None = None
 
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:

@@ -68,9 +68,12 @@ async def _run(args: argparse.Namespace) -> int:
         case "list":
             known = await stored(args.data)
             found = _selected(known.goldens, args)
-            print((as_json if args.output == "json" else text)(found, known.decided_at))
+            if args.output == "json":
+                print(as_json(found, known.decided_at))
+            else:
+                print(text(found, known.decided_at) or f"no goldens{_filters(args)}")
         case "export":
-            _export(_selected((await stored(args.data)).goldens, args), args.output)
+            _export(_selected((await stored(args.data)).goldens, args), args)
         case "import":
             await _import(args)
         case _:
@@ -113,6 +116,12 @@ def _selected(goldens: Sequence[Golden], args: argparse.Namespace) -> list[Golde
     ]
 
 
+def _filters(args: argparse.Namespace) -> str:
+    """Return what --model and --key select, as the end of a sentence; empty without them."""
+    named = ((" of model", args.model), (" under canary key", args.key))
+    return "".join(f"{what} {safe(value)!r}" for what, value in named if value)
+
+
 def model(golden: Golden) -> str:
     """Return the model of a golden's canary key."""
     return golden.canary_key.partition("|")[0]
@@ -139,22 +148,23 @@ def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> st
 
 
 def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
-    """Return goldens for a person: a line for each canary key, below it its canaries."""
-    if not goldens:
-        return "no goldens"
+    """Return goldens for a person: a line for each canary key, below it its canaries. Empty without any."""
     return "\n".join(_lines(goldens, decided_at))
 
 
 def _lines(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> Iterator[str]:
-    width = max(len(one.canary) for one in goldens)
+    width = max((len(one.canary) for one in goldens), default=0)
     key = None
     for one in goldens:
         if one.canary_key != key:
             key = one.canary_key
             yield fitted(safe(key.replace("|", " | ")))
-        since = _instant(decided_at.get(one.moved_by), " ", "seconds")[:19] or "-"
+        since = _instant(decided_at.get(one.moved_by), " ", "seconds")[:19]
+        since = f"{since} UTC" if since else "-"
         yield fitted(
-            safe(f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(19)}  {_by(one)}")
+            safe(
+                f"  {one.canary.ljust(width)}  {one.status.ljust(11)}  {since.ljust(23)}  {_by(one)}".rstrip()
+            )
         )
 
 
@@ -170,10 +180,13 @@ def _by(golden: Golden) -> str:
     return f"{said}; contradicted by {', '.join(against)}" if against else said
 
 
-def _export(goldens: Sequence[Golden], path: Path | None) -> None:
+def _export(goldens: Sequence[Golden], args: argparse.Namespace) -> None:
+    path: Path | None = args.output
     agreed = [one for one in goldens if one.status == "agreed"]
     if not agreed:
-        raise HoldfastError("there is no agreed golden to export; `holdfast golden list` shows all")
+        raise HoldfastError(
+            f"there is no agreed golden{_filters(args)} to export; `holdfast golden list` shows all"
+        )
     content = file.written(agreed)
     if path is None:
         sys.stdout.write(content)

@@ -57,5 +57,15 @@ def _no_password() -> str:
     raise ValueError("the private key has a password; give one without")
 
 
+NOT_PEM = "the certificate file has no certificate, or the key file no private key, in PEM form"
+_REASONS = {
+    "KEY_VALUES_MISMATCH": "the private key does not belong to the certificate",
+    "NO_START_LINE": NOT_PEM,
+    "BAD_BASE64_DECODE": NOT_PEM,
+}
+
+
 def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return _REASONS.get(error.reason or "", error.reason or NOT_PEM)  # a file without PEM gives no reason
     return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)

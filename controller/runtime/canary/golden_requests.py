@@ -72,11 +72,21 @@ def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
     if len(keys) == 1:
         return keys[0]
     if not keys:
+        _named(fleet, wish)
         raise NotPossible(f"model {wish.model!r} has {_lacking(wish)}; `holdfast golden list` shows all")
     shown = ", ".join(map(repr, keys[:NAMED_MAX]))
     raise NotPossible(
         f"model {wish.model!r} has goldens under {len(keys)} canary keys: name one by --key: {shown}"
     )
+
+
+def _named(fleet: Fleet, wish: GoldenWish) -> None:
+    """Raise NotPossible for a canary that the model does not have."""
+    known = sorted({canary for key, canary in fleet.goldens if _is_of(key, wish.model)})
+    for canary in wish.canaries if known else ():
+        if canary not in known:
+            names = ", ".join(known[:NAMED_MAX])
+            raise NotPossible(f"model {wish.model!r} has no golden of canary {canary!r}; there are: {names}")
 
 
 def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.attack]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory, databases: None) -> AsyncIterator[DemoFleet]:
     flags = ("--workers", "1", "--itl-ms", "2", "--canary-interval", "2")
     async with running(tmp_path_factory.mktemp("goldens") / "fleet", *flags) as made:
         await made.healthy(1)
@@ -49,10 +49,12 @@ async def test_goldens_are_approved_exported_retired_and_imported_and_each_step_
 ) -> None:
     await listed(fleet, all_of("provisional"))
     code, said = await typed(fleet, "approve", "--model", "sim")
-    assert (code, "are to be agreed" in said) == (0, True)
+    assert (code, "become agreed" in said) == (0, True)
     agreed = await listed(fleet, all_of("agreed"))
     assert all(one["by"][0].startswith("operator") and one["by"][1:] == ["w0"] for one in agreed)
     assert all(one["since"] for one in agreed)
+    assert (await typed(fleet, "list", "--model", "m9"))[1] == "no goldens of model 'm9'\n"
+    assert (await typed(fleet, "list"))[1].count(" UTC  operator ") == len(agreed)
 
     path = tmp_path / "goldens.json"
     assert (await typed(fleet, "export", "-o", str(path)))[0] == 0

@@ -265,11 +265,29 @@ async def test_a_renewed_certificate_is_used_without_closing_a_connection(tmp_pa
         await listeners.close()
 
 
-@pytest.mark.parametrize("wrong", ["missing", "mismatched", "half"])
-def test_a_certificate_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, wrong: str) -> None:
-    cert, _ = certificate(tmp_path)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("missing", "No such file"),
+        ("mismatched", "the private key does not belong to the certificate"),
+        ("text", "has no certificate, or the key file no private key"),
+        ("swapped", "has no certificate, or the key file no private key"),
+        ("half", "needed together"),
+    ],
+)
+def test_a_certificate_that_cannot_be_used_is_refused_at_the_start(
+    tmp_path: Path, wrong: str, why: str
+) -> None:
+    cert, key = certificate(tmp_path)
     other = certificate(tmp_path, "other")[1]
-    files = {"missing": (cert, tmp_path / "none"), "mismatched": (cert, other), "half": (cert, "")}[wrong]
-    with pytest.raises(Exception, match=r"TLS with|needed together"):
+    (text := tmp_path / "text").write_text("no certificate")
+    files = {
+        "missing": (cert, tmp_path / "none"),
+        "mismatched": (cert, other),
+        "text": (text, key),
+        "swapped": (key, key),
+        "half": (cert, ""),
+    }[wrong]
+    with pytest.raises(Exception, match=why):
         settings = FrontendSettings(tls_cert=str(files[0]), tls_key=str(files[1]))
         Tls.of(settings.tls_cert, settings.tls_key)

@@ -103,7 +103,10 @@ async def test_an_imported_golden_is_asked_although_its_question_is_none_of_ours
         ({"act": "approve", "model": "m"}, "no provisional golden"),
         ({"act": "approve", "model": "other"}, "model 'other' has no provisional golden"),
         ({"act": "retire", "canary_key": "nope"}, "no golden that counts under 'nope'"),
-        ({"act": "retire", "model": "m", "canaries": ("c",)}, "model 'm' has no golden that counts"),
+        (
+            {"act": "retire", "model": "m", "canaries": ("c",)},
+            "model 'm' has no golden of canary 'c'; there are: ",
+        ),
         ({"act": "record", "worker": "w0", "canaries": ("c",)}, "there is no golden of canary 'c'"),
     ],
 )
