@@ -382,9 +382,11 @@ class FrontendSettings(Strict):
         return self
 
     @model_validator(mode="after")
-    def _deadlines_to_park_for(self) -> "FrontendSettings":
-        if self.park and not self.by_deadline:
-            raise ValueError("--park (park) needs --admission-control deadline (admission_control)")
+    def _admission_by_deadlines(self) -> "FrontendSettings":
+        for flag in ("park", "ttft_deadlines"):
+            if getattr(self, flag) and not self.by_deadline:
+                named = f"--{flag.replace('_', '-')} ({flag})"
+                raise ValueError(f"{named} needs --admission-control deadline (admission_control)")
         return self
 
     @field_validator("moving", mode="before")

@@ -51,12 +51,16 @@ def test_without_arguments_it_shows_the_commands() -> None:
         (["up", "--bogus"], "unrecognized arguments: --bogus"),
         (["up", "--cors-origins", "app.example.com"], "'app.example.com' is not an origin, such as https://"),
         (
-            ["up", "--ttft-deadlines", "best=5"],
+            ["up", "--admission-control", "deadline", "--ttft-deadlines", "best=5"],
             "there is no tier 'best'; the tiers are premium, standard, best_effort",
         ),
         (["up", "--tier-default", "gold"], "--tier-default gold: tier_default is 'gold'"),
         (["up", "--tls-key", "key.pem"], "--tls-cert and --tls-key"),
         (["up", "--park"], "--park (park) needs --admission-control deadline"),
+        (
+            ["up", "--ttft-deadlines", "premium=500"],
+            "--ttft-deadlines (ttft_deadlines) needs --admission-control deadline",
+        ),
         (
             ["up", "--first-token-timeout", "0"],
             "first_token_s = '0': input should be greater than 0 (--first-token-timeout)",
