@@ -110,7 +110,7 @@ def served(watch: InvariantWatch) -> str | None:
     fleet, since, now = watch.shown[-1], watch.steadiness.unserved_since, watch.kernel.now
     for model in watch.world.scenario.models:
         mine = [worker for worker in fleet.workers.values() if worker.joined.model == model]
-        suspects = [worker.joined.worker for worker in mine if worker.suspect]
+        suspects = [w.joined.worker for w in mine if w.suspect and w.health.limit > 0.0]
         if not suspects or any(worker.routable for worker in mine):
             since.pop(model, None)
         elif overdue(watch, since.setdefault(model, now)):
