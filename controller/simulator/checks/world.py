@@ -129,6 +129,23 @@ def trials(watch: InvariantWatch) -> str | None:
     return None
 
 
+def acquitted(watch: InvariantWatch) -> str | None:
+    """Look for a worker that nothing but outvoted goldens had convicted, and whose breaker has not moved since."""
+    steady = watch.steadiness
+    for worker in watch.shown[-1].workers.values():
+        instance, breaker, charges = worker.joined.instance, worker.breaker, worker.health.charges
+        opened = breaker.moved_by if breaker.position == "open" and not breaker.resting else None
+        if charges.convictions:
+            steady.convicted_under[instance] = opened
+        elif charges.acquitted and opened is not None and steady.convicted_under.get(instance) == opened:
+            if overdue(watch, steady.acquitted_since.setdefault(instance, watch.kernel.now)):
+                since = steady.acquitted_since[instance] / SECOND
+                return f"{instance} is acquitted since {since} s, and its breaker is open still"
+            continue
+        steady.acquitted_since.pop(instance, None)
+    return None
+
+
 def limits(watch: InvariantWatch) -> str | None:
     """Look for weights that are still above what the devices leave."""
     last = watch.world.broker.last_seq
