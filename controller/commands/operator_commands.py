@@ -15,27 +15,11 @@ from controller.processes.operator_client import Operator, Unreachable, find, wh
 from controller.read_model.worker_names import workers_of
 from controller.runtime.history import held
 from events import codec
+from events.chaos import ENDS, FAULTS, TAKE_ARGUMENT, TAKE_RANK
 from events.errors import UsageError
 from events.fact import Recorded, Skipped
 
 Run = Callable[[argparse.Namespace], int]
-FAULTS = (
-    "kill",
-    "hang",
-    "unhang",
-    "error",
-    "corrupt",
-    "drift",
-    "sampler",
-    "slow",
-    "xid",
-    "nvlink",
-    "blackhole",
-    "heal",
-)
-TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
-TAKE_RANK = TAKE_ARGUMENT
-ENDS = ("kill", "unhang", "heal")
 LOOK_S = 1.0  # whether a broker that is followed is still there
 
 

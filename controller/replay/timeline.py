@@ -8,6 +8,7 @@ from controller.ports import Archive
 from controller.replay import sentences
 from controller.replay.find import NoSuchEvent, cause, find, name
 from controller.replay.why import why
+from events.chaos import HEALING
 from events.decisions import Absorbed, IncidentClosed, IncidentOpened
 from events.fact import Decision, Fact, Recorded
 from events.journal.port import Journal
@@ -37,7 +38,6 @@ FELT_AFTER = timedelta(
     seconds=5
 )  # and one this long after the end: a death is known before its streams go on
 _FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
-HEALING = ("heal", "unhang")
 _NEXT = (
     ChaosInjected,
     IncidentOpened,
