@@ -18,6 +18,7 @@ from faststream.nats.security import NatsCredentials, NatsNKey, NatsSecurity, Na
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from controller.ports import Answer, Command, CommandGate, Control, GoldenWish
+from events.chaos import Fault
 from events.errors import HoldfastError
 from events.nats.connection import PING_INTERVAL_S, PINGS_MAX
 from events.nats.urls import account, addresses, inbox, masked
@@ -32,20 +33,6 @@ STOP_WITHIN_S = 2.0
 NAME_MAX = 200
 KEY_MAX = 1000
 
-Fault = Literal[
-    "kill",
-    "hang",
-    "unhang",
-    "error",
-    "corrupt",
-    "drift",
-    "sampler",
-    "slow",
-    "xid",
-    "nvlink",
-    "blackhole",
-    "heal",
-]
 Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
 LogProb = Annotated[float, Field(allow_inf_nan=False)]
 Who = Annotated[str, Field(max_length=NAME_MAX)]

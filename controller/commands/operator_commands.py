@@ -12,30 +12,14 @@ from controller.commands.printing import event_line
 from controller.commands.unknown_kinds import UnknownKinds
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, Unreachable, find, who
+from controller.read_model.worker_names import workers_of
 from controller.runtime.history import held
 from events import codec
+from events.chaos import ENDS, FAULTS, TAKE_ARGUMENT, TAKE_RANK
 from events.errors import UsageError
 from events.fact import Recorded, Skipped
-from events.observations import FrontendBreakersMoved
 
 Run = Callable[[argparse.Namespace], int]
-FAULTS = (
-    "kill",
-    "hang",
-    "unhang",
-    "error",
-    "corrupt",
-    "drift",
-    "sampler",
-    "slow",
-    "xid",
-    "nvlink",
-    "blackhole",
-    "heal",
-)
-TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
-TAKE_RANK = TAKE_ARGUMENT
-ENDS = ("kill", "unhang", "heal")
 LOOK_S = 1.0  # whether a broker that is followed is still there
 
 
@@ -140,7 +124,7 @@ async def _print(
     async for batch in batches:
         for event in batch:
             unknown.note(event)
-            if _wanted(event, args):
+            if is_wanted(event, args):
                 print(event_line(event, args.output), flush=args.follow)
 
 
@@ -169,14 +153,12 @@ async def until_lost(connected: Callable[[], bool], data: Path, url: str, look_s
             raise Unreachable(f"the fleet of {data} was started anew: follow it again")
 
 
-def _wanted(event: Recorded, args: argparse.Namespace) -> bool:
+def is_wanted(event: Recorded, args: argparse.Namespace) -> bool:
+    """Return whether `--kind` and `--worker` select an event."""
     fact = event.fact
     if isinstance(fact, Skipped) or (args.kind and fact.kind() != args.kind):
         return False
-    mentions = [getattr(fact, name, None) for name in ("worker", "source", "target")]
-    if isinstance(fact, FrontendBreakersMoved):
-        mentions += [move.worker for move in fact.moves]
-    return not args.worker or args.worker in mentions
+    return not args.worker or args.worker in workers_of(fact)
 
 
 async def _drain(args: argparse.Namespace) -> int:

@@ -110,12 +110,15 @@ def _cause(standing: BudgetRank, *, last: bool) -> str:
 def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
     """Return the worker that serves on although canaries convict it, because no other does; empty: there is none, or no need.
 
-    One that serves so already goes on; otherwise it is the least bad, and of equals the one that was convicted last.
+    One that serves so already goes on; otherwise it is the least bad, and of equals the one that was convicted last. One to
+    which its devices leave nothing is the last choice.
     """
     if not policy.keep_last or any(s.serves for s in standings):
         return ""
     suspects = [s for s in standings if s.suspect]
     chosen = min(
-        suspects, key=lambda s: (not s.budget.last, s.badness, -s.moved_by, s.budget.worker), default=None
+        suspects,
+        key=lambda s: (s.limit <= 0, not s.budget.last, s.badness, -s.moved_by, s.budget.worker),
+        default=None,
     )
     return chosen.budget.worker if chosen is not None else ""

@@ -423,33 +423,14 @@ def decide(
             return
     if state.configured and state.status != "provisional":
         if state.status == "agreed" and (against := _against(policy, state)):
-            yield GoldenRetired(
-                canary_key=state.canary_key,
-                canary=state.canary,
-                reason=f"disputed: {', '.join(against)} against the configured answer",
-                decided_at=now,
-                cause=state.cause,
-            )
+            yield _retirement(state, f"disputed: {', '.join(against)} against the configured answer", now)
         return
     if state.status == "agreed":
         return
     if by := _majority(policy, state):
-        yield GoldenAgreed(
-            canary_key=state.canary_key,
-            canary=state.canary,
-            by=by,
-            tied=_tied(state.votes, by),
-            decided_at=now,
-            cause=state.cause,
-        )
+        yield _agreement(state, by, _tied(state.votes, by), now)
     elif state.disputed_by and state.status == "provisional":
-        yield GoldenRetired(
-            canary_key=state.canary_key,
-            canary=state.canary,
-            reason=f"disputed: {state.disputed_by} against {state.proposed_by}",
-            decided_at=now,
-            cause=state.cause,
-        )
+        yield _retirement(state, f"disputed: {state.disputed_by} against {state.proposed_by}", now)
 
 
 def _as_wanted(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[Decision]:
@@ -460,41 +441,44 @@ def _as_wanted(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[D
     by = tuple(dict.fromkeys((wanted.operator, *([vote.worker] if vote is not None else sorted(voted)))))
     replaces = state.status != "retired" and vote is not None
     if replaces or wanted.act != "approve":
-        yield GoldenRetired(
-            canary_key=state.canary_key,
-            canary=state.canary,
-            reason=f"{wanted.act}: {wanted.operator}",
-            outvoted_by=by if replaces else (wanted.operator,),
-            decided_at=now,
-            cause=state.cause,
-        )
+        revisers = by if replaces else (wanted.operator,)
+        yield _retirement(state, f"{wanted.act}: {wanted.operator}", now, revisers)
     if wanted.act == "approve":
-        yield GoldenAgreed(
-            canary_key=state.canary_key, canary=state.canary, by=by, decided_at=now, cause=state.cause
-        )
+        yield _agreement(state, by, (), now)
 
 
 def _outvoted(
     state: Golden, against: tuple[str, ...], confirming: tuple[str, ...], now: datetime
 ) -> Iterator[Decision]:
     """Retire a golden, and agree on the answer that outvoted it. A configured one is only retired."""
-    yield GoldenRetired(
+    why = f"outvoted: {', '.join(against)} against {', '.join(confirming) or 'no worker'}"
+    yield _retirement(state, why, now, against)
+    if not state.configured:
+        yield _agreement(state, against, _tied(state.contradictions, against), now)
+
+
+def _agreement(state: Golden, by: tuple[str, ...], tied: tuple[str, ...], now: datetime) -> GoldenAgreed:
+    return GoldenAgreed(
         canary_key=state.canary_key,
         canary=state.canary,
-        reason=f"outvoted: {', '.join(against)} against {', '.join(confirming) or 'no worker'}",
-        outvoted_by=against,
+        by=by,
+        tied=tied,
         decided_at=now,
         cause=state.cause,
     )
-    if not state.configured:
-        yield GoldenAgreed(
-            canary_key=state.canary_key,
-            canary=state.canary,
-            by=against,
-            tied=_tied(state.contradictions, against),
-            decided_at=now,
-            cause=state.cause,
-        )
+
+
+def _retirement(
+    state: Golden, reason: str, now: datetime, outvoted_by: tuple[str, ...] = ()
+) -> GoldenRetired:
+    return GoldenRetired(
+        canary_key=state.canary_key,
+        canary=state.canary,
+        reason=reason,
+        outvoted_by=outvoted_by,
+        decided_at=now,
+        cause=state.cause,
+    )
 
 
 def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:

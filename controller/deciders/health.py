@@ -273,7 +273,14 @@ def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
 def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health:
     """Take that an agreed golden was outvoted: `agrees` tells whether this worker gave the answer that was agreed instead."""
     left = outvoted_charges(state.charges, canary, number, agrees=agrees)
-    return state if left is state.charges else replace(state, charges=left)
+    if left is state.charges:
+        return state
+    canaries = state.canaries
+    if (
+        state.charges.accused and not left.accused
+    ):  # no decision has answered yet: its vote is no failure either
+        canaries = replace(canaries, failures=0, timeouts=0, wrong=False)
+    return replace(state, charges=left, canaries=canaries)
 
 
 def _redeemed(state: Health, fact: CanaryPassed | CanarySlow) -> Health:

@@ -15,6 +15,7 @@ from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
 from controller.deciders.worker import LastCanary
+from controller.read_model.worker_names import workers_of
 from events import codec
 from events.decisions import IncidentClosed, IncidentOpened, Knobs
 from events.fact import Decision, Fact, Recorded, Skipped
@@ -123,11 +124,13 @@ def matches(
 
 
 def concerns(fact: Fact, worker: str) -> bool:
-    """Return whether a fact is about a worker: it carries its name, or opens or closes an incident of it."""
-    if isinstance(fact, IncidentOpened | IncidentClosed):
-        return fact.subject == f"worker:{worker}"
-    name = _PLACES_OF[type(fact)][0]
-    return name is not None and getattr(fact, name) == worker
+    """Return whether a fact is about a worker: it names it, or opens or closes an incident of it."""
+    return worker in workers_of(fact)
+
+
+def worker_column(kind: type[Fact]) -> str | None:
+    """Return the field of a kind that `fleet_events` keeps in its column `worker`; None: it keeps none."""
+    return _PLACES_OF[kind][0]
 
 
 def storable(row: Row) -> Row:

@@ -8,6 +8,7 @@ from controller.ports import Archive
 from controller.replay import sentences
 from controller.replay.find import NoSuchEvent, cause, find, name
 from controller.replay.why import why
+from events.chaos import HEALING
 from events.decisions import Absorbed, IncidentClosed, IncidentOpened
 from events.fact import Decision, Fact, Recorded
 from events.journal.port import Journal
@@ -20,6 +21,7 @@ from events.observations import (
     RequestAbandoned,
     RequestExposed,
     RequestMigrated,
+    RequestResumed,
     RequestsRejected,
     RequestsServed,
     RestartRequested,
@@ -36,7 +38,6 @@ FELT_AFTER = timedelta(
     seconds=5
 )  # and one this long after the end: a death is known before its streams go on
 _FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
-HEALING = ("heal", "unhang")
 _NEXT = (
     ChaosInjected,
     IncidentOpened,
@@ -154,13 +155,19 @@ async def _scene(
     found: list[Recorded] = []
     late: list[Recorded] = []
     async for batch in archive.select(since=symptom.at - CHAOS_BEFORE, worker=worker):
-        found += [e for e in batch if closed is None or e.seq <= closed.seq]
-        late += [e for e in batch if closed and e.seq > closed.seq]
+        here = [e for e in batch if not _came_from_another(e.fact, worker)]
+        found += [e for e in here if closed is None or e.seq <= closed.seq]
+        late += [e for e in here if closed and e.seq > closed.seq]
         if closed and batch[-1].at > closed.at + FELT_AFTER:
             break
     early = _prelude([e for e in found if e.seq < symptom.seq], symptom.at)
     during = [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, who)]
     return early + during + (_aftermath(late, closed.at) if closed and worker else [])
+
+
+def _came_from_another(fact: Fact, worker: str | None) -> bool:
+    """Return whether a request went on at this worker: that is what users felt of another one's incident."""
+    return isinstance(fact, RequestMigrated | RequestResumed) and worker is not None and fact.source != worker
 
 
 def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:

@@ -337,6 +337,7 @@ class EndpointTable:
         return self._keeps_last and any(
             worker.joined.model == model
             and worker.suspect
+            and worker.health.limit > 0.0
             and (worker.joined.worker, worker.joined.instance) not in without
             and lineage in (None, (worker.joined.revision, worker.joined.tokenizer))
             for worker in self._known.values()

@@ -72,24 +72,42 @@ async def update(server: Upstream, *, restart: bool, told: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "restart", "told", "between_s"),
+    ("order", "restart", "told", "between_s", "control"),
     [
-        ((0, 1), False, False, BETWEEN_S),
-        ((0, 1), True, False, BETWEEN_S),
-        ((1, 0), True, False, BETWEEN_S),
-        ((1, 0), True, True, BETWEEN_S),
-        ((2, 0, 1), True, False, BETWEEN_S),
-        ((7, 2, 5, 0, 3, 6, 1, 4), True, False, BETWEEN_S / 2),
+        ((0, 1), False, False, BETWEEN_S, "none"),
+        ((0, 1), True, False, BETWEEN_S, "none"),
+        ((1, 0), True, False, BETWEEN_S, "none"),
+        ((1, 0), True, False, BETWEEN_S, "deadline"),
+        ((1, 0), True, True, BETWEEN_S, "none"),
+        ((2, 0, 1), True, False, BETWEEN_S, "none"),
+        ((7, 2, 5, 0, 3, 6, 1, 4), True, False, BETWEEN_S / 2, "none"),
     ],
-    ids=["two", "two-restarted", "two-restarted-in-turn", "two-told", "three-restarted", "eight-restarted"],
+    ids=[
+        "two",
+        "two-restarted",
+        "two-restarted-in-turn",
+        "two-by-deadlines",
+        "two-told",
+        "three-restarted",
+        "eight-restarted",
+    ],
 )
 async def test_a_rolling_update_loses_no_request_and_its_workers_return_by_themselves(
-    tmp_path: Path, order: tuple[int, ...], restart: bool, told: bool, between_s: float
+    tmp_path: Path, order: tuple[int, ...], restart: bool, told: bool, between_s: float, control: str
 ) -> None:
     (tmp_path / "model").mkdir()
     shutil.copy(BUILTIN_FILE, tmp_path / "model" / "tokenizer.json")
     servers = [await Upstream(token_s=0.005, root="/models/old" if told else "").start() for _ in order]
-    flags = ["--engine", "openai", "--canary-interval", "1", "--model", str(tmp_path / "model")]
+    flags = [
+        "--engine",
+        "openai",
+        "--admission-control",
+        control,
+        "--canary-interval",
+        "1",
+        "--model",
+        str(tmp_path / "model"),
+    ]
     flags += [flag for server in servers for flag in ("--upstream", server.url)]
     async with running(tmp_path / "fleet", *flags) as fleet:
         await fleet.healthy(len(order))

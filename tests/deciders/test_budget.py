@@ -4,6 +4,7 @@ import pytest
 from fleet_story import (
     Story,
     device_faulted,
+    device_limited,
     device_recovered,
     drain_requested,
     engine_faulted,
@@ -114,6 +115,16 @@ def test_a_worker_that_canaries_convicted_serves_again_when_the_last_other_one_i
     assert (kept(story), story.worker("w0").weight) == ({"w0"}, 1.0)
     story.up("w2")
     assert (kept(story), story.worker("w0").weight) == (set(), 0.0)
+
+
+def test_a_kept_last_worker_to_which_its_devices_leave_nothing_is_replaced_by_another_suspect() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(failed("w0", **MISMATCH), failed("w1", **MISMATCH))
+    assert kept(story) == {"w1"}
+    story.tell(device_limited("w1", 0.0))
+    assert (kept(story), story.worker("w0").weight) == ({"w0"}, 1.0)
+    story.tell(device_limited("w0", 0.0))
+    assert [story.worker(name).weight for name in ("w0", "w1")] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,18 @@ async def test_the_timeline_of_a_worker_has_the_opening_and_the_closing_of_its_i
         assert len(said) == len(machine)
 
 
+async def test_a_request_that_went_on_at_a_worker_is_no_part_of_its_incident(open_store: OpenStore) -> None:
+    history = History().start()
+    history.say(history.migrated("req-9", "w1", "w2"), source="frontend-9")
+    history.corruption("w2")
+    (incident,) = [e.fact.incident for e in history.events if isinstance(e.fact, IncidentOpened)]
+    store = open_store()
+    await Projector(journal(history), store).catch_up(len(history.events))
+    told = await timeline.story(journal(history), store, incident)
+    moved = [e.fact for e in told.events if isinstance(e.fact, RequestMigrated)]
+    assert moved and all(fact.source == "w2" for fact in moved)
+
+
 async def test_the_incident_that_closed_when_the_next_one_opened_is_not_part_of_its_story(
     open_store: OpenStore,
 ) -> None:

@@ -19,7 +19,15 @@ from controller.planner.traffic import Minute, Traffic
 from controller.router.admission.line import Line, PlaceInLine
 from controller.router.endpoints import Endpoint, EndpointTable, TableChange
 from controller.simulator.world.seams import Seams, Stored
-from events.decisions import DegradationChanged, HealthChanged, HealthStatus, SpareActivated, WeightCapped
+from events.decisions import (
+    BreakerHalfOpened,
+    DegradationChanged,
+    HealthChanged,
+    HealthStatus,
+    PolicyAdopted,
+    SpareActivated,
+    WeightCapped,
+)
 from events.fact import Decision, Observation, Recorded
 from events.observations import (
     CanaryFailed,
@@ -156,6 +164,38 @@ def _margin_alone(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Dec
         or d.ratio >= ladder.entries[d.after] + ladder.margin
     ]
     return _numbered(fleet, kept)
+
+
+def _no_last(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Keep no worker that canaries convict, whatever the policy says of a model's last."""
+    careless = replace(policy, budget=replace(policy.budget, keep_last=False))
+    if fleet.policy == policy.adopted:
+        fleet = replace(fleet, policy=careless.adopted)
+    return tuple(
+        replace(d, policy=dict(policy.adopted)) if isinstance(d, PolicyAdopted) else d
+        for d in deciders.settle(careless, fleet, now)
+    )
+
+
+def _never_outvoted(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Count no contradiction of an agreed golden, however many workers share it."""
+    goldens = {key: replace(state, contradictions=()) for key, state in fleet.goldens.items()}
+    return deciders.settle(policy, replace(fleet, goldens=goldens), now)
+
+
+def _no_trial_at_once(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Let a worker wait for its breaker's time although the goldens that convicted it were outvoted."""
+    workers = {
+        name: replace(worker, breaker=replace(worker.breaker, retry_now=False))
+        for name, worker in fleet.workers.items()
+    }
+    before = replace(fleet, workers=workers)
+    decided = deciders.settle(policy, before, now)
+    for place, one in enumerate(decided):
+        if isinstance(one, BreakerHalfOpened) and before.workers[one.worker].breaker.retry_now:
+            return (*decided[:place], *_no_trial_at_once(policy, before, now))
+        before = deciders.evolve(before, Recorded(seq=0, at=now, fact=one, id=f"decision:{one.number}"))
+    return decided
 
 
 def _full_weight(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
@@ -395,6 +435,21 @@ PLANTED: dict[str, Planted] = {
         "a model provisioned at 100 to 105 % of its objective never leaves its first level",
         Seams(settle=_margin_alone),
         ("full_capacity",),
+    ),
+    "no_last": Planted(
+        "canaries may take the last serving worker of a model out",
+        Seams(settle=_no_last),
+        ("canaries_leave_one",),
+    ),
+    "never_outvoted": Planted(
+        "an agreed golden is never retired, whatever most workers answer",
+        Seams(settle=_never_outvoted),
+        ("all_well",),
+    ),
+    "no_trial_at_once": Planted(
+        "a worker that an outvoted golden convicted waits for its breaker's time",
+        Seams(settle=_no_trial_at_once),
+        ("acquitted_are_tried",),
     ),
     "full_weight": Planted(
         "a worker comes back at full weight although a device limits it",

@@ -16,6 +16,7 @@ from controller.deciders.fleet import DECIDERS_VERSION, OLDEST
 from controller.ports import LATEST, PLANNED_BY, PlanningRead, ReadPosition, RowsRead, Snapshot, StoreLook
 from controller.read_model import rows as projection
 from controller.read_model import snapshot as fleet_codec
+from controller.read_model.worker_names import PATHS, SUBJECT
 from events.fact import Fact, Recorded
 from events.order import Last, Position
 
@@ -29,8 +30,20 @@ _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
 _PLANNED_BY = f"{_EVENTS} WHERE kind = ANY($1) AND seq > $2 AND at >= $3 ORDER BY seq LIMIT $4"
 _LATEST = f"{_EVENTS} WHERE seq IN (SELECT max(seq) FROM fleet_events WHERE kind = ANY($1) GROUP BY kind, model) ORDER BY seq"
 _INCIDENTS = ", ".join(f"'{kind}'" for kind in projection.INCIDENT_KINDS)
-_CONCERNS = (  # as `projection.concerns`, a part of `projection.matches`
-    f"(worker = ${{0}}::text OR kind IN ({_INCIDENTS}) AND body->>'subject' = 'worker:' || ${{0}}::text)"
+_NAMED = "jsonb_path_exists(body, '$.{path} ? (@ == $name)', jsonb_build_object('name', ${{0}}::text))"
+_CONCERNS = (
+    " OR ".join(  # as `projection.concerns`, a part of `projection.matches`
+        [
+            f"(worker = ${{0}}::text OR kind IN ({_INCIDENTS}) AND body->>'subject' = '{SUBJECT}' || ${{0}}::text",
+            *(
+                f"kind = '{kind.kind()}' AND {_NAMED.format(path='.'.join(path))}"
+                for kind, paths in PATHS.items()
+                for path in paths
+                if path != (projection.worker_column(kind),)
+            ),
+        ]
+    )
+    + ")"
 )
 _sources = msgspec.json.Decoder(dict[str, Last]).decode
 _ENDED = "SELECT * FROM incidents WHERE closed_at IS NOT NULL ORDER BY closed_at DESC LIMIT $1"

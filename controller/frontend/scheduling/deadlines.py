@@ -33,13 +33,14 @@ from controller.router.admission.pool import AdmissionVerdict, Asked, WorkerPool
 from controller.router.admission.retries import RefusedIds, RetryBudget
 from controller.router.admission.work import Demand, reading_s, work_s
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
-from controller.router.selection.filter import AllBusy, NotServed
+from controller.router.selection.filter import AllBusy, NotServed, NoWorker
 from events.errors import HoldfastError
 
 BEYOND = 0.125  # of a batch
 PREEMPTS = 0.5  # of the time that a request of the best tier may wait, after which running answers are put off for it
 SPILLS = 0.7  # of the time that a request may wait, after which it may do so at a worker
 CAPACITY_S = 0.05  # what a pool's workers weigh is as good as new for so long
+ONE_WORKER = 1.0  # the weight of one that serves fully
 LATEST_S = 86_400.0  # no timer is set for later
 
 
@@ -152,7 +153,16 @@ class Deadlines(Generic[R]):
         lineages = self._lineages.get(model, ())
         if not lineages:
             raise NotServed
-        return lineages[0] if len(lineages) == 1 else self._routing.lineage(model)
+        if len(lineages) == 1:
+            return lineages[0]
+        try:
+            return self._routing.lineage(model)
+        except NoWorker:
+            for lineage in lineages:
+                with suppress(NoWorker):
+                    self._soon(model, lineage)
+                    return lineage
+            raise
 
     def _capacity(self, model: str, lineage: Lineage) -> float:
         """Return what a pool's workers weigh together."""
@@ -162,6 +172,13 @@ class Deadlines(Generic[R]):
             capacity = self._monitor.weight(model, lineage)
             self._capacities[model, lineage] = now + CAPACITY_S, capacity
         return capacity
+
+    def _soon(self, model: str, lineage: Lineage) -> float:
+        """Return what a pool without a serving worker will weigh soon: one worker, be it a suspect that is to serve as the last
+        one, or one whose server has closed for a moment. Raise NoWorker where none will serve."""
+        with suppress(AllBusy):
+            self._find(model, lineage, NOTHING, 0.0).free()
+        return ONE_WORKER
 
     def _deadline(self, wanted: WantedRequest) -> tuple[float, bool]:
         """Return until when the first token is wanted, from the arrival, and whether the client has said so himself."""
@@ -196,7 +213,7 @@ class Deadlines(Generic[R]):
             raise TooLate("retry_budget", why, inf, should_retry=False)
         budget.note(now, repeat=repeat)
         if contended:
-            self._judge(pool, wanted, lineage, Asked(self._urgency(wanted), wanted.client, inf))
+            self._judge(pool, wanted, lineage, Asked(self._table.urgency(wanted.tier), wanted.client, inf))
         return lineage
 
     async def enter(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens) -> tuple[R, float]:
@@ -307,9 +324,6 @@ class Deadlines(Generic[R]):
             return 0.0
         return BEYOND if self._used_up(place) >= SPILLS else 0.0
 
-    def _urgency(self, wanted: WantedRequest) -> int:
-        return self._table.urgency(wanted.tier)
-
     def _takes(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens) -> WantedRoom:
         """Return what a request takes of a worker. Raise NoWorker."""
         group, scheduler = self._routing.group(wanted.model, lineage), self._routing.scheduler
@@ -325,7 +339,9 @@ class Deadlines(Generic[R]):
         demand = Demand(unread, prompt, tokens.answers * len(tokens.prompts), expected)
         profile = example.joined.profile
         work = work_s(demand, profile, self._batch(example))
-        return Asked(self._urgency(wanted), wanted.client, inf, work=work, own_s=reading_s(unread, profile))
+        return Asked(
+            self._table.urgency(wanted.tier), wanted.client, inf, work=work, own_s=reading_s(unread, profile)
+        )
 
     def _batch(self, endpoint: Endpoint) -> int:
         return max(1, int(endpoint.max_batch * self._table.knobs(endpoint.model).batch_size))
@@ -340,10 +356,10 @@ class Deadlines(Generic[R]):
         room: bool = False,
     ) -> AdmissionVerdict:
         """Return the verdict on a request that may be let in, with a reason against it where room has to be made. Raise TooLate
-        if it may not, or NoWorker where there is nobody."""
-        capacity = self._capacity(wanted.model, lineage)
+        if it may not, or NoWorker where no worker serves or will soon."""
+        capacity = now_there = self._capacity(wanted.model, lineage)
         if capacity <= 0:
-            self._find(wanted.model, lineage, NOTHING, 0.0).free()  # which says why, nearly always
+            capacity = self._soon(wanted.model, lineage)
         now = self._now()
         deadline_s, own = self._deadline(wanted)
         line_s = self._stands_s(wanted)
@@ -351,7 +367,7 @@ class Deadlines(Generic[R]):
             asked.tier, asked.client, deadline_s, own, asked.work, asked.own_s, now - wanted.arrived, line_s
         )
         example = self._routing.group(wanted.model, lineage).endpoints[0]
-        pool.pass_time(now, capacity)
+        pool.pass_time(now, now_there)
         verdict = pool.judge(asked, now, capacity, step_s(example), room=room)
         makes_room = not room and verdict.in_time_with_room and bool(verdict.reason)
         if verdict.reason and not (makes_room and self._preemption.may(wanted.model, lineage, asked.tier)):

@@ -14,7 +14,8 @@ from datetime import datetime
 from statistics import mean, median
 
 from controller.replay.find import cause, name
-from controller.replay.timeline import CHAOS_BEFORE, HEALING, Story
+from controller.replay.timeline import CHAOS_BEFORE, Story
+from events.chaos import HEALING
 from events.decisions import BreakerOpened, DrainStarted, HealthChanged, IncidentClosed, IncidentOpened
 from events.fact import Decision, Recorded
 from events.observations import ChaosInjected

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from controller.deciders.fleet import Fleet, Worker
-from events.decisions import GoldenAgreed, IncidentClosed, IncidentOpened
+from controller.read_model.worker_names import workers_of
 from events.fact import Fact, Recorded
 from events.observations import FrontendBreakersMoved, WorkerJoined
 
@@ -21,7 +21,6 @@ _PATH = re.compile(r"(?<![\w.])(?:/[\w.\-]+){2,}")
 _PID = re.compile(r"\b(pid|process|uid) \d+")
 _INSTANT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S*")
 _FIELDS = {
-    "worker": ("worker", "source", "target", "replaces", "returned", "proposed_by", "to"),
     "life": ("instance", "source_instance", "target_instance"),
     "request": ("request",),
     "frontend": ("frontend",),
@@ -66,23 +65,18 @@ class Redaction:
             self._name("device", device)
 
     def _look(self, fact: Fact) -> None:
+        for name in workers_of(fact):
+            self._name("person" if name.startswith("operator ") else "worker", name)
         for kind, fields in _FIELDS.items():
             for field in fields:
-                value = getattr(fact, field, None)
-                voters = field == "by" and isinstance(fact, GoldenAgreed)
-                for name in value if isinstance(value, tuple) else (value,):
-                    voter = voters and not str(name).startswith("operator ")
-                    self._name("worker" if voter else kind, name)
+                self._name(kind, getattr(fact, field, None))
         if isinstance(fact, FrontendBreakersMoved):
             for move in fact.moves:
-                self._name("worker", move.worker)
                 self._name("life", move.instance)
         if isinstance(fact, WorkerJoined):
             self._name("host", fact.topology.host)
             for gpu in fact.topology.gpus:
                 self._name("device", gpu)
-        if isinstance(fact, IncidentOpened | IncidentClosed):
-            self._name("worker", fact.subject.partition("worker:")[2])
 
     def _name(self, kind: str, name: Any) -> None:
         if isinstance(name, str) and name not in OURS and name not in self._words:

@@ -194,6 +194,12 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "No model is without a serving worker because of canaries, or of a new lineage, alone.",
     ),
     (
+        "acquitted_are_tried",
+        "tick",
+        w.acquitted,
+        "A worker is tried again at once when the goldens that convicted it were outvoted, while a leader lives.",
+    ),
+    (
         "trials_end",
         "tick",
         w.trials,

@@ -14,6 +14,8 @@ class Steadiness:
         self.empty_since: dict[str, int] = {}  # places of lost workers, beside a spare that could take them
         self.full_since: dict[str, int] = {}  # models whose workers all carry their full share
         self.unserved_since: dict[str, int] = {}  # models without a serving worker, beside a suspect one
+        self.convicted_under: dict[str, int | None] = {}  # instances: the decision that opened their breaker
+        self.acquitted_since: dict[str, int] = {}  # of these: nothing convicts them since
         self.last_of_model: dict[str, int] = {}  # when an instance served for want of another
         self.idle_since: dict[
             tuple[str, str], int

@@ -110,7 +110,7 @@ def served(watch: InvariantWatch) -> str | None:
     fleet, since, now = watch.shown[-1], watch.steadiness.unserved_since, watch.kernel.now
     for model in watch.world.scenario.models:
         mine = [worker for worker in fleet.workers.values() if worker.joined.model == model]
-        suspects = [worker.joined.worker for worker in mine if worker.suspect]
+        suspects = [w.joined.worker for w in mine if w.suspect and w.health.limit > 0.0]
         if not suspects or any(worker.routable for worker in mine):
             since.pop(model, None)
         elif overdue(watch, since.setdefault(model, now)):
@@ -126,6 +126,23 @@ def trials(watch: InvariantWatch) -> str | None:
         due = entry.retry_at if entry.position == "open" else entry.deadline
         if due is not None and overdue(watch, since_start(due)):
             return f"{entry.instance}'s breaker is {entry.position} still, due was {due}"
+    return None
+
+
+def acquitted(watch: InvariantWatch) -> str | None:
+    """Look for a worker that nothing but outvoted goldens had convicted, and whose breaker has not moved since."""
+    steady = watch.steadiness
+    for worker in watch.shown[-1].workers.values():
+        instance, breaker, charges = worker.joined.instance, worker.breaker, worker.health.charges
+        opened = breaker.moved_by if breaker.position == "open" and not breaker.resting else None
+        if charges.convictions:
+            steady.convicted_under[instance] = opened
+        elif charges.acquitted and opened is not None and steady.convicted_under.get(instance) == opened:
+            if overdue(watch, steady.acquitted_since.setdefault(instance, watch.kernel.now)):
+                since = steady.acquitted_since[instance] / SECOND
+                return f"{instance} is acquitted since {since} s, and its breaker is open still"
+            continue
+        steady.acquitted_since.pop(instance, None)
     return None
 
 

@@ -70,6 +70,20 @@ def test_a_trial_that_fails_by_the_fallen_golden_is_followed_by_another_at_once(
     assert story.status("w0") is H
 
 
+def test_the_vote_that_decides_does_not_send_a_returning_worker_away() -> None:
+    story = agreed(3)
+    story.tell(contradicts("w0"))
+    story.tell(contradicts("w1"))
+    story.tell(passed("w0"), passed("w1"))
+    assert (story.status("w0"), story.worker("w0").weight) == (H, 0.25)
+    story.tell(contradicts("w1", OTHER))  # new weights again, while w0 is on its ramp
+    story.tell(contradicts("w0", OTHER))
+    assert story.fleet.goldens[KEY].tokens == OTHER
+    assert (story.status("w0"), story.worker("w0").weight) == (H, 0.25)
+    story.tell(passed("w1"))
+    assert story.status("w1") is H
+
+
 def test_one_worker_outvotes_nobody_and_half_of_them_do_not() -> None:
     story = agreed(2)
     for _ in range(5):

@@ -10,18 +10,29 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from made_history import EPOCH
 
 from benchmarks.overload.clients import Attempt, Clients, Coming
-from benchmarks.overload.world import Machines, VirtualFrontend, world
+from benchmarks.overload.world import LIFE, Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
 from controller.config.flags import gather
+from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from controller.frontend.requests.admission_headers import AdmissionHeaders
 from controller.frontend.requests.head import Head
 from controller.frontend.scheduling.load_monitor import AHEAD_S
 from controller.frontend.settings import FrontendSettings
 from controller.router.admission.retries import REPEATS_LEAST
 from events.errors import BadSetting
-from events.observations import Profile, RequestAbandoned, RequestMigrated, RequestsRejected
+from events.fact import Fact, Recorded
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    Profile,
+    RequestAbandoned,
+    RequestMigrated,
+    RequestsRejected,
+    WorkerLeft,
+)
 from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
@@ -256,6 +267,39 @@ async def test_nobody_there_is_503_and_no_overload() -> None:
             endpoint.weight = 0.0
         response = await answer(one)
         assert (response.status, response.headers["X-Holdfast-Refused"]) == (503, "no_routable_worker")
+
+
+def lived(policy: FleetPolicy, fleet: Fleet, *facts: Fact) -> Fleet:
+    """Return the fleet that has taken these facts in, and all that is decided on them."""
+    for fact in facts:
+        fleet = evolve(fleet, Recorded(0, EPOCH, fact, "id"))
+    for decision in settle(policy, fleet, EPOCH):
+        fleet = evolve(fleet, Recorded(0, EPOCH, decision, f"decision:{decision.number}"))
+    return fleet
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["nobody_in_line", "behind_another"])
+async def test_a_request_waits_for_a_suspect_that_is_to_serve_as_the_last_worker(before: int) -> None:
+    policy, workers = FleetPolicy(), machines(2)
+    canary: dict[str, Any] = {"canary_key": "", "canary": "c0", "check_type": "scheduled"}
+    canary |= {"sent_under": 1000, "sent_at": EPOCH, "latency_ms": 1.0, "instance": LIFE}
+    wrong = CanaryFailed(
+        **canary, worker="w0", reason="token_mismatch", confirmed=True, golden="agreed", got=(1,)
+    )
+    async with world(workers, settings()) as (one,):
+        fleet = lived(policy, Fleet(), *workers.joined())
+        fleet = lived(policy, fleet, *(CanaryPassed(**canary, worker=name) for name in ("w0", "w1")))
+        fleet = lived(policy, fleet, wrong)
+        one.director.absorb(fleet, ())
+        assert [e.weight for e in one.director.table.endpoints.values()] == [0.0, 1.0]
+        workers.kill("w1")  # its server is replaced; no decision has been made yet
+        asked = [asyncio.create_task(answer(one)) for _ in range(1 + before)]
+        await asyncio.sleep(0.3)
+        assert [task.done() for task in asked] == [False] * len(asked)
+        one.director.absorb(
+            lived(policy, fleet, WorkerLeft(worker="w1", instance=LIFE, mode="immediate")), ()
+        )
+        assert [response.status for response in await asyncio.gather(*asked)] == [200] * len(asked)
 
 
 async def test_a_worker_is_not_given_more_prompts_than_it_reads_in_a_moment() -> None:

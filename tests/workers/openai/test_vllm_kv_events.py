@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from engine_contract import Rig
-from vllm_servers import VllmServer, folder
+from vllm_servers import FOLDER, VllmServer, folder
 
 from controller.demo.fleet import DemoFleet
 from events import blocks
@@ -141,8 +141,8 @@ async def test_two_copies_of_a_block_are_there_until_both_are_gone(
 async def test_a_server_that_is_killed_and_comes_back_has_nothing(
     tmp_path: Path, eventually: Eventually
 ) -> None:
-    made = folder()
-    assert made is not None
+    if (made := folder()) is None:
+        pytest.skip(f"{FOLDER} names no folder: make test-vllm")
     (server,) = VllmServer.start(made, [tmp_path / "log"])
     try:
         rig, index = await started(server)

@@ -1,0 +1,66 @@
+"""The workers that a fact names, in whichever field: what `--worker` looks for."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from events import codec
+from events.decisions import (
+    GoldenAgreed,
+    GoldenRetired,
+    IncidentClosed,
+    IncidentOpened,
+    SpareActivated,
+    SpareReleased,
+)
+from events.fact import Fact
+from events.observations import GoldenDisputed, MoveRequested, RequestMigrated, RequestResumed
+
+# Fields that hold a worker's name, or several, under another name than `worker`.
+OTHER_FIELDS: dict[type[Fact], tuple[str, ...]] = {
+    GoldenAgreed: ("by", "tied"),
+    GoldenDisputed: ("proposed_by",),
+    GoldenRetired: ("outvoted_by",),
+    MoveRequested: ("to",),
+    RequestMigrated: ("source", "target"),
+    RequestResumed: ("source", "target"),
+    SpareActivated: ("replaces",),
+    SpareReleased: ("returned",),
+}
+SUBJECT = "worker:"  # how an incident's subject begins where that is a worker
+INCIDENTS = (IncidentOpened, IncidentClosed)
+
+
+def _paths(kind: type[Fact]) -> tuple[tuple[str, ...], ...]:
+    """Return where a kind names workers: a field, or a field and what its parts call it."""
+    found: list[tuple[str, ...]] = [
+        (name,) for name in ("worker", *OTHER_FIELDS.get(kind, ())) if name in kind.__dataclass_fields__
+    ]
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        parts = (hints[field.name], *get_args(hints[field.name]))
+        found += [(field.name, "worker") for part in parts if _has_worker(part)]
+    return tuple(found)
+
+
+def _has_worker(part: Any) -> bool:
+    return isinstance(part, type) and is_dataclass(part) and "worker" in part.__dataclass_fields__
+
+
+PATHS = {kind: _paths(kind) for kind in codec.KINDS.values()}
+
+
+def workers_of(fact: Fact) -> list[str]:
+    """Return the workers that a fact names, an incident's subject included, each once.
+
+    A golden's `by` and `outvoted_by` may name an operator or `configured` as well.
+    """
+    found = [name for path in PATHS.get(type(fact), ()) for name in _names(fact, path)]
+    if isinstance(fact, INCIDENTS) and fact.subject.startswith(SUBJECT):
+        found.append(fact.subject.removeprefix(SUBJECT))
+    return list(dict.fromkeys(name for name in found if name))
+
+
+def _names(value: Any, path: tuple[str, ...]) -> list[str]:
+    if isinstance(value, tuple):
+        return [name for part in value for name in _names(part, path)]
+    return _names(getattr(value, path[0]), path[1:]) if path else [str(value)]

@@ -1,0 +1,23 @@
+"""The faults that `holdfast chaos` plays on a worker, and what each takes. Standard library only: commands start quickly."""
+
+from typing import Literal, TypeAlias, get_args
+
+Fault: TypeAlias = Literal[
+    "kill",
+    "hang",
+    "unhang",
+    "error",
+    "corrupt",
+    "drift",
+    "sampler",
+    "slow",
+    "xid",
+    "nvlink",
+    "blackhole",
+    "heal",
+]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
+TAKE_RANK = TAKE_ARGUMENT
+HEALING = ("heal", "unhang")
+ENDS = ("kill", *HEALING)  # over at once: none of them lasts for a while
