@@ -329,5 +329,5 @@ async def test_nobody_leaves_a_worker_that_would_take_nobody_else() -> None:
 
 
 def test_it_needs_deadlines_to_keep() -> None:
-    with pytest.raises(ValueError, match="admission_control must be deadline"):
+    with pytest.raises(ValueError, match="needs --admission-control deadline"):
         FrontendSettings(park=True)
