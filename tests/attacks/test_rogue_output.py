@@ -57,7 +57,9 @@ SPOILS: list[tuple[Spoil, str]] = [
 
 
 async def test_a_compromised_workers_output_migrates_and_no_client_sees_it(tmp_path: Path) -> None:
-    async with with_rogue(tmp_path) as (fleet, rogue):
+    """What frontends do by themselves: questions without a mark would convict the worker, and it would get no more requests."""
+    alone = {"HOLDFAST_CONTROLLER__CANARY__UNMARKED_EVERY": "0"}
+    async with with_rogue(tmp_path, environment=alone) as (fleet, rogue):
         for number, (spoil, words) in enumerate(SPOILS):
             rogue.engine.spoil, before = spoil, len(rogue.engine.asked)
             async with asyncio.timeout(60):
