@@ -24,7 +24,7 @@ from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Stepper
 
 USER_TOKENS = 48
-ROUNDING = 1e-5  # of logprobs: two sums of the same numbers in another order differ by less
+ROUNDING = 1e-4  # of logprobs: one answer, read and generated, differs by 2e-5 on some processors
 USERS = (
     "How do I read a file line by line in Python without loading all of it into memory?",
     "Write a short poem about the sea in winter.",
