@@ -158,7 +158,10 @@ def prepared(folder: Path, threads: int) -> Bench:
     torch.set_num_threads(threads)
     model = load_model(folder, device="cpu", dtype="float32", context_tokens=4096)
     settings = CanarySettings()
-    bench = Bench(Stepper(model, TransformersSettings(folder=folder, prefill_tokens_max=4096)), settings)
+    bench = Bench(
+        Stepper(model, TransformersSettings(folder=folder, prefill_tokens_max=4096, prefix_caching=False)),
+        settings,
+    )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(text: str) -> list[int]:
