@@ -219,7 +219,7 @@ class Generation:
     def evict(self, others: Collection[Key], *, corrupt: bool) -> None:
         """The fleet took this worker out of service: go on elsewhere, at once if any of `others` can still be tried."""
         attempt, budget = self.output.attempt, self.budget
-        refusal = budget.refusal(self.continuation.length, begun=bool(self.accepted))
+        refusal = budget.refusal(self.continuation.length, begun=self.writer.reached > 0)
         if attempt is not None and policy.leaves_unhealthy(
             corrupt=corrupt, refusal=refusal, others=others, tried=budget.tried
         ):
@@ -299,7 +299,7 @@ class Generation:
             failure,
             replaced=replaced.original if replaced is not None else None,
             missing_tokens=self.request.sampling.max_tokens - len(self.accepted),
-            refusal=budget.refusal(self.continuation.length, begun=bool(self.accepted)),
+            refusal=budget.refusal(self.continuation.length, begun=self.writer.reached > 0),
             suspicion=suspicion,
         )
         match decision:
@@ -310,6 +310,10 @@ class Generation:
             case policy.Park(original) | policy.GoOn(original):
                 source = attempt or self.first_attempt
                 assert source is not None
+                if (
+                    budget.forbidden and self.accepted
+                ):  # it cannot be continued, and its client has seen none of it
+                    self.output.rewind(0)
                 progress.spoilt = progress.spoilt or spoilt
                 move = Move(failure, original, source.endpoint, now, len(self.accepted), refused=not_carried)
                 progress.began(move)

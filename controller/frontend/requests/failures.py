@@ -142,8 +142,8 @@ class MigrationBudget(msgspec.Struct):
         return self.tried > self.failed
 
     def refusal(self, length: int, *, begun: bool = True) -> str:
-        """Return why a request of `length` tokens may not be sent again; empty if it may. `begun`: a token was accepted; before,
-        any request may be sent again, because nothing of its answer has to be continued.
+        """Return why a request of `length` tokens may not be sent again; empty if it may. `begun`: its client may have a token;
+        before, any request may be sent again, because nothing of its answer has to be continued.
 
         Exactly at the cap is still allowed: only more disables migration.
         """

@@ -5,11 +5,11 @@ from collections import deque
 from typing import Any
 
 import pytest
-from frontend_kit import Kit, first_goes_to, frontend
-from scripted_worker import Act, ScriptedWorker
+from frontend_kit import TOKENS, Kit, first_goes_to, frontend
+from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.requests.failures import MigrationBudget
-from events.observations import RequestAbandoned
+from events.observations import RequestAbandoned, RequestMigrated
 
 PROMPT = [300, 301, 302]
 FORM = {"type": "json_object"}
@@ -58,8 +58,27 @@ async def test_several_choices_are_retried(how: str, stream: bool) -> None:
         assert not kit.said(RequestAbandoned)
 
 
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("asked", [{"n": 2}, {"response_format": FORM}])
+async def test_an_answer_that_is_not_streamed_begins_anew(how: str, asked: dict[str, Any]) -> None:
+    """Its client has seen none of its tokens: they are dropped, and another worker answers from the start."""
+    first = ScriptedWorker("w1", acts=deque([Act(3, how), Act(3, how)]), step_s=0.003)
+    other = ScriptedWorker("w2")
+    async with frontend() as kit:
+        await first_goes_to(kit, first, other, engine="openai")
+        status, answer, _ = await kit.post(
+            "/v1/completions", model="m", prompt=PROMPT, max_tokens=6, temperature=0, **asked
+        )
+        assert status == 200, answer
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == [TOKENS.decode(undisturbed(PROMPT, 6))] * asked.get("n", 1)
+        assert answer["usage"]["completion_tokens"] == 6 * len(texts)
+        assert [len(one.tokens) for one in other.requests] == [len(PROMPT)] * len(texts)
+        assert {moved.tokens for moved in kit.said(RequestMigrated)} == {0}
+
+
 def test_the_first_token_ends_it() -> None:
-    """A constraint cannot be continued from the middle: after a token such a request does not move."""
+    """A constraint cannot be continued from the middle: once its client may have a token such a request does not move."""
     budget = MigrationBudget(3, None, "guided_decoding", spent=1)
     assert budget.refusal(10, begun=False) == ""
     assert budget.refusal(10) == budget.refusal(10, begun=True) == "guided_decoding"
