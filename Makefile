@@ -60,7 +60,7 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
 test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute
-	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m seeds tests/simulator/test_seeds.py tests/simulator/test_planted.py
+	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m seeds $(addprefix tests/simulator/,test_seeds.py test_planted.py test_rolling_updates.py)
 
 # Those whose fleet loses what it knows, and learns it again.
 LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.py test_start_out_of_turn.py)
@@ -71,7 +71,7 @@ WATCHERS := $(addprefix tests/attacks/,test_console_fleet.py test_webhooks_of_a_
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: four minutes
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES) $(WATCHERS)) -m "attack and not engines" \
-		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py \
+		tests/attacks tests/commands/goldens $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py \
 		test_spare_fleet.py test_overload_storm.py test_dashboard_queries.py test_watching.py)
 
 test-alerts: install  ## whoever watches whole fleets (each alert fired for real, console, webhooks, compose): three minutes, on an idle machine
