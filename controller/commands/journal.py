@@ -19,6 +19,7 @@ from controller.processes.operator_client import find, who
 from controller.replay import moment
 from controller.runtime.history import patient
 from events import codec, subjects
+from events.decisions import PolicyAdopted
 from events.errors import QUARANTINE, HoldfastError, UsageError
 from events.fact import Decision, Recorded, Skipped
 from events.journal.nats import NatsJournal
@@ -195,7 +196,7 @@ async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Say 
             say(f"event {seq} is quarantined already: {event.fact.why}")
             return 0
         if event.fact.unknown:
-            await _refuse_if_decided_on(journal, seq, last)
+            await _refuse_if_decided_on(journal, event, first, last)
     else:
         await _refuse_if_folded(journal, event, first)
     journal.observe(EventQuarantined(event=seq, why=why, by=who()))
@@ -224,11 +225,29 @@ async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> No
         raise refused
 
 
-async def _refuse_if_decided_on(journal: Journal, seq: int, last: int) -> None:
-    """Refuse where a controller has read on: a newer version, which knew the event."""
+async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int, last: int) -> None:
+    """Refuse where a newer controller has read on, which knew the event.
+
+    A controller reads on without folding an observation that it does not know, and none is folded whose kind is not in force.
+    """
+    seq = unknown.seq
     async for event in _events(journal, seq, last):
         if isinstance(event.fact, Decision) and event.through >= seq:
+            if await _not_in_force(journal, unknown, first):
+                return
             raise NotToQuarantine(
                 f"decision {event.fact.number}, at {event.seq}, was made by a controller that had read event {seq}: "
                 f"a newer Holdfast knows it, upgrade this one. {NotToQuarantine.__doc__}"
             )
+
+
+async def _not_in_force(journal: Journal, unknown: Recorded, first: int) -> bool:
+    """Return whether an unknown event is an observation of a kind that the fleet's leader had not put in force."""
+    assert isinstance(unknown.fact, Skipped)
+    if unknown.fact.decided:
+        return False
+    kinds: tuple[str, ...] | None = None
+    async for event in _events(journal, first - 1, unknown.seq):
+        if isinstance(event.fact, PolicyAdopted):
+            kinds = event.fact.kinds
+    return kinds is not None and unknown.fact.subject.rpartition(".")[2] not in kinds

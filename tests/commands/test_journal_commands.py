@@ -8,7 +8,7 @@ import pytest
 from controller.commands.journal import NotToQuarantine, inspect, quarantine
 from events import codec
 from events.codec import UnknownKind
-from events.decisions import Absorbed
+from events.decisions import Absorbed, PolicyAdopted
 from events.errors import UsageError
 from events.fact import Decision, Skipped
 from events.journal import messages
@@ -161,6 +161,25 @@ async def test_a_decision_of_a_newer_version_may_have_taken_a_number(stream: Mem
         await quarantine(journal, 7, 1, "a guess")
     assert [forge(stream, 4, **unknown), forge(stream, 6)] == [8, 9]
     assert await quarantine(journal, 9, 1, "neither 4 nor 5", lambda _: None) == 0
+
+
+@pytest.mark.parametrize(("kinds", "known"), [((), False), (("worker_dreamt",), True)])
+async def test_an_observation_that_controllers_read_past_is_quarantined_unless_a_newer_one_folded_it(
+    kinds: tuple[str, ...], known: bool
+) -> None:
+    """A controller goes on after an observation that it does not know. A newer one may know it once its kind is in force."""
+    stream = MemoryStream(clock=lambda: NOW)
+    journal = MemoryJournal(stream, "controller:c")
+    adopted = PolicyAdopted(number=1, decided_at=NOW, policy={}, deciders_version=6, kinds=kinds)
+    await journal.append([adopted], through=0, after=0)
+    headers = codec.encode_headers(HEARD, id="x", source="future", source_number=1, said_at=NOW)
+    stream.publish(DREAMT, b"{}", messages.as_sent({**headers, "ce-type": "holdfast.worker_dreamt"}))
+    await journal.append([Absorbed(number=2, decided_at=NOW)], through=2, after=1)
+    if known:
+        with pytest.raises(NotToQuarantine, match="decision 2, at 3, was made by a controller that had read"):
+            await quarantine(journal, 2, 1, "a slip", lambda _: None)
+    else:
+        assert await quarantine(journal, 2, 1, "a slip", lambda _: None) == 0
 
 
 async def test_what_has_been_folded_is_not_quarantined(stream: MemoryStream) -> None:
