@@ -258,6 +258,7 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
                 await watched.step("all fail", lambda: each("error", *WORKERS))
                 await each("heal", *WORKERS)
                 await watched.ends("HoldfastPanic")
+                await fleet.healthy(4)  # streams are answered: they are to be lost
                 await watched.step("all are killed", lambda: each("kill", *WORKERS))
                 await fleet.healthy(4)
                 await watched.ends("HoldfastStreamsLost", "HoldfastWorkersFailing")
