@@ -107,7 +107,11 @@ class WorkerConnection(asyncio.Protocol):
             wrong = self.stranger = str(error)
         if steps:
             self._stepped(steps, said)
-        wrong = self.budget.take(frames, len(data), self._loop.time()) or wrong
+        budget = self.budget
+        budget.frames += frames
+        budget.size += len(data)
+        if budget.frames > budget.frames_step or budget.size > budget.size_step:
+            wrong = budget.spend(self._loop.time()) or wrong
         if wrong:
             self.abort("disconnected", wrong)
 

@@ -10,18 +10,30 @@ FRAMES = TrafficLimit(
 )
 
 
-class FrameBudget:
-    """What a worker may send on one connection. `exceeded` stays set."""
+SHARE = 0.01  # of a burst: what is counted before the budget is asked
 
-    __slots__ = ("_traffic", "exceeded")
+
+class FrameBudget:
+    """What a worker may send on one connection. `exceeded` stays set.
+
+    The connection counts `frames` and `size` (bytes) with each read, and calls `spend` where one is beyond its step: a call for
+    each read would be a tenth of what a read costs.
+    """
+
+    __slots__ = ("_traffic", "exceeded", "frames", "frames_step", "size", "size_step")
 
     def __init__(self, now: float, limit: TrafficLimit = FRAMES) -> None:
         self._traffic = TrafficBudget(limit, now)
         self.exceeded = False
+        self.frames = self.size = 0
+        self.frames_step = limit.messages.burst * SHARE
+        self.size_step = limit.size.burst * SHARE
 
-    def take(self, frames: int, size: int, now: float) -> str:
-        """Count what has arrived. Return why the connection must be closed; empty if it need not be."""
-        if self._traffic.take(frames, size, now):
+    def spend(self, now: float) -> str:
+        """Take what was counted off the budget. Return why the connection must be closed; empty if it need not be."""
+        within = self._traffic.take(self.frames, self.size, now)
+        self.frames = self.size = 0
+        if within:
             return ""
         self.exceeded = True
         return "the worker sends more than an engine can compute"

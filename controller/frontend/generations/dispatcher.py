@@ -136,7 +136,7 @@ class Dispatcher(Generic[G]):
         stream = self._plane.open(endpoint.worker, endpoint.instance, asked, generation.output)
         first = generation.last_attempt is None
         why = explained(choice) if first and request.overrides.explain else None
-        claimed = self.scheduler.claimed(choice) if first else 0
+        claimed = self.scheduler.claimed(choice) if first and choice.overlap_blocks else 0
         slot = self.scheduler.begin(choice, request, generation.continuation.accepted)
         return self._begin(generation, endpoint, rank, stream, slot, paid, why, claimed)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from controller.frontend.errors import ApiError
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
-from controller.frontend.generations.output_check import check_cached, check_logprobs
+from controller.frontend.generations.output_check import check_logprobs
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.worker_refusal import as_api_error
 from controller.frontend.requests.failures import Failure, classify
@@ -164,7 +164,8 @@ class GenerationOutput:
         if not self.has_output:
             check_tokens(chunk.tokens, self.continuation.tokens.size)
         if chunk.cached_tokens is not None and self.stats.cached_tokens is None:
-            check_cached(chunk.cached_tokens, self._prompt_tokens)
+            if not 0 <= chunk.cached_tokens <= self._prompt_tokens:
+                raise InvalidOutput("a count of cached tokens that its prompt does not have")
             self.stats.cached_tokens = chunk.cached_tokens
         if not self.has_output:
             self.has_output = True

@@ -1,6 +1,6 @@
-"""Validation of a worker's logprobs and counts before any of them reaches an answer. Token ids: `text.vocabulary`.
+"""Validation of a worker's logprobs before any of them reaches an answer. Token ids: `text.vocabulary`.
 
-A logprob that is no number or above 0, and a count of cached tokens that the prompt does not have are the worker's fault.
+A logprob that is no number or above 0 is the worker's fault.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,6 @@ from events.wire import Logprob
 
 LOGPROB_MAX = 0.01  # engines round: the logarithm of a probability is 0 at most
 TOP_MAX = 256  # alternatives of one position
-
-
-def check_cached(cached_tokens: int, prompt_tokens: int) -> None:
-    """Check how many tokens of a prompt a worker says it had cached. Raise InvalidOutput."""
-    if not 0 <= cached_tokens <= prompt_tokens:
-        raise InvalidOutput("a count of cached tokens that its prompt does not have")
 
 
 def check_logprobs(logprobs: Sequence[Logprob], vocabulary: int) -> None:

@@ -211,7 +211,11 @@ class PendingGenerations(Generic[W]):
             if now > until and generation in self._parked:
                 del self._parked[generation]
                 generation.give_up("no_worker")
+        young = now - self._first_token_s  # no limit is shorter: knobs only lengthen it
         for generation in list(self._begun):
-            knobs = self._table.knobs(generation.request.model)
-            if now - generation.stats.began_at > self._first_token_limit(generation) * knobs.latency:
+            began_at = generation.stats.began_at
+            if began_at >= young:
+                continue
+            limit = self._first_token_limit(generation) * self._table.knobs(generation.request.model).latency
+            if now - began_at > limit:
                 generation.give_up("first_token_timeout")

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from events.wire import Sampling
 
 PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerDraw:
+class AnswerDraw(msgspec.Struct, frozen=True):
     """How one answer's tokens were drawn."""
 
     sampling: Sampling

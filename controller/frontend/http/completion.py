@@ -80,13 +80,16 @@ class Completion:
         parsed, director = admitted.parsed, self._director
         index = len(self.generations)
         writer, context = self._writer(index, prompt, text)
+        wanted = sampling(parsed, len(prompt), admitted.group, choice, admitted.serial)
+        if admitted.group.engine == "openai" or (parsed.sampling.unset and self._format.tokens.defaults):
+            wanted = self._with_defaults(admitted, wanted)
         request = GenerationRequest(
             id=admitted.request,
             model=parsed.model,
             lineage=admitted.lineage,
             prompt=prompt,
             prompt_text=text,
-            sampling=self._sampling(admitted, len(prompt), choice),
+            sampling=wanted,
             guided=parsed.guided,
             deterministic=admitted.group.engine != "openai" or _repeats_anywhere(parsed.sampling),
             names=names,
@@ -107,16 +110,14 @@ class Completion:
             context.accepted = generation.accepted
         self.generations.append(generation)
 
-    def _sampling(self, admitted: AdmittedRequest, prompt_tokens: int, choice: int) -> Sampling:
+    def _with_defaults(self, admitted: AdmittedRequest, found: Sampling) -> Sampling:
         """Return how tokens are chosen: what the client left out by the server's defaults behind the openai engine, else by those
         of the model's folder."""
         parsed, group = admitted.parsed, admitted.group
-        found = sampling(parsed, prompt_tokens, group, choice, admitted.serial)
-        unset = parsed.sampling.unset
+        unset, defaults = parsed.sampling.unset, self._format.tokens.defaults
         if group.engine == "openai":
             seed = found.seed if parsed.sampling.seed is not None else None
             return msgspec.structs.replace(found, seed=seed, unset=list(unset))
-        defaults = self._format.tokens.defaults
         if not defaults or not unset:
             return found
         return msgspec.structs.replace(found, **{name: defaults[name] for name in unset if name in defaults})
@@ -249,9 +250,10 @@ def sampling(
     room = context - prompt_tokens
     if room < 1:
         raise too_long(prompt_tokens, context, "messages" if parsed.chat else "prompt")
-    usual = group.answer_room(prompt_tokens)
-    usual = usual if parsed.chat else min(usual, COMPLETION_TOKENS_DEFAULT)
-    wanted = usual if asked.max_tokens is None else asked.max_tokens
+    wanted = asked.max_tokens
+    if wanted is None:
+        wanted = group.answer_room(prompt_tokens)
+        wanted = wanted if parsed.chat else min(wanted, COMPLETION_TOKENS_DEFAULT)
     if wanted > room:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"
         raise invalid(message, "max_tokens", "context_length_exceeded")

@@ -27,13 +27,11 @@ class MessageFormat:
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the API's messages in this form. The given ones stay as they are."""
-        if self.parts:
-            return [self._message(message) for message in messages]
-        return [
-            message if len(message) == 2 and message.get("role") in PLAIN_ROLES and type(message.get("content")) is str
-            else self._message(message)
-            for message in messages
-        ]  # fmt: skip
+        for message in messages:
+            plain = len(message) == 2 and message.get("role") in PLAIN_ROLES
+            if self.parts or not plain or type(message.get("content")) is not str:
+                return [self._message(message) for message in messages]
+        return list(messages)  # nearly always
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         changed: dict[str, Any] = {}

@@ -7,7 +7,7 @@ import pytest
 from frontend_kit import TOKENS, first_goes_to, frontend, text_of
 from scripted_worker import ScriptedWorker, undisturbed
 
-from controller.frontend.generations.output_check import check_cached, check_logprobs
+from controller.frontend.generations.output_check import check_logprobs
 from controller.frontend.requests.failures import Failure, classify
 from controller.frontend.text.vocabulary import InvalidOutput, check_tokens
 from events.observations import RequestMigrated
@@ -38,8 +38,6 @@ def test_a_token_outside_the_vocabulary_is_invalid(tokens: list[int]) -> None:
 
 def test_what_an_engine_says_besides_its_tokens_is_valid() -> None:
     check_logprobs([Logprob(-0.5, [(5, -0.5), (6, -inf)])], 1000)
-    check_cached(0, 100)
-    check_cached(100, 100)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +57,19 @@ def test_logprobs_that_no_engine_sends_are_invalid(bad: Logprob) -> None:
         check_logprobs([Logprob(-0.5), bad], 1000)
 
 
-@pytest.mark.parametrize("cached", [-1, 101])
-def test_a_count_of_cached_tokens_that_a_prompt_does_not_have_is_invalid(cached: int) -> None:
-    with pytest.raises(InvalidOutput):
-        check_cached(cached, 100)
+@pytest.mark.parametrize("cached", [-1, 3])
+async def test_a_count_of_cached_tokens_that_a_prompt_does_not_have_is_invalid(cached: int) -> None:
+    class Claiming(ScriptedWorker):
+        def chunk_of(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
+            return Chunk(request.stream, new, finish, cached_tokens=cached)
+
+    async with frontend() as kit:
+        await first_goes_to(kit, Claiming("w1"), ScriptedWorker("w2"))
+        text, body = await kit.complete(PROMPT, COUNT)
+        assert text == TOKENS.decode(undisturbed(PROMPT, COUNT))
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] in (0, None)
+        (moved,) = kit.said(RequestMigrated)
+        assert (moved.source, moved.tokens) == ("w1", 0)
 
 
 class Spoiling(ScriptedWorker):
