@@ -84,15 +84,17 @@ class Dispatcher(Generic[G]):
         are workers."""
         request, budget, routing = generation.request, generation.budget, self._routing
         output = generation.continuation.accepted
+        declined = budget.declined and budget.closed_to(begun=generation.stats.first_at is not None)
         where = self._poison.where(request)
         if where is not None and (planned is None or planned is not where.endpoint):  # hardly ever
             planned = None
-            if (found := self._guarded(generation, where, missed)) is not None:
+            if (found := self._guarded(generation, where, missed | declined)) is not None:
                 return found
+        if planned is not None and declined and planned.key in declined:
+            planned = None
         if planned is not None and routing.has_room(planned, _HELD):
             return routing.at(planned, request, output)
         first = generation.last_attempt is None
-        declined = budget.declined if first else frozenset()
         try:
             tried = budget.tried | declined if declined else budget.tried
             try:
@@ -110,9 +112,10 @@ class Dispatcher(Generic[G]):
                     raise AllClosed(self._closed_s(declined)) from None
                 raise
 
-    def _guarded(self, generation: G, where: Where, missed: set[Key]) -> Selection | None:
+    def _guarded(self, generation: G, where: Where, missed: Collection[Key]) -> Selection | None:
         """Return where a request goes that may not go anywhere; None: anywhere, after all. Raise Held."""
-        request, tried, routing = generation.request, generation.budget.tried | missed, self._routing
+        request, routing = generation.request, self._routing
+        tried = generation.budget.tried | frozenset(missed)
         output, only = generation.continuation.accepted, where.endpoint
         try:
             if only is None:

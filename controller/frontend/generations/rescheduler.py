@@ -167,7 +167,8 @@ class Rescheduler:
         return estimate(self._policy, kv, there, tokens, cached_tokens=cached_tokens, at_once=at_once)
 
     def _leaving(self, name: str, generation: Reschedulable, targets: Mapping[str, Endpoint]) -> Leaving:
-        tier, tried = generation.request.tier, generation.budget.tried
+        tier, budget = generation.request.tier, generation.budget
+        tried = budget.tried | budget.closed_to(begun=generation.stats.first_at is not None)
         return Leaving(
             request_id=name,
             priority=self._routing.urgency(tier),

@@ -141,6 +141,11 @@ class MigrationBudget(msgspec.Struct):
         """Whether a worker may be asked again when its connection is back."""
         return self.tried > self.failed
 
+    def closed_to(self, *, begun: bool) -> frozenset[Key]:
+        """Return the workers that declined the request and are not sent it again: before its first token (`begun`: it has come)
+        each gets it once, whatever other workers did with it."""
+        return frozenset() if begun else self.declined
+
     def refusal(self, length: int, *, begun: bool = True) -> str:
         """Return why a request of `length` tokens may not be sent again; empty if it may. `begun`: its client may have a token;
         before, any request may be sent again, because nothing of its answer has to be continued.

@@ -175,6 +175,19 @@ def test_nobody_goes_where_it_has_failed_already_but_to_another_life_of_it() -> 
     assert set(tokens_at(director, [stranger, generation_of(director, 100)])) == {"w0", "w1"}
 
 
+def test_a_worker_that_declined_a_request_is_neither_planned_nor_chosen_for_it_before_its_first_token() -> (
+    None
+):
+    director, _ = director_of(workers=2)
+    declined = generation_of(director, 100)
+    declined.budget.declined = frozenset({("w0", "i0")})
+    assert set(tokens_at(director, [declined] * 2)) == {"w1"}
+    planned = director.table.endpoints["w0", "i0"]
+    assert director.dispatcher.choose(declined, set(), planned).endpoint.worker == "w1"
+    declined.stats.first_at = 1.0  # its client has a token, and worker w0 may have room by now
+    assert director.dispatcher.choose(declined, set(), planned).endpoint is planned
+
+
 def test_the_better_tier_is_placed_first() -> None:
     director, _ = director_of(workers=2)
     tiers = ["best_effort", "standard", "premium", "standard"]

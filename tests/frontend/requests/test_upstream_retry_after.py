@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from frontend_kit import Kit, frontend, until
+from frontend_kit import Kit, frontend, keep_busy, until
 from scripted_worker import Act, ScriptedWorker
 
 from events.observations import RequestFailed
@@ -90,6 +90,29 @@ async def test_a_request_that_waits_in_line_is_not_sent_to_the_worker_that_decli
         endpoint.end(requests=100)
         status, _, _ = await asking
         assert status == 200 and attempts(refusing, busy) == [1, 1]
+
+
+async def test_a_worker_that_declined_is_not_asked_again_after_another_workers_failure() -> None:
+    """A request that a third worker failed afterwards was sent again to the first one whenever its server reopened."""
+    declining, failing = closing("w0", 60.0), ScriptedWorker("w1", always=Act(0, "error"))
+    busy = ScriptedWorker("w2")
+    async with frontend(declining, failing, busy) as kit:
+        keep_busy(kit, "w1", "i1")
+        endpoint = kit.director.table.endpoints["w2", "i1"]
+        endpoint.begin(requests=100)
+        endpoint.holds = 1
+        asking = asyncio.ensure_future(ask(kit))
+        await until(lambda: kit.director.pending.parked)
+        assert attempts(declining, failing, busy) == [1, 1, 0]
+        declining.closed_s = 0.0
+        await until(lambda: not closed(kit, "w0"))
+        for _ in range(3):
+            kit.director.tick()  # a parked request tries again at each
+            await asyncio.sleep(0.01)
+        assert attempts(declining, failing, busy) == [1, 1, 0]
+        endpoint.end(requests=100)
+        assert (await asking)[0] == 200
+        assert attempts(declining, failing, busy) == [1, 1, 1]
 
 
 async def test_a_stream_that_has_begun_waits_for_a_closed_worker() -> None:
