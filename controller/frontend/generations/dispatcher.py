@@ -4,6 +4,7 @@ These are the worker's endpoint and the list of what runs there, the router's sl
 """
 
 from collections.abc import Callable, Collection
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from controller.frontend.generations.attempt import Attempt
@@ -104,12 +105,16 @@ class Dispatcher(Generic[G]):
                     raise
                 # it was let in: one answer of several may find none any more, and goes where a worker can hold it
                 return routing.route(request, tried, output)
+        except AllClosed as closed:
+            if declined:
+                closed.wait_s = min(closed.wait_s, self._closed_s(declined))
+            raise
         except AllTried:
             try:
                 return routing.route(request, budget.failed | missed | declined, output)
             except AllTried:
                 if declined:
-                    raise AllClosed(self._closed_s(declined)) from None
+                    raise AllClosed(self._closed_s(declined), inf) from None
                 raise
 
     def _guarded(self, generation: G, where: Where, missed: Collection[Key]) -> Selection | None:

@@ -33,7 +33,7 @@ from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.text.tokenizer import load_tokens
 from controller.ports import WorkerUnreachable
 from controller.router.endpoints import Endpoint, Key
-from controller.router.selection.filter import NoWorker
+from controller.router.selection.filter import AllClosed, NoWorker
 
 log = structlog.get_logger(__name__)
 
@@ -121,7 +121,17 @@ class Generation:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
         move = self.progress.move
         stands_in = self._host.stands_in(self.request, self.budget.failed)
-        match policy.without_worker(error.code, move, may_return=self.budget.may_return, stands_in=stands_in):
+        waited_s = self._host.now() - move.since if move is not None else 0.0
+        decision = policy.without_worker(
+            error.code,
+            move,
+            may_return=self.budget.may_return,
+            stands_in=stands_in,
+            begun=self.stats.first_at is not None,
+            reopens_s=error.reopens_s if isinstance(error, AllClosed) else 0.0,
+            patience_s=self._host.settings.reroute_s - waited_s,
+        )
+        match decision:
             case policy.Park() | policy.Hold():
                 self.progress.disturbed = True
                 if move is not None:
@@ -133,7 +143,11 @@ class Generation:
             case policy.Abandon(reason, failure):
                 self._abandon(reason, failure.error)
             case _:
-                self.refused(self._host.no_worker(error, self.request))
+                refusal = self._host.no_worker(error, self.request)
+                if move is not None:
+                    self._abandon(error.code, refusal)
+                else:
+                    self.refused(refusal)
 
     @property
     def endpoint(self) -> Endpoint | None:

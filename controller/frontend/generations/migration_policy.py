@@ -10,6 +10,7 @@
                            ├─ it had not begun, and all are busy ────────────▶ LineUp
                            ├─ it had not begun, and a suspect will serve ────▶ LineUp
                            ├─ it had not begun ──────────────────────────────▶ Refuse
+                           ├─ no token yet, and all are closed for too long ─▶ Refuse
                            ├─ a worker may come, come back, or stand in ─────▶ Park
                            └─ all have failed it ────────────────────────────▶ Abandon
 
@@ -25,7 +26,7 @@ from controller.frontend.health.poison import Held, Poisonous, Suspicion
 from controller.frontend.requests.failures import FULL, Failure
 from controller.frontend.requests.generation_request import Move
 from controller.router.endpoints import Endpoint, Key
-from controller.router.selection.filter import AllBusy, AllTried
+from controller.router.selection.filter import AllBusy, AllClosed, AllTried
 
 POISONOUS = Poisonous.code
 PAUSE_S = (
@@ -76,7 +77,7 @@ class LineUp:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Its client is told that nobody serves it."""
+    """The client gets the reason why no worker can take the request."""
 
 
 AfterFailure: TypeAlias = Finish | Abandon | Park | GoOn
@@ -115,17 +116,27 @@ def is_turned_away(failure: Failure, move: Move | None, *, has_output: bool) -> 
 
 
 def without_worker(
-    code: str, move: Move | None, *, may_return: bool, stands_in: bool = False
+    code: str,
+    move: Move | None,
+    *,
+    may_return: bool,
+    stands_in: bool = False,
+    begun: bool = True,
+    reopens_s: float = 0.0,
+    patience_s: float = 0.0,
 ) -> WithoutWorker:
     """Return what becomes of an answer that nobody can take, for the reason of this `code`. `move`: what it is in the middle
     of; `may_return`: some worker that failed it may be asked again; `stands_in`: a worker that canaries keep out of service will
-    serve in a moment."""
+    serve in a moment; `begun`: its first token has come; `reopens_s`: until a closed worker takes it, inf where each has declined
+    it; `patience_s`: how long it may still wait for one."""
     if code == Held.code:
         return Hold()
     if move is None:
         return LineUp() if code == AllBusy.code or stands_in else Refuse()
     if code == POISONOUS:
         return Abandon(code, Failure(POISONOUS, move.failure.reason))
+    if code == AllClosed.code and not begun and not stands_in and reopens_s > patience_s:
+        return Refuse()
     if move.failure.kind.patient or code != AllTried.code or may_return or stands_in:
         return Park(move.original)
     return Abandon(code, move.original)

@@ -65,10 +65,12 @@ class AllClosed(NoWorker):
 
     code = "upstream_overloaded"
 
-    def __init__(self, wait_s: float) -> None:
-        """`wait_s`: until the first of them takes requests again."""
+    def __init__(self, wait_s: float, reopens_s: float | None = None) -> None:
+        """`wait_s`: until the first of them takes requests again. `reopens_s`: until the first does to which this request
+        may still be sent, inf where each has declined it; None: the same."""
         super().__init__()
         self.wait_s = wait_s
+        self.reopens_s = wait_s if reopens_s is None else reopens_s
 
 
 class Headroom(Enum):

@@ -1,5 +1,7 @@
 """What becomes of an answer that has lost its worker: examples of each way out, and what must hold for any values."""
 
+from math import inf
+
 import pytest
 from frontend_kit import joined
 from hypothesis import given
@@ -22,7 +24,7 @@ from controller.frontend.generations.migration_policy import (
 from controller.frontend.requests.failures import KINDS, PLANNED, Failure
 from controller.frontend.requests.generation_request import Move
 from controller.router.endpoints import Endpoint
-from controller.router.selection.filter import AllTried
+from controller.router.selection.filter import AllClosed, AllTried
 
 BROKE, ERRED, DRAINS = Failure("disconnected", ""), Failure("engine_error", "E"), Failure("drain", "")
 failures = st.sampled_from([*KINDS, *PLANNED]).map(lambda reason: Failure(reason, ""))
@@ -83,6 +85,34 @@ def test_where_nobody_can_take_it(
 def test_where_a_suspect_stands_in_a_request_waits_for_it() -> None:
     assert without_worker("no_routable_worker", None, may_return=False, stands_in=True) == LineUp()
     assert without_worker(AllTried.code, move(ERRED), may_return=False, stands_in=True) == Park(ERRED)
+
+
+@pytest.mark.parametrize(
+    ("begun", "stands_in", "reopens_s", "expected"),
+    [
+        (False, False, 10.1, Refuse()),  # the client can wait better than the frontend
+        (False, False, inf, Refuse()),  # each has declined it
+        (False, False, 9.9, Park(ERRED)),
+        (False, True, inf, Park(ERRED)),
+        (True, False, 60.0, Park(ERRED)),  # its client has tokens: only another worker makes the rest
+    ],
+)
+@pytest.mark.parametrize("failure", [ERRED, BROKE, DRAINS])
+@pytest.mark.parametrize("may_return", [False, True])
+def test_where_all_that_are_left_are_closed(
+    failure: Failure, may_return: bool, begun: bool, stands_in: bool, reopens_s: float, expected: object
+) -> None:
+    """A worker that may come back does not count: it may be gone for good, and the closed ones say when."""
+    decision = without_worker(
+        AllClosed.code,
+        move(failure),
+        may_return=may_return,
+        stands_in=stands_in,
+        begun=begun,
+        reopens_s=reopens_s,
+        patience_s=10.0,
+    )
+    assert decision == expected
 
 
 A, B = ("a", "1"), ("b", "1")

@@ -3,10 +3,10 @@
 import asyncio
 from collections import deque
 
-from frontend_kit import Kit, frontend, keep_busy, until
+from frontend_kit import Kit, first_goes_to, frontend, keep_busy, until
 from scripted_worker import Act, ScriptedWorker
 
-from events.observations import RequestFailed
+from events.observations import RequestAbandoned, RequestFailed
 
 PROMPT = list(range(300, 340))
 
@@ -113,6 +113,32 @@ async def test_a_worker_that_declined_is_not_asked_again_after_another_workers_f
         endpoint.end(requests=100)
         assert (await asking)[0] == 200
         assert attempts(declining, failing, busy) == [1, 1, 1]
+
+
+async def test_before_the_first_token_a_request_that_failed_is_told_the_time_of_the_closed_workers() -> None:
+    """The client waited 10 s, and got the failed worker's error without Retry-After. w2 is closed before it was asked."""
+    failing = ScriptedWorker("w0", always=Act(0, "error"))
+    declining, closed_ = closing("w1", 30.0), ScriptedWorker("w2", closed_s=45.0)
+    async with frontend() as kit:
+        await first_goes_to(kit, failing, declining)
+        await kit.add(closed_)
+        await until(lambda: closed(kit, "w2"))
+        assert await ask(kit) == (503, "upstream_overloaded", "30")
+        assert attempts(failing, declining, closed_) == [1, 1, 0]
+        (abandoned,) = kit.said(RequestAbandoned)
+        assert abandoned.reason == "upstream_overloaded"
+
+
+async def test_before_the_first_token_a_request_that_failed_waits_for_a_worker_that_reopens_soon() -> None:
+    failing, soon = ScriptedWorker("w0", always=Act(0, "error")), ScriptedWorker("w1", closed_s=5.0)
+    async with frontend() as kit:
+        await first_goes_to(kit, failing, soon)
+        await until(lambda: closed(kit, "w1"))
+        asking = asyncio.ensure_future(ask(kit))
+        await until(lambda: kit.director.pending.parked)
+        soon.closed_s = 0.0
+        assert (await asking)[0] == 200
+        assert attempts(failing, soon) == [1, 1]
 
 
 async def test_a_stream_that_has_begun_waits_for_a_closed_worker() -> None:
