@@ -139,7 +139,7 @@ async def test_a_continuation_on_another_server_that_starts_anew_is_not_called_e
     first.acts.append(Act(after=3, how="disconnect"))
     async with frontend() as kit:
         for worker in (first, second):
-            await kit.add(worker, engine=engine)
+            await kit.add(worker, engine=engine, root="weights")
         kit.director.table.endpoints[("w2", "i1")].begin()
         await kit.complete(PROMPT, 6, **asked)
         (fact,) = kit.said(RequestMigrated)

@@ -353,8 +353,13 @@ class Generation:
         """The move under way, if there is one, has brought its first token, or its attempt has failed too."""
         move, attempt, stats = self.progress.arrived(), self.output.attempt, self.stats
         if move is not None and attempt is not None:
-            exact = policy.same_answers(move.source, attempt.endpoint) and not self.progress.spoilt
-            exact = exact and self.request.deterministic and not self.continuation.texts
+            exact = policy.same_answers(move.source, attempt.endpoint, self.request.sampling.unset)
+            exact = (
+                exact
+                and not self.progress.spoilt
+                and self.request.deterministic
+                and not self.continuation.texts
+            )
             gap_s = self._host.now() - (stats.last_at if stats.first_at is not None else move.since)
             self._reports.migrated(self.request, move, attempt, gap_s, exact=exact, well=well)
         if well:

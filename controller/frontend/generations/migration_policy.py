@@ -148,12 +148,13 @@ def leaves_unhealthy(*, corrupt: bool, refusal: str, others: Collection[Key], tr
     return corrupt or (not refusal and any(key not in tried for key in others))
 
 
-def same_answers(source: Endpoint, target: Endpoint) -> bool:
+def same_answers(source: Endpoint, target: Endpoint, unset: Collection[str]) -> bool:
     """Return whether a target continues exactly as the source would have: both take tokens, and serve the same weights with the
-    same defaults for what a client leaves out."""
+    same defaults for what the client leaves out. `unset`: the sampling parameters that are left to the servers. Where neither
+    names its weights, nothing is known of its defaults for these."""
     one, other = source.joined, target.joined
     same = (one.root, one.generation_config) == (other.root, other.generation_config)
-    return one.exact and other.exact and same
+    return one.exact and other.exact and same and bool(one.root or not unset)
 
 
 def why_not_carried(failure: Failure, refused: str, *, under_way: bool) -> str:

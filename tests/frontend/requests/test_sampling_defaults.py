@@ -17,6 +17,10 @@ from events.observations import RequestMigrated
 from events.wire import Beat, Load, Sampling
 
 PROMPT = [300, 301, 302]
+ALL_GIVEN = {
+    "temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}  # fmt: skip
 CONFIG = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 
 
@@ -91,25 +95,29 @@ def test_a_generation_config_is_read_within_bounds(tmp_path: Path, config: Any, 
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "exact"),
+    ("one", "other", "given", "exact"),
     [
-        ({"root": "a"}, {"root": "a"}, True),
-        ({"root": "a"}, {"root": "b"}, False),
-        ({"generation_config": "1"}, {"generation_config": "2"}, False),
-        ({}, {}, True),
+        ({"root": "a"}, {"root": "a"}, {}, True),
+        ({"root": "a"}, {"root": "b"}, {}, False),
+        ({"root": "a"}, {}, ALL_GIVEN, False),
+        ({"generation_config": "1"}, {"generation_config": "2"}, {}, False),
+        ({"generation_config": "1"}, {"generation_config": "1"}, {}, False),  # a digest of our folder only
+        ({}, {}, {}, False),
+        ({}, {}, ALL_GIVEN, True),
     ],
 )
 async def test_a_move_is_exact_only_between_equal_models(
-    one: dict[str, str], other: dict[str, str], exact: bool
+    one: dict[str, str], other: dict[str, str], given: dict[str, float], exact: bool
 ) -> None:
-    """Other weights, or other defaults for what the client left out, continue another answer."""
+    """Other weights, or other defaults for what the client left out, continue another answer. Where neither server names its
+    weights, nothing is known of its defaults."""
     first = ScriptedWorker("w1", always=Act(2, "disconnect"))
     second = ScriptedWorker("w2")
     async with frontend() as kit:
         await kit.add(first, engine="openai", **one)
         await kit.add(second, engine="openai", **other)
         kit.director.table.endpoints["w2", "i1"].begin()
-        await kit.complete(PROMPT, 6, temperature=0)
+        await kit.complete(PROMPT, 6, **({"temperature": 0} | given))
         (moved,) = kit.said(RequestMigrated)
         assert moved.exact is exact
 
