@@ -6,7 +6,13 @@ A template comes with a model's files. It is a program: without bounds, ten nest
     a loop's body or condition, a call, a filter, an operator   1 step
     a text that is read or made                                 1 step for each 256 characters
     a list that is read or made                                 1 step for each 8 items
+    one that is compared or becomes a text                      the same for all that it holds
+    what takes longer (sorting, `tojson` with an indent …)      8 or 16 times as many
+    one operation                                               at most `OPERATION_STEPS_MAX`
     an argument that sets a width or a count                    at most `WIDTH_MAX`
+
+So no operation takes long, and the clock, which is read every 64 steps and before each large operation, stops a rendering
+soon after its time is over.
 
 The syntax tree is rewritten once, when a template is compiled. The dialect is that of transformers' `apply_chat_template`:
 trimmed blocks, loop controls, `{% generation %}`, `tojson` with `json.dumps`' arguments, `raise_exception`, `strftime_now`.
@@ -19,31 +25,52 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import wraps
+from itertools import chain
 from time import thread_time
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 STEPS_MAX = (
     1_000_000  # 1,000 messages with 1,000 steps each, or 256 million characters; a step takes about 0.3 µs
 )
-SECONDS_MAX = 1.0  # of this thread; the largest conversations known take 50 ms
+SECONDS_MAX = 0.25  # of this thread; the largest conversations known take 50 ms
+OPERATION_STEPS_MAX = 32_768  # a text of 8 million characters: more than any model's context
 WIDTH_MAX = 1000  # of indent, center, ljust …: the largest known is 8
+JSON_INDENT_MAX = 16  # and JSON_DEPTH_MAX times as much before each value
+JSON_DEPTH_MAX = 100
 INTEGER_BITS_MAX = 256  # of a product: a template counts, it does not compute
 CHARS_OF_A_STEP, ITEMS_OF_A_STEP = 256, 8
-STEPS_BETWEEN_CLOCK_READS = 1024
+SLOWER, INDENTED = 16, 8  # times as long as to copy
+PRINTED = 4  # times: what is printed is kept, and copied once more at the end
+STEPS_BETWEEN_CLOCK_READS = 64
 REMOVED_FILTERS = (
     "filesizeformat", "forceescape", "pprint", "random", "striptags", "sum", "urlize", "wordwrap", "xmlattr",
 )  # fmt: skip
 """Of no use in a prompt, and their cost has no simple bound."""
 SIZE_FILTERS = {"count", "d", "default", "first", "last", "length"}  # which read no more than one item
+REFERENCE_FILTERS = {
+    "attr", "batch", "items", "join", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
+}  # fmt: skip
+"""Which read a list's items, and nothing of what these hold. `join` counts its parts."""
+SLOW_FILTERS = {"dictsort", "groupby", "sort", "title", "unique", "urlencode", "wordcount"}
+READING_TESTS = {
+    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt", "ne",
+    "upper",
+}  # fmt: skip
 WIDE_FILTERS = {"batch", "center", "indent", "slice"}
 WIDE_METHODS = {"center", "expandtabs", "ljust", "rjust", "zfill"}
+QUADRATIC_METHODS = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
+"""Whose time grows with the text times the argument."""
+REFUSED_METHODS = {"encode", "from_bytes", "to_bytes", "translate"}  # their results have no simple bound
 
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS: tuple[type, ...] = (list, tuple, dict, range, Namespace, *_VIEWS)
 _wide_format = re.compile(r"\d{4,}|\*|\{[^{}]+\{|\{\{\}").search
 
 
@@ -52,8 +79,8 @@ class OverBudget(TemplateError):
 
 
 class RenderingBudget:
-    """What one rendering may still use. Its seconds count from the first look at the clock, after 1,024 steps: a few 0.1 ms late,
-    and a usual rendering never asks the system for its time."""
+    """What one rendering may still use. Its seconds count from the first look at the clock, after 64 steps: some 10 µs late, and
+    a short rendering never asks the system for its time."""
 
     __slots__ = ("_clock", "_deadline", "_look", "_seconds", "_steps")
 
@@ -66,7 +93,9 @@ class RenderingBudget:
         self._look = STEPS_BETWEEN_CLOCK_READS
 
     def spend(self, steps: int) -> None:
-        """Take steps off the budget. Raise OverBudget."""
+        """Take the steps of one operation off the budget, before it is done. Raise OverBudget."""
+        if steps > OPERATION_STEPS_MAX:
+            raise OverBudget(f"one operation of it takes more than {OPERATION_STEPS_MAX:,} steps")
         self._steps -= steps
         self._look -= steps
         if self._steps < 0:
@@ -90,7 +119,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         self.budget = RenderingBudget()  # of the rendering in progress, or of the folding of constants
-        self.finalize = self._counted_value
+        self.finalize = self._printed
         self.filters = {
             name: self._counted_filter(name, filter)
             for name, filter in self.filters.items()
@@ -101,7 +130,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             "_step": self._step,
             "_concat": self._concat,
             "_slice": self._slice,
-            "_counted": self._counted_value,
+            "_compared": self._compared,
+            "_searched": self._searched,
+        }
+        self.tests = {
+            name: self._counted_test(test) if name in READING_TESTS else test
+            for name, test in self.tests.items()
         }
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
@@ -121,45 +155,78 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                     _check_bits(left.bit_length() * max(0, right))
                 self.budget.spend(1)
             case _:
+                cost = _cost(left) + _cost(right)
                 if isinstance(left, str) and operator == "%":
                     _check_format(left)
-                self.budget.spend(1 + _cost(left) + _cost(right))
+                    cost += left.count("%") * _whole_cost(right)
+                self.budget.spend(1 + cost)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, a method or a macro. Raise OverBudget."""
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
+        if owner is not None and getattr(obj, "__name__", "") in REFUSED_METHODS:
+            raise OverBudget(f"it calls {obj.__name__}, which is not allowed")
+        cost = _whole_cost(owner) if isinstance(owner, list | tuple) else _cost(owner)
         if isinstance(owner, str):
             args = self._checked(owner, obj.__name__, args, kwargs)
-        self.budget.spend(1 + _cost(owner))
+        if not isinstance(obj, Macro):
+            for given in (*args, *kwargs.values()):
+                cost += _whole_cost(given)
+        self.budget.spend(1 + cost)
         return self._counted_value(super().call(context, obj, *args, **kwargs))
 
     def _checked(
         self, text: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Return the arguments of a string's method if its result has a bound. Raise OverBudget."""
+        given = (*args, *kwargs.values())
         if method in WIDE_METHODS:
-            _check_widths((*args, *kwargs.values()))
-        elif method == "translate":
-            raise OverBudget("it calls str.translate, which is not allowed")
+            _check_widths(given)
+            if method == "expandtabs":
+                self.budget.spend(text.count("\t") * WIDTH_MAX // CHARS_OF_A_STEP)
         elif method in ("format", "format_map"):
             _check_format(text)
+            self.budget.spend(text.count("{") * sum(map(_whole_cost, given)))
         elif method == "replace" and len(args) >= 2:
             self.budget.spend(_replacing_cost(text, *args[:2]))
-        elif method == "join" and args:
+        elif method in ("split", "rsplit", "splitlines"):
+            separator = given[0] if given and isinstance(given[0], str) and given[0] else ""
+            items = text.count(separator) if separator else len(text) // 2
+            self.budget.spend(items // ITEMS_OF_A_STEP)
+        if method in QUADRATIC_METHODS:
+            self.budget.spend(len(text) * max(map(_chars, given), default=0) // CHARS_OF_A_STEP)
+        if method == "join" and args:
             return (self._parts(args[0], text), *args[1:])
         return args
 
     def _counted_filter(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that takes what it reads and what it returns off the budget."""
         first = 1 if hasattr(filter, "jinja_pass_arg") else 0  # the value's place among its arguments
+        cost = _cost if name in REFERENCE_FILTERS else _whole_cost
+        factor = SLOWER if name in SLOW_FILTERS else 1
 
         @wraps(filter)
         def counted(*args: Any, **kwargs: Any) -> Any:
             value, rest = args[first], args[first + 1 :]
-            self.budget.spend(1 if name in SIZE_FILTERS else 1 + _cost(value))
-            if name in WIDE_FILTERS:
-                _check_widths((*rest, *kwargs.values()))
+            given = (*rest, *kwargs.values())
+            if name in SIZE_FILTERS:
+                self.budget.spend(1)
+            elif name == "tojson" and (kwargs.get("indent") is not None or len(rest) > 1):
+                self.budget.spend(1 + INDENTED * _whole_cost(value))
+            else:
+                if factor > 1 and isinstance(value, Iterator):
+                    value = list(self._items(value))
+                    args = (*args[:first], value, *rest)
+                self.budget.spend(1 + factor * (cost(value) + sum(map(cost, given))))
+            if name == "list" and isinstance(value, str):
+                self.budget.spend(len(value) // ITEMS_OF_A_STEP)
+            elif name == "trim" and isinstance(value, str):
+                self.budget.spend(len(value) * max(map(_chars, given), default=0) // CHARS_OF_A_STEP)
+            elif name in WIDE_FILTERS:
+                _check_widths(given)
+                if name == "indent":
+                    self.budget.spend(str(value).count("\n") * _width(given) // CHARS_OF_A_STEP)
             elif name == "format":
                 _check_format(str(value))
             elif name == "replace" and len(rest) >= 2:
@@ -170,6 +237,37 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             return self._counted_value(filter(*args, **kwargs))
 
         return counted
+
+    def _counted_test(self, test: Any) -> Callable[..., Any]:
+        """Return a test that takes what it reads off the budget."""
+
+        @wraps(test)
+        def counted(value: Any, *args: Any, **kwargs: Any) -> Any:
+            others = (*args, *kwargs.values()) or (value,)
+            self.budget.spend(1 + sum(map(_whole_cost, others)))
+            return test(value, *args, **kwargs)
+
+        return counted
+
+    def _printed(self, value: Any) -> Any:
+        """Return a value that is to become text, counted with all that it holds."""
+        if type(value) is str and len(value) < CHARS_OF_A_STEP:  # nearly always
+            return value
+        cost = _whole_cost(value)
+        for _ in range(PRINTED):
+            self.budget.spend(cost)
+        return value
+
+    def _compared(self, value: Any) -> Any:
+        """Return a value that is to be compared, counted with all that it holds."""
+        self.budget.spend(_whole_cost(value))
+        return value
+
+    def _searched(self, value: Any) -> Any:
+        """Return a value that something is looked for in: of a dict only one key is read."""
+        if not isinstance(value, dict):
+            self.budget.spend(_whole_cost(value))
+        return self._items(value) if isinstance(value, Iterator) else value
 
     def _counted_value(self, value: Any) -> Any:
         """Return a value, counted: at once what has a length, item by item what is computed only when it is read."""
@@ -187,9 +285,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def _parts(self, value: Iterable[Any], separator: str) -> list[Any]:
         """Return what is to be joined, if the result has a bound. Raise OverBudget."""
-        parts = []
+        parts, made = [], 0
         for part in value:
-            self.budget.spend(1 + (_chars(part) + len(separator)) // CHARS_OF_A_STEP)
+            steps = 1 + _whole_cost(part) + len(separator) // CHARS_OF_A_STEP
+            made += steps - 1
+            self.budget.spend(steps)
+            if made > OPERATION_STEPS_MAX:
+                raise OverBudget(f"one operation of it takes more than {OPERATION_STEPS_MAX:,} steps")
             parts.append(part)
         return parts
 
@@ -200,8 +302,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def _concat(self, parts: Sequence[Any]) -> str:
         """Return what `~` does."""
+        self.budget.spend(1 + sum(map(_whole_cost, parts)))
         texts = [str(part) for part in parts]
-        self.budget.spend(1 + sum(map(len, texts)) // CHARS_OF_A_STEP)
+        self.budget.spend(sum(map(len, texts)) // CHARS_OF_A_STEP)
         return "".join(texts)
 
     def _slice(self, value: Any, start: int | None, stop: int | None, step: int | None) -> Any:
@@ -245,7 +348,8 @@ def _rewritten(node: Any) -> Any:
             return _filter(node.node, "_slice", bounds)
         case nodes.Compare():
             for operand in node.ops:
-                operand.expr = _filter(operand.expr, "_counted", [])
+                name = "_searched" if operand.op in ("in", "notin") else "_compared"
+                operand.expr = _filter(operand.expr, name, [])
     return node
 
 
@@ -268,6 +372,42 @@ def _cost(value: Any) -> int:
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
     return len(value) // ITEMS_OF_A_STEP if isinstance(value, list | tuple | dict | range) else 0
+
+
+def _whole_cost(value: Any) -> int:
+    """Return the steps of reading a value and all that it holds; no more is counted than one operation may take. Raise
+    OverBudget."""
+    if isinstance(value, str):
+        return len(value) // CHARS_OF_A_STEP
+    if not isinstance(value, _CONTAINERS):
+        return 0
+    chars = items = 0
+    open_: list[Iterator[Any]] = [iter((value,))]
+    while open_:
+        for part in open_[-1]:
+            if isinstance(part, str):
+                chars += len(part)
+            elif isinstance(part, _CONTAINERS):
+                # Jinja2 keeps a namespace's values in this attribute, and prints them
+                inner: Any = part._Namespace__attrs if isinstance(part, Namespace) else part
+                items += len(inner)
+                if chars // CHARS_OF_A_STEP + items // ITEMS_OF_A_STEP > OPERATION_STEPS_MAX:
+                    return OPERATION_STEPS_MAX + 1
+                if type(inner) is range or not inner:
+                    continue
+                if len(open_) > JSON_DEPTH_MAX:
+                    raise OverBudget(f"it reads a value that nests more than {JSON_DEPTH_MAX} levels")
+                open_.append(chain(inner, inner.values()) if isinstance(inner, dict) else iter(inner))
+                break
+        else:
+            open_.pop()
+    return chars // CHARS_OF_A_STEP + items // ITEMS_OF_A_STEP
+
+
+def _width(values: Sequence[Any]) -> int:
+    """Return the width that an indentation has: the largest of its arguments, its usual one without any."""
+    widths = [len(value) if isinstance(value, str) else value for value in values]
+    return max([4, *(width for width in widths if isinstance(width, int))])
 
 
 def _chars(value: Any) -> int:
@@ -314,7 +454,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Return a value as JSON, with the arguments and their order as transformers' `apply_chat_template` has them."""
-    _check_widths((indent,))
+    if (len(indent) if isinstance(indent, str) else indent or 0) > JSON_INDENT_MAX:
+        raise OverBudget(f"it asks for an indent of more than {JSON_INDENT_MAX}")
+    _check_widths(separators or ())
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

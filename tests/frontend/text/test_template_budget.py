@@ -5,7 +5,6 @@ import pytest
 
 from controller.frontend.text.chat_templates import SOURCE_CHARS_MAX, BadTemplate, ChatTemplate
 from controller.frontend.text.jinja_environment import (
-    SECONDS_MAX,
     STEPS_MAX,
     OverBudget,
     RenderingBudget,
@@ -52,10 +51,58 @@ HUGE = [
     "{{ [1] | tojson(indent=1000000000) }}",
     "{{ 'abc'.translate({97: 'x' * 99999}) }}",
     "{{ strftime_now('%9999999999Y') }}",
+    "{{ 'x'.encode() * 10**9 }}",
+    "{{ (5).to_bytes(10**9) }}",
     "{% set b %}{% for i in range(9999) %}xxxxxxxxxxxxx{% endfor %}{% endset %}"
     + MANY
     + "{{ b }}{% endfor %}",
 ]
+
+
+NESTED = "{% set a = [1] * 9999 %}{% set b = [a] * 9999 %}"  # 100 million values in 20,000 references
+LONG_TEXT = "{% set s = 'ab' * 999999 %}"
+LONG_OPERATIONS = [
+    *(
+        NESTED + f"{{{{ {use} }}}}"
+        for use in (
+            "b", "b ~ ''", "b | tojson", "b | string", "b | upper", "b | join", "'%s' % b", "'%s' | format(b)",
+            "'{}'.format(b)", "''.join([b])", "b == [a] * 9999", "b < b", "a in b", "b is eq(b)", "a is in(b)",
+            "b.index(1)", "b | sort", "b | unique", "b | max", "raise_exception(b)", "{'k': b}.values()",
+            "namespace(x=b)", "[b] | selectattr(0, 'eq', b) | list",
+        )
+    ),
+    *(
+        LONG_TEXT + f"{{{{ {use} }}}}"
+        for use in (
+            "s.rfind('ab' * 99999)", "s.strip('cd' * 99999)", "s | trim('cd' * 99999)", "s.rsplit('ab' * 9999)",
+            "s | urlencode", "s | title", "s | wordcount", "s | list", "s | sort | length", "s.split('a')",
+            "s.startswith((s,) * 99999)", "('%s' * 999) % ((s,) * 999)", "('{0}' * 999).format(s)",
+        )
+    ),
+    "{{ ('\n' * 999999) | indent(1000) }}",
+    "{{ ('\t' * 999999).expandtabs(1000) }}",
+    "{{ [1] | tojson(indent=1000) }}",
+    "{{ [[1] * 99999] | tojson(indent=4) | length }}" * 9,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", LONG_OPERATIONS)
+def test_no_single_operation_takes_long(source: str) -> None:
+    """It would hold the event loop beyond the time of a rendering: the clock is read between operations only."""
+    with pytest.raises(BadTemplate, match=r"one operation|nests|indent of more|width"):
+        ChatTemplate(source, {}).render(SAID)
+
+
+def test_a_message_as_long_as_the_longest_context_is_rendered() -> None:
+    """Four million characters are a million tokens."""
+    content = "word " * 800_000
+    source = (
+        "{% for m in messages[0:] %}{% if 'content' in m and 'tool' not in m.content %}"
+        "{{ '<|' ~ m.role ~ '|>' + m.content | trim ~ '<|end|>' }}{{ m.content.split('</think>')[-1] }}"
+        "{% endif %}{% endfor %}"
+    )
+    text = ChatTemplate(source, {}).render([{"role": "user", "content": content}])
+    assert text == f"<|user|>{content.strip()}<|end|>{content}"
 
 
 @pytest.mark.parametrize("source", ENDLESS + HUGE)
@@ -66,23 +113,36 @@ def test_a_template_is_stopped_before_it_takes_all_time_or_memory(source: str) -
 
 def test_a_template_can_be_rendered_again_after_it_was_stopped() -> None:
     template = ChatTemplate("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}done", {})
-    with pytest.raises(BadTemplate, match="1,000,000 steps"):
+    with pytest.raises(BadTemplate, match="more than"):
         template.render(SAID, n=9999)
     assert template.render(SAID, n=9) == "done"
 
 
 def test_time_is_bounded_where_steps_take_long() -> None:
+    """A rendering of slow steps, of 1 ms each by this clock, ends at most 64 steps after its time."""
     now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += SECONDS_MAX / 3
-        return now
-
-    budget = RenderingBudget(clock)
-    with pytest.raises(OverBudget, match="more than 1 s"):
+    budget = RenderingBudget(lambda: now)
+    with pytest.raises(OverBudget, match=r"more than 0\.25 s"):
         for _ in range(STEPS_MAX // 2):
+            now += 0.001
             budget.spend(1)
+    assert now <= 0.25 + 2 * 0.065
+
+
+def test_the_clock_is_read_before_each_large_operation() -> None:
+    """By this clock 1,000 characters take 10 ms."""
+    now = 0.0
+    template = ChatTemplate("{% for i in range(9999) %}{{ slow(i) }}{{ s | upper | length }}{% endfor %}", {})
+    template._budget = lambda: RenderingBudget(lambda: now)  # type: ignore[assignment,misc]
+
+    def slow(_: int) -> str:
+        nonlocal now
+        now += 0.01
+        return ""
+
+    with pytest.raises(BadTemplate, match=r"more than 0\.25 s"):
+        template.render(SAID, slow=slow, s="x" * 256 * 100)
+    assert now == pytest.approx(0.26, abs=0.021)
 
 
 def test_a_thousand_messages_with_tools_take_less_than_a_fifth_of_the_budget() -> None:
