@@ -33,7 +33,7 @@ from workers.control.beats import FleetBeats
 from workers.control.chaos import RehearsedFaults
 from workers.control.commands import WorkerCommands
 from workers.control.listener import CommandListener
-from workers.control.name_check import NameCheck
+from workers.control.name_check import NameCheck, NameTaken
 from workers.engines.engine import Engine, EngineChanged, EngineDead, unheard
 from workers.exits import BROKE, FELL, KILLED, RENEWED
 from workers.falls import Broken, Killed, Retired, broken
@@ -161,19 +161,14 @@ class InferenceWorker:
         return True
 
     async def _start(self) -> None:
-        await self._name.run()
-        await self._gpus.find(loaded=False)
-        moves = self.server.moves
-        try:
-            async with asyncio.timeout(self._deadlines.start_s) as timer, self._waits.telling():
-                await self.engine.start(self.server.deliver, self._kv.announce if self._kv else unheard)
-                await moves.start()
-        except TimeoutError as error:
-            if not timer.expired():
+        async with self._name.listening():
+            await self._load()
+            try:
+                await self._name.again()
+            except NameTaken:
+                await self.engine.stop()
                 raise
-            raise EngineDead(f"it has not started within {self._deadlines.start_s:g} s") from error
-        await self._gpus.find(loaded=True)
-        url = await self._let_in()
+            url = await self._let_in()
         if self.kv is not None:
             self.kv.start(self.engine.identity.dp, muted=lambda: self.server.blackholed)
         gpus = self._gpus.uuids
@@ -185,6 +180,20 @@ class InferenceWorker:
         self._log.info(
             "worker_ready", url=url, model=self.engine.identity.model, engine=self.engine.identity.engine
         )
+
+    async def _load(self) -> None:
+        """Start the engine, and find the GPUs that it uses. Raise EngineDead if it does not start in time."""
+        await self._gpus.find(loaded=False)
+        moves = self.server.moves
+        try:
+            async with asyncio.timeout(self._deadlines.start_s) as timer, self._waits.telling():
+                await self.engine.start(self.server.deliver, self._kv.announce if self._kv else unheard)
+                await moves.start()
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise EngineDead(f"it has not started within {self._deadlines.start_s:g} s") from error
+        await self._gpus.find(loaded=True)
 
     @property
     def kv(self) -> KvPublisher | None:

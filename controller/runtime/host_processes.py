@@ -1,7 +1,7 @@
 """Is the process in which a worker's instance joined still there, on this host? Whoever signals it asks here first.
 
 A worker registers its pid, and a worker can lie: so the process must also run as our user, and be a worker by what `holdfast up`
-has put into its environment or, started otherwise, by its command line.
+has put into its environment or, started otherwise, by its command line, which must give it this worker's name.
 
 What a reader would get wrong: a pid is a place, not a process. The system gives it away again, so a process that began
 after the instance had joined is somebody else's. And one that has ended keeps its pid until its parent asks how (a
@@ -10,15 +10,16 @@ zombie): it does not live.
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from controller.deciders.worker import LONG_AGO, Worker
 from controller.runtime.refusals import NotPossible
-from events.broker_users import account_of
+from events.broker_users import account_of, names
 from events.intrusion.reports import ReportIntrusion, not_reported
+from events.intrusion.source_rule import COUNT_MAX
 
 CLOCKS_S = 10.0  # by which the journal's clock may be behind this host's
 
@@ -36,6 +37,8 @@ def began_at(pid: int) -> float | None:
 
 INSTANCE = "HOLDFAST_WORKER_INSTANCE"  # in the environment of a process that `holdfast up` has started
 ENTRIES = ("holdfast", "controller.cli", "workers.cli")
+VARIABLES = "HOLDFAST_WORKER_"
+DEFAULT_NAME = "w0"  # of `holdfast worker`, without --name
 
 
 def why_foreign(worker: Worker, pid: int) -> str:
@@ -55,7 +58,29 @@ def why_foreign(worker: Worker, pid: int) -> str:
         own = joined.instance == life or joined.instance.startswith(f"{life}-")
         return "" if own else "it is another worker's"
     ours = any(word.rpartition("/")[2] in ENTRIES for word in words) and "worker" in words
-    return "" if ours else "its command line is no worker's"
+    if not ours:
+        return "its command line is no worker's"
+    own = joined.worker in _names(words, environment)
+    return "" if own else "it is another worker's, by the name that it was started with"
+
+
+def _names(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the workers in a process that was started by this `holdfast worker` command."""
+    first = _setting(words, environment, "NAME", ("--name",)) or DEFAULT_NAME
+    count = _setting(words, environment, "COUNT", ("--count", "--num-workers"))
+    return names(first, min(int(count[:9]), COUNT_MAX) if count.isdecimal() else 1)
+
+
+def _setting(
+    words: Sequence[str], environment: Mapping[str, str], variable: str, flags: tuple[str, ...]
+) -> str:
+    """Return a setting as a worker reads it: the last flag wins over the environment; empty if it is not given."""
+    value = environment.get(VARIABLES + variable, "")
+    for n, word in enumerate(words):
+        flag, separator, text = word.partition("=")
+        if flag in flags:
+            value = text if separator else words[n + 1] if n + 1 < len(words) else value
+    return value
 
 
 @dataclass(frozen=True, slots=True)

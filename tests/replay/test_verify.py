@@ -16,6 +16,7 @@ from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from events import codec
 from events.decisions import HealthChanged
+from events.observations import EngineFaulted
 
 
 async def projected(history: History, store: AnyStore, until: int | None = None) -> AnyStore:
@@ -68,6 +69,24 @@ async def test_repetitions_on_the_stream_are_no_difference(open_store: OpenStore
     history.repeat(next(e for e in reversed(history.events) if e.fact.kind() == "request_migrated"))
     report = await verify(journal(history), await projected(history, open_store()))
     assert report.difference is None, report.lines()
+
+
+async def test_a_fact_that_names_another_workers_source_is_counted_and_said(open_store: OpenStore) -> None:
+    """It is no difference, and takes no number from that worker, whose own fact of the same number is folded."""
+    history = busy()
+    source = "worker:w2:life"
+    for worker in ("w0", "w2"):
+        history.numbers[source] = 0
+        history.say(
+            EngineFaulted(worker=worker, instance=f"{worker}-a", reason="x", fatal=False), source=source
+        )
+    assert [event.source for event in [*history.order().pending][-2:]] == ["", source]
+    store = await projected(history, open_store())
+    code, said = await typed(history, store, "verify")
+    assert code == 0 and said[-1] == "no difference"
+    assert "1 facts name a source that is not theirs: forged, and counted for no source" in said
+    code, (machine,) = await typed(history, store, "verify", "-o", "json")
+    assert code == 0 and json.loads(machine)["forged"] == 1
 
 
 async def plant(store: AnyStore, url: str, table: str, column: str, value: Any, where: str) -> None:

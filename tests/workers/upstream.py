@@ -46,6 +46,7 @@ class Upstream:
     listings: int = 0  # times that its models were listed
     weights: str = ""  # servers of equal weights answer alike; the name says nothing of them
     key: str = ""  # that it wants; empty: none
+    denied: int = 401  # the status without it
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # who asked, one for each body
     traces: list[str | None] = field(default_factory=list)  # and in which trace
@@ -59,6 +60,8 @@ class Upstream:
     broken_probes: int = 0  # that it answers with 500
     connector: bool = False  # it hands KV caches over, by handles
     stalled_handles: bool = False  # and takes for ever to make one
+    broken_handles: bool = False  # or fails to
+    lacking_handles: int = 0  # requests for one that are answered without
     metrics: str = ""  # what /metrics says; nothing: there is none
     tells: dict[str, Any] = field(
         default_factory=dict
@@ -100,7 +103,7 @@ class Upstream:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
-            raise web.HTTPUnauthorized
+            return web.Response(status=self.denied)
         answer: web.StreamResponse = await handler(request)
         return answer
 
@@ -173,7 +176,12 @@ class Upstream:
             if self.connector and handle.get("do_remote_decode"):
                 if self.stalled_handles:
                     await self.release.wait()
-                event["kv_transfer_params"] = self._handle(body)
+                if self.broken_handles:
+                    raise web.HTTPInternalServerError
+                if self.lacking_handles:
+                    self.lacking_handles -= 1
+                else:
+                    event["kv_transfer_params"] = self._handle(body)
             return web.json_response(event)
         if handle.get("do_remote_prefill") and len(body["prompt"]) != handle["tokens"]:
             raise AssertionError("vLLM's engine dies of a handle of fewer tokens")

@@ -51,6 +51,10 @@ class FactRefused(HoldfastError):
     """A worker's fact is refused for good."""
 
 
+class SourceForged(FactRefused):
+    """A worker's fact names another source, whose own facts readers would drop. Its sender is ejected."""
+
+
 class NotNow(HoldfastError):
     """A worker's fact cannot be taken now; it is sent again."""
 
@@ -87,12 +91,12 @@ def accepted(
 
 
 def check_source(user: str, source: str, number: int) -> None:
-    """Raise FactRefused unless a fact's source is a process of this account, and its number one of that process's count."""
+    """Raise SourceForged unless a fact's source is a process of this account, and its number one of that process's count."""
     role, _, rest = source.partition(":")
     name, _, life = rest.rpartition(":")
     first = user.removeprefix(WORKER).partition("+")[0]
     if role not in ROLES or not life or subjects.token(name) != first or number <= 0:
-        raise FactRefused(f"publish as another source: {source}, number {number}")
+        raise SourceForged(f"publish as another source: {source}, number {number}")
 
 
 def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
@@ -192,9 +196,9 @@ class FactIntake:
         self._blame(user, "publish facts beyond its budget: " + f"{size} bytes", eject=flood)
         return False
 
-    def _refuse(self, user: str, worker: str, tried: str) -> None:
+    def _refuse(self, user: str, worker: str, tried: str, *, eject: bool = False) -> None:
         self.refused += 1
-        self._blame(user, tried, worker=worker)
+        self._blame(user, tried, worker=worker, eject=eject)
 
     def _blame(self, user: str, tried: str, *, worker: str = "", eject: bool = False) -> None:
         named = worker or next(iter(workers_of(user)), "")
@@ -213,7 +217,7 @@ class FactIntake:
             answer = await self._publish(event, broker.parse_headers(headers))
             self.accepted += 1
         except FactRefused as error:
-            self._refuse(user, worker, str(error))
+            self._refuse(user, worker, str(error), eject=isinstance(error, SourceForged))
             answer = _error(broker.INTAKE_REFUSES, str(error))
         except NotNow as error:
             answer = _error(broker.INTAKE_LATER, str(error))

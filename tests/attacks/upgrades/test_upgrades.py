@@ -49,11 +49,37 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree of release 0.2.0, from this repository's history."""
     tree = tmp_path_factory.mktemp("release") / "0.2.0"
     tree.mkdir()
-    found = subprocess.run(["git", "-C", str(ROOT), "archive", RELEASE], capture_output=True)
-    if found.returncode != 0:
-        pytest.skip(f"this clone lacks the commit of 0.2.0 ({RELEASE}): fetch the whole history")
-    subprocess.run(["tar", "x", "-C", str(tree)], input=found.stdout, check=True)
+    subprocess.run(["tar", "x", "-C", str(tree)], input=archived(ROOT), check=True)
     return tree
+
+
+def git(clone: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", "-C", str(clone), *words], capture_output=True)
+
+
+def archived(clone: Path) -> bytes:
+    """Return release 0.2.0 as a tar file. Only a shallow clone may lack its commit: there the tests are skipped."""
+    found = git(clone, "archive", RELEASE)
+    if found.returncode == 0:
+        return found.stdout
+    lacking = f"this clone lacks the commit of 0.2.0 ({RELEASE})"
+    if git(clone, "rev-parse", "--is-shallow-repository").stdout.strip() == b"true":
+        pytest.skip(f"{lacking} because it is shallow: `git fetch --unshallow` fetches it")
+    pytest.fail(f"{lacking}: {found.stderr.decode().strip()}")
+
+
+def test_only_a_shallow_clone_may_lack_the_release(tmp_path: Path) -> None:
+    """Elsewhere the upgrades would be left out without a word."""
+    whole, shallow = tmp_path / "whole", tmp_path / "shallow"
+    subprocess.run(["git", "init", "-q", str(whole)], check=True)
+    for n in range(2):
+        author = ("-c", "user.name=n", "-c", "user.email=n@localhost")
+        assert git(whole, *author, "commit", "-q", "--allow-empty", "-m", str(n)).returncode == 0
+    assert git(tmp_path, "clone", "-q", "--depth", "1", f"file://{whole}", str(shallow)).returncode == 0
+    with pytest.raises(pytest.fail.Exception, match="lacks the commit"):
+        archived(whole)
+    with pytest.raises(pytest.skip.Exception, match="git fetch --unshallow"):
+        archived(shallow)
 
 
 class MixedFleet:

@@ -11,15 +11,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.worker import Worker
-from controller.runtime.host_processes import HostProcesses
+from controller.runtime.host_processes import DEFAULT_NAME, HostProcesses
 from controller.runtime.refusals import NotPossible
 from events.fact import Recorded
 from events.observations import Topology
+from workers.config.settings import WorkerSettings
 
 NOBODY = 65534
 SLEEPS = "import time; time.sleep(60)"
@@ -78,6 +80,34 @@ def test_a_workers_own_process_is_signalled() -> None:
         assert signalled(worker(pid, "many-3")) == ([pid], [])
     with process("holdfast", "worker", "--name", "w1") as pid:
         assert signalled(worker(pid)) == ([pid], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "own"),
+    [
+        (("--name", "w2"), {}, False),
+        (("--name=w2",), {}, False),
+        (("--name=w1",), {}, True),
+        ((), {"HOLDFAST_WORKER_NAME": "w2"}, False),
+        ((), {"HOLDFAST_WORKER_NAME": "w1"}, True),
+        (("--name", "w2"), {"HOLDFAST_WORKER_NAME": "w1"}, False),  # a flag wins over the environment
+        ((), {}, False),  # the default name
+        (("--count", "2"), {}, True),  # w0 and w1
+        (("--name", "w2", "--num-workers=2"), {}, False),  # w2 and w3
+    ],
+)
+def test_a_standalone_workers_process_is_signalled_for_its_own_name_only(
+    words: tuple[str, ...], environment: dict[str, str], own: bool
+) -> None:
+    """A worker that registers the pid of another standalone worker is reported, and the other one is not signalled."""
+    with process("holdfast", "worker", *words, **environment) as pid:
+        sent, reported = signalled(worker(pid))
+    assert sent == ([pid] if own else [])
+    assert own or (reported[0][0] == "worker-w1" and "another worker's, by the name" in reported[0][1])
+
+
+def test_the_default_name_is_the_workers() -> None:
+    assert WorkerSettings().name == DEFAULT_NAME
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The intake takes workers' facts to the journal, each from its own account and within its budget, and nothing else."""
 
+import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -100,6 +101,30 @@ async def test_a_flood_is_dropped_before_the_journal_reported_and_its_sender_eje
     assert not intake.unanswered, "nothing of it is on its way to the journal"
     assert reports.said[1][:2] == (USER, f"publish facts beyond its budget: {size} bytes")
     assert reports.said[1][4] is False and reports.said[-1][2:] == ("w0", "w0-1", True)
+
+
+@pytest.mark.parametrize(
+    ("said", "tried", "eject"),
+    [
+        ({"source": "worker:w1:life"}, "publish as another source: worker:w1:life, number 1", True),
+        ({"number": 0}, "publish as another source: worker:w0:life, number 0", True),
+        ({"ce_type": "holdfast.worker_heard"}, "publish what is no fact", False),  # harms no other source
+    ],
+)
+async def test_a_sender_that_names_another_source_is_reported_and_ejected(
+    said: dict[str, Any], tried: str, eject: bool
+) -> None:
+    reports = Reports()
+    intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: 0.0)  # type: ignore[arg-type]
+    more = {"ce-type": said["ce_type"]} if "ce_type" in said else {}
+    head = headers(LEFT, said.get("source", "worker:w0:life"), said.get("number", 1), **more)
+    subject = subjects.said(USER, subjects.subject(LEFT)).encode()
+    intake.hear(subject, b"_INBOX.worker-w0.x.1", codec.encode_body(LEFT), head)
+    async with asyncio.timeout(10):
+        while intake.unanswered:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    ((who, reason, *life),) = reports.said
+    assert who == USER and reason.startswith(tried) and life == ["w0", "w0-1", eject]
 
 
 def test_an_answer_goes_nowhere_but_to_the_sender() -> None:

@@ -11,7 +11,7 @@ from upstream import Upstream
 
 from events.refusal import read_refusal
 from events.wire import Generate, Sampling
-from workers.engines.openai.constraints import PROBES, REPEAT_S_MIN, WORD, Constraints
+from workers.engines.openai.constraints import PROBES, REPEAT_S_MAX, REPEAT_S_MIN, WORD, Constraints
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.prompt_logprobs import read_prompt_logprobs
@@ -163,6 +163,26 @@ async def test_a_failed_probe_is_repeated_later_each_time_after_twice_as_long(
     obeys = True
     given = {"structured_outputs": {"regex": "a"}}
     assert await constraints.phrased(given) == given
+    before, obeys = len(asked), False
+    ahead += REPEAT_S_MAX - 60
+    assert await constraints.phrased(given) == given and len(asked) == before
+    ahead += 120
+    with pytest.raises(Fault):  # what was found expires as well
+        await constraints.phrased(given)
+
+
+@pytest.mark.parametrize("fault", ["http_401", "http_403", "http_404", "cut"])
+async def test_what_was_found_is_forgotten_where_the_server_may_be_another_one(
+    upstream: Upstream, rig: Rig, fault: str
+) -> None:
+    """A server that comes back without an ability has it refused by name: it is not sent what it would ignore."""
+    upstream.obeys = frozenset(("structured_outputs",))
+    assert (await ask(rig, {"guided_choice": CHOICE})).finish == "length"
+    upstream.fault, upstream.obeys = fault, frozenset()
+    assert (await rig.ask(prompt())).error
+    upstream.fault = ""
+    error = str((await ask(rig, {"guided_choice": CHOICE})).error)
+    assert error.startswith("invalid_request:") and "does not constrain" in error
 
 
 async def test_a_server_that_cannot_say_what_it_obeys_has_failed_and_is_asked_again(

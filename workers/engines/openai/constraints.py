@@ -6,7 +6,8 @@ that word. Behind a reasoning parser vLLM constrains only what follows the reaso
 used if the server refuses a contradiction by it. The contradiction is refused before it reaches the engine: grammars that do not
 compile have ended vLLM's engine in some versions.
 
-A probe that failed is repeated after 10 s, then each time after twice as long, up to 15 min.
+A probe that failed is repeated after 10 s, then each time after twice as long, up to 15 min. One that succeeded is repeated after
+15 min, or as soon as the upstream may be another server: after 401, 403, 404 or a broken connection.
 """
 
 import asyncio
@@ -44,13 +45,27 @@ class Failed:
     wait_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Obeyed:
+    """A probe that succeeded: until when it counts (loop seconds), and how often the upstream had been doubted by then."""
+
+    until: float
+    doubts: int
+
+
 class Constraints:
     """What one server obeys, as far as it has been asked."""
 
-    def __init__(self, complete: Callable[[dict[str, Any]], Awaitable[str | None]]) -> None:
-        """`complete` returns the text of a short completion with these fields; None if they are refused."""
+    def __init__(
+        self,
+        complete: Callable[[dict[str, Any]], Awaitable[str | None]],
+        doubts: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`complete` returns the text of a short completion with these fields; None if they are refused. `doubts`: how often the
+        upstream has behaved as if it were another server."""
         self._complete = complete
-        self._obeyed: set[Style] = set()
+        self._doubts = doubts
+        self._obeyed: dict[Style, Obeyed] = {}
         self._failed: dict[Style, Failed] = {}
         self._asking = asyncio.Lock()
 
@@ -69,13 +84,16 @@ class Constraints:
     async def _obeys(self, style: Style) -> bool:
         async with self._asking:
             now, failed = asyncio.get_running_loop().time(), self._failed.get(style)
-            if style in self._obeyed:
+            obeyed, doubts = self._obeyed.get(style), self._doubts()
+            if obeyed is not None and now < obeyed.until and doubts == obeyed.doubts:
                 return True
             if failed is not None and now < failed.again_at:
                 return False
             if await self._probe(style):
-                self._obeyed.add(style)
+                self._obeyed[style] = Obeyed(now + REPEAT_S_MAX, doubts)
+                self._failed.pop(style, None)
                 return True
+            self._obeyed.pop(style, None)
             wait_s = REPEAT_S_MIN if failed is None else min(2 * failed.wait_s, REPEAT_S_MAX)
             self._failed[style] = Failed(now + wait_s, wait_s)
             return False

@@ -284,7 +284,7 @@ class OpenAIEngine(Unbreakable):
         began, health = time.monotonic(), self._health
         answer = await self._upstream.healthy(ANSWER_S_MAX)
         if self._watch is not None and (answer.trouble or health.troubled):
-            self._watch.doubt()
+            self._watch.doubt(slow=answer.timed_out)
         dead = health.judge(answer, began, self._requests.token_at, time.monotonic())
         if answer.trouble:
             log.warning("upstream_unhealthy", reason=answer.trouble, refused_in_a_row=health.refusals)

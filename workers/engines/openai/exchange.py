@@ -43,7 +43,7 @@ class Exchange:
         self._key = key
         self._identity = identity
         self._gate = gate
-        self._constraints = Constraints(partial(upstream.completed_text, abilities))
+        self._constraints = Constraints(partial(upstream.completed_text, abilities), lambda: identity.doubts)
 
     async def answer(self, request: Generate, handle: dict[str, Any] | None, say: Say) -> None:
         """Pass on what the upstream answers. Where it refused a key that has been replaced meanwhile, ask it once more."""
@@ -86,8 +86,10 @@ class Exchange:
         error = await refusal(response, canary=canary)
         if self._gate.refused(response.status, response.headers, canary=canary):
             return f"{OVERLOADED}: {error.partition(': ')[2] or error}"
-        if response.status in STRANGE and (changed := await self._identity.look()):
-            return f"not_serving: the server behind the worker has changed ({changed})"
+        if response.status in STRANGE:
+            self._identity.distrust()
+            if changed := await self._identity.look():
+                return f"not_serving: the server behind the worker has changed ({changed})"
         return error
 
     def _say(self, say: Say, chunks: list[Chunk]) -> None:

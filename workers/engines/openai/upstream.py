@@ -52,6 +52,10 @@ class NoHandle(HoldfastError):
     """The upstream server does not hand this KV cache over."""
 
 
+class NoConnector(NoHandle):
+    """The upstream server answers a request for a handle without one, or does not know that it is asked for one."""
+
+
 class Upstream:
     """One server."""
 
@@ -120,7 +124,7 @@ class Upstream:
         told = merged({}, await read_lineage(self))
         listed = replace(listed, told=tuple((path, one) for path, one in told.items() if one))
         known = await self.probed(replace(listed, version=await self.version() or ""))
-        return replace(known, handles=await self.hands_over(known))
+        return replace(known, handles=bool(await self.hands_over(known)))
 
     async def listed(self, wanted: str = "") -> Abilities:
         """Return what the server lists at /v1/models of a model; without a name, or where it is not listed, of the first. Raise
@@ -204,14 +208,16 @@ class Upstream:
             raise unreachable(self._url, COMPLETIONS, error, deadline_s) from error
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
-    async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool:
-        """Return whether the server gives handles of KV caches, by asking for one."""
+    async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool | None:
+        """Return whether the server gives handles of KV caches, by asking for one; None if that cannot be told now."""
         if not (known.exact and known.extensions and known.version != "unknown"):
             return False
         try:
             await self.handle(known, Generate(0, "probe", PROMPT_IDS, 3, Sampling(max_tokens=1)), deadline_s)
-        except NoHandle:
+        except NoConnector:
             return False
+        except NoHandle:
+            return None
         return True
 
     async def handle(self, abilities: Abilities, request: Generate, deadline_s: float) -> dict[str, Any]:
@@ -231,12 +237,13 @@ class Upstream:
             ):
                 said = await _bounded_json(response)
                 if response.status >= 400:
-                    raise NoHandle(f"{self._url} gives no handle: it answers {response.status}")
+                    kind = NoConnector if response.status in CLIENT_MISTAKES else NoHandle
+                    raise kind(f"{self._url} gives no handle: it answers {response.status}")
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise NoHandle(f"{self._url} gives no handle: {error or type(error).__name__}") from error
         found = said.get("kv_transfer_params") if isinstance(said, dict) else None
         if not (isinstance(found, dict) and found.get("remote_block_ids")):
-            raise NoHandle(f"{self._url} gives no handle: it has no KV connector")
+            raise NoConnector(f"{self._url} gives no handle: it has no KV connector")
         return found
 
     async def ask(

@@ -112,24 +112,33 @@ async def test_a_server_that_is_away_has_not_changed(upstream: Upstream, eventua
     await rig.engine.stop()
 
 
-async def test_a_request_that_meets_404_has_the_identity_read_at_once(upstream: Upstream) -> None:
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_request_that_meets_such_a_status_has_the_identity_read_at_once(
+    upstream: Upstream, status: int
+) -> None:
     """The request is not held against the worker: another worker gets it, and this one takes no more."""
     rig = Rig(engine(upstream, NEVER))
     await rig.start()
-    upstream.model = "other"
+    if status == 404:
+        upstream.model, said = "other", "model: up -> other"
+    else:
+        upstream.fault, upstream.context, said = f"http_{status}", 1024, "max_model_len: 2048 -> 1024"
     for _ in range(2):
-        answer = await rig.ask(prompt())
-        assert answer.error == "not_serving: the server behind the worker has changed (model: up -> other)"
-    assert "model: up -> other" in await changed(rig)
+        error = str((await rig.ask(prompt())).error)
+        assert error.startswith(f"not_serving: the server behind the worker has changed ({said}")
+    assert said in await changed(rig)
     await rig.engine.stop()
 
 
-async def test_a_404_of_the_same_server_is_an_error_of_the_engine(upstream: Upstream) -> None:
-    """Where the listing is as it was, the 404 stays what it is, and the worker serves on."""
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_such_a_status_of_the_same_server_is_an_error_of_the_engine(
+    upstream: Upstream, status: int
+) -> None:
+    """Where the listing is as it was, the status stays what it is, and the worker serves on."""
     rig = Rig(engine(upstream, NEVER))
     await rig.start()
-    upstream.fault = "http_404"
-    assert str((await rig.ask(prompt())).error).startswith("engine_error: the upstream answers 404")
+    upstream.fault = f"http_{status}"
+    assert str((await rig.ask(prompt())).error).startswith(f"engine_error: the upstream answers {status}")
     upstream.fault = ""
     assert (await rig.ask(prompt())).finish == "length"
     await rig.engine.check()
@@ -144,6 +153,37 @@ async def test_a_reconnect_has_the_identity_read_at_once(upstream: Upstream) -> 
     assert str((await rig.ask(prompt())).error).startswith("upstream_lost: ")
     upstream.fault, upstream.context = "", 512
     assert "max_model_len: 2048 -> 512" in await changed(rig)
+    await rig.engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("become", "lost"),
+    [
+        ({"connector": False}, True),
+        ({"lacking_handles": 1}, False),  # a second read finds them
+        ({"broken_handles": True}, False),  # it cannot tell now
+    ],
+)
+async def test_a_kv_connector_that_is_lost_with_a_restart_is_noticed(
+    upstream: Upstream, become: dict[str, Any], lost: bool
+) -> None:
+    """Where the upstream was away, it is asked for a KV handle again: a worker that offers moves must be able to make them."""
+    upstream.connector = True
+    rig = Rig(engine(upstream, OFTEN))
+    await rig.start()
+    assert rig.engine.kv
+    upstream.fault = "cut"
+    for name, value in become.items():
+        setattr(upstream, name, value)
+    assert str((await rig.ask(prompt())).error).startswith("upstream_lost: ")
+    if lost:
+        assert "handles: True -> False" in await changed(rig)
+    else:
+        before = upstream.listings
+        async with asyncio.timeout(20):
+            while upstream.listings < before + 6 or upstream.lacking_handles:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await rig.engine.check()
     await rig.engine.stop()
 
 

@@ -37,21 +37,25 @@ async def keyed(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     await upstream.stop()
 
 
+@pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("canary", [False, True])
 async def test_a_request_whose_key_is_refused_is_sent_again_with_the_rotated_one(
-    keyed: Keyed, canary: bool
+    keyed: Keyed, canary: bool, status: int
 ) -> None:
-    """The file is read at a 401; the request that met it is answered, and its client sees nothing."""
-    keyed.upstream.key = NEW
+    """The file is read at a 401 or 403; the request that met it is answered, and its client sees nothing."""
+    keyed.upstream.key, keyed.upstream.denied = NEW, status
     keyed.file.write_text(f"{NEW}\n")
     assert (await keyed.rig.ask(prompt(), canary=canary)).finish == "length"
 
 
-async def test_a_refused_key_that_was_not_rotated_is_tried_once_and_never_shown(keyed: Keyed) -> None:
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_refused_key_that_was_not_rotated_is_tried_once_and_never_shown(
+    keyed: Keyed, status: int
+) -> None:
     """While the file still has the old key, the upstream is asked once per request, and errors quote no key."""
-    keyed.upstream.key = NEW
+    keyed.upstream.key, keyed.upstream.denied = NEW, status
     answer = await keyed.rig.ask(prompt())
-    assert str(answer.error).startswith("engine_error: the upstream answers 401")
+    assert str(answer.error).startswith(f"engine_error: the upstream answers {status}")
     assert OLD not in str(answer.error)
     keyed.file.write_text(f"{NEW}\n")
     assert (await keyed.rig.ask(prompt())).finish == "length"

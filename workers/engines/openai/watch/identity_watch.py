@@ -4,6 +4,8 @@ every 10 s, or at once after 401, 403, 404 or a broken connection
     read ── the same ──▶ nothing
       ├── it does not answer ──▶ read again after a second
       └── differs, and a second read says the same ──▶ changed: the worker's life ends
+
+KV handles cost the upstream a lease of blocks. Those that it gives are asked for again only after it was away or doubted.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ EVERY_S = 10.0
 AWAY_S = 1.0  # between two reads while the upstream does not answer
 CONFIRM_S = 0.2  # until a difference is read a second time
 PROBE_S_MAX = 10.0  # for the completion of one token; a server that is busy says nothing by taking longer
-HANDLES_S_MIN = 30.0  # until a failed probe for KV handles is repeated; doubles each time
+HANDLES_S_MIN = 30.0  # until a probe for KV handles is repeated; doubles each time that it fails
 HANDLES_S_MAX = 900.0
 
 log = structlog.get_logger(__name__)
@@ -38,17 +40,28 @@ class IdentityWatch:
         self._reading = asyncio.Lock()
         self._began_at = float("-inf")  # the last read
         self._away = False
+        self.doubts = 0  # times that the upstream has behaved as if it were another one, or was away
+        self._handles_doubted = not known.handles
         self._handles_wait_s = HANDLES_S_MIN
-        self._handles_at = asyncio.get_running_loop().time() + HANDLES_S_MIN
+        now = asyncio.get_running_loop().time()
+        self._handles_at = now if known.handles else now + HANDLES_S_MIN  # the next probe for them
         self.changed = ""  # the fields that differ; empty: none
 
     def note(self, field: str) -> None:
         """Note that something else than what is read here has changed."""
         self.changed = self.changed or field
 
-    def doubt(self) -> None:
-        """Read at once: the upstream has answered as if it were another one, or its connection broke."""
+    def doubt(self, *, slow: bool = False) -> None:
+        """Read at once: the upstream has answered as if it were another one, or its connection broke. `slow`: it only took too
+        long, as a busy server does, which needs no further probes."""
+        if not slow:
+            self.distrust()
         self._doubted.set()
+
+    def distrust(self) -> None:
+        """Have the upstream's further abilities probed again: its handles by the next read, its constraints when needed."""
+        self.doubts += 1
+        self._handles_doubted = True
 
     async def follow(self) -> None:
         """Read again and again, until a change is found."""
@@ -78,7 +91,9 @@ class IdentityWatch:
                         self.changed = known.difference(now)
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
-            except UpstreamAway:
+            except UpstreamAway as error:
+                if not isinstance(error.__cause__, TimeoutError):  # it was not just busy
+                    self.distrust()
                 self._away = True
             return self.changed
 
@@ -107,15 +122,21 @@ class IdentityWatch:
             1 if known.ids_from == "token_ids" else PROBE_TOKENS
         )  # ids in logprobs: some tokens lack them
         found = await upstream.probed(listed, tokens, PROBE_S_MAX)
-        return replace(found, handles=known.handles or await self._hands_over(found)).identity
+        return replace(found, handles=await self._hands_over(found)).identity
 
     async def _hands_over(self, found: Abilities) -> bool:
-        """Repeat a failed probe for KV handles, each time after twice as long."""
-        now = asyncio.get_running_loop().time()
-        if now < self._handles_at:
-            return False
-        if await self._upstream.hands_over(found, PROBE_S_MAX):
-            return True  # a second read must find it, too
-        self._handles_wait_s = min(2 * self._handles_wait_s, HANDLES_S_MAX)
-        self._handles_at = now + self._handles_wait_s
-        return False
+        """Return whether the upstream gives KV handles. Ask it where that is in doubt, at most every 30 s; after an answer that
+        tells nothing, or still no handle, each time after twice as long."""
+        known, now = self._known.handles, asyncio.get_running_loop().time()
+        if not self._handles_doubted or now < self._handles_at:
+            return known
+        answer = await self._upstream.hands_over(found, PROBE_S_MAX)
+        if answer is not None and answer != known:
+            return answer  # a second read must find it, too
+        if answer:
+            self._handles_doubted, self._handles_wait_s = False, HANDLES_S_MIN
+            self._handles_at = now + HANDLES_S_MIN
+        else:
+            self._handles_wait_s = min(2 * self._handles_wait_s, HANDLES_S_MAX)
+            self._handles_at = now + self._handles_wait_s
+        return known
