@@ -250,4 +250,5 @@ async def _not_in_force(journal: Journal, unknown: Recorded, first: int) -> bool
     async for event in _events(journal, first - 1, unknown.seq):
         if isinstance(event.fact, PolicyAdopted):
             kinds = event.fact.kinds
-    return kinds is not None and unknown.fact.subject.rpartition(".")[2] not in kinds
+    subject = unknown.fact.subject
+    return kinds is not None and subject.rpartition(".")[2] not in kinds
