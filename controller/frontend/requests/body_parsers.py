@@ -105,6 +105,9 @@ class _ParserProcess:
                 await process.stdin.drain()
             (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
             return await process.stdout.readexactly(size)
+        except RuntimeError as error:  # uvloop's, for a pipe that it has closed already
+            await self.end()
+            raise BrokenPipeError(str(error)) from error
         except BaseException:  # an outcome that is not awaited must not be taken for the next body's
             await self.end()
             raise
