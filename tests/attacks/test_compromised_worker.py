@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
+import pytest
 from fleet import running, streamed, undisturbed
 
 from controller.demo.fleet import DemoFleet
@@ -33,26 +34,36 @@ async def test_a_compromised_worker_is_refused_reported_and_ejected_and_harms_no
         before = lives(await fleet.status())
         intruder = await Intruder.of(fleet)
         await intruder.past_all_permissions()
-        await intruder.as_others_and_with_impossible_values()
+        await intruder.with_impossible_values()
         await intruder.with_a_context_of_one_token()
         assert await streamed(fleet, [300, 301, 302], 16) == undisturbed([300, 301, 302], 16)
         await intruder.floods()
-        async with asyncio.timeout(60):
-            while not any(fact.eject for fact in await intruder.reported()):  # noqa: ASYNC110 (the journal)
-                await asyncio.sleep(0.2)
-            while intruder.connection.is_connected:  # noqa: ASYNC110 (the broker cuts it off)
-                await asyncio.sleep(0.1)
+        await intruder.is_ejected()
         began = time.monotonic()
         assert await streamed(fleet, [400, 401], 16) == undisturbed([400, 401], 16)
         assert time.monotonic() - began < 20
         assert lives(await fleet.status())["w0"] == before["w0"], "the other worker lives as before"
-        wanted = ("publish to", "another source", "impossible value", "beyond its budget")
+        wanted = ("publish to", "impossible value", "beyond its budget")
         async with asyncio.timeout(60):
             tried = ""
             while not all(words in tried for words in wanted):  # `up` reads the broker's log every 2 s
                 tried = " | ".join(fact.tried for fact in await intruder.reported())
                 await asyncio.sleep(0.2)
         assert {fact.who for fact in await intruder.reported()} == {USER}
+        await intruder.close()
+
+
+@pytest.mark.parametrize("source", ["frontend:frontend-0:x", "worker:w0:x"])
+async def test_a_worker_that_names_another_source_is_refused_and_ejected(tmp_path: Path, source: str) -> None:
+    async with running(tmp_path / "fleet", *FLAGS) as fleet:
+        await fleet.healthy(2)
+        intruder = await Intruder.of(fleet)
+        left = WorkerLeft(worker="w1", instance="i", mode="graceful", exit=0)
+        assert (await intruder.say(left, source))["error"]["err_code"] == INTAKE_REFUSES
+        await intruder.is_ejected()
+        (fact,) = (fact for fact in await intruder.reported() if fact.eject)
+        assert fact.who == USER and "another source" in fact.tried
+        assert await streamed(fleet, [400, 401], 16) == undisturbed([400, 401], 16)
         await intruder.close()
 
 
@@ -105,10 +116,15 @@ class Intruder:
                 await asyncio.sleep(0.05)
         assert all("permissions violation" in error for error in self.told)
 
-    async def as_others_and_with_impossible_values(self) -> None:
-        left = WorkerLeft(worker="w1", instance="i", mode="graceful", exit=0)
-        for source in ("frontend:frontend-0:x", "controller:controller:x", "worker:w0:x"):
-            assert (await self.say(left, source))["error"]["err_code"] == INTAKE_REFUSES
+    async def is_ejected(self) -> None:
+        """Wait until it is reported for that, and cut off."""
+        async with asyncio.timeout(60):
+            while not any(fact.eject for fact in await self.reported()):  # noqa: ASYNC110 (the journal)
+                await asyncio.sleep(0.2)
+            while self.connection.is_connected:  # noqa: ASYNC110 (the broker cuts it off)
+                await asyncio.sleep(0.1)
+
+    async def with_impossible_values(self) -> None:
         profile = replace(self.joined.profile, prefill_tokens_per_s=1e300)
         for claim in (replace(self.joined, context_tokens=0), replace(self.joined, profile=profile)):
             refused = await self.say(replace(claim, instance="i2"), "worker:w1:x")
