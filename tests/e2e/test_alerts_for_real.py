@@ -259,7 +259,10 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
                 await each("heal", *WORKERS)
                 await watched.ends("HoldfastPanic")
                 await fleet.healthy(4)  # streams are answered: they are to be lost
-                await watched.step("all are killed", lambda: each("kill", *WORKERS))
+                await watched.step(
+                    "all are killed",  # at once: one after another, the first is back before the last has gone
+                    lambda: asyncio.gather(*(each("kill", worker) for worker in WORKERS)),
+                )
                 await fleet.healthy(4)
                 await watched.ends("HoldfastStreamsLost", "HoldfastWorkersFailing")
                 await watched.step("three of four are stopped", lambda: each("hang", *WORKERS[:3]))
