@@ -149,12 +149,17 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _number(text: str) -> float:
+    return _below(1e12, text, "a number above 0")
+
+
+def _below(limit: float, text: str, what: str) -> float:
+    """Return a number between 0 and a limit. Raise ArgumentTypeError, which says `what` was wanted."""
     try:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found < 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < found < limit:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return found
 
 
@@ -165,13 +170,7 @@ def _whole(text: str) -> int:
 
 
 def _share(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.99")
-    return found
+    return _below(1, text, "a share between 0 and 1, such as 0.99")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
