@@ -26,7 +26,7 @@ NOT_RUN = {
     "holdfast golden approve --worker w1",
     "holdfast webhooks resend URL",
     "holdfast webhooks test URL",
-}  # it runs on; it wants an event that nobody can read; they want a worker whose answers differ, and a receiver
+}  # it runs on; it wants an event that no reader knows; they want a worker whose answers differ, and a receiver
 
 
 def shown(text: str) -> list[str]:

@@ -16,8 +16,8 @@ SHARE = 0.01  # of a burst: what is counted before the budget is asked
 class FrameBudget:
     """What a worker may send on one connection. `exceeded` stays set.
 
-    The connection counts `frames` and `size` (bytes) with each read, and calls `spend` where one is beyond its step: a call for
-    each read would be a tenth of what a read costs.
+    The connection counts `frames` and `size` (bytes) with each read, and calls `spend` where one is beyond its step: most
+    reads call nothing.
     """
 
     __slots__ = ("_traffic", "exceeded", "frames", "frames_step", "size", "size_step")

@@ -77,7 +77,7 @@ class Examination:
 
 
 class UnmarkedCheck:
-    """Knows whom to ask an unmarked question, and judges the answers."""
+    """Asks workers unmarked questions, and judges the answers."""
 
     def __init__(
         self, look: Callable[[], Fleet], tools: Tools, settings: CanarySettings, begin: Begin, ask: Ask

@@ -198,7 +198,9 @@ async def test_no_body_that_it_allows_breaks_anything(name: str, seed: int) -> N
             if status != 200:
                 assert error["code"] in CODES and len(error["message"]) < 1000, body
         assert await said(kit, *BODIES["CompletionBody"]), "it goes on"
-        assert [fact for fact in kit.facts if not isinstance(fact, RequestsServed)] == [], "nobody is blamed"
+        assert [fact for fact in kit.facts if not isinstance(fact, RequestsServed)] == [], (
+            "no worker is blamed"
+        )
     assert served > 10, "too few of them were served"
 
 
