@@ -85,7 +85,7 @@ attack: install  ## all that we know to do to it, one after another, with its bo
 	$(BIN)/python -m benchmarks attack
 
 # What decides, chooses and reckons, and the style but for mypy: no server, no fleet and no seeds.
-FAST := tests/deciders tests/migration tests/router tests/events/facts tests/frontend/text \
+FAST := tests/deciders tests/migration tests/router tests/events/facts tests/frontend/openai/text \
 	tests/simulator/test_folds.py tests/simulator/test_history.py tests/simulator/test_rates.py tests/simulator/scenarios \
 	tests/test_house.py tests/test_style.py
 
@@ -93,7 +93,7 @@ test-fast: install  ## less than a minute, for who changes one decider
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not servers and not engines" -k "not mypy" $(FAST)
 
 test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CPU
-	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/workers/transformers tests/e2e/test_survival.py tests/frontend/text/test_chat_templates.py
+	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/workers/transformers tests/e2e/test_survival.py tests/frontend/openai/text/test_chat_templates.py
 
 test-llamacpp: $(VENV)/.engines  ## the openai engine, and a whole fleet, against two real llama-servers, built here
 	$(BIN)/python tests/workers/openai/llamacpp_build.py $(LLAMACPP)

@@ -33,7 +33,7 @@ import uvloop
 from benchmarks.serving.inside import METHODS, Answer, Inside, inside, unsaid
 from controller.adapters.embedded.servers import start_nats
 from controller.demo.clients import TokenDifference, compare
-from controller.frontend.text.tokenizer import BUILTIN, load_tokens
+from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from events.observations import RequestAbandoned, RequestMigrated
 from events.wire import Generate, Sampling
 from workers.engines.engine import Engine

@@ -15,8 +15,8 @@ from datetime import UTC, datetime, timedelta
 
 from controller.frontend.director import Director, World
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokens
 from controller.frontend.settings import FrontendSettings
-from controller.frontend.text.tokenizer import BUILTIN, Tokens, load_tokens
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
 from events.fact import Observation

@@ -21,8 +21,8 @@ import aiohttp
 from controller.adapters.embedded.free_port import free_port
 from controller.demo.clients import Received
 from controller.demo.fleet import DemoFleet, NotAsExpected
-from controller.frontend.text.chat_templates import SIM_TEMPLATE
-from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.text.chat_templates import SIM_TEMPLATE
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 from controller.processes.children import die_with
 from events.observations import RequestMigrated
 

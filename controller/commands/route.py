@@ -14,7 +14,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from controller.frontend.requests.overrides import OVERRIDABLE
+from controller.frontend.request.routing_overrides import OVERRIDABLE
 from controller.processes.up_flags import ROUTER, add_router_flags, check_frontend_flags
 from events.errors import HoldfastError, UsageError
 from events.process.own_port import opened

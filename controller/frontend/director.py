@@ -25,8 +25,9 @@ from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
+from controller.frontend.openai.text.model_folders import ModelFolders
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
-from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.deadlines import Deadlines
 from controller.frontend.scheduling.overload import OverloadAnswers
@@ -37,7 +38,6 @@ from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
-from controller.frontend.text.model_folders import ModelFolders
 from controller.ports import Clock, Observe, RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable, Key
 from controller.router.selection.filter import NoWorker

@@ -9,7 +9,7 @@ from math import inf
 from controller.frontend.errors import FAULTS
 from controller.frontend.metric_kinds import Buckets
 from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
-from controller.frontend.requests.failures import CAUSES
+from controller.frontend.request.failures import CAUSES
 from controller.router.endpoints import Endpoint, shown_context
 from controller.router.index.feed import Counts
 from controller.router.index.view import KvView

@@ -130,7 +130,7 @@ async def load_vocabulary(tokenizer: str) -> Vocabulary:
     """Return a worker's tokenizer, loaded off the loop. Raise TokenizerMissing."""
 
     def load() -> Vocabulary:
-        from controller.frontend.text.tokenizer import ids_of, load_tokenizer
+        from controller.frontend.openai.text.tokenizer import ids_of, load_tokenizer
 
         loaded = load_tokenizer(tokenizer)
         return Vocabulary(lambda text: list(loaded.encode(text).ids), ids_of(loaded))

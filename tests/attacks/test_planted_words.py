@@ -22,7 +22,7 @@ from upstream import Upstream
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.embedded.servers import nats_binary, start_postgres
 from controller.demo.fleet import DemoFleet
-from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 from controller.processes.children import die_with
 
 WORDS = "Zitronenfalter-und-Pfauenauge"

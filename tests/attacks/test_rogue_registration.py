@@ -10,7 +10,7 @@ from fleet import holdfast, streamed, undisturbed
 from rogue_fleet import instances, reported, with_rogue
 
 from benchmarks.attack.rogue import RogueWorker
-from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 from events.observations import WorkerJoined
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

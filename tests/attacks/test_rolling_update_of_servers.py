@@ -11,7 +11,7 @@ from fleet import running
 from upstream import Upstream
 
 from controller.demo.fleet import DemoFleet
-from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 
 pytestmark = pytest.mark.attack
 BETWEEN_S = 8.0

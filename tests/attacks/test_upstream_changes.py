@@ -14,7 +14,7 @@ from fleet import client, running
 from upstream import Upstream
 
 from controller.demo.fleet import DemoFleet
-from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 
 OLD, NEW = "sk-old", "sk-new"
 IN_TIME_S = 40

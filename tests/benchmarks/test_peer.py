@@ -8,7 +8,7 @@ import pytest
 from benchmarks.peers import peer
 from benchmarks.peers.peer_systems import PROMPTS, make_model
 from controller.demo.clients import Received
-from controller.frontend.text.tokenizer import load_tokens
+from controller.frontend.openai.text.tokenizer import load_tokens
 
 
 def test_without_dynamo_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

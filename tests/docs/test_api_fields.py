@@ -3,7 +3,7 @@
 from api_page import PAGE, renewed
 
 from controller.frontend.http.routes import ROUTES
-from controller.frontend.requests.bodies import ChatBody, CompletionBody
+from controller.frontend.openai.request_models import ChatBody, CompletionBody
 
 
 def test_the_tables_are_what_the_bodies_and_the_lists_of_refused_and_ignored_fields_say() -> None:

@@ -12,7 +12,7 @@ import openai
 from typed_commands import run_command
 
 from controller.demo.fleet import DemoFleet
-from controller.frontend.text.tokenizer import BUILTIN, load_tokens
+from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from workers.engines.simulated.language import as_bytes, open_sequence, plain_token
 
 

@@ -14,7 +14,7 @@ from fleet import client, holdfast, running
 from upstream import Upstream
 
 from controller.demo.fleet import DemoFleet
-from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 from workers.engines.openai.kv_names import EPOCH_SALT, read_salt
 
 FLAGS = (

@@ -13,7 +13,7 @@ from upstream import Upstream
 
 from controller.adapters.embedded.free_port import free_port
 from controller.demo.fleet import DemoFleet
-from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
 
 
 async def asked(fleet: DemoFleet, model: str) -> tuple[int, str, bool]:

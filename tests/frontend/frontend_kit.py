@@ -26,8 +26,8 @@ from controller.frontend.generations.generation import Generation
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokens, ready_tokens
 from controller.frontend.settings import FrontendSettings
-from controller.frontend.text.tokenizer import BUILTIN, Tokens, load_tokens, ready_tokens
 from controller.router.endpoints import WorkerRank
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Decision, Fact, Observation, Recorded

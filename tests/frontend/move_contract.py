@@ -19,7 +19,7 @@ from real_worker import SLOW_S, RealWorker
 from roads import Road
 from scripted_worker import Act, ScriptedWorker
 
-from controller.frontend.text.tokenizer import load_tokens
+from controller.frontend.openai.text.tokenizer import load_tokens
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated
 from events.wire import Chunk, Generate, Step
 from workers.engines.engine import Engine

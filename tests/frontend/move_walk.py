@@ -21,9 +21,9 @@ from controller.adapters.request_plane.hang import HangPolicy
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.generations.generation import Generation
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.failures import MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.failures import MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource

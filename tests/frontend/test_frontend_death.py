@@ -18,8 +18,8 @@ from test_frontend_process import ASK, Rig
 from controller.adapters.embedded.free_port import free_port
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
+from controller.frontend.openai.text.tokenizer import Tokens, ready_tokens
 from controller.frontend.settings import FrontendSettings
-from controller.frontend.text.tokenizer import Tokens, ready_tokens
 from controller.processes.frontend import FrontendProcess
 
 GRACE_S = "0.3"

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
-from controller.frontend.text.tokenizer import TokenizerMissing
+from controller.frontend.openai.text.tokenizer import TokenizerMissing
 from controller.processes.controller import load_vocabulary
 from controller.runtime.command_sender import command
 from events.decisions import BreakerOpened, GoldenAgreed, HealthChanged

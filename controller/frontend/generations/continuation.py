@@ -6,8 +6,8 @@ what came as tokens is put into words where a text is asked for.
 
 import msgspec
 
-from controller.frontend.requests.generation_request import GenerationRequest
-from controller.frontend.text.tokenizer import Tokens
+from controller.frontend.openai.text.tokenizer import Tokens
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.router.endpoints import Endpoint
 from events.wire import Generate
 

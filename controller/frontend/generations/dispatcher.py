@@ -12,9 +12,9 @@ from controller.frontend.generations.continuation import Continuation
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.health.poison import ERRORS, PoisonWatch, Suspicion, Way, Where
 from controller.frontend.health.request_window import AnswerDraw
+from controller.frontend.request.failures import Failure, MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.requests.failures import Failure, MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import explained

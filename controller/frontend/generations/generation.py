@@ -26,11 +26,11 @@ from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.pending import GivenUp
 from controller.frontend.generations.provenance import Provenance
 from controller.frontend.health.poison import Suspicion
-from controller.frontend.requests.failures import Failure, MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest, Move
-from controller.frontend.responses.writers import ResponseWriter
+from controller.frontend.openai.text.tokenizer import load_tokens
+from controller.frontend.openai.writers import ResponseWriter
+from controller.frontend.request.failures import Failure, MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest, Move
 from controller.frontend.scheduling.admission import Reservation
-from controller.frontend.text.tokenizer import load_tokens
 from controller.ports import WorkerUnreachable
 from controller.router.endpoints import Endpoint, Key
 from controller.router.selection.filter import AllClosed, NoWorker

@@ -8,8 +8,8 @@ from controller.frontend.generations.dispatcher import Dispatched, Dispatcher
 from controller.frontend.generations.pending import PendingGenerations, Waiting
 from controller.frontend.generations.reports import MigrationReports
 from controller.frontend.health.exposure import Exposures
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Key
 from controller.router.selection.filter import NoWorker

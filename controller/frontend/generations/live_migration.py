@@ -12,8 +12,8 @@ import structlog
 from controller.frontend.generations.continuation import Continuation
 from controller.frontend.generations.output import GenerationOutput
 from controller.frontend.generations.output_stats import OutputStats
-from controller.frontend.requests.failures import Failure, PlannedCause
-from controller.frontend.requests.generation_request import Carried, GenerationRequest, Move
+from controller.frontend.request.failures import Failure, PlannedCause
+from controller.frontend.request.generation_request import Carried, GenerationRequest, Move
 from controller.migration import live as machine
 from controller.migration.cost import MigrationCost
 from controller.migration.live import Act, Event, Transfer

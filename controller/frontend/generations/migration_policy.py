@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from controller.frontend.health.poison import Held, Poisonous, Suspicion
-from controller.frontend.requests.failures import FULL, Failure
-from controller.frontend.requests.generation_request import Move
+from controller.frontend.request.failures import FULL, Failure
+from controller.frontend.request.generation_request import Move
 from controller.router.endpoints import Endpoint, Key
 from controller.router.selection.filter import AllBusy, AllClosed, AllTried
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from controller.frontend.request.generation_request import Move
 from controller.frontend.request_metrics import ModelMetrics
-from controller.frontend.requests.generation_request import Move
 
 
 class MigrationProgress(msgspec.Struct, eq=False):  # made for each answer, and hardly ever written to

@@ -15,10 +15,10 @@ from controller.frontend.generations.continuation import Continuation
 from controller.frontend.generations.output_check import check_logprobs
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.worker_refusal import as_api_error
-from controller.frontend.requests.failures import Failure, classify
-from controller.frontend.requests.generation_request import GenerationRequest
-from controller.frontend.responses.writers import ResponseWriter
-from controller.frontend.text.vocabulary import InvalidOutput, check_tokens
+from controller.frontend.openai.text.vocabulary import InvalidOutput, check_tokens
+from controller.frontend.openai.writers import ResponseWriter
+from controller.frontend.request.failures import Failure, classify
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.ports import LostCause
 from events.refusal import REASON, read_refusal
 from events.wire import Chunk, finish_reason

@@ -5,9 +5,9 @@ from math import inf
 
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.provenance import Provenance
+from controller.frontend.request.failures import MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request_metrics import ModelMetrics
-from controller.frontend.requests.failures import MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.scheduler import KvScheduler
 from events.wire import Logprob
 

@@ -19,7 +19,7 @@ from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.preemption import Preemptible, Preemption
 from controller.frontend.generations.rescheduler import Rescheduler
 from controller.frontend.generations.stall_watch import Stallable, StallWatch
-from controller.frontend.requests.failures import MigrationBudget
+from controller.frontend.request.failures import MigrationBudget
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.queue import WaitedTooLong
 from controller.frontend.settings import FrontendSettings

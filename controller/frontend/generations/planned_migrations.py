@@ -28,8 +28,8 @@ from controller.deciders.worker import replacement, spare_awaited
 from controller.frontend.generations.live_migration import LiveMigration, Migratable
 from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.rescheduler import Reschedulable, Rescheduler
-from controller.frontend.requests.failures import Failure, PlannedCause
-from controller.frontend.requests.generation_request import Move
+from controller.frontend.request.failures import Failure, PlannedCause
+from controller.frontend.request.generation_request import Move
 from controller.frontend.scheduling.router import RequestRouter
 from controller.migration.cost import MigrationCost, MovingPolicy
 from controller.migration.placement import Placement

@@ -17,9 +17,9 @@ from typing import Generic, Protocol, TypeVar
 
 from controller.frontend.generations.planned_migrations import Movable, stays
 from controller.frontend.generations.reports import MigrationReports
-from controller.frontend.requests.failures import PREEMPTED, Failure
-from controller.frontend.requests.generation_request import Move
-from controller.frontend.responses.writers import ResponseWriter
+from controller.frontend.openai.writers import ResponseWriter
+from controller.frontend.request.failures import PREEMPTED, Failure
+from controller.frontend.request.generation_request import Move
 from controller.frontend.scheduling.router import RequestRouter
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker

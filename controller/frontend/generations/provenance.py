@@ -7,7 +7,7 @@ on being wrong at the target, so a conviction of the source names all that came 
 import msgspec
 
 from controller.frontend.health.exposure import Exposed, Exposures, ServedSpan
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.router.endpoints import Key
 
 

@@ -1,8 +1,8 @@
 """What a frontend says of answers that changed their workers: facts, and what a client has noticed."""
 
 from controller.frontend.generations.attempt import Attempt
+from controller.frontend.request.generation_request import GenerationRequest, Move
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.requests.generation_request import GenerationRequest, Move
 from controller.ports import Observe
 from controller.router.endpoints import Endpoint
 from events.observations import RequestAbandoned, RequestMigrated, RequestPreempted, RequestResumed

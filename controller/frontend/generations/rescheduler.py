@@ -23,8 +23,8 @@ import xxhash
 
 from controller.deciders.capacity import tpot_ms
 from controller.frontend.generations.output_stats import OutputStats
-from controller.frontend.requests.failures import MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.failures import MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.scheduling.router import RequestRouter
 from controller.migration.cost import KvShape, MigrationCost, MigrationTarget, MovingPolicy, estimate
 from controller.migration.links import Lane, lanes

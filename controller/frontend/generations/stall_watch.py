@@ -22,8 +22,8 @@ import structlog
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.output import GenerationOutput
 from controller.frontend.generations.output_stats import OutputStats
-from controller.frontend.requests.failures import Failure, MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.failures import Failure, MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.settings import AdmissionSettings, StallSettings
 from controller.ports import RequestPlane

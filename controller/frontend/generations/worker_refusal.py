@@ -9,7 +9,7 @@ import re
 from functools import cache
 
 from controller.frontend.errors import ApiError
-from controller.frontend.requests.bodies import ChatBody, CompletionBody
+from controller.frontend.openai.request_models import ChatBody, CompletionBody
 from events.refusal import RequestRefusal
 
 FIELDS_MAX = 3  # that one sentence names

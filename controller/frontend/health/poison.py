@@ -32,8 +32,8 @@ import structlog
 import xxhash
 
 from controller.frontend.health.local_breakers import LocalBreakers
-from controller.frontend.requests.block_hashes import fingerprint, sketch_of
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.block_hashes import fingerprint, sketch_of
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import PoisonSettings
 from controller.ports import Observe
 from controller.router.endpoints import Endpoint, Key

@@ -21,9 +21,9 @@ from controller.frontend.http.openapi import VERSION, encoded
 from controller.frontend.http.routes import JSON, ROUTES, templated
 from controller.frontend.http.served_models import model_entry, not_served, served_names
 from controller.frontend.http.tokenizing import TokenizerEndpoints
-from controller.frontend.requests.head import ENDPOINTS
-from controller.frontend.requests.reading import id_header
-from controller.frontend.responses.small_answers import ModelList, Version
+from controller.frontend.openai.prompts import id_header
+from controller.frontend.openai.request_head import ENDPOINTS
+from controller.frontend.openai.response_models import ModelList, Version
 from events.process import admin_guard
 from events.process.admin_guard import own_hosts
 from events.process.exposition import packed

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from controller.deciders.thresholds import BusyThresholds
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, quoted
-from controller.frontend.requests.busy_threshold_body import BusyThresholdBody
-from controller.frontend.requests.intake import Intake
+from controller.frontend.openai.busy_threshold_body import BusyThresholdBody
+from controller.frontend.openai.intake import Intake
 from events.observations import BusyThresholdsSet
 
 JSON = "application/json"

@@ -10,19 +10,19 @@ import msgspec
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.generations.generation import Generation
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.failures import MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
-from controller.frontend.requests.overrides import EXPLAIN, NO_OVERRIDES, RoutingOverrides
-from controller.frontend.requests.schema import ParsedRequest, RequestedSampling
-from controller.frontend.responses.detailed_writers import (
+from controller.frontend.openai.detailed_writers import (
     AnswerContext,
     DetailedBufferedWriter,
     DetailedStreamingWriter,
 )
-from controller.frontend.responses.response_format import ResponseFormat, event
-from controller.frontend.responses.sse import DONE, SseStream
-from controller.frontend.responses.writers import BufferedWriter, ResponseWriter, StreamingWriter
+from controller.frontend.openai.request_parser import ParsedRequest, RequestedSampling
+from controller.frontend.openai.response_format import ResponseFormat, event
+from controller.frontend.openai.sse import DONE, SseStream
+from controller.frontend.openai.writers import BufferedWriter, ResponseWriter, StreamingWriter
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.failures import MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.routing_overrides import EXPLAIN, NO_OVERRIDES, RoutingOverrides
 from controller.frontend.scheduling.admission import Reservation
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.wire import Sampling

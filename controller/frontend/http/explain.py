@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
 from controller.frontend.http.served_models import chosen_model
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.bodies import SALT_CHARS_MAX, validated
-from controller.frontend.requests.generation_request import GenerationRequest
-from controller.frontend.requests.intake import Intake
-from controller.frontend.requests.overrides import RoutingOverrides, overridden
-from controller.frontend.requests.reading import read_prompts
-from controller.frontend.requests.schema import parse_completion
+from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.prompts import read_prompts
+from controller.frontend.openai.request_models import SALT_CHARS_MAX, validated
+from controller.frontend.openai.request_parser import parse_completion
+from controller.frontend.openai.text.tokenizer import TokenizerMissing, ready_tokens
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.routing_overrides import RoutingOverrides, overridden
 from controller.frontend.scheduling.scheduler import explained
-from controller.frontend.text.tokenizer import TokenizerMissing, ready_tokens
 from controller.router.endpoints import Endpoint, Lineage
 from controller.router.selection.filter import AllBusy, AllClosed, NoneReachable, NotServed, NoWorker
 from events.blocks import seed

@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http import SERVER_SOFTWARE
 
 from controller.frontend.http.open_connections import OpenConnections
-from controller.frontend.requests.head import Head
+from controller.frontend.openai.request_head import Head
 
 # Of a request on the fast path, and of what is sent ahead of its turn. Past it reading pauses, and a client who goes
 # away meanwhile is noticed when his turn has come.

@@ -14,7 +14,7 @@ from controller.frontend.http.client_handler import ClientServer
 from controller.frontend.http.fast_path import FastPathConnection
 from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.http.tls import Tls
-from controller.frontend.requests.head import cached_heads
+from controller.frontend.openai.request_head import cached_heads
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
 

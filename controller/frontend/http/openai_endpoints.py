@@ -16,21 +16,21 @@ from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.http.cors import Cors
 from controller.frontend.http.served_models import model_of
-from controller.frontend.requests.admission_headers import read_admission
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.body_scan import UNSCANNED_BYTES
-from controller.frontend.requests.head import Head, read_head
-from controller.frontend.requests.intake import Intake
-from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
-from controller.frontend.requests.readers import READERS
-from controller.frontend.requests.reading import fresh_id, read_prompts, unknown_fields
-from controller.frontend.requests.schema import ParsedRequest
-from controller.frontend.responses.response_format import ResponseFormat, event
-from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
+from controller.frontend.openai.admission_headers import read_admission
+from controller.frontend.openai.body_scan import UNSCANNED_BYTES
+from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.prompts import fresh_id, read_prompts, unknown_fields
+from controller.frontend.openai.readers import READERS
+from controller.frontend.openai.request_head import Head, read_head
+from controller.frontend.openai.request_parser import ParsedRequest
+from controller.frontend.openai.response_format import ResponseFormat, event
+from controller.frontend.openai.sse import SseStream, StreamedResponse, response_head
+from controller.frontend.openai.text.chat_templates import BadTemplate
+from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.routing_overrides import RoutingOverrides, read_overrides
 from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.scheduling.deadlines import Deadlines, WantedRequest, WantedTokens
-from controller.frontend.text.chat_templates import BadTemplate
-from controller.frontend.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
 from events.blocks import seed

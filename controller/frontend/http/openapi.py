@@ -14,14 +14,14 @@ from pydantic.json_schema import models_json_schema
 
 from controller.frontend.errors import CODES
 from controller.frontend.http.routes import MODEL, ROUTES, Route
-from controller.frontend.requests.bodies import ChatBody, CompletionBody, StreamOptions
-from controller.frontend.requests.overrides import EXPLAIN, OVERRIDABLE, header
-from controller.frontend.requests.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
-from controller.frontend.requests.tokenize_bodies import (
+from controller.frontend.openai.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
+from controller.frontend.openai.request_models import ChatBody, CompletionBody, StreamOptions
+from controller.frontend.openai.tokenize_bodies import (
     REFUSED_BY_TOKENIZE,
     TokenizeChatBody,
     TokenizePromptBody,
 )
+from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
 
 VERSION = version("holdfast")
 _AT = "#/components/schemas/"

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import msgspec
 from pydantic import BaseModel
 
-from controller.frontend.requests.bodies import ChatBody, CompletionBody
-from controller.frontend.requests.busy_threshold_body import BusyThresholdBody
-from controller.frontend.requests.tokenize_bodies import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
-from controller.frontend.responses.small_answers import Detokenized, ModelEntry, ModelList, Tokenized, Version
+from controller.frontend.openai.busy_threshold_body import BusyThresholdBody
+from controller.frontend.openai.request_models import ChatBody, CompletionBody
+from controller.frontend.openai.response_models import Detokenized, ModelEntry, ModelList, Tokenized, Version
+from controller.frontend.openai.tokenize_bodies import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 MODEL = "{model}"  # the rest of a path, whatever it is

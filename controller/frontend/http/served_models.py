@@ -4,7 +4,7 @@ from msgspec import UNSET
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, invalid, starting, unavailable, unknown_model
-from controller.frontend.responses.small_answers import ModelEntry
+from controller.frontend.openai.response_models import ModelEntry
 from controller.router.endpoints import EndpointGroup
 
 

@@ -12,12 +12,12 @@ from aiohttp import web
 from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
 from controller.frontend.http.served_models import chosen_model, group_of
-from controller.frontend.requests.intake import Intake
-from controller.frontend.requests.reading import id_header, unknown_fields
-from controller.frontend.requests.tokenize_bodies import DetokenizeRequest, TokenizeRequest
-from controller.frontend.responses.small_answers import Detokenized, Tokenized
-from controller.frontend.text.chat_templates import BadTemplate
-from controller.frontend.text.tokenizer import LONG_TEXT, TokenizerMissing, Tokens
+from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.prompts import id_header, unknown_fields
+from controller.frontend.openai.response_models import Detokenized, Tokenized
+from controller.frontend.openai.text.chat_templates import BadTemplate
+from controller.frontend.openai.text.tokenizer import LONG_TEXT, TokenizerMissing, Tokens
+from controller.frontend.openai.tokenize_bodies import DetokenizeRequest, TokenizeRequest
 from controller.router.endpoints import EndpointGroup
 
 

@@ -20,8 +20,8 @@ from math import inf, isfinite
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
-from controller.frontend.requests.admission_headers import AdmissionHeaders
-from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.openai.admission_headers import AdmissionHeaders
+from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.scheduling.deadline_line import CLOCK_S, DeadlineLine
 from controller.frontend.scheduling.load_monitor import NOTHING, WantedRoom
 from controller.frontend.scheduling.pools import Pools, step_s

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import RequestPlane

@@ -10,8 +10,8 @@ from functools import partial
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
-from controller.frontend.requests.failures import smallest_limit
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.failures import smallest_limit
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.scheduling.load_monitor import LoadMonitor, WantedRoom
 from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.scheduler import KvScheduler

@@ -15,9 +15,9 @@ from typing import Any
 
 import structlog
 
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.pools import Pools
 from controller.frontend.settings import RouterSettings
 from controller.ports import RequestPlane

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from controller.frontend.director import Director
 from controller.frontend.generations.generation import Generation
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.failures import MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.failures import MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.router.endpoints import Lineage
 from events.wire import Logprob, Sampling
 

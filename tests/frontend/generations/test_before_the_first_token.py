@@ -8,7 +8,7 @@ import pytest
 from frontend_kit import TOKENS, Kit, first_goes_to, frontend
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
-from controller.frontend.requests.failures import MigrationBudget
+from controller.frontend.request.failures import MigrationBudget
 from events.observations import RequestAbandoned, RequestMigrated
 
 PROMPT = [300, 301, 302]

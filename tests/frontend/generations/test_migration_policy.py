@@ -21,8 +21,8 @@ from controller.frontend.generations.migration_policy import (
     why_not_carried,
     without_worker,
 )
-from controller.frontend.requests.failures import KINDS, PLANNED, Failure
-from controller.frontend.requests.generation_request import Move
+from controller.frontend.request.failures import KINDS, PLANNED, Failure
+from controller.frontend.request.generation_request import Move
 from controller.router.endpoints import Endpoint
 from controller.router.selection.filter import AllClosed, AllTried
 

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from controller.frontend.errors import unavailable
 from controller.frontend.generations.live_migration import HELD_MAX
-from controller.frontend.requests.failures import MigrationBudget
+from controller.frontend.request.failures import MigrationBudget
 from events.decisions import DrainStarted, HealthStatus
 from events.intrusion.registration import TPOT_MS_MAX
 from events.observations import (

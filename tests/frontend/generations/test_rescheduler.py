@@ -13,9 +13,9 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from controller.adapters.clock import SystemClock
 from controller.frontend.director import Director, World
 from controller.frontend.generations.generation import Generation
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.failures import MigrationBudget
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.failures import MigrationBudget
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.scheduling.peers import HEARD_S, Peers
 from controller.frontend.settings import FrontendSettings
 from controller.processes.frontend import follow_peers

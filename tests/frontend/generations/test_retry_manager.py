@@ -15,7 +15,7 @@ from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.errors import CODES
-from controller.frontend.requests.failures import KINDS, PLANNED, Failure, MigrationBudget
+from controller.frontend.request.failures import KINDS, PLANNED, Failure, MigrationBudget
 from controller.ports import RequestPlane, Sink, WorkerUnreachable
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated
 from events.wire import Chunk, Generate

@@ -14,7 +14,7 @@ from frontend_kit import TOKENS, first_goes_to, frontend, joined, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.generations.stall_watch import StallWatch
-from controller.frontend.requests.failures import Failure, MigrationBudget
+from controller.frontend.request.failures import Failure, MigrationBudget
 from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.settings import AdmissionSettings, StallSettings
 from controller.router.endpoints import Endpoint

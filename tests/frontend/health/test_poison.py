@@ -15,8 +15,8 @@ from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.poison import SETTLED_S, Held, Poisonous, PoisonWatch, Suspicion, Way
-from controller.frontend.requests.block_hashes import BlockNames, fingerprint, sketch_of
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.block_hashes import BlockNames, fingerprint, sketch_of
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import FactSettings, LocalBreakerSettings, PoisonSettings
 from controller.router.endpoints import Endpoint
 from events.fact import Observation

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from controller.frontend.errors import CODES
-from controller.frontend.requests.failures import KINDS
+from controller.frontend.request.failures import KINDS
 from controller.router.selection import filter as pick
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")

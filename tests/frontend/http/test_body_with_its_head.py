@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from controller.frontend.errors import ApiError
-from controller.frontend.requests.intake import Intake
+from controller.frontend.openai.intake import Intake
 from controller.frontend.settings import FrontendSettings
 
 MOST = 1000

@@ -14,7 +14,7 @@ import pytest
 from frontend_kit import TOKENS, Kit, frontend, until
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.text.tokenizer import BUILTIN, LONG_TEXT, Tokens, load_tokenizer
+from controller.frontend.openai.text.tokenizer import BUILTIN, LONG_TEXT, Tokens, load_tokenizer
 
 SECONDS = 20.0
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}

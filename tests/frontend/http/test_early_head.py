@@ -9,7 +9,7 @@ import aiohttp
 from frontend_kit import Kit, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
-from controller.frontend.text.tokenizer import Tokens, ready_tokens
+from controller.frontend.openai.text.tokenizer import Tokens, ready_tokens
 
 COMMENT = b": waiting for the first token\n"
 BODY = {"model": "m", "prompt": [300, 301], "max_tokens": 3}

@@ -22,7 +22,7 @@ from controller.deciders.tiers import Tiers
 from controller.frontend.http.fast_path import BYTES_MAX, FastPathConnection
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.open_connections import OpenConnections
-from controller.frontend.requests.head import KEPT_MAX, cached_heads
+from controller.frontend.openai.request_head import KEPT_MAX, cached_heads
 from controller.frontend.settings import ConnectionSettings, RouterSettings
 
 SECONDS = 10.0

@@ -14,10 +14,10 @@ from frontend_kit import frontend, until
 from scripted_worker import ScriptedWorker
 
 from controller.frontend.errors import ApiError
-from controller.frontend.requests.body_parsers import COMMAND
-from controller.frontend.requests.body_scan import CHEAP_BYTES, SLICE_BYTES, BodyLimits, BodyScan
-from controller.frontend.requests.intake import YIELD_BYTES, Intake
-from controller.frontend.requests.readers import READERS
+from controller.frontend.openai.body_parsers import COMMAND
+from controller.frontend.openai.body_scan import CHEAP_BYTES, SLICE_BYTES, BodyLimits, BodyScan
+from controller.frontend.openai.intake import YIELD_BYTES, Intake
+from controller.frontend.openai.readers import READERS
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 
 REFUSED = "holdfast_bound_refusals_total"

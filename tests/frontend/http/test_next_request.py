@@ -12,8 +12,8 @@ from controller.adapters.clock import SystemClock
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet
 from controller.frontend.director import Director, World
-from controller.frontend.requests.block_hashes import BlockNames
-from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint
 from controller.router.selection.filter import Headroom, NoWorker

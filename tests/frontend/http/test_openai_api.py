@@ -17,12 +17,12 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from controller.frontend.errors import ApiError
 from controller.frontend.generations import output
 from controller.frontend.http.listeners import Listeners
-from controller.frontend.requests.intake import Intake
-from controller.frontend.requests.reading import fresh_id, own_id, read_prompts
-from controller.frontend.requests.schema import parse_completion
-from controller.frontend.responses import writers
+from controller.frontend.openai import writers
+from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.prompts import fresh_id, own_id, read_prompts
+from controller.frontend.openai.request_parser import parse_completion
+from controller.frontend.openai.text.tokenizer import LONG_TEXT, Tokens, ready_tokens
 from controller.frontend.settings import AdmissionSettings, FrontendSettings, StreamSettings
-from controller.frontend.text.tokenizer import LONG_TEXT, Tokens, ready_tokens
 from controller.processes.frontend import FrontendProcess
 from events.decisions import DegradationChanged, HealthStatus, Knobs
 from events.observations import (

@@ -21,7 +21,7 @@ from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import NO_RESPONDERS, ChannelConnection
-from controller.frontend.text.tokenizer import BUILTIN, load_tokens
+from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from events.nats.channel import Channel, NobodyListens
 from events.nats.channels import Channels
 from events.observations import RequestMigrated

@@ -11,7 +11,7 @@ import pytest
 from engine_contract import Rig
 from vllm_servers import VllmServer, folder
 
-from controller.frontend.text.tokenizer import load_tokens
+from controller.frontend.openai.text.tokenizer import load_tokens
 from events.wire import Generate, Sampling
 from workers.engines.engine import EngineDead
 from workers.engines.openai.engine import OpenAIEngine

@@ -1,0 +1,134 @@
+"""Parses the request bodies that are too large for the event loop, in processes that can be killed.
+
+    up to 4 MiB ──▶ a process for these
+    more ─────────▶ another process, so that long prompts do not wait for huge bodies
+
+A thread would not help: the decoder holds the interpreter until it has finished. A process is started with the first body that
+needs it, and again after it was killed or has failed.
+"""
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import structlog
+
+from controller.frontend.errors import ApiError, unavailable
+from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
+from controller.frontend.settings import AdmissionSettings
+
+MIB = 2**20
+HUGE_BYTES = 4 * MIB
+PIECE_BYTES = 2**18  # written to a process at once
+RETRY_AFTER_S = 1
+COMMAND = (sys.executable, "-m", "controller.frontend.openai.parse_process")
+
+log = structlog.get_logger(__name__)
+
+
+class BodyParsers:
+    """The parser processes of one frontend."""
+
+    def __init__(self, settings: AdmissionSettings, refused: Callable[[str], object]) -> None:
+        """`refused` is called with the bound for each body that is refused."""
+        self._settings = settings
+        self._refused = refused
+        self._processes = (_ParserProcess(), _ParserProcess())
+        self.waiting_bytes = 0  # of bodies that are parsed in a process, or wait for one
+
+    async def parse(self, name: str, body: bytes) -> Any:
+        """Return what the parser of this name returns for a body. Raise ApiError: 400 for an invalid one, 503 beyond a bound."""
+        most, size = self._settings.bodies_mb_max * MIB, len(body)
+        if self.waiting_bytes and self.waiting_bytes + size > most:
+            why = f"{self.waiting_bytes // MIB} MB of requests' bodies are waiting to be parsed"
+            raise self._refusal("body_parse", "queue_full", why)
+        self.waiting_bytes += size
+        running = asyncio.create_task(self._parse(self._processes[size > HUGE_BYTES], name, body))
+        running.add_done_callback(partial(self._parsed, size))
+        # A client that disconnects does not stop the parser: to start another one costs more than to finish.
+        return outcome(name, await asyncio.shield(running))
+
+    def _parsed(self, size: int, running: "asyncio.Task[bytes]") -> None:
+        self.waiting_bytes -= size
+        if not running.cancelled():
+            running.exception()  # retrieved also where the client has disconnected
+
+    async def _parse(self, process: "_ParserProcess", name: str, body: bytes) -> bytes:
+        limit_s = self._settings.body_parse_s
+        try:
+            async with asyncio.timeout(limit_s), process.lock:
+                try:
+                    return await process.parse(name, body)
+                except (OSError, asyncio.IncompleteReadError) as error:  # it may have been dead before
+                    log.warning("body_parser_failed", why=type(error).__name__)
+                    return await process.parse(name, body)
+        except TimeoutError as error:
+            why = f"the body was not parsed within {limit_s:g} s"
+            raise self._refusal("body_parse", "queue_timeout", why) from error
+        except (OSError, asyncio.IncompleteReadError) as error:
+            log.warning("body_parser_failed", why=type(error).__name__)
+            raise self._refusal(
+                "body_parse", "queue_full", "the process that parses bodies has ended"
+            ) from error
+
+    def _refusal(self, bound: str, code: str, why: str) -> ApiError:
+        self._refused(bound)
+        return unavailable(why, code, RETRY_AFTER_S)
+
+    async def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            await process.end()
+
+
+class _ParserProcess:
+    """One process, which parses one body at a time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self._process: Process | None = None
+
+    async def parse(self, name: str, body: bytes) -> bytes:
+        """Return the encoded outcome. Kill the process when the caller gives up. Raise OSError, IncompleteReadError."""
+        try:
+            process = await self._running()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(HEAD.pack(len(body), NAMES.index(name)))
+            view = memoryview(body)
+            for at in range(0, len(body), PIECE_BYTES):
+                process.stdin.write(bytes(view[at : at + PIECE_BYTES]))
+                await process.stdin.drain()
+            (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
+            return await process.stdout.readexactly(size)
+        except RuntimeError as error:  # uvloop's, for a pipe that it has closed already
+            await self.end()
+            raise BrokenPipeError(str(error)) from error
+        except BaseException:  # an outcome that is not awaited must not be taken for the next body's
+            await self.end()
+            raise
+
+    async def _running(self) -> Process:
+        if self._process is None or self._process.returncode is not None:
+            environment = {
+                name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")
+            }
+            self._process = await asyncio.create_subprocess_exec(
+                *COMMAND, stdin=PIPE, stdout=PIPE, env=environment, limit=PIECE_BYTES
+            )
+        return self._process
+
+    async def end(self) -> None:
+        """Kill the process, if there is one, and wait until it is gone."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):  # it has ended already
+            process.kill()
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()

@@ -1,0 +1,72 @@
+"""A process that parses large request bodies for a frontend, so that the frontend's event loop does not wait for them.
+
+    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of Parsed or Rejected
+
+It ends at the end of its input. The frontend kills it when one body takes too long.
+"""
+
+import os
+import struct
+import sys
+from typing import Any
+
+import msgspec
+
+from controller.frontend.errors import ApiError
+from controller.frontend.openai.readers import READERS
+
+HEAD = struct.Struct("<IB")
+SIZE = struct.Struct("<I")
+NAMES = tuple(READERS)
+NICENESS = 5  # streams go first where cores are scarce
+
+
+class Parsed(msgspec.Struct, tag=True, frozen=True):
+    """What a body asks for, as its parser returns it."""
+
+    result: msgspec.Raw
+
+
+class Rejected(msgspec.Struct, tag=True, frozen=True):
+    """The 400 of a body that is invalid."""
+
+    message: str
+    code: str
+    param: str | None
+
+
+def parse(name: str, body: bytes) -> bytes:
+    """Return the encoded outcome of one body."""
+    read, _ = READERS[name]
+    try:
+        result = msgspec.Raw(msgspec.msgpack.encode(read(body)))
+    except ApiError as error:
+        return msgspec.msgpack.encode(Rejected(str(error), error.code, error.param))
+    except OverflowError:  # MessagePack has no integer of more than 64 bits
+        why = "a number of the body has more than 64 bits"
+        return msgspec.msgpack.encode(Rejected(why, "invalid_value", None))
+    return msgspec.msgpack.encode(Parsed(result))
+
+
+def outcome(name: str, encoded: bytes) -> Any:
+    """Return what a body asks for, of its encoded outcome. Raise ApiError (400)."""
+    found = msgspec.msgpack.decode(encoded, type=Parsed | Rejected)
+    if isinstance(found, Rejected):
+        raise ApiError(400, found.message, code=found.code, param=found.param)
+    return msgspec.msgpack.decode(found.result, type=READERS[name][1])
+
+
+def main() -> None:
+    """Parse one body after another until the input ends."""
+    os.nice(NICENESS)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while len(head := source.read(HEAD.size)) == HEAD.size:
+        size, parser = HEAD.unpack(head)
+        answer = parse(NAMES[parser], source.read(size))
+        sink.write(SIZE.pack(len(answer)))
+        sink.write(answer)
+        sink.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""One HTTP response as a stream of server-sent events, written straight to the transport.
+
+Everything that one turn of the loop brings for a stream becomes one write; each token stays its own event.
+The head goes out with the first event, so that whatever fails before the first token is a proper HTTP error; or after
+`early_head_s` without a token, also of a request that is queued or tokenised: from then on errors are events of the stream.
+Nobody waits for a client: what he does not read is buffered up to a bound and a deadline, past which he is cancelled.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from email.utils import formatdate
+from functools import lru_cache
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from controller.frontend.openai.request_head import Head
+from controller.frontend.settings import StreamSettings
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting for a worker\n\n"
+NO_TOKEN_YET = b": waiting for the first token\n\n"
+
+
+class SseStream:
+    """The client's end of one streamed request."""
+
+    __slots__ = (
+        "_chunked",
+        "_head",
+        "_limits",
+        "_moved_at",
+        "_overflow",
+        "_quiet_at",
+        "_quiet_bytes",
+        "_seen",
+        "_transport",
+        "_written",
+        "ended",
+        "parts",
+        "started",
+    )
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        limits: StreamSettings,
+        *,
+        chunked: bool,
+        head: Callable[[], bytes],
+        overflow: Callable[["SseStream", str], None],
+        began_at: float = 0.0,
+    ) -> None:
+        """Write to this connection, `chunked` if the client speaks HTTP/1.1, within the settings' limits.
+
+        `head` makes the response's head and is asked once, with the first event; `overflow` is told why the client must be
+        cut off. `began_at`: monotonic seconds, when the request came.
+        """
+        self._transport = transport
+        self._limits = limits
+        self._chunked = chunked
+        self._head: Callable[[], bytes] | None = head
+        self._overflow: Callable[[SseStream, str], None] = overflow
+        self._written = 0
+        self._seen = 0  # bytes that had left our buffer when we looked last
+        self._moved_at: float | None = None  # None: nothing is waiting
+        self._quiet_at = (
+            began_at  # when the request came, or the last comment before the first token went out
+        )
+        self._quiet_bytes = 0  # what was written by then: as long as no more is, no token has come
+        self.parts: list[bytes] = []
+        self.started = False
+        self.ended = False
+
+    def end(self, last: bytes) -> None:
+        """Write the last event."""
+        self.parts.append(last)
+        self.ended = True
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what has gathered, as one chunk: one call of the system for all that a turn of the loop brings."""
+        parts = self.parts
+        if not parts:
+            return
+        if self._chunked:
+            parts.insert(0, b"%x\r\n" % sum(map(len, parts)))
+            parts.append(b"\r\n0\r\n\r\n" if self.ended else b"\r\n")
+        if not self.started:
+            self.started = True
+            assert self._head is not None
+            parts.insert(0, self._head())
+        payload = b"".join(parts)  # once: an answer's bytes are many
+        parts.clear()
+        transport = self._transport
+        if transport.is_closing():
+            return
+        transport.write(payload)
+        self._written += len(payload)
+        if transport.get_write_buffer_size() > self._limits.buffer_bytes_max:
+            self._overflow(self, "the client does not read what it asked for")
+
+    def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
+        """Send a comment, which clients ignore, where nothing else may come for a while."""
+        self.parts.append(comment)
+        self.flush()
+
+    def await_token(self, now: float) -> None:
+        """Send the head and a comment if no token has come for `early_head_s`, so that no proxy takes the connection for idle.
+        `now`: monotonic seconds."""
+        every_s = self._limits.early_head_s
+        if not every_s or self._written != self._quiet_bytes or now - self._quiet_at < every_s:
+            return
+        self.keep_alive(NO_TOKEN_YET)
+        self._quiet_at, self._quiet_bytes = now, self._written
+
+    def check(self, now: float) -> None:
+        """Cancel the client if bytes have waited for `write_deadline_s`, none of them moving. `now`: monotonic seconds."""
+        waiting = self.waiting
+        left = self._written - waiting
+        if not waiting:
+            self._moved_at = None
+        elif self._moved_at is None or left > self._seen:
+            self._moved_at = now
+        elif now - self._moved_at > self._limits.write_deadline_s:
+            self._overflow(self, f"the client has read nothing for {self._limits.write_deadline_s:g} s")
+        self._seen = left
+
+    @property
+    def socket(self) -> Any:
+        """The connection's socket, as its transport gives it."""
+        return self._transport.get_extra_info("socket")
+
+    @property
+    def waiting(self) -> int:
+        """How many bytes the client has not taken yet."""
+        return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
+
+    def release(self) -> None:
+        """Let go of who is told: what is over is freed at once, not by the collector of cycles."""
+        self._overflow, self._head = _nothing, None
+
+    def abort(self) -> None:
+        """Drop the client's connection."""
+        self._transport.abort()
+
+
+def _nothing(stream: SseStream, why: str) -> None:
+    pass
+
+
+class StreamedResponse(web.StreamResponse):
+    """Tells aiohttp that the response has been written already, by an SseStream."""
+
+    def __init__(self, *, keep: bool) -> None:
+        super().__init__()
+        self._keep_alive = keep
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        self._eof_sent = True
+
+
+def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
+    """Return the head of a 200 response that streams events, to a request with this head."""
+    lines = [head_beginning(head.version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
+    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
+    if head.chunked:
+        lines.append("Transfer-Encoding: chunked\r\n")
+    lines.append("\r\n" if head.keep else "Connection: close\r\n\r\n")
+    return "".join(lines).encode("latin-1", "replace")
+
+
+@lru_cache(2)  # versions; saves a date's formatting for all but the first head of a second
+def head_beginning(version: tuple[int, int], second: int) -> str:
+    """Return what is the same for every head of this second since 1970 (UTC)."""
+    return (
+        f"HTTP/{version[0]}.{version[1]} 200 OK\r\n"
+        "Content-Type: text/event-stream; charset=utf-8\r\n"
+        "Cache-Control: no-cache\r\n"
+        "X-Accel-Buffering: no\r\n"
+        f"Date: {formatdate(second, usegmt=True)}\r\n"
+    )

@@ -1,0 +1,122 @@
+"""Chat templates: from messages to one prompt.
+
+A template is a program that comes with the model's files: it runs in `jinja_environment`'s sandbox, which is imported with
+the first template.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from events.errors import HoldfastError
+
+SAID_MAX = 200  # characters of what a template says that refuses
+SOURCE_CHARS_MAX = 262_144  # the longest published ones have 30,000
+SIM_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+DEFAULT, WITH_TOOLS = (
+    "default",
+    "tool_use",
+)  # names of a model's templates, as transformers chooses among them
+
+
+class BadTemplate(HoldfastError):
+    """The model's chat template refused these messages."""
+
+
+class ChatTemplate:
+    """One compiled template, the special tokens that it may name, and the form in which it takes messages."""
+
+    def __init__(
+        self, source: str, specials: dict[str, str], with_tools: "ChatTemplate | None" = None
+    ) -> None:
+        """Compile `source`. `with_tools` renders in its place where tools are given. Raise BadTemplate."""
+        from jinja2 import TemplateError
+        from jinja2.meta import find_undeclared_variables
+
+        from controller.frontend.openai.text.jinja_environment import RenderingBudget, environment
+        from controller.frontend.openai.text.message_format import format_of
+
+        if len(source) > SOURCE_CHARS_MAX:
+            raise BadTemplate(f"the chat template has more than {SOURCE_CHARS_MAX:,} characters")
+        self._environment, self._budget = environment(), RenderingBudget
+        try:
+            self._template = self._environment.from_string(source)
+            tree = self._environment.parse(source)
+            self._reads = find_undeclared_variables(tree)
+        except (TemplateError, RecursionError) as error:
+            raise BadTemplate(f"the chat template does not compile: {error}") from error
+        self._format = format_of(tree)
+        self._with_tools = with_tools
+        # All names in one dict, copied once for every rendering: Jinja2's own merging takes longer than the template
+        self._usual = {**self._template.globals, **specials, "add_generation_prompt": True, "tools": None}
+        self._template.globals = {}
+
+    def reads(self, name: str) -> bool:
+        """Return whether the template reads what is given to it under this name."""
+        return name in self._reads
+
+    def render(self, messages: Sequence[dict[str, Any]], /, **extra: Any) -> str:
+        """Return the prompt that ends where the assistant begins. Raise BadTemplate, whatever went wrong.
+
+        `extra` is the client's: it may bear any name, but the messages stay what they are.
+        """
+        if self._with_tools is not None and extra.get("tools"):
+            return self._with_tools.render(messages, **extra)
+        names = {**self._usual, **extra, "messages": self._format.messages(messages)}
+        self._environment.budget = self._budget()
+        try:
+            return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
+        except (
+            Exception
+        ) as error:  # a template is a program: fed with a client's values, it may raise anything
+            said = str(error)[:SAID_MAX]  # it may quote them
+            raise BadTemplate(f"the chat template refused these messages: {said}") from error
+
+
+def load_template(folder: Path | None) -> ChatTemplate | None:
+    """Return the chat template of a model's folder (None: the simulated engine's); None if it has none. Raise BadTemplate."""
+    if folder is None:
+        return ChatTemplate(SIM_TEMPLATE, {})
+    config = _config(folder / "tokenizer_config.json")
+    sources, specials = _sources(folder, config), _specials(config)
+    if DEFAULT not in sources:
+        return None
+    with_tools = ChatTemplate(sources[WITH_TOOLS], specials) if WITH_TOOLS in sources else None
+    return ChatTemplate(sources[DEFAULT], specials, with_tools)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadTemplate(f"{file} cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return a model's templates by name, from where transformers looks for them."""
+    given = config.get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
+    sources = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    files = {DEFAULT: folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    sources |= {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return {str(name): source for name, source in sources.items() if isinstance(source, str)}
+
+
+def _specials(config: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens that have names: the usual ones, and those that a model adds (`image_token`)."""
+    more = config.get("extra_special_tokens")
+    found = {name: config.get(name) for name in SPECIAL_NAMES}
+    found |= more if isinstance(more, dict) else {}
+    names = {
+        name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
+    }
+    return {name: value for name, value in names.items() if isinstance(value, str)}

@@ -1,0 +1,71 @@
+"""What is asked of the workers for one answer, and the move that it is in the middle of."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.request.failures import Failure
+from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides
+from controller.router.endpoints import Endpoint, Lineage
+from events.wire import Sampling
+
+
+class GenerationRequest(
+    msgspec.Struct, frozen=True, kw_only=True
+):  # a frozen dataclass takes ten times as long to make
+    """What is asked of the workers: the same on every attempt, but for what has been accepted already."""
+
+    id: str
+    model: str
+    lineage: Lineage
+    prompt: list[int]
+    prompt_text: str  # empty if token ids were given
+    sampling: Sampling
+    guided: dict[str, Any] | None
+    # The same tokens come from any healthy worker: greedy ones, or those of our own engines, whose random numbers
+    # are named by the seed and the position. Other servers' random numbers begin anew with each request.
+    deterministic: bool
+    names: BlockNames  # of the prompt's blocks
+    tier: str = "standard"
+    priority: int = (
+        0  # at the worker; 0 is the best, and everybody's where requests are not let in by deadlines
+    )
+    arrived: float | None = (
+        None  # when, by the frontend's monotonic clock; None: when it was sent to a worker first
+    )
+    first_token_by: float | None = None  # by the same clock, where it was let in by a deadline
+    cache_salt: str = ""
+    overrides: RoutingOverrides = NO_OVERRIDES
+    traceparent: str = (
+        ""  # the client's trace: it goes to the workers, and onto the events about this request
+    )
+
+    @property
+    def tokens_max(self) -> int:
+        """The tokens of the prompt and of the longest answer: what a worker's context must hold."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The KV cache that came along with a request."""
+
+    bytes: int  # over all shards
+    blocks: int
+    link: str
+
+
+@dataclass(slots=True)
+class Move:
+    """A migration that has begun and whose first token has not come yet."""
+
+    failure: Failure
+    original: Failure  # the first since a token came: the client is told this one if nothing helps
+    source: Endpoint
+    since: float  # when the failure was noticed
+    tokens: int  # accepted until then
+    carried: Carried | None = None  # None: it is computed again
+    predicted_ms: float | None = None
+    refused: str = ""  # why a transfer that was wanted did not come off

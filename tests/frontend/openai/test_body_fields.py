@@ -1,0 +1,191 @@
+"""What becomes of every field that a body may have: it is obeyed, refused by name, known to change nothing, or told of."""
+
+import json
+from typing import Any
+
+import pytest
+from frontend_kit import TOKENS, frontend
+from scripted_worker import ScriptedWorker
+
+from controller.frontend.errors import ApiError
+from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.prompts import read_prompts, unknown_fields
+from controller.frontend.openai.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
+from controller.frontend.openai.request_models import ChatBody, CompletionBody
+from controller.frontend.openai.request_parser import parse_any_chat, parse_completion
+from controller.frontend.openai.text.chat_templates import ChatTemplate
+from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer
+from controller.frontend.settings import FrontendSettings
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+KINDS = [
+    pytest.param(parse_any_chat, CHAT, REFUSED_BY_CHAT, id="chat"),
+    pytest.param(parse_completion, COMPLETION, REFUSED_BY_COMPLETIONS, id="completions"),
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(("parse", "body", "refused"), KINDS)
+def test_what_would_change_the_answer_is_refused_by_name_and_its_harmless_values_pass(
+    parse: Any, body: dict[str, Any], refused: dict[str, tuple[Any, ...]]
+) -> None:
+    for name, harmless in refused.items():
+        for value in harmless:
+            assert parse(body | {name: value}).unknown == ()
+        for value in ("x", 7, -0.5, ["x"], {"x": 1}):
+            with pytest.raises(ApiError) as found:
+                parse(body | {name: value})
+            assert (found.value.code, found.value.param) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(("parse", "body", "refused"), KINDS)
+def test_what_changes_nothing_passes_and_what_nobody_knows_is_told_of(
+    parse: Any, body: dict[str, Any], refused: dict[str, tuple[Any, ...]]
+) -> None:
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    assert (
+        parse(body | dict.fromkeys(IGNORED.keys() - {"stream_options.include_obfuscation"}, "x")).unknown
+        == ()
+    )
+    assert parse(body | options).unknown == ()
+    odd = {"odd": 1, "temprature": 0, "stream": True, "stream_options": {"odd": 2}}
+    assert parse(body | odd).unknown == ("odd", "temprature", "stream_options.odd")
+
+
+def test_no_field_has_two_fates() -> None:
+    for model, refused in ((ChatBody, REFUSED_BY_CHAT), (CompletionBody, REFUSED_BY_COMPLETIONS)):
+        obeyed = set(model.model_fields)
+        assert not obeyed & set(refused) and not obeyed & set(IGNORED) and not set(refused) & set(IGNORED)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_says_which_fields_nobody_knows(stream: bool) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        ask = CHAT | {"max_tokens": 2, "stream": stream, "temprature": 0, 'o"dd\n\\é': 1}
+        for headers, before in (({}, ""), ({"X-Priority": "gold"}, "unknown X-Priority gold")):
+            url = kit.url + "/v1/chat/completions"
+            async with kit.http.post(url, json=ask, headers=headers) as answer:
+                assert answer.status == 200
+                told = answer.headers["Warning"]
+            assert told.endswith('299 - "not known here, and not obeyed: temprature, odd"')
+            assert before in told
+        async with kit.http.post(kit.url + "/v1/chat/completions", json=CHAT | {"user": "me"}) as answer:
+            assert "Warning" not in answer.headers
+
+
+def test_however_many_are_unknown_the_warning_stays_short() -> None:
+    told = unknown_fields([f"{n}-{'x' * 500}" for n in range(5000)])
+    assert len(told) < 600 and "and 4992 more" in told
+
+
+# --- messages
+
+
+@pytest.mark.parametrize("calls", [{"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}])
+def test_an_assistants_message_with_calls_needs_no_content(calls: dict[str, Any]) -> None:
+    for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
+        messages = [*CHAT["messages"], {"role": "assistant", **content, **calls}]
+        assert parse_any_chat(CHAT | {"messages": messages}).messages[1] == {
+            "role": "assistant",
+            "content": "",
+            **calls,
+        }
+
+
+def test_a_message_with_an_empty_text_has_content() -> None:
+    parsed = parse_any_chat(CHAT | {"messages": [{"role": "user", "content": ""}]})
+    assert parsed.messages == [{"role": "user", "content": ""}]
+
+
+# --- what a chat template reads
+
+
+def tokens_of(template: str) -> Tokens:
+    return Tokens(load_tokenizer(BUILTIN), ChatTemplate(template, {}))
+
+
+async def prompt_of(tokens: Tokens, **ask: Any) -> str:
+    ((_, text),) = await read_prompts(parse_any_chat(CHAT | ask), tokens, 4096, Intake(FrontendSettings()))
+    return text
+
+
+async def test_tools_that_are_not_to_be_called_are_the_templates_to_read() -> None:
+    telling = tokens_of(
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    )
+    assert await prompt_of(telling, tools=TOOLS, tool_choice="none") == "f hi"
+    assert await prompt_of(telling, tools=[], tool_choice="none") == "hi"
+    assert await prompt_of(telling, tools=[]) == "hi"
+    plain = tokens_of("{{ messages[0].content }}")
+    assert await prompt_of(plain, tools=TOOLS, tool_choice="none") == "hi"
+
+
+async def test_reasoning_effort_is_for_templates_that_read_it() -> None:
+    thinking = tokens_of(
+        "{{ messages[0].content }}{% if reasoning_effort %} {{ reasoning_effort }}{% endif %}"
+    )
+    assert await prompt_of(thinking, reasoning_effort="low") == "hi low"
+    assert await prompt_of(thinking, reasoning_effort=None) == "hi"
+    given = {"reasoning_effort": "high"}
+    assert await prompt_of(thinking, chat_template_kwargs=given) == "hi high"
+    plain = tokens_of("{{ messages[0].content }}")
+    assert await prompt_of(plain, chat_template_kwargs=given) == "hi"
+    with pytest.raises(ApiError, match="chat template does not read it"):
+        await prompt_of(plain, reasoning_effort="low")
+
+
+def test_a_template_knows_what_it_reads() -> None:
+    for folder in ("", "{% set x = 1 %}{{ x }}{{ y }}{% for z in messages %}{{ z }}{% endfor %}"):
+        template = ChatTemplate(folder, {"bos_token": "<s>"})
+        assert [name for name in ("x", "y", "z", "messages") if template.reads(name)] == (
+            ["y", "messages"] if folder else []
+        )
+
+
+# --- biases and min_p
+
+
+def test_biases_become_numbers_and_those_of_nothing_are_none() -> None:
+    sampling = parse_completion(
+        COMPLETION | {"logit_bias": {"7": 1, "8": 0, "9": -2.5}, "min_p": 0.1}
+    ).sampling
+    assert (sampling.logit_bias, sampling.min_p) == ({7: 1.0, 9: -2.5}, 0.1)
+    for nothing in ({}, {"logit_bias": None, "min_p": None}, {"logit_bias": {}, "min_p": 0}):
+        sampling = parse_completion(COMPLETION | nothing).sampling
+        assert (sampling.logit_bias, sampling.min_p) == ({}, 0.0)
+
+
+async def test_biases_and_min_p_are_what_the_worker_is_asked_for() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        await kit.complete("hi", 2, logit_bias={"300": -3}, min_p=0.25, temperature=0.5)
+        await kit.complete("hi", 2)
+        assert [(r.sampling.logit_bias, r.sampling.min_p) for r in worker.requests] == [
+            ({300: -3.0}, 0.25),
+            ({}, 0.0),
+        ]
+
+
+async def test_every_id_that_the_tokenizer_knows_may_be_biased() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        await kit.complete("hi", 2, logit_bias={str(TOKENS.size - 1): 1})
+
+
+def test_constraints_may_come_under_any_name_but_only_one() -> None:
+    for name, value in (
+        ("guided_choice", ["a"]),
+        ("guided_regex", "a"),
+        ("guided_json", {"type": "object"}),
+        ("guided_json", json.dumps({"type": "object"})),
+        ("guided_grammar", "root ::= a"),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("response_format", {"type": "json_object"}),
+    ):
+        assert parse_completion(COMPLETION | {name: value}).guided == {name: value}
+        other = (
+            {"structured_outputs": {"regex": "a"}} if name != "structured_outputs" else {"guided_regex": "a"}
+        )
+        with pytest.raises(ApiError, match="one field"):
+            parse_completion(COMPLETION | {name: value} | other)
+    assert parse_completion(COMPLETION | {"response_format": {"type": "text"}}).guided is None

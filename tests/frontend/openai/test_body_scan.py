@@ -1,0 +1,90 @@
+"""A body's structure is counted in small, bounded steps, and a body of too much is refused before anything is decoded."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from controller.frontend.openai.body_scan import SLICE_BYTES, BodyLimits, BodyScan
+from controller.frontend.settings import AdmissionSettings
+
+LIMITS = BodyLimits(names=100, nested=50, texts=200, values=1000)
+NAMES = b'{"model":"m"' + b"".join(b',"a%d":1' % n for n in range(1_000_000)) + b"}"
+
+
+def fed(body: bytes, limits: BodyLimits, dice: random.Random | None = None) -> tuple[str, BodyScan]:
+    """Feed a body in slices of the usual size, or of random sizes, until it is refused."""
+    scan, at = BodyScan(limits), 0
+    while at < len(body):
+        size = SLICE_BYTES if dice is None else dice.randint(1, 40)
+        if excess := scan.feed(body[at : at + size]):
+            return excess, scan
+        at += size
+    return "", scan
+
+
+def counts(value: Any) -> tuple[int, int]:
+    """Return how many names, and how many lists and objects, a value has."""
+    if isinstance(value, dict):
+        inner = [counts(one) for one in value.values()]
+        return len(value) + sum(n for n, _ in inner), 1 + sum(m for _, m in inner)
+    if isinstance(value, list):
+        inner = [counts(one) for one in value]
+        return sum(n for n, _ in inner), 1 + sum(m for _, m in inner)
+    return 0, 0
+
+
+def made(dice: random.Random, depth: int = 0) -> Any:
+    """Return a random JSON value, with strings that look like structure."""
+    kind = dice.randrange(5 if depth < 4 else 3)
+    text = "".join(dice.choice('a"\\{}[],:é\n') for _ in range(dice.randrange(6)))
+    if kind == 3:
+        return [made(dice, depth + 1) for _ in range(dice.randrange(4))]
+    if kind == 4:
+        return {f"{n}{text}": made(dice, depth + 1) for n in range(dice.randrange(4))}
+    return (text, dice.randrange(1000), None)[kind]
+
+
+def test_what_strings_contain_is_not_counted_wherever_a_body_is_cut() -> None:
+    """The counts of 1,000 random bodies, cut at random places, are those of what they decode to."""
+    dice = random.Random(18)
+    limits = BodyLimits(names=10**6, nested=10**6, texts=10**6, values=10**6)
+    for _ in range(1000):
+        value = [made(dice) for _ in range(3)]
+        body = json.dumps(value, ensure_ascii=dice.random() < 0.5).encode()
+        excess, scan = fed(body, limits, dice)
+        assert (excess, scan.names, scan.nested) == ("", *counts(value)), body
+
+
+@pytest.mark.parametrize(
+    ("body", "excess"),
+    [
+        (b"{" + b'"a":1,' * 101, "100 names"),
+        (b"[" * 51, "50 lists and objects"),
+        (b"[" + b'"",' * 201, "200 texts and names"),
+        (b"[" + b"1," * 1001, "1000 values"),
+    ],
+)
+def test_each_limit_is_reported_by_its_name(body: bytes, excess: str) -> None:
+    assert fed(body, LIMITS)[0] == excess
+
+
+def test_a_million_unknown_names_are_refused_after_a_twelfth_of_the_body() -> None:
+    """The reported body of 11 MB: before, all of it was decoded, which held every other client for seconds."""
+    settings = AdmissionSettings()
+    limits = BodyLimits(
+        settings.body_names_max, settings.body_lists_max, settings.body_texts_max, settings.body_values_max
+    )
+    excess, scan = fed(NAMES, limits)
+    assert excess == "65536 names" and scan.size < len(NAMES) / 12
+
+
+def test_10000_messages_of_one_part_each_are_within_the_limits() -> None:
+    settings = AdmissionSettings()
+    limits = BodyLimits(
+        settings.body_names_max, settings.body_lists_max, settings.body_texts_max, settings.body_values_max
+    )
+    message = {"role": "user", "content": [{"type": "text", "text": 'a "quoted" word'}]}
+    excess, scan = fed(json.dumps({"model": "m", "messages": [message] * 10_000}).encode(), limits)
+    assert not excess and not scan.cheap

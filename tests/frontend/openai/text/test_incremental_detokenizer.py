@@ -1,0 +1,213 @@
+"""Stop strings over any cutting of the text, and nothing of them ever said."""
+
+import itertools
+import json
+import time
+from typing import SupportsIndex
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.frontend.openai.response_format import ResponseFormat
+from controller.frontend.openai.text.incremental_detokenizer import IncrementalDetokenizer, StopChecker
+from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
+from controller.frontend.openai.writers import BufferedWriter, StreamingWriter
+from events.wire import Logprob
+
+LETTERS = st.text(alphabet="ab", max_size=30)
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    bounds = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@given(
+    LETTERS,
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 99)),
+)
+def test_any_cutting_gives_the_text_before_the_first_stop(
+    text: str, stops: list[str], places: list[int]
+) -> None:
+    window, said = StopChecker(stops), ""
+    for piece in cut(text, places):
+        said += window.feed(piece)
+        if window.stopped:
+            break
+    if not window.stopped:
+        said += window.rest()
+    assert window.stopped == any(stop in text for stop in stops)
+    if not window.stopped:
+        assert said == text
+    else:
+        assert text.startswith(said)
+        assert not any(stop in said for stop in stops)
+
+
+@given(LETTERS, st.text(alphabet="ab", min_size=1, max_size=4))
+def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: str) -> None:
+    window = StopChecker([stop])
+    said = window.feed(text)
+    held = len(text) - len(said) if not window.stopped else 0
+    assert held < len(stop)
+
+
+@given(
+    LETTERS,
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=9), min_size=1, max_size=3),
+    st.integers(0, 40),
+)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(
+    text: str, stops: list[str], at: int
+) -> None:
+    window = StopChecker(stops)
+    said = window.feed(text[:at]) + ("" if window.stopped else window.feed(text[at:]))
+    if not window.stopped:
+        beginnings = [
+            stop[:size] for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])
+        ]
+        assert said + max(beginnings, key=len) == text
+        assert (window.feed("", armed=False), window.feed("c")) == (max(beginnings, key=len), "c")
+
+
+class Seen(str):
+    """A stop string that counts how often a character of it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: SupportsIndex | slice) -> str:
+        Seen.looks += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 5000, ("a" * 300 + "c") * 20, ("a" * 150 + "d" + "a" * 149 + "e") * 20]
+)
+def test_stop_strings_that_are_said_nearly_cost_no_more_than_others(text: str) -> None:
+    stops = [Seen("a" * 299 + "b"), Seen("c" * 300), Seen("a" * 150 + "d" + "a" * 150), Seen("ab" * 150)]
+    window = StopChecker(stops)
+    Seen.looks = 0
+    for piece in cut(text, list(range(0, len(text), 4))):
+        window.feed(piece)
+    assert 0 < Seen.looks <= 3 * len(stops) * len(text)
+
+
+def test_what_was_held_back_is_said_at_the_end() -> None:
+    tokens = load_tokens(BUILTIN)
+    detokenizer = IncrementalDetokenizer(tokens.detokenizer(), ["river bed"], 0)
+    said = "".join(detokenizer.feed(token) for token in tokens.encode("a river b", special=False))
+    assert said == "a "
+    assert said + detokenizer.end() == "a river b"
+
+
+def test_unfinished_characters_are_flushed_at_the_end() -> None:
+    tokens = load_tokens(BUILTIN)
+    ids = tokens.encode("é", special=False)[:1]
+    detokenizer = IncrementalDetokenizer(tokens.detokenizer(), [], 0)
+    assert "".join(map(detokenizer.feed, ids)) + detokenizer.end() == tokens.decode(ids) == "\ufffd"
+
+
+def logprobs_of(count: int) -> dict[str, list[int]]:
+    """Return the logprobs of a whole answer of so many tokens, as the completions endpoint shows them."""
+    tokens = load_tokens(BUILTIN)
+    format = ResponseFormat(
+        "id", "m", 0, chat=False, usage=False, tokens=tokens, stops=(), min_tokens=0, logprobs=1
+    )
+    writer = BufferedWriter(format)
+    writer.write([300] * count, [Logprob(chosen=-1.0)] * count)
+    writer.finish("length")
+    shown: dict[str, list[int]] = writer.choice(0)["logprobs"]
+    return shown
+
+
+def test_logprobs_say_where_in_the_text_each_token_begins() -> None:
+    size = len(load_tokens(BUILTIN).text_of(300))
+    assert logprobs_of(3)["text_offset"] == [0, size, 2 * size]
+    assert logprobs_of(0)["text_offset"] == []
+
+
+def test_the_logprobs_of_a_long_answer_do_not_hold_everybody_up() -> None:
+    began = time.process_time()
+    logprobs_of(50_000)
+    assert time.process_time() - began < 2.0
+
+
+class Page:
+    """What a stream would have been sent."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def flush(self) -> None:
+        pass
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each event."""
+        events = [event.removeprefix(b"data: ") for event in b"".join(self.parts).split(b"\n\n")[:-1]]
+        return [json.loads(event)["choices"][0]["text"] for event in events]
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 2047), st.integers(3, 258)), max_size=40),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+)
+def test_tokens_that_come_at_once_are_the_same_events_as_one_after_another(
+    said: list[int], portions: list[int]
+) -> None:
+    tokens = load_tokens(BUILTIN)
+    format = ResponseFormat(
+        "id", "m", 0, chat=False, usage=False, tokens=tokens, stops=(), min_tokens=0, logprobs=None
+    )
+    pages = []
+    for sizes in (portions, [1]):
+        page = Page()
+        writer, at, turn = StreamingWriter(format, page, 0), 0, 0  # type: ignore[arg-type]
+        while at < len(said):
+            portion = said[at : at + sizes[turn % len(sizes)]]
+            assert writer.write(portion, None) == len(portion)
+            at, turn = at + len(portion), turn + 1
+        writer.finish("length")
+        pages.append(page)
+    assert b"".join(pages[0].parts) == b"".join(pages[1].parts)
+    assert "".join(pages[0].texts) == tokens.decode(said)
+    assert sum(259 <= token < 2048 for token in said) <= len(pages[0].texts), "each token is its own event"
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_made_once_for_all_answers_is_what_each_of_them_would_make(chat: bool, usage: bool) -> None:
+    """Every event byte by byte, for two requests and two places that take turns; ids and names may hold anything."""
+    tokens = load_tokens(BUILTIN)
+    for id, model, index, reason in 2 * [('a"b', "m\u20ac", 0, "stop"), ("c", "m", 7, 'odd"one')]:
+        format = ResponseFormat(id, model, 5, chat, usage, tokens, stops=(), min_tokens=0, logprobs=None)
+        page = Page()
+        writer = StreamingWriter(format, page, index)  # type: ignore[arg-type]
+        writer.write([300, 301], None)
+        writer.finish(reason)
+        page.parts.append(format.total({"total_tokens": 3}))
+
+        def whole(choices: list[dict[str, object]], last: object = None) -> bytes:
+            name = "chat.completion.chunk" if chat else "text_completion"
+            body: dict[str, object] = {"id": id, "object": name, "created": 5, "model": model}  # noqa: B023
+            body["choices"] = [{"index": index} | choice for choice in choices]  # noqa: B023
+            if usage or last:
+                body["usage"] = last
+            return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+        goes_on = {"logprobs": None, "finish_reason": None}
+        said = [{"content": tokens.text_of(token)} for token in (300, 301)]
+        opening = [whole([{"delta": {"role": "assistant", "content": ""}} | goes_on])] if chat else []
+        assert b"".join(page.parts) == b"".join(
+            [
+                *opening,
+                *(whole([({"delta": one} if chat else {"text": one["content"]}) | goes_on]) for one in said),
+                whole(
+                    [({"delta": {}} if chat else {"text": ""}) | {"logprobs": None, "finish_reason": reason}]
+                ),
+                whole([], {"total_tokens": 3}),
+            ]
+        )

@@ -1,0 +1,417 @@
+"""A text that is read in segments, most of them kept, has the tokens that it has when read whole."""
+
+import asyncio
+import json
+import threading
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.prompts import read_prompts
+from controller.frontend.openai.request_parser import parse_completion, read_chat
+from controller.frontend.openai.text.chat_templates import ChatTemplate
+from controller.frontend.openai.text.segment_cache import (
+    CUTS_MAX,
+    KEPT_BYTES,
+    SEGMENT_SHARE,
+    TEXT_MAX,
+    SegmentCache,
+)
+from controller.frontend.openai.text.tokenizer import (
+    BUILTIN,
+    BUILTIN_FILE,
+    LONG_TEXT,
+    Tokens,
+    load_tokenizer,
+    load_tokens,
+)
+from controller.frontend.settings import FrontendSettings
+
+ADDED = [
+    AddedToken("<s>", special=True, normalized=False),
+    AddedToken("<s>a", special=True, normalized=False),  # the longest counts
+    AddedToken("<|im_start|>", special=True, normalized=False),
+    AddedToken("<|im_end|>", special=True, normalized=False),
+    AddedToken("|>", special=False, normalized=False),
+    AddedToken("\n\n", special=False, normalized=False),
+    AddedToken("  ", special=False, normalized=False),
+    AddedToken("é", special=False, normalized=False),
+    AddedToken("Said", special=False, normalized=True),  # looked for in the normalized text
+    AddedToken("im", special=True, normalized=True),
+]
+LETTERS = [
+    "a",
+    "b",
+    "é",
+    "A",
+    "x",
+    "s",
+    "i",
+    "m",
+    "<",
+    ">",
+    "|",
+    "_",
+    "\n",
+    " ",
+    "▁",
+    "你",
+    "😀",
+    "e",
+    "\u0301",
+    "\t",
+    "\u2028",
+]
+SNIPPETS = [
+    *(one.content for one in ADDED), *LETTERS, "<unk>", "</s>", "<|im_", "start|>", "<s", "<|im_start|", "said", "SAID",
+    "hello world", " hello", "user\n", "  a", " ", "   ", "im_x", "Saida", "ab" * 20, "\0",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=3), max_size=14).map("".join)
+
+
+def byte_level(add_prefix_space: bool = False, use_regex: bool = True) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(BUILTIN_FILE.read_text())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=use_regex)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer
+
+
+def llama_3() -> Tokenizer:
+    tokenizer = byte_level()
+    words = pre_tokenizers.Split(Regex(r"(?<!a)b| ?\w+|\s+(?!\S)|\s+|."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+    tokenizer.normalizer = normalizers.NFC()
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return tokenizer
+
+
+def letters(**more: Any) -> Tokenizer:
+    vocab = {letter: place for place, letter in enumerate(["<unk>", *LETTERS, "▁a", "ab", "▁▁"])}
+    merges = [("▁", "a"), ("a", "b"), ("▁", "▁")]
+    return Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, **more))
+
+
+def metaspace(scheme: Any, split: bool = True) -> Tokenizer:
+    tokenizer = letters()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+    return tokenizer
+
+
+def llama_2() -> Tokenizer:
+    tokenizer = letters(byte_fallback=True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def bert() -> Tokenizer:
+    vocab = {
+        word: place
+        for place, word in enumerate(
+            ["[UNK]", "[CLS]", "[SEP]", *LETTERS, "hello", "##a", "##b", "said", "im"]
+        )
+    }
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(
+        models.Unigram(
+            [("<unk>", 0.0)] + [(word, -2.0 - len(word)) for word in [*LETTERS, "▁a", "ab"]], 0, False
+        )
+    )
+    steps = [
+        normalizers.Strip(),
+        normalizers.Nmt(),
+        normalizers.NFKC(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex(" {2,}"), " "),
+    ]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return tokenizer
+
+
+def roberta() -> Tokenizer:
+    tokenizer = byte_level(add_prefix_space=True)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1), add_prefix_space=True)
+    return tokenizer
+
+
+def with_added(tokenizer: Tokenizer, added: Sequence[AddedToken] = ADDED) -> Tokenizer:
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+CUT: dict[str, Tokenizer] = {
+    "builtin": load_tokenizer(BUILTIN),
+    "none added": letters(),
+    **{
+        name: with_added(tokenizer)
+        for name, tokenizer in {
+            "byte level": byte_level(),
+            "byte level without words": byte_level(use_regex=False),
+            "llama 3": llama_3(),
+            "llama 2": llama_2(),
+            "metaspace always": metaspace("always"),
+            "metaspace never": metaspace("never"),
+            "metaspace unsplit": metaspace("always", split=False),
+            "bert": bert(),
+            "unigram": unigram(),
+            "roberta": roberta(),
+        }.items()
+    },
+}
+
+
+LARGE = {name: Tokens(tokenizer, None) for name, tokenizer in CUT.items()}
+# With room for a few segments only: they come and go.
+SMALL = {name: Tokens(tokenizer, None, kept_bytes=500 * SEGMENT_SHARE) for name, tokenizer in CUT.items()}
+
+
+@pytest.mark.parametrize("name", CUT)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+@settings(max_examples=40, deadline=None)
+def test_a_text_in_pieces_reads_as_the_whole(name: str, texts: list[str]) -> None:
+    async def read() -> None:
+        for tokens in (LARGE[name], SMALL[name]):
+            assert tokens.segments is not None
+            for text in [*texts, "".join(texts), *texts]:  # the later ones find segments of the earlier ones
+                whole = CUT[name].encode(text, add_special_tokens=False).ids
+                assert await tokens.encode_soon(text, special=False) == whole
+                assert tokens.encode(text, special=False) == whole
+
+    asyncio.run(read())
+
+
+@given(TEXTS)
+async def test_plain_prompts_get_what_is_put_around_them(text: str) -> None:
+    for name, tokens in LARGE.items():
+        whole = CUT[name].encode(text, add_special_tokens=True).ids
+        for _ in range(2):
+            assert await tokens.encode_soon(text, special=True) == whole
+
+
+def test_of_plain_prompts_only_those_are_kept_that_nothing_is_put_around() -> None:
+    around = {
+        name for name, tokens in LARGE.items() if tokens.segments is not None and not tokens.segments.bare
+    }
+    assert around == {"llama 3", "bert", "roberta"}
+    for name, tokens in LARGE.items():
+        plain, bare = tokens.encode("ab", special=True), tokens.encode("ab", special=False)
+        assert (plain != bare) == (name in around)
+
+
+def flagged(**flags: bool) -> Tokenizer:
+    return with_added(byte_level(), [AddedToken("<|user|>", special=True, normalized=False, **flags)])
+
+
+def truncated() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(3)
+    return tokenizer
+
+
+def padded() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.enable_padding(length=30)
+    return tokenizer
+
+
+def first_within_others() -> Tokenizer:
+    tokenizer = metaspace("never")
+    inner = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), inner])
+    return tokenizer
+
+
+def said_twice() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A $A")
+    return tokenizer
+
+
+WHOLE: dict[str, Tokenizer] = {
+    "takes spaces before": flagged(lstrip=True),
+    "takes spaces behind": flagged(rstrip=True),
+    "only between words": flagged(single_word=True),
+    "truncated": truncated(),
+    "padded": padded(),
+    "by chance": with_added(letters(dropout=0.5)),
+    "first segment otherwise": with_added(metaspace("first")),
+    "first segment otherwise, within": with_added(first_within_others()),
+    "said twice": said_twice(),
+    "endless name": with_added(byte_level(), [AddedToken("x" * 101, special=True, normalized=False)]),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@given(text=TEXTS | TEXTS.map(lambda text: f"{text} <|user|> {text}"))
+@settings(max_examples=20, deadline=None)
+def test_where_a_piece_may_read_otherwise_texts_are_read_whole(name: str, text: str) -> None:
+    tokens = Tokens(WHOLE[name], None)
+    assert tokens.segments is None
+    if name != "by chance":
+        whole = WHOLE[name].encode(text, add_special_tokens=False).ids
+        assert asyncio.run(tokens.encode_soon(text, special=False)) == whole
+
+
+def test_a_kind_of_tokenizer_that_is_not_known_is_not_cut() -> None:
+    tokenizer = byte_level()
+    for place in ("pre_tokenizer", "post_processor"):
+        config = json.loads(tokenizer.to_str())
+        config[place]["type"] = "OfTomorrow"
+        assert SegmentCache.of(tokenizer, config, lambda texts: []) is None
+    assert SegmentCache.of(tokenizer, json.loads(tokenizer.to_str()), lambda texts: []) is not None
+
+
+def test_thousands_of_added_tokens_and_long_runs_are_found() -> None:
+    added = (
+        [f"<unused{n}>" for n in range(6000)] + [" " * n for n in range(2, 101)] + ["<unused1", ".*", "[x]"]
+    )
+    tokenizer = with_added(byte_level(), [AddedToken(one, special=False, normalized=False) for one in added])
+    tokens = Tokens(tokenizer, None)
+    text = "a" + " " * 250 + "<unused17><unused1><unused1.*b[x]" + "<unused5999>" * 3 + " x <unused6000>"
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
+    assert asyncio.run(tokens.encode_soon(text, special=False)) == whole
+
+
+class Reader:
+    """Reads texts as one token for each character, and remembers which."""
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self.read: list[str] = []
+        self.segments = SegmentCache({"<s>": 7}, self._encode, kept_bytes)
+
+    def _encode(self, texts: list[str]) -> list[Sequence[int]]:
+        self.read += texts
+        return [[ord(char) for char in text] for text in texts]
+
+    async def __call__(self, *texts: str, long: int = LONG_TEXT) -> list[str]:
+        """Return what had to be read anew."""
+        self.read.clear()
+        for text in texts:
+            assert await self.segments.read(text, long) == [
+                token for part in text.replace("<s>", "\7") for token in (ord(part),)
+            ]
+        return self.read
+
+
+async def test_of_a_next_turn_only_what_is_new_is_read() -> None:
+    reader = Reader()
+    assert await reader("<s>be kind<s>hello") == ["be kind", "hello"]
+    assert await reader("<s>be kind<s>hello<s>hello") == []
+    assert await reader("<s>be kind<s>hello<s>hi<s>you<s>hi") == ["hi", "you"]
+
+
+async def test_what_was_read_longest_ago_is_forgotten_first() -> None:
+    reader = Reader(SEGMENT_SHARE * 400)
+    names = [f"{n:02}" + "x" * 8 for n in range(69)]  # 370 bytes each: there is just room for them
+    assert await reader(*names) == names
+    assert await reader(names[0]) == []
+    assert await reader(*"abcdefghij") == [*"abcdefghij"]  # 325 bytes each: nine others go
+    assert await reader(names[0], *names[10:]) == []
+    assert await reader(names[1]) == [names[1]]
+
+
+async def test_a_piece_that_would_drive_out_all_others_is_not_kept() -> None:
+    reader = Reader(SEGMENT_SHARE * 1000)
+    some, much = "x" * 130, "你" * 60
+    assert await reader(some, some, much, much) == [some, much, much]
+
+
+@pytest.mark.parametrize("text", ["{} ", "{} 你好 ", "{} 😀"])
+async def test_what_is_kept_takes_no_more_memory_than_it_may(text: str) -> None:
+    tokens, room = load_tokens(BUILTIN), 400_000
+    added = {"<s>": 1}
+
+    def encode(texts: list[str]) -> list[Sequence[int]]:
+        return [tokens.encode(text, special=False) for text in texts]
+
+    segments = SegmentCache(added, encode, room)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for n in range(3000):
+            await segments.read(f"<s>{text.format(n) * (n % 40)}<s>", LONG_TEXT)
+        assert len(segments.kept) > 20
+        assert room * 0.1 < tracemalloc.get_traced_memory()[0] - before < room * 1.1
+    finally:
+        tracemalloc.stop()
+
+
+async def test_only_what_is_new_and_long_is_read_beside_the_loop() -> None:
+    where: list[bool] = []
+
+    def encode(texts: list[str]) -> list[Sequence[int]]:
+        where.append(threading.current_thread() is threading.main_thread())
+        return [[1] for _ in texts]
+
+    segments = SegmentCache({"<s>": 7}, encode)
+    await segments.read("<s>".join(["a" * 60, "b" * 60]), 100)
+    await segments.read("<s>".join(["a" * 60, "b" * 60, "c" * 60]), 100)
+    assert where == [False, True]
+
+
+async def test_two_that_read_the_same_at_once_both_get_it() -> None:
+    reader = Reader()
+    texts = ["<s>" + "x" * 50] * 3
+    read = await asyncio.gather(*(reader.segments.read(text, 10) for text in texts))
+    assert read == [[7, *[ord("x")] * 50]] * 3
+    assert await reader(texts[0]) == []
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_who_shares_no_prefixes_shares_no_texts(chat: bool) -> None:
+    tokens, intake = (
+        Tokens(byte_level(), ChatTemplate("{{ messages[0].content }}", {})),
+        Intake(FrontendSettings()),
+    )
+    assert tokens.segments is not None
+
+    def ask(**more: str) -> Any:
+        if chat:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], **more}
+            return read_chat(json.dumps(body).encode())
+        return parse_completion({"model": "m", "prompt": "hello", **more})
+
+    ((salted, _),) = await read_prompts(ask(cache_salt="mine"), tokens, 100, intake)
+    assert not tokens.segments.kept
+    ((plain, _),) = await read_prompts(ask(), tokens, 100, intake)
+    assert (plain, list(tokens.segments.kept)) == (salted, ["hello"])
+
+
+async def test_a_very_long_text_is_not_cut() -> None:
+    tokens = Tokens(byte_level(), None)
+    assert tokens.segments is not None
+    text = "hello <s>" * (TEXT_MAX // 9 + 1)
+    assert await tokens.encode_soon(text, special=False) == tokens.encode(text, special=False)
+    assert not tokens.segments.kept
+
+
+async def test_a_text_of_too_many_pieces_is_cut_so_often_and_no_more() -> None:
+    tokens = Tokens(byte_level(), None)
+    assert tokens.segments is not None
+    text = "".join(f"{n}<s>" for n in range(CUTS_MAX + 500))
+    assert await tokens.encode_soon(text, special=False) == tokens.encode(text, special=False)
+    assert len(tokens.segments.kept) == CUTS_MAX + 1
+
+
+async def test_what_is_given_out_is_nobody_elses() -> None:
+    tokens = Tokens(byte_level(), None)
+    first = await tokens.encode_soon("hello", special=False)
+    kept = list(first)
+    first.append(1)
+    assert await tokens.encode_soon("hello", special=False) == kept
