@@ -56,6 +56,13 @@ class OneByOne(LoadScopeScheduling):
         return f"{file} {'behind the broker' in nodeid}" if shared else nodeid
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let transcripts be recorded anew: see `frontend/request/test_request_transcripts.py`."""
+    parser.addoption(
+        "--rewrite-transcripts", action="store_true", help="record the effects in all transcripts anew"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have each tester collect all tests from another file on, for none to prepare files (once) that others are preparing."""
     own = getattr(config, "workerinput", None)

@@ -1,0 +1,81 @@
+"""How a frontend treats each failure, as transcripts: commands, and the effects that were recorded behind them.
+
+A transcript is a text file in `transcripts/`. A command is followed by its effects, which are indented:
+
+    # What this step shows.
+    w1 disconnects
+        w2 <- generate r1 tokens=3+2 …      what a worker was sent: prompt + replayed tokens
+        r1 -> tokens 3                      what the client got; a token that no undisturbed answer has there is marked
+        fact request_migrated r1 …          what was observed, without fields that have their default
+        counted attempt_failed …            counters that were increased
+        now parked=1                        gauges that have changed
+
+`case` begins a new frontend, `frontend` sets its settings, `worker` lets a worker join, `request` lets a client ask, `journal`
+lets the frontend read a fact. Only `wait` lets (virtual) time pass; its effects say when they came. `Script` in `transcript.py`
+has all commands. If the requests of a case leave anything behind, that is recorded, too.
+
+    pytest tests/frontend/request/test_request_transcripts.py --rewrite-transcripts
+
+records all effects anew. Review the difference as you review code: the transcripts are the specification.
+"""
+
+from difflib import unified_diff
+from pathlib import Path
+
+import pytest
+from transcript import CANNOT, play, transcripts
+
+
+def difference(path: Path, recorded: str, found: str) -> str:
+    """Return how what was found differs from what is recorded; empty if it does not."""
+    lines = unified_diff(recorded.splitlines(), found.splitlines(), path.name, "now", lineterm="", n=8)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("path", transcripts(), ids=lambda path: path.stem)
+def test_a_transcript_holds(path: Path, request: pytest.FixtureRequest) -> None:
+    recorded = path.read_text()
+    found = play(recorded)
+    if request.config.getoption("rewrite_transcripts"):
+        path.write_text(found)
+        return
+    if different := difference(path, recorded, found):
+        pytest.fail(
+            f"{different}\n\nIs the change intended? --rewrite-transcripts records it.", pytrace=False
+        )
+
+
+@pytest.mark.parametrize("path", transcripts(), ids=lambda path: path.stem)
+def test_a_transcript_begins_with_what_it_shows(path: Path) -> None:
+    first, _, _ = path.read_text().partition("\n\n")
+    assert all(line.startswith("# ") for line in first.splitlines())
+
+
+@pytest.mark.parametrize("path", transcripts(), ids=lambda path: path.stem)
+def test_a_transcript_has_no_mistakes(path: Path) -> None:
+    assert CANNOT not in path.read_text() and "LEFT BEHIND" not in path.read_text()
+
+
+def test_there_are_transcripts() -> None:
+    assert len(transcripts()) > 20
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ("r1 -> tokens 1..3", "r1 -> tokens 1..2"),  # another effect
+        ("    r1 -> done\n", ""),  # one effect less
+        ("    r1 -> done\n", "    r1 -> done\n    r1 -> done\n"),  # one effect more
+        ("w1 sends r1 tokens=3", "w1 sends r1 tokens=2 wrong=1"),  # another script
+    ],
+)
+def test_a_damaged_transcript_fails(was: str, becomes: str) -> None:
+    (path,) = (path for path in transcripts() if path.stem == "undisturbed")
+    damaged = path.read_text().replace(was, becomes, 1)
+    assert damaged != path.read_text()
+    assert difference(path, damaged, play(damaged))
+
+
+def test_playing_twice_gives_the_same() -> None:
+    (path,) = (path for path in transcripts() if path.stem == "connection_broken")
+    assert play(path.read_text()) == play(path.read_text())
