@@ -36,7 +36,7 @@ RECORDS = (
 LIMITS = {
     "lines_of_a_function": 60,
     "lines_of_a_file": 600,  # an outer bound
-    "attributes_of_a_class": 20,  # dataclasses too; settings and what is on the wire field by field may have more
+    "attributes_of_a_class": 21,  # dataclasses too; settings and what is on the wire field by field may have more
     "methods_of_a_class": 25,
     "parameters_of_a_constructor": 8,
     "modules_of_a_folder": 22,

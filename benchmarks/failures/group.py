@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.dialers import Make, TcpConnection, TcpDialer
 from controller.adapters.request_plane.links import Address
 from controller.frontend.director import Director, World
-from controller.frontend.generations.generation import Generation
+from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.settings import FrontendSettings
 from controller.migration.cost import MovingPolicy
 from controller.processes.frontend import static_worker
@@ -140,10 +140,9 @@ class Fleet:
             keeping = asyncio.create_task(self.plane.run())
             try:
                 await self.connect(range(1))
-                waiting = crowd(self.director, requests, tokens, "sim", ("static", "builtin:sim"))
-                for generation in waiting:
-                    generation.start()
-                await until(lambda: all(generation.has_output for generation in waiting))
+                answers = crowd(requests, tokens, "sim", ("static", "builtin:sim"))
+                waiting = self.director.driver.launch(answers)
+                await until(lambda: all(live.state.has_output for live in waiting))
                 await self.connect(range(SURVIVORS + 1))
                 return await self._strike(how, victim, waiting)
             finally:
@@ -153,7 +152,7 @@ class Fleet:
                     process.wait()
 
     async def _strike(
-        self, how: str, victim: subprocess.Popen[bytes], waiting: list[Generation]
+        self, how: str, victim: subprocess.Popen[bytes], waiting: Sequence[LiveRequest]
     ) -> dict[str, float]:
         gone = {generation: generation.endpoint for generation in waiting}
         began = time.perf_counter()
@@ -172,10 +171,9 @@ class Fleet:
         await until(lambda: self.director.table and moved() and self.sent())
         placed_ms = (time.perf_counter() - began) * 1000
         load = computed_again(waiting)
-        await until(lambda: all(generation.has_output for generation in waiting))
+        await until(lambda: all(live.state.has_output for live in waiting))
         resumed_ms = (time.perf_counter() - began) * 1000
-        for generation in waiting:
-            generation.cancel()
+        self.director.driver.cancel(live.answer for live in waiting)
         return {
             "placed_ms": placed_ms,
             "resumed_ms": resumed_ms,

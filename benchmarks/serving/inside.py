@@ -25,7 +25,7 @@ from controller.adapters.request_plane.links import Address
 from controller.adapters.request_plane.nats_dialer import NatsDialer
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
-from controller.frontend.generations.generation import Generation
+from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.settings import FrontendSettings
@@ -141,15 +141,14 @@ class Inside:
         self._seq = 0
         self.plane.listen(self.director.changed)
 
-    def _ended(self, generation: Generation) -> None:
+    def _ended(self, generation: LiveRequest) -> None:
         """Note what an answer that was completed had accepted."""
-        if generation.error is None and generation.finish != "cancelled":
+        if generation.answer.error is None and generation.answer.finish != "cancelled":
             self.accepted[generation.request.id] = generation.accepted
 
-    def running(self, request: str) -> Generation | None:
+    def running(self, request: str) -> LiveRequest | None:
         """Return an answer that is being made; None if there is none of this request."""
-        made = (one for completion in self.api.openai.completions for one in completion.generations)
-        return next((one for one in made if one.request.id == request and not one.done), None)
+        return next((live for live in self.director.driver.live.values() if live.request.id == request), None)
 
     def move(self, worker: str) -> None:
         """Ask for everything that runs on a worker to go on elsewhere, as an operator does."""

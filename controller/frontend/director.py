@@ -1,32 +1,32 @@
 """The director: it holds what one frontend knows, follows the fold, and acts at once on what it sees there.
 
 A convicted worker's answers move, a closed breaker clears what was held against the worker, a new worker gets the parked
-ones. Who may get a request is `routing`'s question; what becomes of one answer is its `Generation`'s.
+ones. `routing` chooses workers; the request state machine, which `driver` feeds, decides what becomes of an answer.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import random
 
 from controller.deciders.fleet import Fleet
-from controller.frontend.errors import ApiError
-from controller.frontend.generations.dispatcher import Dispatcher
-from controller.frontend.generations.generation import Generation
-from controller.frontend.generations.pending import PendingGenerations
-from controller.frontend.generations.planned_migrations import PlannedMigrations
-from controller.frontend.generations.preemption import Preemption
-from controller.frontend.generations.reports import MigrationReports
-from controller.frontend.generations.rescheduler import Rescheduler
-from controller.frontend.generations.stall_watch import StallWatch
-from controller.frontend.health.corruption import Convictions, Served
+from controller.frontend.convictions import Convictions, Served
+from controller.frontend.dispatch.dispatcher import Dispatcher
+from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.dispatch.placement import Placer
+from controller.frontend.dispatch.preemption import Preemption
+from controller.frontend.dispatch.reports import MigrationReports
+from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.dispatch.stall_watch import StallWatch
+from controller.frontend.driver import Driver, DriverParts
 from controller.frontend.health.exposure import Exposures
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.openai.text.model_folders import ModelFolders
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.planned_moves import PlannedMoves
+from controller.frontend.request.events import WorkerUnhealthy
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.deadlines import Deadlines
@@ -34,13 +34,11 @@ from controller.frontend.scheduling.overload import OverloadAnswers
 from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.router import RequestRouter
-from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Clock, Observe, RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable, Key
-from controller.router.selection.filter import NoWorker
 from events.broker_users import account_of
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
@@ -65,11 +63,11 @@ class World:
     observe: Observe
     clock: Clock
     dice: Callable[[], float] = random  # from 0 to below 1: choices that are drawn
-    ended: Callable[[Generation], object] | None = None  # is told of each answer that is over
+    ended: Callable[[LiveRequest], object] | None = None  # is told of each answer that is over
 
 
 class Director:
-    """One frontend's generations, and what it knows of the fleet."""
+    """One frontend: what it knows of the fleet, and its live requests."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
         self.settings = settings
@@ -86,9 +84,6 @@ class Director:
             world.clock.now(),
             lambda: (world.clock.now(), now()),
         )
-        self._convictions = Convictions(
-            world.name, world.clock, world.observe, self.exposures, self.request_metrics
-        )
         self.peers = Peers(now, world.name)
         panic = Panic(
             world.name, settings.breaker.panic_share, self.breakers, world.observe, self.metrics.faults.panic
@@ -102,47 +97,53 @@ class Director:
             lambda: self.live,
         )  # fmt: skip
         answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status)
-        self.running: RunningRequests[Generation] = RunningRequests()
-        self.reports = MigrationReports(world.name, world.observe, self.request_metrics)
-        preemption: Preemption[Generation] = Preemption(
-            table, self.routing, self.running.at, self.reports, now, settings.parks_s
+        self.running = RunningRequests()
+        self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
+        reports = MigrationReports(world.name, world.observe, self.request_metrics)
+        self.preemption = preemption = Preemption(
+            table, self.routing, self.running, reports, world.clock, settings.parks_s
         )
         deadlines = partial(Deadlines[Reservation], settings, table, self.routing)
-        self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
         self.admission = Admission(
             world.name, settings, table, self.routing, self.traffic.rejected, answers, self.request_metrics.waited,
             partial(deadlines, pools, preemption) if pools is not None else None,
         )  # fmt: skip
-        self.rescheduler = Rescheduler(
-            world.name, settings.moving, self.routing, world.plane, self.running.at, self.peers.names
+        self.placer = Placer(world.name, settings.moving, self.routing, world.plane, self.running, self.peers)
+        self.poison = PoisonWatch(
+            world.name, settings.poison, self.breakers, world.plane.reachable, world.observe, now
         )
-        self.planned_migrations = PlannedMigrations(
-            settings.moving, table, self.routing, world.plane, self.rescheduler, self.running.at, now
+        self.intrusions = Intrusions(world.observe, now)
+        self.driver = self._driver(world, reports)
+        self.planned_moves = PlannedMoves(
+            settings.moving, table, self.routing, world.plane, self.placer, self.running, self.driver
         )
-        poison = PoisonWatch(
-            world.name, settings.poison, self.breakers, world.plane.reachable, world.observe, now,
-            lambda: self.pending.wake(),
-        )  # fmt: skip
-        self.dispatcher: Dispatcher[Generation] = Dispatcher(
-            table, self.routing, world.plane, poison, self.running, self.request_metrics, now, self._freed
-        )  # fmt: skip
-        self.dispatcher.report = Intrusions(world.observe, now).report
-        self.pending: PendingGenerations[Generation] = PendingGenerations(
-            table, settings, self.rescheduler, now, self.admission, preemption, self._stall_watch(), world.ended
-        )  # fmt: skip
+        self._convictions = Convictions(
+            world.name, world.clock, world.observe, self.driver, self.request_metrics
+        )
 
     def _local_breakers(self, world: World) -> LocalBreakers:
         """Return this frontend's own breakers."""
         local, facts, load = self.settings.breaker, self.settings.facts, world.plane.load
         return LocalBreakers(world.name, local, facts, world.observe, self.now, load)
 
-    def _stall_watch(self) -> StallWatch[Generation]:
-        """Return what moves streams that stalled."""
-        settings, plane, metrics = self.settings, self._world.plane, self.metrics.faults
-        return StallWatch(
-            settings.stall, settings.admission, self.table, self.running, plane, self.dispatcher.cancel,
-            metrics.stalled.inc, self.now,
-        )  # fmt: skip
+    def _driver(self, world: World, reports: MigrationReports) -> Driver:
+        """Return the owner of this frontend's live requests."""
+        settings, table, running, metrics = self.settings, self.table, self.running, self.request_metrics
+        dispatcher = Dispatcher(
+            table, self.routing, world.plane, self.poison, running, metrics, self.intrusions
+        )
+        parts = DriverParts(
+            preemption=self.preemption,
+            placer=self.placer,
+            poison=self.poison,
+            exposures=self.exposures,
+            reports=reports,
+            stalls=StallWatch(settings.stall, settings.admission, table, running, world.plane, self.now()),
+            request_metrics=metrics,
+            faults=self.metrics.faults,
+            ended=world.ended,
+        )
+        return Driver(settings, table, self.routing, self.admission, dispatcher, parts, self.now)
 
     # --- the fold -----------------------------------------------------------------------------------------
 
@@ -166,12 +167,12 @@ class Director:
                 self.breakers.reset((fact.worker, fact.instance))
             elif isinstance(fact, RequestSuspected | RequestPoisonous) and not self._said_now(fact):
                 clock = self._world.clock
-                self.dispatcher.heard(fact, (clock.now() - recorded.at).total_seconds())
+                self.poison.heard(fact, (clock.now() - recorded.at).total_seconds())
         change = self.table.absorb(fleet)
         if self.live:
             for recorded in batch:
                 if isinstance(recorded.fact, MoveRequested) and not recorded.fact.late(recorded.at):
-                    self.planned_migrations.requested(recorded.fact)
+                    self.planned_moves.requested(recorded.fact)
         for endpoint, worker in change.updated:
             if self.live:
                 self._convictions.answer(worker)
@@ -185,18 +186,18 @@ class Director:
     def flooded_by(self, worker: str, instance: str) -> None:
         """A worker has sent this frontend more than an engine can compute."""
         tried = "flood a frontend with frames"
-        self.dispatcher.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
+        self.intrusions.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_flooded_by(self, worker: str) -> None:
         """A worker has published more KV events than an engine can have."""
         lives = [endpoint.instance for endpoint in self.table.endpoints.values() if endpoint.worker == worker]
         tried, instance = "flood the frontends with KV events", lives[-1] if lives else ""
-        self.dispatcher.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
+        self.intrusions.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_lost(self, life: Key, why: str) -> None:
         """A worker has lost its KV claims."""
         worker, instance = life
-        self.dispatcher.report(self._account(worker), why, worker=worker, instance=instance)
+        self.intrusions.report(self._account(worker), why, worker=worker, instance=instance)
 
     def _account(self, worker: str) -> str:
         """Return the broker account of the process in which a worker lives."""
@@ -228,16 +229,17 @@ class Director:
             if out and not endpoint.suspect and self.running.at(endpoint):
                 self._empty(endpoint)
         if self.live:
-            self.planned_migrations.look()
-        self.pending.wake()
+            self.planned_moves.look()
+        self.driver.wake()
         self.admission.wake()
 
     def _empty(self, endpoint: Endpoint) -> None:
         """Send what runs on a worker out of service elsewhere. Who could take it is asked once, not per stream."""
-        generations = list(self.running.at(endpoint))
-        others = {other.key for other in self.routing.targets(generations[0].request)} - {endpoint.key}
-        for generation in generations:
-            generation.evict(others, corrupt=endpoint.corrupt)
+        there = list(self.running.at(endpoint))
+        others = {other.key for other in self.routing.targets(there[0].request)} - {endpoint.key}
+        for live in there:
+            gone = WorkerUnhealthy(endpoint.corrupt, others, live.progress)
+            self.driver.feed(live, gone)
 
     def _forget(self) -> None:
         """Forget lives of workers that are gone."""
@@ -247,27 +249,10 @@ class Director:
         self.routing.forget(keys)
         self.admission.forget()
 
-    # --- what generations say -----------------------------------------------------------------------------
-
-    def stands_in(self, request: GenerationRequest, without: Collection[Key]) -> bool:
-        """Return whether a worker that canaries keep out of service, none of `without`, will serve this request in a moment."""
-        return self.table.stands_in(request.model, request.lineage, without)
-
-    def no_worker(self, error: NoWorker, request: GenerationRequest) -> ApiError:
-        """Return what a client is told when nobody can take his request."""
-        return self.admission.refusal(error, request.model, request.tier)
-
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
         """Heed from where on a model's workers are busy, and say it on the journal: all frontends do, then."""
         self.table.set_thresholds(fact)
         self._world.observe(replace(fact, frontend=self._world.name))
-
-    def _freed(self, model: str) -> None:
-        """A worker of this model may have room: for those that have begun before those who wait to."""
-        if self.pending.parked:
-            self.pending.wake_one(model)
-        self.pending.resume(model)
-        self.admission.wake(model)
 
     # --- time ---------------------------------------------------------------------------------------------
 
@@ -277,16 +262,16 @@ class Director:
         if self.breakers.any_open:
             self._pass_trials()
         self.breakers.tick(service)
-        self.planned_migrations.tick()
+        self.planned_moves.tick()
         self.routing.expire()
         self.peers.names()  # who is silent is forgotten, and waits for nothing
         self.metrics.settle()
-        self.pending.tick()
+        self.driver.tick()
         self.traffic.tick()
         self._expose_suspects()
         if self.admission.tick(self.now()):
             self.routing.look_for_panic()
-        if self.pending.parked:
+        if self.driver.waiting.parked:
             self.changed()
         else:
             self.admission.wake()  # another frontend's requests may have ended
@@ -302,10 +287,9 @@ class Director:
         """An answer may be longer than a trial: one whose tokens come when the time is over has passed it."""
         for endpoint in self.table.endpoints.values():
             if self.breakers.trial_ends(endpoint.key):
-                for generation in self.running.at(endpoint):
-                    attempt = generation.output.attempt
-                    if attempt is not None and generation.has_output:
-                        self.breakers.had_output(endpoint.key, attempt.breaker_epoch)
+                for live in self.running.at(endpoint):
+                    if live.dispatch is not None and live.state.has_output:
+                        self.breakers.had_output(endpoint.key, live.dispatch.breaker_epoch)
 
     def report(self) -> None:
         """Say what has not been said yet, at the process's end."""
@@ -317,8 +301,8 @@ class Director:
         """Return the metrics as they stand now."""
         self.request_metrics.settle()
         faults = self.metrics.faults
-        faults.parked.set(self.pending.parked)
-        faults.put_off.set(self.pending.put_off)
+        faults.parked.set(self.driver.waiting.parked)
+        faults.put_off.set(len(self.preemption))
         for model in self.table.known:
             endpoints = self.table.models.get(model, ())
             gauge_model(

@@ -19,8 +19,8 @@ from controller.adapters.request_plane.nats_dialer import dialers
 from controller.console.console import Console
 from controller.console.endpoints import PATH
 from controller.deciders.fleet import DECIDERS_VERSION
+from controller.frontend.convictions import SERVED_EVERY_S, Served
 from controller.frontend.director import Director, World
-from controller.frontend.health.corruption import SERVED_EVERY_S, Served
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints

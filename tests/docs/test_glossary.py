@@ -25,10 +25,10 @@ FIELDS_WORDS = frozenset(
         r"\w+",
         """
 AcknowledgedPosition ActiveSequences AdmittedRequest Attempt BrokerRefused BufferedWriter CanaryRunner CanarySet Candidates
-CoalescingTransport Completion Dialer Director Endpoint EndpointGroup EndpointTable FastPathConnection Generation
-GenerationRequest HangDetector IncrementalDetokenizer KvRefused KvScheduler Listeners LiveMigration LocalBreakers
-MigrationBudget MigrationProgress MigrationRequest OutboxMessage ParsedRequest Peers PlannedMigrations Probe Provenance
-RankLoad ReadPosition RequestMetrics RequestPlane RequestPlaneClient RequestRouter Rescheduler Reservation ResponseFormat
+CoalescingTransport Completion Dialer Director Endpoint EndpointGroup EndpointTable FastPathConnection
+GenerationRequest HangDetector IncrementalDetokenizer KvRefused KvScheduler Listeners LiveRequest LocalBreakers
+MigrationRequest OutboxMessage ParsedRequest Peers PlannedMoves Probe
+RankLoad ReadPosition RequestMetrics RequestPlane RequestPlaneClient RequestRouter Reservation ResponseFormat
 ResponseWriter RouterFeeds RoutingOverrides ScoringRequest SegmentCache ServedSpan SimulatedRequest SpanHistory StopChecker
 Stream StreamingWriter TransferSink WorkerCommands WorkerConfig WorkerConnection WorkerOutcomes WorkerRank WorkerWatch
 """,

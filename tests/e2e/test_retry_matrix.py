@@ -1,7 +1,7 @@
 """The retry manager before real processes: what a worker's death and its orderly leaving cost, by the frontend's limits.
 
 Three frontends, as real as their workers, share three of these: one may migrate, one may not, one may but its requests are
-over its cap. `tests/frontend/generations/test_retry_manager.py` has the whole matrix in one process.
+over its cap. `tests/frontend/dispatch/test_retry_manager.py` has the whole matrix in one process.
 """
 
 import asyncio

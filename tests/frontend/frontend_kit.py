@@ -22,7 +22,7 @@ from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.links import Address
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
-from controller.frontend.generations.generation import Generation
+from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
@@ -125,8 +125,8 @@ class Kit:
         self.health(worker, HealthStatus.HEALTHY, 1.0)
         await until(lambda: self.plane.connected.get(worker.name) == worker.instance)
 
-    def running(self, worker: str, instance: str = "i1") -> Collection[Generation]:
-        """Return the generations that are with a worker, the oldest first."""
+    def running(self, worker: str, instance: str = "i1") -> Collection[LiveRequest]:
+        """Return the requests that are with a worker, the oldest first."""
         return self.director.running.at(self.director.table.endpoints[worker, instance])
 
     def counted(self, metric: str, *labels: str) -> dict[tuple[str, ...], float]:
@@ -203,9 +203,10 @@ def counted_are_there(director: Director) -> None:
     """See that the slot tracker counts exactly the requests that are with a worker: however one ended, none is left."""
     counted = {name for name, _ in director.routing.scheduler.slots.requests() if isinstance(name, int)}
     there = {
-        generation.output.attempt.slot
+        live.dispatch.slot
         for endpoint in director.table.endpoints.values()
-        for generation in director.running.at(endpoint)
+        for live in director.running.at(endpoint)
+        if live.dispatch is not None
     }
     assert counted == there, "the slot tracker counts other requests than those that are with a worker"
 
@@ -251,9 +252,9 @@ async def frontend(
         facts.append(fact)
         traces.append(traceparent)
 
-    def ended(generation: Generation) -> None:
-        if generation.error is None and generation.finish != "cancelled":
-            completed.append(generation.accepted)
+    def ended(live: LiveRequest) -> None:
+        if live.answer.error is None and live.answer.finish != "cancelled":
+            completed.append(live.accepted)
 
     chosen = FrontendSettings(port=0, **{"reroute_s": 10.0, "model_folders": "/", **settings})
     plane = road.plane("f1")

@@ -20,9 +20,9 @@ from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
-from controller.frontend.generations.generation import Generation
+from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.openai.completion import Choice
 from controller.frontend.request.block_hashes import BlockNames
-from controller.frontend.request.failures import MigrationBudget
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
@@ -289,7 +289,7 @@ class Walk:
         for name in NAMES:
             self.tell(joined(ScriptedWorker(name), kv=KV, profile=slow))
             self._health(name, HealthStatus.HEALTHY, 1.0)
-        self.generations: list[tuple[Generation, NotedWriter, list[int]]] = []
+        self.requests: list[tuple[LiveRequest, NotedWriter, list[int]]] = []
         self.orphans = 0
         self.paces = self.random.choices((1.0, 0.3), k=len(NAMES))  # some connections are slow
 
@@ -326,11 +326,8 @@ class Walk:
         writer = NotedWriter(
             stop=self.random.randint(1, tokens) if self.random.random() < 0.25 else tokens + 1
         )
-        generation = Generation(
-            self.director, request, cast(Any, writer), MigrationBudget(100), lambda generation: None
-        )
-        self.generations.append((generation, writer, prompt))
-        generation.start()
+        (live,) = self.director.driver.launch([Choice(request, cast(Any, writer), migration_limit=100)])
+        self.requests.append((live, writer, prompt))
 
     # --- what may happen --------------------------------------------------------------------------------------
 
@@ -357,7 +354,7 @@ class Walk:
         )
         happens[0](name)
         await asyncio.sleep(0)  # what was put off to the end of the turn
-        assert not any(one.generation.done for one in self.director.planned_migrations.under_way)
+        assert not any(one.wanted.live.over for one in self.director.planned_moves.under_way)
 
     def deliver(self, name: str) -> None:
         """One or several frames arrive at the frontend."""
@@ -450,16 +447,16 @@ class Walk:
 
     def orphan(self, name: str) -> None:
         """A source is lost whose target has committed, before its last tokens have come."""
-        for generation, _, _ in self.generations:
-            live_migration = generation.output.live_migration
-            if live_migration is not None and live_migration.transfer.state == "committed":
+        for live, _, _ in self.requests:
+            transfer, move = live.state.transfer, live.kv_move
+            if transfer is not None and move is not None and transfer.state == "committed":
                 self.orphans += 1
-                self.connections.lose(live_migration.source.worker)
+                self.connections.lose(move.source.worker)
                 return
 
     def leave(self, name: str) -> None:
         """A client leaves."""
-        self.random.choice(self.generations)[0].cancel()
+        self.director.driver.cancel([self.random.choice(self.requests)[0].answer])
 
     def convict(self, name: str) -> None:
         """A canary finds a worker corrupt (in this world it is not); the first one is always well."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import inf
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from controller.router.endpoints import Key
 from events.observations import ExposureUnknown, FrontendObservation, RequestExposed
@@ -28,14 +28,6 @@ MARK_S = 0.2  # how finely a span remembers when its tokens came
 Traced: TypeAlias = tuple[FrontendObservation, str]  # a fact, and the trace of the request that it is about
 
 
-class Exposed(Protocol):
-    """An answer that is being made, and may have been fed by a corrupt worker."""
-
-    def expose(self, first: int, key: Key) -> str:
-        """Tokens from index `first` on may be wrong, because this worker was. Return what was done about them."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class ServedSpan:
     """What one worker gave one request: tokens `first`… (0-based), and when, to within MARK_S."""
@@ -43,7 +35,7 @@ class ServedSpan:
     request: str
     model: str
     first: int
-    generation: Exposed | None  # None once the request has ended
+    live: int  # number of the live request
     traceparent: str = ""
     rank: int | None = None  # the worker's DP rank, of several
     key: Key = ("", "")  # the worker
@@ -77,6 +69,14 @@ class ServedSpan:
             first = index  # tokens after this mark may have come later than `instant`
         last = self.first + self.count - 1
         return (max(first, self.named), last) if self.named <= last else None
+
+
+class Fed(NamedTuple):
+    """Tokens that a worker gave to one request."""
+
+    span: ServedSpan
+    first: int  # index of the first of these tokens
+    last: int
 
 
 class SpanHistory:
@@ -159,49 +159,35 @@ class Exposures:
             del self._histories[key]
         self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 
-    def convict(
-        self, key: Key, since: datetime, act: Callable[[ServedSpan, int], str], until: datetime
-    ) -> list[Traced]:
-        """Return a fact for every request that this worker fed since `since`; `act` deals with those that run."""
-        facts: list[Traced] = [(fact, "") for fact in self._unknown(key, since, until)]
+    def fed(self, key: Key, since: datetime) -> list["Fed"]:
+        """Return what this worker gave to each request since `since`, and has not been named yet; it counts as named from now
+        on."""
+        history, found = self._histories.get(key), list[Fed]()
         instant = self._instant(since - MARGIN)
-        history = self._histories.get(key)
-        fed = (
-            [
-                (served_span, served_span.since(instant), served_span.generation is None)
-                for served_span in history.served_spans
-            ]
-            if history
-            else []
-        )
-        for served_span, span, finished in fed:
-            if span is None:
-                continue
-            served_span.named = span[1] + 1
-            # What is done about one choice of an answer may have ended the others.
-            action = (
-                "none"
-                if finished
-                else "error"
-                if served_span.generation is None
-                else act(served_span, span[0])
-            )
-            fact = RequestExposed(
-                frontend=self._frontend,
-                request=served_span.request,
-                model=served_span.model,
-                worker=key[0],
-                instance=key[1],
-                first=span[0],
-                last=span[1],
-                finished=finished,
-                action=action,  # type: ignore[arg-type]
-                rank=served_span.rank,
-            )
-            facts.append((fact, served_span.traceparent))
-        return facts
+        for span in history.served_spans if history else ():
+            if (tokens := span.since(instant)) is not None:
+                span.named = tokens[1] + 1
+                found.append(Fed(span, *tokens))
+        return found
 
-    def _unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
+    def fact(self, fed: "Fed", action: str) -> Traced:
+        """Return the fact about one exposed request. `action`: what was done; none: it had finished."""
+        span = fed.span
+        fact = RequestExposed(
+            frontend=self._frontend,
+            request=span.request,
+            model=span.model,
+            worker=span.key[0],
+            instance=span.key[1],
+            first=fed.first,
+            last=fed.last,
+            finished=action == "none",
+            action=action,  # type: ignore[arg-type]
+            rank=span.rank,
+        )
+        return fact, span.traceparent
+
+    def unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
         """Say which part of the span is not remembered, each part of it once."""
         since = max(since, self._unknown_until.get(key, since))
         history, out = self._histories.get(key), []

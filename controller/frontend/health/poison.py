@@ -25,7 +25,6 @@ What a reader would get wrong: a suspect is most likely innocent. Whatever was s
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from enum import Enum
 
 import msgspec
 import structlog
@@ -33,6 +32,7 @@ import xxhash
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.request.block_hashes import fingerprint, sketch_of
+from controller.frontend.request.failures import Suspicion
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import PoisonSettings
 from controller.ports import Observe
@@ -49,7 +49,6 @@ CONNECTION = "disconnected"
 STUCK = "stalled"
 FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; see `brings_down` for one that is stuck
 WORKED_S = 60.0  # an engine that has brought a token within that was well when the request came
-ERRORS = frozenset(("engine_error", "stream_incomplete", "non_finite"))  # by which only the request is
 PROVEN_MAX = 8192  # sketches of prompts that have been answered
 FLIGHTS_MAX = 65_536  # prompts without any token yet
 NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # in an error's words: they differ from one time to the next
@@ -65,14 +64,6 @@ class Poisonous(NoWorker):
     """Requests like this one have failed in the same way on two workers; it is not tried again for a while."""
 
     code = "request_poisonous"
-
-
-class Suspicion(Enum):
-    """What a failure says of its request."""
-
-    NONE = "none"
-    SUSPECT = "suspect"
-    POISONOUS = "poisonous"
 
 
 class Flight(msgspec.Struct, eq=False):
@@ -142,22 +133,20 @@ class PoisonWatch:
         reachable: Callable[[str, str], bool],
         observe: Observe,
         now: Callable[[], float],
-        resolved: Callable[[], object],
     ) -> None:
-        """Know of none. `reachable` says whether a life of a worker is connected; `resolved` is called when one that was waited
-        for has been found out."""
+        """Know of none. `reachable` returns whether a life of a worker is connected."""
         self._frontend = frontend
         self._settings = settings
         self.breakers = breakers
         self._reachable = reachable
         self._observe = observe
         self._now = now
-        self._resolved = resolved
+        self.resolved = False  # one that was waited for has been found out; whoever acts on it resets it
         self._flights: dict[int, Flight] = {}  # by sketch
         self._proven: OrderedDict[int, None] = OrderedDict()  # sketches
         self._records: OrderedDict[str, Record] = OrderedDict()  # by fingerprint
         self._watched: dict[int, int] = {}  # sketches of these, and how many have it
-        self._held = False  # somebody waits
+        self._held = False  # some request waits
 
     # --- where may it go? -----------------------------------------------------------------------------------
 
@@ -263,7 +252,7 @@ class PoisonWatch:
     def _found_out(self) -> None:
         if self._held:
             self._held = False
-            self._resolved()
+            self.resolved = True
 
     # --- failures -------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from aiohttp import web
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.api_keys import ApiKeys
-from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.http.cors import Cors
 from controller.frontend.http.served_models import model_of
 from controller.frontend.openai.admission_headers import read_admission
 from controller.frontend.openai.body_scan import UNSCANNED_BYTES
+from controller.frontend.openai.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.prompts import fresh_id, read_prompts, unknown_fields
 from controller.frontend.openai.readers import READERS
@@ -44,6 +44,7 @@ class OpenAiEndpoints:
     def __init__(self, director: Director, tokens: Callable[[str], Awaitable[Tokens]] = ready_tokens) -> None:
         """Answer with what this director routes to. `tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
         self._director = director
+        self._driver = director.driver
         self.tokens = tokens
         self._over = False  # nothing is answered any more
         self.intake = Intake(director.settings, director.metrics.bounds.count)
@@ -165,8 +166,8 @@ class OpenAiEndpoints:
                         head, parsed, id, reservation.lineage, overrides, arrived
                     )
                 finally:
-                    reservation.free()  # for the generations, which are launched before another request's turn comes
-            completion = Completion(self._director, admitted, answer_format(parsed, tokens, id), stream)
+                    reservation.free()  # for the answers, which are launched before another request's turn comes
+            completion = self._completion(admitted, answer_format(parsed, tokens, id), stream)
         except BaseException as why:
             if stream is None or not stream.started:
                 raise
@@ -183,6 +184,15 @@ class OpenAiEndpoints:
             raise error
         body = json.dumps(completion.body(), ensure_ascii=False).encode()
         return web.Response(body=body, content_type="application/json", headers=headers), None
+
+    def _completion(
+        self, admitted: AdmittedRequest, format: ResponseFormat, stream: SseStream | None
+    ) -> Completion:
+        """Return the completion of an admitted request, not launched yet. Raise ApiError (400)."""
+        routing = self._director.routing
+        priority = 0 if admitted.first_token_by is None else routing.urgency(admitted.tier)
+        limit = routing.limit(admitted.parsed.model)
+        return Completion(admitted, format, stream, priority=priority, migration_limit=limit)
 
     async def _in_time(
         self,
@@ -249,10 +259,10 @@ class OpenAiEndpoints:
             raise _shutting_down()
         self.completions[completion] = stream
         try:
-            completion.launch(room)
+            self._driver.launch(completion.answers, completion, room)
             return await completion.over
-        except BaseException as why:  # whatever it is, nobody waits for its generations any more
-            completion.cancel()
+        except BaseException as why:  # whatever it is, its answers are read no more
+            self._driver.cancel(completion.answers)
             if isinstance(why, Exception) and stream is not None and stream.started:
                 stream.abort()  # nothing can follow what has been sent
             raise
@@ -285,7 +295,8 @@ class OpenAiEndpoints:
         """Fail what is still answered, also what is only being read, and send away who waits. For good."""
         self._over = True
         for completion in list(self.completions):
-            completion.fail(_shutting_down())
+            completion.finish(_shutting_down())
+            self._driver.cancel(completion.answers)
         self._admission.send_away()
 
     async def close(self) -> None:
@@ -295,8 +306,8 @@ class OpenAiEndpoints:
     def _cut(self, completion: Completion | None, stream: SseStream, why: str) -> None:
         """Drop a client that does not read."""
         if completion is not None:
-            log.warning("client_cut_off", request=completion.generations[0].request.id, why=why)
-            completion.cancel()
+            log.warning("client_cut_off", request=completion.answers[0].request.id, why=why)
+            self._driver.cancel(completion.answers)
         self._slow_clients.inc()
         stream.abort()
 

@@ -8,16 +8,22 @@ times. A refusal before anything was begun costs nothing the first time: there m
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
-import msgspec
-
 from controller.frontend.errors import ApiError
-from controller.router.endpoints import Key
 from events.observations import MigrationCause
 
 PlannedCause = Literal["drain", "device_fault", "throttled", "operator", "preempted"]
 PREEMPTED: PlannedCause = "preempted"
+
+
+class Suspicion(Enum):
+    """What a failure says of its request."""
+
+    NONE = "none"
+    SUSPECT = "suspect"  # it may bring workers down
+    POISONOUS = "poisonous"  # it fails in the same way on any worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,9 @@ class Kind:
 
 
 FULL = "overloaded"  # before a token has come, it is no failure: there was no room
+ERRORS = frozenset(
+    ("engine_error", "stream_incomplete", "non_finite")
+)  # end one request only: the worker goes on
 KINDS = {
     "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True, again=True),
     "disconnected": Kind("disconnected", 502, "Stream ended before generation completed", again=True),
@@ -113,62 +122,3 @@ def classify(error: str) -> Failure:
 def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
     """Return the limit that holds: the smallest of the frontend's and those of the model's workers."""
     return min([own, *(limit for limit in workers if limit is not None)])
-
-
-class MigrationBudget(msgspec.Struct):
-    """How often one request may still be sent, and where it must not go again."""
-
-    limit: int
-    max_seq_len: int | None = None
-    forbidden: str = ""  # why it may not move once a token was accepted: guided_decoding, n_over_1
-    spent: int = 0  # attempts that cost budget, the first one included
-    tried: frozenset[Key] = frozenset()  # nearly always nowhere
-    failed: frozenset[Key] = frozenset()  # of those, where it must never go again
-    declined: frozenset[Key] = (
-        frozenset()
-    )  # whose servers said when to retry: asked once before the first token
-
-    def note(self, key: Key, kind: Kind, *, begun: bool) -> None:
-        """An attempt at this worker has failed. The first refusal of each worker is free, if nothing was begun."""
-        if kind.free and not begun and key not in self.tried:
-            self.spent -= 1
-        self.tried |= {key}
-        if not kind.again:
-            self.failed |= {key}
-
-    @property
-    def may_return(self) -> bool:
-        """Whether a worker may be asked again when its connection is back."""
-        return self.tried > self.failed
-
-    def closed_to(self, *, begun: bool) -> frozenset[Key]:
-        """Return the workers that declined the request and are not sent it again: before its first token (`begun`: it has come)
-        each gets it once, whatever other workers did with it."""
-        return frozenset() if begun else self.declined
-
-    def refusal(self, length: int, *, begun: bool = True) -> str:
-        """Return why a request of `length` tokens may not be sent again; empty if it may. `begun`: its client may have a token;
-        before, any request may be sent again, because nothing of its answer has to be continued.
-
-        Exactly at the cap is still allowed: only more disables migration.
-        """
-        if self.forbidden and begun:
-            return self.forbidden
-        if self.over_cap(length):
-            return "over_cap"
-        if self.spent > self.limit:
-            return "budget_exhausted"
-        return ""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the request may not be sent again, however short it is."""
-        return bool(self.forbidden) or self.spent > self.limit
-
-    def stays(self, length: int) -> bool:
-        """Whether a request of `length` tokens does not even move on purpose. A planned move costs no budget, but where
-        migration is off nothing moves."""
-        return bool(self.forbidden) or self.limit == 0 or self.over_cap(length)
-
-    def over_cap(self, length: int) -> bool:
-        return self.max_seq_len is not None and length > self.max_seq_len

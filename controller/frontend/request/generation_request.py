@@ -1,14 +1,12 @@
-"""What is asked of the workers for one answer, and the move that it is in the middle of."""
+"""What is asked of the workers for one answer."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from controller.frontend.request.block_hashes import BlockNames
-from controller.frontend.request.failures import Failure
 from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides
-from controller.router.endpoints import Endpoint, Lineage
+from controller.router.endpoints import Lineage
 from events.wire import Sampling
 
 
@@ -46,26 +44,3 @@ class GenerationRequest(
     def tokens_max(self) -> int:
         """The tokens of the prompt and of the longest answer: what a worker's context must hold."""
         return len(self.prompt) + self.sampling.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """The KV cache that came along with a request."""
-
-    bytes: int  # over all shards
-    blocks: int
-    link: str
-
-
-@dataclass(slots=True)
-class Move:
-    """A migration that has begun and whose first token has not come yet."""
-
-    failure: Failure
-    original: Failure  # the first since a token came: the client is told this one if nothing helps
-    source: Endpoint
-    since: float  # when the failure was noticed
-    tokens: int  # accepted until then
-    carried: Carried | None = None  # None: it is computed again
-    predicted_ms: float | None = None
-    refused: str = ""  # why a transfer that was wanted did not come off

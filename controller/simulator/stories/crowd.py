@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from controller.frontend.director import Director
-from controller.frontend.generations.generation import Generation
+from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.openai.completion import Choice
 from controller.frontend.request.block_hashes import BlockNames
-from controller.frontend.request.failures import MigrationBudget
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.router.endpoints import Lineage
 from events.wire import Logprob, Sampling
@@ -30,9 +29,9 @@ class Unheard:
     def rewind(self, count: int) -> None: ...
 
 
-def crowd(director: Director, requests: int, tokens: int, model: str, lineage: Lineage) -> list[Generation]:
-    """Return so many requests of `tokens` tokens each, not sent yet. No two have a prefix in common, and none ends soon."""
-    generations = []
+def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choice]:
+    """Return this number of requests of `tokens` tokens each. No two have a prefix in common, and none ends soon."""
+    answers = []
     for n in range(requests):
         prompt = [FIRST + (n * 31 + k) % SPAN for k in range(tokens)]
         request = GenerationRequest(
@@ -46,18 +45,16 @@ def crowd(director: Director, requests: int, tokens: int, model: str, lineage: L
             guided=None,
             deterministic=True,
         )
-        generations.append(
-            Generation(director, request, Unheard(), MigrationBudget(3), lambda generation: None)
-        )
-    return generations
+        answers.append(Choice(request, Unheard()))
+    return answers
 
 
-def computed_again(generations: Iterable[Generation]) -> Counter[str]:
-    """Return how many tokens each worker has to compute, now that these have gone on there."""
+def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
+    """Return the tokens that each worker has to compute, now that these requests continue there."""
     load: Counter[str] = Counter()
-    for generation in generations:
-        assert generation.endpoint is not None
-        load[generation.endpoint.worker] += generation.continuation.length
+    for live in requests:
+        assert live.endpoint is not None
+        load[live.endpoint.worker] += live.length
     return load
 
 

@@ -15,7 +15,7 @@ from controller.deciders.capacity import Slo, fleet_capacity
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.health_moves import HealthPolicy
 from controller.frontend.director import Director, World
-from controller.frontend.generations.generation import Generation
+from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause, OthersWork, Sink
 from controller.replay.sentences import sentence, span
@@ -135,7 +135,7 @@ class GroupFailure(Simulation):
     def __init__(self, provisioned: float, spares: int = 0) -> None:
         super().__init__(_scenario(provisioned, spares))
         self.provisioned, self.spares = provisioned, spares
-        self.generations: list[Generation] = []
+        self.requests: list[LiveRequest] = []
         self.load: Counter[str] = Counter()  # tokens to compute again, by group
         self._levels: list[int] = []  # before, after the failure, and at the end
         self._plane = PlayedPlane(self.kernel, self.machines)
@@ -198,13 +198,13 @@ class GroupFailure(Simulation):
 
     def _ask(self) -> None:
         """Let the requests be read by the group that will fail: at the moment it does, each has said a token or more."""
-        endpoints = self.director.table.endpoints
+        endpoints, driver = self.director.table.endpoints, self.director.driver
         endpoint = next(endpoint for endpoint in endpoints.values() if endpoint.worker == FAILED)
-        self.generations = crowd(self.director, REQUESTS, TOKENS, endpoint.joined.model, endpoint.lineage)
-        for generation in self.generations:
-            generation.start(endpoint)
-            if (attempt := generation.output.attempt) is not None:
-                self.kernel.after(SECOND - STEP, self._plane.say, attempt.stream)
+        for answer in crowd(REQUESTS, TOKENS, endpoint.joined.model, endpoint.lineage):
+            (live,) = driver.launch([answer], planned=endpoint.key)
+            self.requests.append(live)
+            if live.dispatch is not None:
+                self.kernel.after(SECOND - STEP, self._plane.say, live.dispatch.stream)
 
     def _strike(self) -> None:
         group = self.machines[FAILED]
@@ -229,7 +229,7 @@ class GroupFailure(Simulation):
         self._levels.append(state.level if state is not None else 0)
 
     def _count(self) -> None:
-        self.load = computed_again(self.generations)
+        self.load = computed_again(self.requests)
 
     # --- the transcript
 
@@ -273,11 +273,7 @@ class GroupFailure(Simulation):
 
     def _spread(self) -> list[str]:
         tokens = self.load.total()
-        by_count = Counter(
-            Counter(
-                generation.endpoint.worker for generation in self.generations if generation.endpoint
-            ).values()
-        )
+        by_count = Counter(Counter(live.endpoint.worker for live in self.requests if live.endpoint).values())
         takers = ", ".join(f"{many} groups take {each}" for each, many in sorted(by_count.items()))
         alone_s = tokens / SEVENTY_B.prefill_tokens_per_s
         return [

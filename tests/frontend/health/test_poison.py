@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.health.local_breakers import LocalBreakers
-from controller.frontend.health.poison import SETTLED_S, Held, Poisonous, PoisonWatch, Suspicion, Way
+from controller.frontend.health.poison import SETTLED_S, Held, Poisonous, PoisonWatch, Way
 from controller.frontend.request.block_hashes import BlockNames, fingerprint, sketch_of
+from controller.frontend.request.failures import Suspicion
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import FactSettings, LocalBreakerSettings, PoisonSettings
 from controller.router.endpoints import Endpoint
@@ -41,18 +42,14 @@ class Bench:
         self.time = 100.0
         self.down: set[tuple[str, str]] = set()
         self.facts: list[Observation] = []
-        self.resolved = 0
         self.slots = itertools.count(1)
         self.breakers = LocalBreakers(
             frontend, LocalBreakerSettings(), FactSettings(), self.facts.append, lambda: self.time
         )
         self.it = PoisonWatch(
             frontend, PoisonSettings(**changes), self.breakers, lambda *key: key not in self.down,
-            lambda fact, **_: self.facts.append(fact), lambda: self.time, self._resolve,
+            lambda fact, **_: self.facts.append(fact), lambda: self.time,
         )  # fmt: skip
-
-    def _resolve(self) -> None:
-        self.resolved += 1
 
     def send(self, request: GenerationRequest, to: Endpoint) -> int:
         slot = next(self.slots)
@@ -115,7 +112,7 @@ def test_copies_of_what_is_unknown_go_where_the_first_went_until_a_token_has_com
     assert where is not None and where.endpoint is first
     bench.it.hold(request_of(PROMPT))  # there was no room
     bench.it.read(request_of(PROMPT), first.key)
-    assert bench.resolved == 1
+    assert bench.it.resolved
     assert bench.it.where(request_of(PROMPT)) is None
 
 

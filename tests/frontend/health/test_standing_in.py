@@ -24,7 +24,7 @@ async def fleet(kit: Kit, *workers: ScriptedWorker, keep_last: bool = True) -> N
 
 
 async def parked(kit: Kit) -> None:
-    await until(lambda: kit.director.pending.parked)
+    await until(lambda: kit.director.driver.waiting.parked)
 
 
 async def test_a_stream_whose_last_worker_fails_waits_until_the_suspect_serves() -> None:

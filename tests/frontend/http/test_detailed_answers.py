@@ -10,7 +10,7 @@ from frontend_kit import TOKENS, Kit, frontend, text_of
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from simulated_frontend import simulated
 
-from controller.frontend.http.completion import ECHOED_LOGPROBS_MAX
+from controller.frontend.openai.completion import ECHOED_LOGPROBS_MAX
 from events.refusal import unsupported
 from workers.engines.simulated.language import EOS
 from workers.engines.simulated.sequence import PROMPT_LOGPROBS_MAX

@@ -14,8 +14,8 @@ import pytest
 from frontend_kit import TOKENS, Kit, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
+from controller.frontend import driver
 from controller.frontend.errors import ApiError
-from controller.frontend.generations import output
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.openai import writers
 from controller.frontend.openai.intake import Intake
@@ -353,9 +353,9 @@ async def test_what_cannot_be_said_is_nobody_elses_trouble(
     """Not even where the check of a worker's output has missed it."""
     if not checked:
         for module, check in (
-            (output, "check_tokens"),
+            (driver, "check_tokens"),
             (writers, "check_tokens"),
-            (output, "check_logprobs"),
+            (driver, "check_logprobs"),
         ):
             monkeypatch.setattr(module, check, lambda *_: None)
     expected = (502, "invalid_output") if checked else (500, "internal")
@@ -500,7 +500,9 @@ async def test_copies_of_an_unknown_prompt_keep_the_room_that_they_were_let_in_w
         endpoints = kit.director.table.endpoints
         asking = [asyncio.create_task(ask_as(kit, None)) for _ in range(5)]
         await until(lambda: sorted(worker.active for worker in workers) == [0, 2])
-        await until(lambda: (kit.director.admission.queued("m"), kit.director.pending.parked) == (1, 2))
+        await until(
+            lambda: (kit.director.admission.queued("m"), kit.director.driver.waiting.parked) == (1, 2)
+        )
         assert sum(endpoint.kept.requests for endpoint in endpoints.values()) == 2
         hold.set()
         await asyncio.wait_for(asyncio.gather(*asking), 20)

@@ -102,7 +102,7 @@ async def test_a_worker_that_declined_is_not_asked_again_after_another_workers_f
         endpoint.begin(requests=100)
         endpoint.holds = 1
         asking = asyncio.ensure_future(ask(kit))
-        await until(lambda: kit.director.pending.parked)
+        await until(lambda: kit.director.driver.waiting.parked)
         assert attempts(declining, failing, busy) == [1, 1, 0]
         declining.closed_s = 0.0
         await until(lambda: not closed(kit, "w0"))
@@ -135,7 +135,7 @@ async def test_before_the_first_token_a_request_that_failed_waits_for_a_worker_t
         await first_goes_to(kit, failing, soon)
         await until(lambda: closed(kit, "w1"))
         asking = asyncio.ensure_future(ask(kit))
-        await until(lambda: kit.director.pending.parked)
+        await until(lambda: kit.director.driver.waiting.parked)
         soon.closed_s = 0.0
         assert (await asking)[0] == 200
         assert attempts(failing, soon) == [1, 1]
@@ -150,7 +150,7 @@ async def test_a_stream_that_has_begun_waits_for_a_closed_worker() -> None:
         await kit.add(second)
         await until(lambda: closed(kit, "w1"))
         asking = asyncio.ensure_future(kit.complete(PROMPT, 8))
-        await until(lambda: kit.director.pending.parked)
+        await until(lambda: kit.director.driver.waiting.parked)
         assert not second.requests
         second.closed_s = 0.0
         text, _ = await asking

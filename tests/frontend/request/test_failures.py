@@ -15,9 +15,9 @@ import pytest
 from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
+from controller.frontend.driver import RequestSink
 from controller.frontend.errors import FAULTS
-from controller.frontend.generations.generation import Generation
-from controller.frontend.request.failures import KINDS, MigrationBudget, classify, smallest_limit
+from controller.frontend.request.failures import classify, smallest_limit
 from events.decisions import HealthStatus
 from events.observations import RequestAbandoned, RequestExposed, RequestMigrated
 from events.refusal import RequestRefusal
@@ -48,7 +48,7 @@ async def test_what_is_over_is_freed_at_once_and_not_by_the_collector_of_cycles(
             assert text_of(await migrate(kit, first, ScriptedWorker("w2"))) == EXACT
             assert (await kit.complete(PROMPT, 12))[0] == EXACT
             assert len(kit.said(RequestMigrated)) == (how != "finish")
-            await until(lambda: not any(isinstance(one, Generation) for one in gc.get_objects()))
+            await until(lambda: not any(isinstance(one, RequestSink) for one in gc.get_objects()))
         finally:
             gc.enable()
 
@@ -437,7 +437,7 @@ async def test_failed_workers_are_excluded_and_a_new_life_is_not() -> None:
 
 def answering(kit: Kit, worker: ScriptedWorker) -> bool:
     """Say whether tokens have come from this worker for a stream that is still with it."""
-    return any(generation.has_output for generation in kit.running(worker.name, worker.instance))
+    return any(live.state.has_output for live in kit.running(worker.name, worker.instance))
 
 
 async def test_nobody_comes_in_time() -> None:
@@ -458,7 +458,7 @@ async def test_the_only_worker_goes_on_when_its_connection_is_back(how: str, aft
     async with frontend(only, reroute_s=5.0) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
         if how == "silence":
-            await until(lambda: kit.director.pending.parked)
+            await until(lambda: kit.director.driver.waiting.parked)
             only.silent = False
         events = await asking
         assert (text_of(events), events[-1]) == (EXACT, {"done": True})
@@ -538,12 +538,12 @@ async def test_two_failures_one_stream() -> None:
 async def test_a_client_that_goes_while_nobody_can_go_on() -> None:
     async with frontend(failing("w1", "silence"), reroute_s=5.0) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
-        await until(lambda: kit.director.pending.parked)
+        await until(lambda: kit.director.driver.waiting.parked)
         asking.cancel()
         await until(lambda: kit.said(RequestAbandoned))
         (fact,) = kit.said(RequestAbandoned)
         assert (fact.reason, fact.tokens) == ("cancelled", 5)
-        assert not kit.director.pending.parked
+        assert not kit.director.driver.waiting.parked
 
 
 async def test_unhealthy_moves_at_once_and_draining_waits_for_the_worker() -> None:
@@ -630,22 +630,6 @@ async def test_logprobs_continue_over_the_cut() -> None:
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------
-
-
-def test_a_budget_is_the_limit_and_one() -> None:
-    budget = MigrationBudget(3)
-    budget.spent = 3
-    assert budget.refusal(10) == ""
-    budget.spent = 4
-    assert budget.refusal(10) == "budget_exhausted"
-    assert MigrationBudget(2**32 - 1).refusal(1) == ""
-
-
-def test_where_one_request_must_not_go_bars_no_other() -> None:
-    first, other = MigrationBudget(3), MigrationBudget(3)
-    first.note(("w1", "i1"), KINDS["engine_error"], begun=True)
-    assert (first.tried, first.failed) == ({("w1", "i1")}, {("w1", "i1")})
-    assert not other.tried and not other.failed
 
 
 def test_errors_are_classified_by_their_first_word() -> None:

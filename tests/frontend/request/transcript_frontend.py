@@ -362,8 +362,8 @@ class TranscriptFrontend:
         director.metrics.settle()
         found = {
             "queued": float(sum(director.admission.waiting().values())),
-            "parked": float(director.pending.parked),
-            "put_off": float(director.pending.put_off),
+            "parked": float(director.driver.waiting.parked),
+            "put_off": float(len(director.preemption)),
         }
         requests, histograms = director.metrics.requests, director.metrics.histograms
         faults = director.metrics.faults

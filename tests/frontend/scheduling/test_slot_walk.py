@@ -84,7 +84,8 @@ async def trouble(kit: Kit, random: Random, workers: list[ScriptedWorker]) -> No
             worker.drop()
         elif what < 0.5:
             for exchange in list(kit.api.openai.completions)[:1]:
-                exchange.fail(internal())  # as at the end of a frontend's grace
+                exchange.finish(internal())  # as at the end of a frontend's grace
+                kit.director.driver.cancel(exchange.answers)
         else:
             kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
             await asyncio.sleep(0.02)

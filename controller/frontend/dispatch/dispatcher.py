@@ -1,0 +1,256 @@
+"""Sends attempts to workers and ends them: everything that counts an attempt learns of its beginning and its end here.
+
+These are the worker's endpoint and the list of what runs there, the slot tracker, and this frontend's own breakers.
+"""
+
+from collections.abc import Collection
+from math import inf
+from typing import Any
+
+from controller.frontend.dispatch.live_request import Dispatch, LiveRequest
+from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.health.poison import PoisonWatch, Way, Where
+from controller.frontend.health.request_window import AnswerDraw
+from controller.frontend.request.effects import SelectWorker
+from controller.frontend.request.events import ConnectFailed, NoWorkerFound, Sent
+from controller.frontend.request.failures import ERRORS, Failure, Suspicion
+from controller.frontend.request.state import server_of
+from controller.frontend.request_metrics import RequestMetrics
+from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.scheduler import explained
+from controller.ports import RequestPlane, Sink, WorkerUnreachable
+from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
+from controller.router.selection.filter import AllBusy, AllClosed, AllTried, Headroom, NoWorker
+from controller.router.selection.selector import Selection
+from events.broker_users import account_of
+from events.intrusion.reports import Intrusions
+from events.wire import Why
+
+_FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # to look a member of an enum up takes as long as a call
+
+
+class Dispatcher:
+    """The attempts of one frontend."""
+
+    def __init__(
+        self,
+        table: EndpointTable,
+        routing: RequestRouter,
+        plane: RequestPlane,
+        poison: PoisonWatch,
+        running: RunningRequests,
+        metrics: RequestMetrics,
+        intrusions: Intrusions,
+    ) -> None:
+        self._table = table
+        self._routing = routing
+        self._scheduler = routing.scheduler
+        self._plane = plane
+        self._poison = poison
+        self._breakers = poison.breakers
+        self._running = running
+        self._metrics = metrics
+        self._intrusions = intrusions
+        self.no_worker = NoWorker()  # why the last request found none
+
+    def route(
+        self, live: LiveRequest, effect: SelectWorker, sink: Sink
+    ) -> tuple[Sent | ConnectFailed | NoWorkerFound, Dispatch | None]:
+        """Choose a worker and send an attempt, which `sink` reads. Return what has happened, and the attempt if there is one."""
+        request = live.request
+        try:
+            choice = self.choose(live, effect)
+        except NoWorker as error:
+            self.no_worker = error.with_traceback(None)
+            stands_in = self._table.stands_in(request.model, request.lineage, live.state.failed)
+            reopens_s = error.reopens_s if isinstance(error, AllClosed) else 0.0
+            return NoWorkerFound(error.code, stands_in, reopens_s), None
+        try:
+            dispatch = self.send(live, choice, sink)
+        except WorkerUnreachable:
+            return ConnectFailed(choice.endpoint.key), None
+        return Sent(server_of(choice.endpoint)), dispatch
+
+    # --- where to -----------------------------------------------------------------------------------------
+
+    def choose(self, live: LiveRequest, route: SelectWorker) -> Selection:
+        """Return where a request goes: to the planned worker, or the best one that has not been tried; if there is none, to one
+        to which only the connection had failed. Raise NoWorker; Held if it has to wait although there are workers."""
+        request, routing, output = live.request, self._routing, live.accepted
+        declined, first = route.declined, live.last_dispatch is None
+        planned = self._table.endpoints.get(route.planned) if route.planned is not None else None
+        where = self._poison.where(request)
+        if where is not None and (planned is None or planned is not where.endpoint):  # hardly ever
+            planned = None
+            if (found := self._guarded(live, where, route)) is not None:
+                return found
+        if planned is not None and planned.key not in declined and routing.has_room(planned, _HELD):
+            return routing.at(planned, request, output)
+        try:
+            try:
+                return routing.route(request, route.avoid, output, room=_FRESH if first else _HELD)
+            except AllBusy:
+                if not first:
+                    raise
+                # It was admitted: one answer of several may find no room any more, and goes where a worker can hold it.
+                return routing.route(request, route.avoid, output)
+        except AllClosed as closed:
+            if declined:
+                closed.wait_s = min(closed.wait_s, self.closed_s(declined))
+            raise
+        except AllTried:
+            try:
+                return routing.route(request, route.fallback, output)
+            except AllTried:
+                if declined:
+                    raise AllClosed(self.closed_s(declined), inf) from None
+                raise
+
+    def _guarded(self, live: LiveRequest, where: Where, route: SelectWorker) -> Selection | None:
+        """Return where a request goes that may not go anywhere; None: anywhere, after all. Raise Held."""
+        request, routing, output, only = live.request, self._routing, live.accepted, where.endpoint
+        tried = route.avoid | route.missed
+        try:
+            if only is None:
+                room = _FRESH if live.last_dispatch is None and not where.waits else _HELD
+                return routing.route(request, tried | where.avoid, output, room=room)
+            if only.key not in tried:
+                routing.room_at(only, request.lineage, request.tokens_max)
+                return routing.at(only, request, output)
+        except NoWorker:
+            pass
+        if where.waits and routing.targets(request):
+            raise self._poison.hold(request)
+        return None
+
+    # --- beginning ----------------------------------------------------------------------------------------
+
+    def send(self, live: LiveRequest, choice: Selection, sink: Sink) -> Dispatch:
+        """Send a request to the worker that was chosen. Raise WorkerUnreachable."""
+        endpoint, rank, request = choice.endpoint, choice.holder.rank, live.request
+        asked = live.continuation.request(endpoint, rank)
+        stream = self._plane.open(endpoint.worker, endpoint.instance, asked, sink)
+        first, scheduler = live.last_dispatch is None, self._scheduler
+        why = explained(choice) if first and request.overrides.explain else None
+        claimed = scheduler.claimed(choice) if first and choice.overlap_blocks else 0
+        slot = scheduler.begin(choice, request, live.accepted)
+        return self._begin(live, endpoint, rank, stream, slot, why, claimed)
+
+    def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int) -> Dispatch:
+        """Count that a worker continues a request under this stream, with the KV cache that it has taken over."""
+        slot = self._scheduler.carry(endpoint, rank, live.request, live.accepted)
+        return self._begin(live, endpoint, rank, stream, slot)
+
+    def _begin(
+        self,
+        live: LiveRequest,
+        endpoint: Endpoint,
+        rank: int,
+        stream: int,
+        slot: int,
+        why: dict[str, Any] | None = None,
+        claimed: int = 0,
+    ) -> Dispatch:
+        request, last = live.request, live.last_dispatch
+        self._poison.sent(request, endpoint, slot)
+        self._running.begin(live, endpoint, len(request.prompt) + request.sampling.max_tokens)
+        return Dispatch(
+            endpoint,
+            rank if endpoint.ranks > 1 else None,
+            stream,
+            slot,
+            self._table.number,
+            self._breakers.routed(endpoint.key),
+            last,
+            claimed,
+            why,
+        )
+
+    # --- ending -------------------------------------------------------------------------------------------
+
+    def cancel(self, dispatch: Dispatch, why: Why = "gone") -> None:
+        """Tell the worker that its stream is read no more, and read no more of it."""
+        endpoint = dispatch.endpoint
+        if why == "elsewhere" and self._table.drains(endpoint):
+            why = "drained"
+        self._plane.cancel(endpoint.worker, dispatch.stream, why)
+
+    def prompt_read(self, live: LiveRequest, dispatch: Dispatch) -> None:
+        """The first token of an attempt has come."""
+        self._scheduler.read(dispatch.slot)
+        cached = live.stats.cached_tokens
+        if dispatch.claimed and cached is not None:
+            holder = WorkerRank(*dispatch.endpoint.key, dispatch.rank or 0)
+            self._scheduler.compare(holder, dispatch.claimed, cached)
+        self._poison.read(live.request, dispatch.endpoint.key)
+
+    def end(self, live: LiveRequest, dispatch: Dispatch) -> None:
+        """An attempt has left its worker, however it ended."""
+        self._poison.left(live.request, dispatch.slot)
+        self._running.end(live, dispatch.endpoint)
+        self._scheduler.end(dispatch.slot)
+
+    def served(self, live: LiveRequest, dispatch: Dispatch, now: float, *, alone: bool) -> None:
+        """An answer was completed by this attempt. `alone`: no other attempt has brought any of it; else its times say nothing
+        of this worker, also where the others were at the same one."""
+        request, stats, endpoint = live.request, live.stats, dispatch.endpoint
+        self._poison.served(request)
+        count, first_at = stats.counted, stats.first_at
+        ttft = itl = None
+        if alone and first_at is not None:
+            ttft = first_at - stats.began_at
+            itl = (now - first_at) / (count - 1) if count > 1 else None
+            self._metrics.served(endpoint.worker, len(request.prompt), ttft, itl)
+        self._breakers.served(
+            endpoint.key, count, ttft, itl, dispatch.routed_under, dispatch.breaker_epoch,
+            model=request.model,
+            drawn=AnswerDraw(request.sampling, stats.weighed, stats.unlikely) if alone else None,
+        )  # fmt: skip
+
+    def blame(self, dispatch: Dispatch, failure: Failure) -> None:
+        """An attempt failed by its worker's fault."""
+        key = dispatch.endpoint.key
+        self._breakers.failed(
+            key, failure.reason, dispatch.routed_under, dispatch.breaker_epoch, one_stream=failure.one_stream
+        )
+
+    def judge(self, live: LiveRequest, dispatch: Dispatch, failure: Failure, *, begun: bool) -> Suspicion:
+        """Count a failed attempt against its worker, if that is to blame; `begun`: after its first token. Return what the failure
+        says of the request itself."""
+        request, endpoint, reason = live.request, dispatch.endpoint, failure.reason
+        poison, key = self._poison, endpoint.key
+        if reason == "invalid_output":  # its stream is open: nothing of it is read any more
+            self.cancel(dispatch, "elsewhere")
+            account = account_of(endpoint.worker, endpoint.joined.account)
+            self._intrusions.report(account, f"send {failure.detail}", worker=endpoint.worker)
+        way = Way.of(reason, failure.detail, len(live.accepted))
+        alone = reason in ERRORS or failure.one_stream  # its worker goes on
+        if not failure.kind.blames or (alone and poison.repeats(request, key, way)):
+            self.unjudged(dispatch, has_output=begun)
+        else:
+            self.blame(dispatch, failure)
+        connected = self._plane.load(endpoint.worker) is not None
+        if not begun and poison.brings_down(reason, key, one_stream=failure.one_stream, connected=connected):
+            poison.fell(request, endpoint, dispatch.slot, reason)
+            return Suspicion.SUSPECT
+        if alone:
+            return poison.failed(request, key, way, dispatch.routed_under)
+        return Suspicion.NONE
+
+    def turned_away(self, dispatch: Dispatch) -> None:
+        """A worker had no room for an attempt: that speaks against neither."""
+        self._routing.refused(dispatch.endpoint)
+        self.unjudged(dispatch, has_output=False)
+
+    def closed_s(self, keys: Collection[Key]) -> float:
+        """Return the least of the times, in seconds, for which these workers take no new requests; 0: none is closed."""
+        loads = [self._plane.external_load(worker) for worker, _ in keys]
+        return min((load.closed_s for load in loads if load is not None and load.closed_s), default=0.0)
+
+    def unjudged(self, dispatch: Dispatch, *, has_output: bool) -> None:
+        """An attempt ends through no fault of its worker: its client has left, or was mistaken."""
+        key, epoch = dispatch.endpoint.key, dispatch.breaker_epoch
+        if has_output:
+            self._breakers.had_output(key, epoch)
+        else:
+            self._breakers.had_no_output(key, epoch)

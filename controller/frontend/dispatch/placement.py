@@ -1,0 +1,244 @@
+"""Which worker goes on with which request, when several have lost theirs at once?
+
+    answers lose their workers ── the turn of the loop ends ──▶ one plan for all of them ──▶ each is sent where the plan says
+                                                        └── nothing found there, or not any more ──▶ the router decides
+
+A worker that dies takes all its requests down within one turn. Were each of them routed by itself, the short ones
+would count as much as the long ones; so they are planned together (`controller.migration.placement`): by priority, then
+age, each where it would be computed first behind what the plan has put there already.
+
+What a reader would get wrong: every frontend plans for its own requests alone, and all of them at the same moment,
+from the same reports. Where workers are equal each frontend therefore begins its round at another one (`_share`).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import structlog
+import xxhash
+
+from controller.deciders.capacity import tpot_ms
+from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import closed_to
+from controller.frontend.scheduling.peers import Peers
+from controller.frontend.scheduling.router import RequestRouter
+from controller.migration.cost import KvShape, MigrationCost, MigrationTarget, MovingPolicy, estimate
+from controller.migration.links import Lane, lanes
+from controller.migration.placement import Leaving, Placement, place
+from controller.ports import RequestPlane
+from controller.router.endpoints import Endpoint
+from events.observations import KvLayout, WorkerJoined
+
+TARGETS_MAX = 64  # that one plan looks at: a thousand requests over them take 50 ms
+LOAD_STEPS = 4  # workers whose batches are as full to a quarter count as equal
+RESIDENCE_S = 5.0  # how long a place in a full batch is waited for at most; assumed
+STEP_S_MAX = 10.0  # a worker that registers a longer one, or none, says nothing of its steps
+BLOCKS_UNKNOWN = 10**9  # of a worker whose engine does not count its blocks
+_ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # this frontend's clock as instants: only their order counts
+
+log = structlog.get_logger(__name__)
+
+
+class Placer:
+    """The answers of one frontend that have to go on elsewhere, and where each of them goes."""
+
+    def __init__(
+        self,
+        frontend: str,
+        policy: MovingPolicy,
+        routing: RequestRouter,
+        plane: RequestPlane,
+        running: RunningRequests,
+        peers: Peers,
+    ) -> None:
+        """Begin with none. `running` returns what runs on a worker, `peers` the other frontends that serve now, as far as is
+        known."""
+        self._frontend = frontend
+        self._policy = policy
+        self._routing = routing
+        self._unread = routing.scheduler.unread
+        self._plane = plane
+        self._running = running
+        self._peers = peers
+
+    def place(self, waiting: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
+        """Yield where each of these requests, which lost their workers in one turn of the loop, is to be sent; None: the router
+        decides. Each is to be sent before the next is asked for."""
+        if len(waiting) == 1:
+            yield from ((live, None) for live in waiting)
+            return
+        parties: dict[object, list[LiveRequest]] = {}
+        for live in waiting:
+            parties.setdefault((live.request.model, live.request.lineage), []).append(live)
+        for party in parties.values():
+            try:
+                plan = self.plan(party)
+            except Exception:  # they go on without a plan: nothing else would send them anywhere
+                log.exception("group_not_placed", requests=len(party))
+                yield from ((live, None) for live in party)
+                continue
+            yield from ((live, endpoint) for live, _, endpoint in plan)
+            _log(plan)
+
+    # --- the plan -----------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        generations: Sequence[LiveRequest],
+        source: Endpoint | None = None,
+        to: str = "",
+        without: Collection[str] = (),
+    ) -> list[tuple[LiveRequest, Placement, Endpoint | None]]:
+        """Return where each of these answers of one model and lineage should go, in the order in which they should move.
+
+        `source` is the worker that they are still with and whose KV cache may travel; None: it is dead or not trusted, and
+        everything is computed again. `to` names the only worker that may take them, `without` those that may not. The
+        endpoint is None where none has room.
+        """
+        endpoints = [
+            s for s in self._targets(generations[0].request) if s is not source and to in ("", s.worker)
+        ]
+        endpoints = [s for s in endpoints if s.worker not in without]
+        if source is not None:  # one after the other: each sees where the last one went
+            endpoints.sort(key=lambda endpoint: (self._in_flight(endpoint) + 1) / max(endpoint.weight, 1e-6))
+        kv = _kv_shape(source) if source is not None else None
+        found = {endpoint.worker: endpoint for endpoint in endpoints}
+        requests = {str(n): generation for n, generation in enumerate(generations)}
+        placements = place(
+            self._policy,
+            kv,
+            [self._leaving(name, generation, found) for name, generation in requests.items()],
+            [self._target(endpoint, source if kv is not None else None) for endpoint in found.values()],
+        )
+        return [(requests[p.request_id], p, found.get(p.target)) for p in placements]
+
+    def price(
+        self,
+        generation: LiveRequest,
+        source: Endpoint,
+        endpoint: Endpoint,
+        *,
+        cached_tokens: int,
+        at_once: int = 1,
+    ) -> MigrationCost:
+        """Return what it costs to move an answer to this worker, which keeps a place for it and has so many of its first
+        tokens in its prefix cache, while so many transfers share the way."""
+        tokens = len(generation.request.prompt) + len(generation.accepted)
+        there = self._target(endpoint, source, newcomers=0)
+        kv, cached_tokens = _kv_shape(source), max(0, cached_tokens)
+        return estimate(self._policy, kv, there, tokens, cached_tokens=cached_tokens, at_once=at_once)
+
+    def _leaving(self, name: str, generation: LiveRequest, targets: Mapping[str, Endpoint]) -> Leaving:
+        tier, state = generation.request.tier, generation.state
+        tried = state.tried | closed_to(state)
+        return Leaving(
+            request_id=name,
+            priority=self._routing.urgency(tier),
+            arrived=_ZERO + timedelta(seconds=generation.stats.began_at),
+            tokens=len(generation.request.prompt) + len(generation.accepted),
+            barred={key[0] for key in tried if key[0] in targets and targets[key[0]].key == key},
+        )
+
+    def _targets(self, request: GenerationRequest) -> list[Endpoint]:
+        """Return who could take them, the emptier ones first, and among equals in this frontend's own order."""
+        endpoints = self._routing.targets(request)
+        first = self._share(len(endpoints))
+        turn = {
+            endpoint.key: (n - first) % len(endpoints)
+            for n, endpoint in enumerate(sorted(endpoints, key=_by_name))
+        }
+        endpoints.sort(key=lambda endpoint: (self._fullness(endpoint), turn[endpoint.key]))
+        return endpoints[:TARGETS_MAX]
+
+    def _share(self, targets: int) -> int:
+        """Return at which of so many equal targets this frontend begins. Frontends that know one another begin in equal
+        distances; one that knows of no other begins where its name says."""
+        others = sorted({*self._peers.names(), self._frontend})
+        if len(others) > 1:
+            return others.index(self._frontend) * targets // len(others)
+        return xxhash.xxh32_intdigest(self._frontend.encode()) % max(1, targets)
+
+    def _in_flight(self, endpoint: Endpoint) -> int:
+        external = self._plane.external_load(endpoint.worker)
+        return (
+            endpoint.active
+            + endpoint.kept.requests
+            + (external.running + external.waiting if external is not None else 0)
+        )
+
+    def _fullness(self, endpoint: Endpoint) -> int:
+        return self._in_flight(endpoint) * LOAD_STEPS // max(1, endpoint.joined.profile.max_batch)
+
+    def _target(self, endpoint: Endpoint, source: Endpoint | None, newcomers: int = 1) -> MigrationTarget:
+        profile, load = endpoint.joined.profile, self._plane.load(endpoint.worker)
+        free = load.kv_total - load.kv_used if load is not None and load.kv_total else BLOCKS_UNKNOWN
+        rate = profile.prefill_tokens_per_s or self._policy.prefill_tokens_per_s
+        places = max(
+            1, profile.max_batch
+        )  # who registers nonsense must not keep others from being planned for
+        in_flight = self._in_flight(endpoint)
+        step_s = tpot_ms(profile, in_flight + newcomers) / 1000 / max(endpoint.weight, 0.1)
+        return MigrationTarget(
+            name=endpoint.worker,
+            profile=replace(
+                profile,
+                prefill_tokens_per_s=rate * endpoint.weight,
+                block_tokens=max(1, profile.block_tokens),
+            ),
+            free_blocks=max(0, free),
+            lanes=self._lanes(source, endpoint) if source is not None else (),
+            queued_tokens=max(_queued_tokens(self._running.at(endpoint)), int(self._unread(endpoint))),
+            free_places=max(0, places - in_flight),
+            queue_s=RESIDENCE_S * max(0, in_flight + newcomers - places) / places,
+            step_s=step_s if 0 <= step_s < STEP_S_MAX else 0.0,
+        )
+
+    def _lanes(self, source: Endpoint, target: Endpoint) -> tuple[Lane, ...]:
+        """Return the ways of the shards; none where the target's shards are others."""
+        theirs, ours = source.joined, target.joined
+        if _shards(theirs) != _shards(ours):
+            return ()
+        return lanes(self._policy.links, theirs.topology, ours.topology, theirs.tp)
+
+
+def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None:
+    """Say what was planned. One line per incident, however many requests."""
+    per_target = Counter(placement.target for _, placement, _ in plan if placement.target)
+    found = sum(per_target.values())
+    log.info("group_placed", requests=len(plan), targets=len(per_target), no_room=len(plan) - found,
+             most_at_one=max(per_target.values(), default=0))  # fmt: skip
+
+
+def _shards(joined: WorkerJoined) -> tuple[object, ...]:
+    return joined.kv, joined.tp, joined.profile.block_tokens
+
+
+def _by_name(endpoint: Endpoint) -> tuple[str, str]:
+    return endpoint.key
+
+
+def _queued_tokens(generations: Iterable[LiveRequest]) -> int:
+    """Return how many tokens of ours wait to be computed there. As a plan counts them, without regard to what is cached: the
+    tracker's count, which has what other frontends have told, is less for ours."""
+    return sum(len(g.request.prompt) + len(g.accepted) for g in generations if not g.state.has_output)
+
+
+def _kv_shape(source: Endpoint) -> KvShape | None:
+    """Return the size of what the source would send; None where it registered none, or one that cannot be."""
+    layout: KvLayout | None = source.joined.kv
+    if layout is None:
+        return None
+    try:
+        return KvShape(
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_size=layout.head_size,
+            bytes_per_element=layout.element_bytes,
+            tp=source.joined.tp,
+        )
+    except ValueError:
+        return None

@@ -1,0 +1,121 @@
+"""Facts and metrics about answers that changed their workers."""
+
+from collections.abc import Collection
+
+from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.request import effects as do
+from controller.frontend.request.state import Move, Server
+from controller.frontend.request_metrics import RequestMetrics
+from controller.ports import Observe
+from controller.router.endpoints import Endpoint
+from events.observations import RequestAbandoned, RequestMigrated, RequestPreempted, RequestResumed
+
+
+class MigrationReports:
+    """Emits what one frontend observes of its migrations."""
+
+    def __init__(self, frontend: str, observe: Observe, metrics: RequestMetrics) -> None:
+        self._frontend = frontend
+        self._observe = observe
+        self._metrics = metrics
+
+    def migrated(self, live: LiveRequest, effect: do.ReportMigrated, now: float) -> None:
+        """An answer moved to its last attempt."""
+        request, stats, last, move = live.request, live.stats, live.state.last, effect.move
+        assert last is not None
+        exact = (
+            same_answers(move.source, last.server, request.sampling.unset)
+            and not effect.spoilt
+            and request.deterministic
+            and not live.continuation.texts
+        )
+        gap_s = now - (stats.last_at if stats.first_at is not None else move.since)
+        carried, cause = move.carried, move.failure.kind.cause
+        source, target = move.source.key, last.server.key
+        if cause == "preempted":
+            if effect.well:
+                self._resumed(live, move, target[0], target[1], gap_s, exact=exact)
+            return
+        if effect.well:
+            self._metrics.resumed(cause, gap_s)
+        self._observe(
+            RequestMigrated(
+                frontend=self._frontend,
+                request=request.id,
+                model=request.model,
+                source=source[0],
+                source_instance=source[1],
+                target=target[0],
+                target_instance=target[1],
+                cause=cause,
+                method="transfer" if carried else "reprefill",
+                tokens=move.tokens,
+                gap_ms=gap_s * 1000,
+                attempt=last.number,
+                exact=exact,
+                kind_of_move="ongoing_request" if move.tokens else "new_request",
+                bytes=carried.bytes if carried else 0,
+                blocks=carried.blocks if carried else 0,
+                link=carried.link if carried else "",
+                predicted_ms=move.predicted_ms,
+                refused=move.refused,
+            ),
+            traceparent=request.traceparent,
+        )
+
+    def _resumed(
+        self, live: LiveRequest, move: Move, target: str, instance: str, gap_s: float, *, exact: bool
+    ) -> None:
+        """A preempted answer continues."""
+        request = live.request
+        fact = RequestResumed(
+            frontend=self._frontend,
+            request=request.id,
+            model=request.model,
+            source=move.source.key[0],
+            target=target,
+            target_instance=instance,
+            tokens=move.tokens,
+            gap_ms=gap_s * 1000,
+            exact=exact,
+        )
+        self._observe(fact, traceparent=request.traceparent)
+
+    def preempted(self, live: LiveRequest, source: Endpoint) -> None:
+        """An answer is put off for a more urgent one."""
+        request = live.request
+        self._metrics.preempted(request.model, request.tier)
+        fact = RequestPreempted(
+            frontend=self._frontend,
+            request=request.id,
+            model=request.model,
+            tier=request.tier,
+            worker=source.worker,
+            instance=source.instance,
+            tokens=len(live.accepted),
+        )
+        self._observe(fact, traceparent=request.traceparent)
+
+    def abandoned(self, live: LiveRequest, reason: str) -> None:
+        """An answer could not be continued."""
+        request, last = live.request, live.state.last
+        fact = RequestAbandoned(
+            frontend=self._frontend,
+            request=request.id,
+            model=request.model,
+            worker=last.server.key[0] if last is not None else "",
+            instance=last.server.key[1] if last is not None else "",
+            reason=reason,
+            tokens=len(live.accepted),
+        )
+        self._observe(fact, traceparent=request.traceparent)
+
+
+def same_answers(source: Server, target: Server, unset: Collection[str]) -> bool:
+    """Return whether a target continues exactly as the source would have.
+
+    Both take tokens, and serve the same weights with the same defaults for what the client leaves out. Where neither names its
+    weights, nothing is known of its defaults for `unset`, the sampling parameters that are left to the servers.
+    """
+    same = (source.root, source.generation_config) == (target.root, target.generation_config)
+    return source.exact and target.exact and same and bool(source.root or not unset)

@@ -1,0 +1,123 @@
+"""Detects streams that bring no token although their worker goes on, and moves them.
+
+The request plane notices a worker that is silent or whose engine is stuck. It cannot notice one stuck stream among healthy
+ones. Here each stream has its own age: the time since its last token. One sweep compares all ages with their limits, so that
+a token costs nothing.
+
+    age      now - last token (after a move: since the new attempt was sent)
+    limit    pace_factor * the stream's own mean time per token, at least floor_s, at most ceiling_s
+    excuses  requests wait in the worker's queue: the stream may be preempted; the limit is ceiling_s
+             no stream of the worker had a token since, and its engine reads prompts: the request plane has a limit for that step
+             the stream may not move: the limit is ceiling_s
+             the stream's KV cache is on its way to another worker: that move has its own deadlines
+
+The limit never depends on the age itself, so a stuck stream cannot raise its own limit.
+"""
+
+from collections.abc import Collection, Iterator
+
+import structlog
+
+from controller.frontend.dispatch.live_request import Dispatch, LiveRequest
+from controller.frontend.dispatch.output_stats import OutputStats
+from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.request.failures import Failure
+from controller.frontend.request.state import AnswerProgress, refusal
+from controller.frontend.settings import AdmissionSettings, StallSettings
+from controller.ports import RequestPlane
+from controller.router.endpoints import Endpoint, EndpointTable
+
+PACE_TOKENS_MIN = 4  # from which a stream's own pace is known
+LATE_S = 0.25  # a sweep that is later than this waits for the next one: tokens may lie unread in our sockets
+
+log = structlog.get_logger(__name__)
+
+
+class StallWatch:
+    """Sweeps over the running streams of one frontend."""
+
+    def __init__(
+        self,
+        settings: StallSettings,
+        admission: AdmissionSettings,
+        table: EndpointTable,
+        running: RunningRequests,
+        plane: RequestPlane,
+        now: float,
+    ) -> None:
+        self._settings = settings
+        self._first_token_s = admission.first_token_s
+        self._first_token_s_per_token = admission.first_token_s_per_1k / 1000
+        self._table = table
+        self._running = running
+        self._plane = plane
+        self._due = now + settings.sweep_s
+
+    def tick(self, now: float) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
+        """Sweep if it is time. Yield the attempts that have stalled."""
+        due, settings = self._due, self._settings
+        if now < due:
+            return
+        self._due = now + settings.sweep_s
+        if now - due > LATE_S:
+            return
+        oldest = now - settings.floor_s
+        for endpoint, there in self._running.items():
+            quiet = [one for one in there if one.stats.last_at < oldest]
+            if quiet:
+                yield from self._look(endpoint, there, quiet, now)
+
+    def _look(
+        self,
+        endpoint: Endpoint,
+        there: Collection[LiveRequest],
+        quiet: list[LiveRequest],
+        now: float,
+    ) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
+        """Yield those of the `quiet` streams of one worker that are too old."""
+        streams = [one for one in there if one.state.has_output]
+        newest = max((one.stats.last_at for one in streams), default=0.0)
+        paces = [pace for one in streams if (pace := pace_s(one.stats)) is not None]
+        load = self._plane.load(endpoint.worker)
+        queued = load is not None and load.waiting > 0
+        reads = self._plane.others_work(endpoint.worker, 0, begun=True) == "before"
+        for one in quiet:
+            dispatch, stats, state = one.dispatch, one.stats, one.state
+            if dispatch is None or state.transfer is not None or not state.begun:
+                continue  # a first token has a limit of its own
+            latency = self._table.knobs(one.request.model).latency
+            if state.has_output:
+                age = now - stats.last_at
+                patient = queued or bool(refusal(state, AnswerProgress(len(one.accepted), reached=1)))
+                if reads and newest <= stats.last_at:
+                    continue
+                limit = self._limit(stats, paces, patient=patient) * latency
+            else:
+                age = now - stats.attempt_at
+                limit = (self._first_token_s + self._first_token_s_per_token * one.length) * latency
+            if age > limit:
+                worker = dispatch.endpoint.worker
+                log.warning(
+                    "stream_stalled",
+                    request=one.request.id,
+                    worker=worker,
+                    age_s=round(age, 1),
+                    limit_s=round(limit, 1),
+                )
+                yield one, dispatch, Failure("stalled", f"no token for {age:.1f} s", one_stream=True)
+
+    def _limit(self, stats: OutputStats, paces: Collection[float], *, patient: bool) -> float:
+        """Return the age in seconds at which a stream has stalled."""
+        settings = self._settings
+        pace = pace_s(stats)
+        if pace is None:
+            pace = max(paces, default=settings.ceiling_s)
+        limit = settings.ceiling_s if patient else min(settings.ceiling_s, settings.pace_factor * pace)
+        return max(settings.floor_s, limit)
+
+
+def pace_s(stats: OutputStats) -> float | None:
+    """Return a stream's mean seconds per token; None before PACE_TOKENS_MIN tokens."""
+    if stats.first_at is None or stats.counted < PACE_TOKENS_MIN:
+        return None
+    return (stats.last_at - stats.first_at) / (stats.counted - 1)

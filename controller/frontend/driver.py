@@ -1,0 +1,506 @@
+"""The driver: the only owner of live requests, and the only place that applies the effects of the request state machine.
+
+    worker's frames ──▶ RequestSink ── tokens ───────────────────────────────▶ response writer
+                            └── first token, failure, end ──▶ step ── effects ──▶ workers, reports, response writer
+    fold, operator, client, clock ──────────────────────────▶ step
+
+Tokens take the direct path; `step` sees the first token of an attempt, failures, control and the end. Nothing here waits.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+
+import msgspec
+import structlog
+
+from controller.frontend.dispatch.dispatcher import Dispatcher
+from controller.frontend.dispatch.kv_move import KvMove
+from controller.frontend.dispatch.live_request import Dispatch, LiveRequest, terms_of
+from controller.frontend.dispatch.output_check import check_logprobs
+from controller.frontend.dispatch.output_stats import OutputStats
+from controller.frontend.dispatch.placement import Placer
+from controller.frontend.dispatch.preemption import Preemption
+from controller.frontend.dispatch.reports import MigrationReports
+from controller.frontend.dispatch.stall_watch import StallWatch
+from controller.frontend.dispatch.waiting import WaitingRequests
+from controller.frontend.dispatch.worker_refusal import as_api_error
+from controller.frontend.errors import internal
+from controller.frontend.health.exposure import Exposures
+from controller.frontend.health.poison import PoisonWatch
+from controller.frontend.metrics import FaultMetrics
+from controller.frontend.openai.completion import Choice, Completion
+from controller.frontend.openai.text.vocabulary import InvalidOutput, check_tokens
+from controller.frontend.request import effects as do
+from controller.frontend.request import events as on
+from controller.frontend.request.failures import Failure, classify
+from controller.frontend.request.state import RequestState, server_of
+from controller.frontend.request.step import is_turned_away, step
+from controller.frontend.request_metrics import RequestMetrics
+from controller.frontend.scheduling.admission import Admission, Reservation
+from controller.frontend.scheduling.queue import WaitedTooLong
+from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.settings import FrontendSettings
+from controller.migration import live as kv
+from controller.ports import LostCause, WorkerUnreachable
+from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.selection.filter import NoWorker
+from controller.router.trust import SourceDistrusted, TrustedSource
+from events.refusal import REASON, read_refusal
+from events.wire import Chunk, finish_reason
+
+log = structlog.get_logger(__name__)
+_FIRST_TOKEN = on.FirstToken()
+
+
+class RequestSink(LiveRequest):
+    """A live request as the request plane sees it: the end of a token's path. Implements `controller.ports.Sink`.
+
+    Called synchronously, chunk by chunk. An attempt that has been left is cancelled at the plane, so that nothing late of it can
+    come in.
+    """
+
+    __slots__ = ("_driver",)
+
+    def __init__(
+        self,
+        driver: "Driver",
+        answer: Choice,
+        completion: Completion | None,
+        state: RequestState,
+        stats: OutputStats,
+    ) -> None:
+        super().__init__(answer, completion, state, stats)
+        self._driver = driver
+
+    def take(self, chunk: Chunk) -> None:
+        """Accept one step's output for this stream. An error in it ends this stream only."""
+        if self.over:
+            return
+        try:
+            try:
+                if chunk.logprobs:
+                    check_logprobs(chunk.logprobs, self.continuation.tokens.size)
+                if self.state.has_output and chunk.tokens and chunk.finish is None and chunk.error is None:
+                    if self.accept(chunk):  # nearly always it goes on
+                        self._driver.feed(self, on.Finished("stop", cancel=True))
+                    return
+                self._take_edge(chunk)
+            except InvalidOutput as why:
+                self._driver.fail(self, Failure("invalid_output", str(why)))
+        except Exception:
+            self._driver.fail_internally(self)
+
+    def _take_edge(self, chunk: Chunk) -> None:
+        """Accept a chunk from the beginning or the end of an attempt. Raise InvalidOutput."""
+        driver = self._driver
+        if chunk.tokens:
+            if not self.state.has_output:
+                check_tokens(chunk.tokens, self.continuation.tokens.size)
+            self.note_cached(chunk)
+        if (chunk.tokens or chunk.text is not None) and not self.state.has_output:
+            driver.feed(self, _FIRST_TOKEN)
+        stopped = False
+        if chunk.tokens:
+            stopped = self.accept(chunk) if chunk.finish in (None, "length") else self.accept_last(chunk)
+        elif chunk.text is not None:
+            stopped = self.accept_text(chunk.text)
+        if stopped:
+            # A stop string was reached: the worker need not go on.
+            driver.feed(self, on.Finished("stop", cancel=chunk.finish is None or not chunk.tokens))
+        elif chunk.error is not None:
+            reason, _, detail = chunk.error.partition(":")
+            if reason == REASON:
+                driver.feed(self, on.RequestRejected(as_api_error(read_refusal(detail))))
+            else:
+                driver.fail(self, classify(chunk.error))
+        elif chunk.finish is not None:
+            reason = chunk.finish
+            driver.feed(self, on.Finished(reason if reason in ("stop", "length") else finish_reason(reason)))
+
+    def flush(self) -> None:
+        """Count and write what one turn of the loop has brought."""
+        if self.over:
+            return  # it was written as the answer ended
+        self.count(self._driver.now(), self._driver.tracker)
+        self.writer.flush()
+        if self.kv_move is not None:
+            self._source_advanced()
+
+    def lost(self, cause: LostCause, detail: str) -> None:
+        """The connection broke, or the worker hangs."""
+        dispatch = self.dispatch
+        if self.over or dispatch is None:
+            return
+        try:
+            if self.kv_move is not None:
+                self._source_lost(self.kv_move)
+            self._driver.fail(self, Failure(cause, detail), dispatch)
+        except Exception:
+            self._driver.fail_internally(self)
+
+    def _source_advanced(self) -> None:
+        """The source of a KV transfer may have said more."""
+        transfer = self.state.transfer
+        if transfer is not None and transfer.state == "committed":
+            self._driver.advance(self, kv.SourceSaid())
+
+    def _source_lost(self, move: KvMove) -> None:
+        """The source of a KV transfer is out of reach. Where the target has committed, the request needs it no more: the target
+        knows the tokens that have not come. (It does not know their logprobs.)"""
+        self._source_advanced()
+        transfer = self.state.transfer
+        if transfer is not None and transfer.state == "committed" and not self.request.sampling.logprobs:
+            missing = transfer.tokens[len(self.accepted) - move.base :]
+            self.take(Chunk(move.source_stream, list(missing)))
+            self.flush()
+
+
+class DriverParts(msgspec.Struct, frozen=True):
+    """What the driver uses besides workers and admission."""
+
+    preemption: Preemption
+    placer: Placer
+    poison: PoisonWatch
+    exposures: Exposures
+    reports: MigrationReports
+    stalls: StallWatch
+    request_metrics: RequestMetrics
+    faults: FaultMetrics
+    ended: Callable[[LiveRequest], object] | None  # is told of each answer that is over
+
+
+class Driver:
+    """The live requests of one frontend."""
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        table: EndpointTable,
+        routing: RequestRouter,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        parts: DriverParts,
+        now: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.now = now
+        self.request_metrics = parts.request_metrics
+        self.exposures = parts.exposures
+        self.tracker = routing.scheduler if settings.router.track_output_blocks else None
+        self.move_ended: Callable[[LiveRequest, do.TransferOver], None] | None = None  # of the planned moves
+        self._table = table
+        self._routing = routing
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._poison = parts.poison
+        self._reports = parts.reports
+        self._placer = parts.placer
+        self._preemption = parts.preemption
+        self._preemption.feed = self.feed
+        self._stalls = parts.stalls
+        self._faults = parts.faults
+        self._ended = parts.ended
+        self._numbers = count(1)
+        self.live: dict[int, LiveRequest] = {}  # by number
+        self.waiting = WaitingRequests()
+        self._queued: dict[LiveRequest, asyncio.Future[Reservation]] = {}
+
+    # --- from the client
+
+    def launch(
+        self,
+        answers: Sequence[Choice],
+        completion: Completion | None = None,
+        room: Reservation | None = None,
+        planned: Key | None = None,
+    ) -> Sequence[LiveRequest]:
+        """Send answers to workers, `planned` if that has room. One that has to wait keeps the room of its own that `room` has
+        given back. `completion` learns of the end of each."""
+        made = [self.open(answer, completion) for answer in answers]
+        for live in made:
+            live.room = room
+            self.request_metrics.of(live.request.model).began(len(live.request.prompt))
+            self.feed(live, on.Launched(planned))
+        return made
+
+    def open(self, answer: Choice, completion: Completion | None = None) -> LiveRequest:
+        """Return a new live request for an answer, not sent yet. Raise TokenizerMissing."""
+        answer.number = number = next(self._numbers)
+        now, request, limit = self.now(), answer.request, self.settings.migration_max_seq_len
+        metrics = self.request_metrics.of(request.model)
+        stats = OutputStats(now, number, request, metrics, self.exposures, limit)
+        state = RequestState(terms_of(answer, self.settings), now)
+        live = self.live[number] = RequestSink(self, answer, completion, state, stats)
+        return live
+
+    def cancel(self, answers: Iterable[Choice]) -> None:
+        """Cancel answers: their client has gone."""
+        for answer in answers:
+            live = self.live.get(answer.number)
+            if live is not None:
+                self.feed(live, on.ClientGone())
+
+    # --- the machine
+
+    def feed(self, live: LiveRequest, event: on.Event) -> None:
+        """Advance one request by an event, and apply what follows from it."""
+        following: on.Event | None = event
+        while following is not None:
+            live.state, effects = step(live.state, following, self.now())
+            following = None
+            for effect in effects:
+                following = self._apply(live, effect)
+        if self._poison.resolved:
+            self._poison.resolved = False
+            self.wake()
+
+    def fail(self, live: LiveRequest, failure: Failure, dispatch: Dispatch | None = None) -> None:
+        """An attempt has failed: the present one, or `dispatch`, which the request may have left in time."""
+        if dispatch is not None and dispatch is not live.dispatch:
+            self._dispatcher.blame(dispatch, failure)
+        elif live.dispatch is not None:
+            key, full = live.dispatch.endpoint.key, is_turned_away(live.state, failure)
+            closed = full and self._dispatcher.closed_s((key,)) > 0
+            self.feed(live, on.AttemptFailed(failure, live.progress, closed))
+
+    def fail_internally(self, live: LiveRequest) -> None:
+        """End one request by an error of ours, which was just caught; no other is touched."""
+        log.exception("stream_failed", request=live.request.id)
+        if live.over:
+            return
+        if live.dispatch is not None:
+            self._dispatcher.cancel(live.dispatch)
+        live.state, effects = step(live.state, on.RequestRejected(internal()), self.now())
+        for effect in effects or (do.LeaveWorker(), do.End(error=internal())):
+            self._apply(live, effect)
+
+    def _apply(self, live: LiveRequest, effect: do.Effect) -> on.Event | None:
+        """Do one thing for a request. Return the event that answers a question; the commonest effects come first."""
+        dispatcher, dispatch, move = self._dispatcher, live.dispatch, live.kv_move
+        match effect:
+            case do.SelectWorker():
+                event, sent = dispatcher.route(live, effect, live)
+                if sent is not None:
+                    self._begin(live, sent)
+                return event
+            case do.Started(first) if dispatch is not None:
+                dispatcher.prompt_read(live, dispatch)
+                if first:
+                    live.stats.first_output(self.now())
+                    self.waiting.started(live)
+                    self._admission.wake(live.request.model)
+            case do.LeaveWorker() if dispatch is not None:
+                self._leave_worker(live, dispatch)
+            case do.NoteServed(alone) if live.last_dispatch is not None:
+                dispatcher.served(live, live.last_dispatch, self.now(), alone=alone)
+            case do.End():
+                self._end(live, effect)
+            case do.Judge(failure, begun) if dispatch is not None:
+                return on.Judged(dispatcher.judge(live, dispatch, failure, begun=begun))
+            case do.CancelStream(why) if dispatch is not None:
+                dispatcher.cancel(dispatch, why)
+            case do.NoteUnjudged(has_output) if dispatch is not None:
+                dispatcher.unjudged(dispatch, has_output=has_output)
+            case do.TurnedAway() if dispatch is not None:
+                dispatcher.turned_away(dispatch)
+                live.turned_away(dispatch)
+            case do.Rewind(count):
+                live.rewind(count)
+            case do.Park(keep_room):
+                self.waiting.park(live, keep_room=keep_room)
+            case do.QueueAgain():
+                self._queue(live)
+            case do.Reroute(planned):
+                self._reroute(live, planned=planned)
+            case do.CountFailure(kind):
+                self.request_metrics.of(live.request.model).failed(kind)
+            case do.CountRestored(kind, outcome, seconds):
+                self.request_metrics.of(live.request.model).restored(kind, outcome, seconds)
+            case do.ReportMigrated():
+                self._reports.migrated(live, effect, self.now())
+            case do.ReportAbandoned(reason):
+                self._reports.abandoned(live, reason)
+            case do.ReportExposure(action):
+                live.exposure = action
+            case do.Refuse(abandoned):
+                request, none = live.request, dispatcher.no_worker
+                error = self._admission.refusal(none, request.model, request.tier)
+                if abandoned:
+                    self._reports.abandoned(live, none.code)
+                self._end(live, do.End(error=error))
+            case _ if move is not None:
+                return self._advance_move(live, move, effect)
+        return None
+
+    # --- to a worker
+
+    def _begin(self, live: LiveRequest, dispatch: Dispatch) -> None:
+        live.begin(dispatch)
+        if dispatch.before is not None:
+            live.stats.attempt_at = self.now()
+        if not live.state.begun:
+            self.waiting.sent(live)
+
+    def _leave_worker(self, live: LiveRequest, dispatch: Dispatch) -> None:
+        live.count(self.now(), self.tracker)
+        live.dispatch = None
+        live.stats.leave()
+        self._dispatcher.end(live, dispatch)
+        self._freed(live.request.model)
+
+    def _freed(self, model: str | None = None) -> None:
+        """A worker of this model, or of any, may have room: for requests that have begun before those that wait to."""
+        if model is not None and self.waiting.parked:
+            longest = self.waiting.longest(model, self.now())
+            if longest is not None:
+                self.feed(longest, on.Woken())
+        for live, endpoint in self._preemption.resume(self._admission, model):
+            if endpoint is not None:
+                self._resume(live, endpoint)
+            else:
+                self.feed(live, on.NoneLeft())
+        if model is not None:
+            self._admission.wake(model)
+
+    # --- waiting
+
+    def wake(self) -> None:
+        """A worker may have come, or have room: let parked requests try."""
+        for live in self.waiting.due(self.now()):
+            self.feed(live, on.Woken())
+
+    def _queue(self, live: LiveRequest) -> None:
+        """Wait for room, before those that came later."""
+        request, now, admission = live.request, self.now(), self._admission
+        until = request.first_token_by
+        if until is None:
+            latency = self._table.knobs(request.model).latency
+            until = live.stats.began_at + self.settings.admission.queue_s * latency
+        wait_s = max(0.0, until - now)
+        turn = self._queued[live] = admission.again(
+            request.model, request.lineage, wait_s, live.state.declined
+        )
+
+        def over(turn: "asyncio.Future[Reservation]") -> None:
+            wanted = self._queued.pop(live, None) is turn
+            if turn.cancelled():
+                return
+            if (error := turn.exception()) is None:
+                turn.result().free()  # for the request, which is sent before another one's turn comes
+                if wanted:
+                    self._resume(live)
+            elif wanted and isinstance(error, WaitedTooLong | NoWorker):
+                self.feed(live, on.RequestRejected(admission.refusal(error, request.model, request.tier)))
+
+        turn.add_done_callback(over)
+
+    def _reroute(self, live: LiveRequest, *, planned: bool) -> None:
+        self.waiting.unpark(live)
+        loop = asyncio.get_running_loop()
+        if not planned:
+            loop.call_soon(self._resume, live)
+        elif self.waiting.reroute(live):
+            loop.call_soon(self._place)
+
+    def _place(self) -> None:
+        """Send those that lost their workers in one turn of the loop."""
+        for live, endpoint in self._placer.place(self.waiting.take_rerouting()):
+            self._resume(live, endpoint if endpoint is None or self._routing.takes(endpoint) else None)
+
+    def _resume(self, live: LiveRequest, planned: Endpoint | None = None) -> None:
+        live.give_back()
+        try:
+            self.feed(live, on.Resumed(planned.key if planned is not None else None))
+        except Exception:  # it must not keep those that were placed with it from being sent
+            self.fail_internally(live)
+
+    # --- KV transfers
+
+    def advance(self, live: LiveRequest, event: kv.Event) -> None:
+        """Advance the KV transfer of a request."""
+        if live.kv_move is not None:
+            self.feed(live, on.TransferAdvanced(event, tuple(live.accepted[live.kv_move.base :])))
+
+    def _advance_move(self, live: LiveRequest, move: KvMove, effect: do.Effect) -> on.Event | None:
+        match effect:
+            case do.ShipCache():
+                try:  # trust is checked at the very moment
+                    move.ship(TrustedSource(self._table.worker(move.source)))
+                except (SourceDistrusted, WorkerUnreachable) as error:
+                    return on.TransferAdvanced(kv.MigrationDeclined("source", str(error)))
+            case do.CancelTarget():
+                move.cancel_target()
+            case do.StayAtSource():
+                move.stay()
+            case do.SwitchToTarget():
+                return on.Switched(server_of(move.target), move.move(len(live.accepted)))
+            case do.HandOver():
+                self._hand_over(live, move)
+            case do.TransferOver():
+                if effect.state != "switched":
+                    move.target.release()
+                live.kv_move = None
+                if self.move_ended is not None:
+                    self.move_ended(live, effect)
+        return None
+
+    def _hand_over(self, live: LiveRequest, move: KvMove) -> None:
+        """Read the target's stream; what it said before the source's last token follows now."""
+        source = live.dispatch
+        assert source is not None
+        move.target.release()
+        live.count(self.now(), self.tracker)
+        live.stats.hand_over()
+        self._dispatcher.end(live, source)
+        self._freed(live.request.model)
+        self._begin(live, self._dispatcher.adopt(live, move.target, move.rank, move.stream))
+        move.adopt(live)
+        for chunk in move.held:
+            live.take(chunk)
+        if move.held:
+            live.flush()
+
+    # --- the end
+
+    def _end(self, live: LiveRequest, effect: do.End) -> None:
+        answer, model, finish = live.answer, live.request.model, effect.finish
+        if finish is not None and finish != "cancelled":
+            live.writer.finish(finish)
+        live.over = True
+        answer.finish, answer.error = finish, effect.error
+        del self.live[answer.number]
+        well = effect.error is None and finish != "cancelled"
+        live.stats.ended(self.now(), len(live.accepted), well=well)
+        if live.state.begun:
+            self._admission.ended(model, len(live.accepted))
+        else:
+            self.waiting.started(live)
+        if self._queued and (turn := self._queued.pop(live, None)) is not None:
+            turn.cancel()
+        if live.state.disturbed:  # else it has never waited for another worker
+            self.waiting.forget(live)
+            live.give_back()
+        if self._ended is not None:
+            self._ended(live)
+        completion, live.completion = live.completion, None  # freed at once, without a search for cycles
+        if completion is not None:
+            completion.ended(answer)
+            if answer.error is not None:
+                self.cancel(completion.answers)
+        live.writer.flush()
+
+    def tick(self) -> None:
+        """Move streams that have stalled, and end requests that have waited too long."""
+        now = self.now()
+        for live, dispatch, failure in self._stalls.tick(now):
+            self._faults.stalled.inc()
+            try:
+                self._dispatcher.cancel(dispatch, "elsewhere")
+                self.fail(live, failure, dispatch)
+            except Exception:
+                self.fail_internally(live)
+        self._preemption.comment()
+        self._freed()
+        for live in self.waiting.late(now, self.settings.admission.first_token_s):
+            self.feed(live, on.Tick(self._table.knobs(live.request.model).latency))

@@ -1,0 +1,432 @@
+"""Who has to move though nothing has failed, in which order, and how?
+
+    a worker drains ─────────────────────┐
+    a device of it lost its NVLink ──────┤ once per     ┌─ with the KV cache, a few at once; the others go on decoding
+    a device throttled it below half ────┼─ incident ──▶┤
+    an operator wants it: holdfast move ─┘              ├─ where it cannot travel: computed again (device, operator),
+                                                        └─ or it stays (drain, throttled) and ends where it is
+
+Where to compute it again is predicted to be quicker than to send it, that is done, whatever the cause. By priority,
+then age. The requests of a group of several ranks are planned together: one group that has room takes them all, else
+several do; those of a lone worker are spread over the others.
+
+A move that does not come off costs its stream nothing: it stays, or is computed again as above. Where nobody has room it
+stays, whoever asked, and is tried again with every tick. A request whose prompt is still being read waits for its first
+token.
+"""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from math import isinf
+from typing import TypeAlias
+
+import structlog
+
+from controller.deciders.worker import replacement, spare_awaited
+from controller.frontend.dispatch.kv_move import HELD_MAX, KvMove
+from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.dispatch.placement import Placer
+from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.driver import Driver
+from controller.frontend.request import events as on
+from controller.frontend.request.effects import TransferOver
+from controller.frontend.request.failures import Failure, PlannedCause
+from controller.frontend.request.state import Move, server_of
+from controller.frontend.scheduling.router import RequestRouter
+from controller.migration import live as kv
+from controller.migration.cost import MigrationCost, MovingPolicy
+from controller.migration.placement import Placement
+from controller.ports import LostCause, RequestPlane, WorkerUnreachable
+from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.trust import SourceDistrusted, TrustedSource
+from events.observations import MoveRequested
+from events.wire import Chunk, Committed, Reserved
+
+THROTTLED_BELOW = 0.5  # of its weight, by a device
+BEGINS_MAX = 8  # in one turn of the loop: to plan one takes a millisecond or two
+REFUSALS_MAX = 2  # by targets, after which none is asked any more
+ROOM_TOKENS = 16  # of margin, over what it will probably say until it stops
+NO_ROOM = "no other worker has room"
+INSISTS: frozenset[PlannedCause] = frozenset({"device_fault", "operator"})  # computed again, if need be
+
+Planned: TypeAlias = tuple[Placement, Endpoint | None]  # how and where, if any worker can take it
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MigrationRequest:
+    """An answer that is wanted elsewhere."""
+
+    live: LiveRequest
+    source: Endpoint
+    cause: PlannedCause
+    to: str = ""  # the only worker that may take it
+    planned: str = ""  # where the plan of its whole group sends it
+    without: frozenset[str] = frozenset()  # workers that would not take it, or failed
+    why: str = ""  # the first of them
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is not there any more."""
+        return self.live.over or self.live.endpoint is not self.source
+
+    @property
+    def ready(self) -> bool:
+        """Whether its tokens come, and nothing is being done about it: it could move now."""
+        return self.live.state.has_output and self.live.state.transfer is None
+
+
+class KvMoveSink(KvMove):
+    """One KV transfer as the request plane sees it. Implements `controller.ports.TransferSink`."""
+
+    def __init__(
+        self, moves: "PlannedMoves", wanted: MigrationRequest, target: Endpoint, rank: int, at_once: int
+    ) -> None:
+        """`at_once`: transfers that share the link."""
+        live, dispatch = wanted.live, wanted.live.dispatch
+        assert dispatch is not None
+        super().__init__(
+            moves.plane,
+            wanted.source,
+            dispatch.stream,
+            len(live.accepted),
+            target,
+            rank,
+            wanted.cause,
+            moves.now(),
+        )
+        self.sink = self
+        self.wanted = wanted
+        self.at_once = at_once
+        self._moves = moves
+        self._driver = moves.driver
+
+    def _advance(self, event: kv.Event) -> None:
+        live = self.wanted.live
+        if live.kv_move is self:
+            self._driver.advance(live, event)
+
+    def reserved(self, frame: Reserved) -> None:
+        """The target keeps the room, and names the tokens that it has cached: let the source send, if that is still the quicker
+        way."""
+        transfer = self.wanted.live.state.transfer
+        if self.wanted.live.kv_move is not self or transfer is None or transfer.state != "asked":
+            return
+        self.offer = frame
+        cost = self._moves.price(self.wanted, self.target, self.at_once, frame.cached_tokens)
+        self.predicted_ms = cost.transfer_time_ms
+        if frame.cached_tokens > 0 and cost.recommended == "reprefill":
+            self.cheaper = cost
+            self._advance(kv.GivenUp(""))
+        else:
+            self._advance(kv.TargetReserved())
+
+    def declined(self, stream: int, why: str) -> None:
+        """One of the two cannot."""
+        self.target_failed = stream == self.stream
+        self._advance(kv.MigrationDeclined("target" if self.target_failed else "source", why))
+
+    def committed(self, frame: Committed) -> None:
+        """The target decodes."""
+        self.commit = frame
+        self._advance(kv.TargetCommitted(tuple(frame.tokens)))
+
+    def take(self, chunk: Chunk) -> None:
+        """Hold the target's chunks until the source's last token is here."""
+        if chunk.error is not None:
+            self.target_failed = True
+            self._advance(kv.Lost(chunk.error))
+            return
+        self.held.append(chunk)
+        if len(self.held) > HELD_MAX:
+            self._advance(kv.GivenUp("the source's last tokens have not come"))
+
+    def flush(self) -> None:
+        """Do nothing: no chunk is for the client yet."""
+
+    def lost(self, cause: LostCause, detail: str) -> None:
+        """The target is out of reach."""
+        self.target_failed = True
+        self._advance(kv.Lost(f"target {cause}: {detail}"))
+
+    def give_up(self, why: str) -> None:
+        """It takes too long."""
+        self._advance(kv.GivenUp(why))
+
+
+class PlannedMoves:
+    """The planned moves of one frontend."""
+
+    def __init__(
+        self,
+        policy: MovingPolicy,
+        table: EndpointTable,
+        routing: RequestRouter,
+        plane: RequestPlane,
+        placer: Placer,
+        running: RunningRequests,
+        driver: Driver,
+    ) -> None:
+        self.driver = driver
+        self.now = driver.now
+        driver.move_ended = self._ended
+        self._policy = policy
+        self._table = table
+        self._routing = routing
+        self.plane = plane
+        self._placer = placer
+        self._running = running
+        self._standing: dict[Key, frozenset[PlannedCause]] = {}
+        self._wanted: dict[Key, list[MigrationRequest]] = {}
+        self._transfers: dict[LiveRequest, KvMoveSink] = {}
+        self._due: set[Key] = set()  # workers that are continued with in the next turn
+        self._excused: set[tuple[Key, PlannedCause, str]] = (
+            set()
+        )  # why streams stay: logged once per incident
+
+    @property
+    def under_way(self) -> Collection[KvMove]:
+        """Those whose KV cache is on its way."""
+        return self._transfers.values()
+
+    # --- who asks -----------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """The table or a connection has changed: see whether a reason to move has arisen anywhere."""
+        before, self._standing = self._standing, {}
+        for endpoint in list(self._table.endpoints.values()):
+            reasons = self._reasons(endpoint)
+            if reasons:
+                self._standing[endpoint.key] = reasons
+                for cause in sorted(reasons - before.get(endpoint.key, frozenset())):
+                    self._want(endpoint, cause)
+        for key in list(self._wanted):
+            self._forget(key)
+        self._excused = {reason for reason in self._excused if reason[0] in self._table.endpoints}
+
+    def _forget(self, key: Key) -> None:
+        """Drop the requests whose reason is gone: a worker that was resumed or repaired keeps what has not moved yet."""
+        standing: frozenset[PlannedCause] = self._standing.get(key, frozenset()) | {"operator"}
+        for wanted in [wanted for wanted in self._wanted[key] if wanted.cause not in standing]:
+            self._drop(key, wanted)
+
+    def _reasons(self, endpoint: Endpoint) -> frozenset[PlannedCause]:
+        worker, found = self._table.worker(endpoint), set[PlannedCause]()
+        if self.plane.draining(endpoint.worker, endpoint.instance) or self._table.drains(endpoint):
+            found.add("drain")
+        if worker is not None and worker.health.limits:
+            limit = worker.health.limit
+            if limit == 0.0:
+                if not spare_awaited(worker, self._table.workers):
+                    found.add("device_fault")
+            elif limit < THROTTLED_BELOW:
+                found.add("throttled")
+        return frozenset(found)
+
+    def requested(self, fact: MoveRequested) -> None:
+        """An operator wants a worker's requests elsewhere."""
+        endpoint = self._table.endpoints.get((fact.worker, fact.instance))
+        if endpoint is not None:
+            self._want(endpoint, "operator", fact.to)
+
+    def _want(self, endpoint: Endpoint, cause: PlannedCause, to: str = "") -> None:
+        if cause == "drain" and self._policy.on_drain == "finish":
+            return
+        wanted_by = {wanted.live: wanted for wanted in self._wanted.get(endpoint.key, ())}
+        there = [live for live in self._running.at(endpoint) if not live.stays]
+        planned = self._plan_group(there, endpoint, to)
+        news = {live: MigrationRequest(live, endpoint, cause, to, planned.get(live, "")) for live in there}
+        if news:
+            self._excused = {reason for reason in self._excused if reason[0] != endpoint.key}
+            log.info("moves_wanted", worker=endpoint.worker, cause=cause, requests=len(news))
+            wanted_by |= {g: wanted for g, wanted in news.items() if cause in INSISTS or g not in wanted_by}
+            self._wanted[endpoint.key] = sorted(wanted_by.values(), key=self._rank)
+            self._pump(endpoint.key)
+
+    def _rank(self, wanted: MigrationRequest) -> tuple[int, float]:
+        """Return who moves first."""
+        live = wanted.live
+        return self._table.urgency(live.request.tier), live.stats.began_at
+
+    # --- carrying requests out ------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Give up what takes too long, and begin what has become possible."""
+        now, limit_s = self.now(), self._policy.max_migration_time_ms / 1000
+        for transfer in list(self._transfers.values()):
+            if now - transfer.began_at > limit_s:
+                transfer.give_up(f"it took longer than {self._policy.max_migration_time_ms:g} ms")
+        for key in list(self._wanted):
+            self._pump(key)
+
+    def _pump(self, key: Key) -> None:
+        """Begin as many moves from this worker as may go on at once, a few in each turn of the loop."""
+        self._due.discard(key)
+        ready = [wanted for wanted in self._wanted.get(key, ()) if wanted.stale or wanted.ready]
+        for begun, wanted in enumerate(ready):
+            if begun == BEGINS_MAX:
+                self._due.add(key)
+                asyncio.get_running_loop().call_soon(self._go_on, key)
+                return
+            if self._count_from(key) >= self._policy.transfers_at_once:
+                return
+            self._drop(key, wanted)
+            if wanted.ready and not wanted.stale and not self._begin(wanted):
+                return
+
+    def _go_on(self, key: Key) -> None:
+        if key in self._due:
+            self._pump(key)
+
+    def _drop(self, key: Key, wanted: MigrationRequest) -> None:
+        wanted_by = self._wanted.get(key, [])
+        if wanted in wanted_by:
+            wanted_by.remove(wanted)
+        if not wanted_by:
+            self._wanted.pop(key, None)
+
+    def _count_from(self, key: Key) -> int:
+        return sum(transfer.source.key == key for transfer in self._transfers.values())
+
+    def _sharing(self, source: Endpoint, target: Endpoint) -> int:
+        """Return how many transfers share the link of the two already."""
+        return sum(c.source is source or c.target is target for c in self._transfers.values())
+
+    def _begin(self, wanted: MigrationRequest) -> bool:
+        """Let one request move; False if it has to wait, for others on the same link or for room, and goes on decoding."""
+        live = wanted.live
+        if live.stays:
+            return True
+        placement, endpoint = self._plan(wanted)
+        if endpoint is None or placement.method != "transfer" or placement.cost is None:
+            why = wanted.why or self._objection(placement)
+            if why or endpoint is None:
+                return self._otherwise(wanted, why)
+            self._compute_again(wanted, placement.cost, endpoint)
+            return True
+        others, limit_ms = self._sharing(wanted.source, endpoint), self._policy.max_migration_time_ms
+        predicted_ms = placement.cost.transfer_time_ms * (1 + others)
+        if others and predicted_ms > limit_ms:
+            self._wanted.setdefault(wanted.source.key, []).insert(0, wanted)
+            return False
+        try:
+            TrustedSource(self._table.worker(wanted.source))
+            rank = self._routing.at(endpoint, live.request, live.accepted).holder.rank
+            transfer = KvMoveSink(self, wanted, endpoint, rank, 1 + others)
+            self._reserve(transfer, limit_ms / 1000)
+        except (SourceDistrusted, WorkerUnreachable) as error:
+            return self._otherwise(wanted, str(error))
+        return True
+
+    def _reserve(self, transfer: KvMoveSink, within_s: float) -> None:
+        """Ask the target for room. Raise WorkerUnreachable."""
+        live, target, now = transfer.wanted.live, transfer.target, self.now()
+        request = live.continuation.request(target, transfer.rank)
+        per_s = len(live.accepted) / max(1e-3, now - (live.stats.first_at or now))
+        room = len(request.tokens) + min(request.sampling.max_tokens, ROOM_TOKENS + int(within_s * per_s))
+        transfer.stream = self.plane.reserve(target.worker, target.instance, request, room, transfer)
+        target.admit()
+        live.kv_move = self._transfers[live] = transfer
+        self.driver.feed(live, on.TransferBegun())
+
+    def price(
+        self, wanted: MigrationRequest, target: Endpoint, at_once: int, cached_tokens: int
+    ) -> MigrationCost:
+        """Return what a move costs if the target has so many tokens cached. Other moves under way do not change which method is
+        recommended."""
+        live, source = wanted.live, wanted.source
+        cost = self._placer.price(live, source, target, cached_tokens=cached_tokens, at_once=at_once)
+        alone = self._placer.price(live, source, target, cached_tokens=cached_tokens)
+        return replace(cost, recommended=alone.recommended)
+
+    def _plan_group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
+        """Return where the requests of a group of several ranks are sent: to one group that takes all, else to several. A spare
+        in their worker's place takes those of a lone worker as well."""
+        spare = "" if to else replacement(source.worker, self._table.workers)
+        if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
+            return {}
+        plan = self._placer.plan(there, source, to or spare)
+        return {
+            live: p.target for live, p, endpoint in plan if endpoint is not None and p.method == "transfer"
+        }
+
+    def _plan(self, wanted: MigrationRequest) -> Planned:
+        """Return where it goes: as the plan of its group said, if it still can be sent there, else as things stand now."""
+        if wanted.planned:
+            placement, endpoint = self._plan_from(wanted.source, wanted, wanted.planned, wanted.without)
+            if endpoint is not None and placement.method == "transfer":
+                return placement, endpoint
+        return self._plan_from(wanted.source, wanted, wanted.to, wanted.without)
+
+    def _plan_from(
+        self, source: Endpoint | None, wanted: MigrationRequest, to: str, without: frozenset[str]
+    ) -> Planned:
+        ((_, placement, endpoint),) = self._placer.plan([wanted.live], source, to, without)
+        return placement, endpoint if endpoint is not None and self._routing.takes(endpoint) else None
+
+    def _plan_anew(self, wanted: MigrationRequest) -> Planned:
+        """Return where it would be computed first, rather not where its KV cache was refused: each looks for itself, so
+        that the requests of a group that could not be sent to one place are spread."""
+        source = frozenset({wanted.source.worker})
+        placement, endpoint = self._plan_from(None, wanted, wanted.to, wanted.without | source)
+        if endpoint is None and wanted.without:
+            placement, endpoint = self._plan_from(None, wanted, wanted.to, source)
+        return placement, endpoint
+
+    def _objection(self, placement: Placement) -> str:
+        """Return why it is not sent; empty if to compute it again is simply quicker."""
+        cost, limit_ms = placement.cost, self._policy.max_migration_time_ms
+        if cost is None:
+            return NO_ROOM
+        if isinf(cost.transfer_time_ms):
+            return "its KV cache cannot be sent there"
+        slow = cost.transfer_time_ms > limit_ms
+        return f"it would take {cost.transfer_time_ms:.0f} of {limit_ms:g} ms" if slow else ""
+
+    def _otherwise(self, wanted: MigrationRequest, why: str) -> bool:
+        """It is not sent: compute it again elsewhere, where that must be; else let it end where it is. False if it waits for
+        room: computed again it would wait for the same, and say nothing meanwhile."""
+        full = why.startswith((NO_ROOM, "overloaded"))
+        if wanted.cause in INSISTS and not full:
+            placement, endpoint = self._plan_anew(wanted)
+            if endpoint is not None:
+                self._compute_again(wanted, placement.cost, endpoint, why)
+                return True
+        self.driver.feed(wanted.live, on.TransferDeclined(why))
+        reason = (wanted.source.key, wanted.cause, why.partition(":")[0])
+        if reason not in self._excused:
+            self._excused.add(reason)
+            log.info("streams_stay", worker=wanted.source.worker, cause=wanted.cause, why=why)
+        if full:
+            again = replace(wanted, planned="", without=frozenset(), why="")
+            self._wanted.setdefault(wanted.source.key, []).append(again)
+        return not full
+
+    def _compute_again(
+        self, wanted: MigrationRequest, cost: MigrationCost | None, endpoint: Endpoint, why: str = ""
+    ) -> None:
+        """Let it go on by its tokens alone."""
+        live, reason = wanted.live, Failure(wanted.cause, "")
+        predicted_ms = cost.reprefill_time_ms if cost is not None else None
+        source = server_of(wanted.source)
+        move = Move(
+            reason, reason, source, self.now(), len(live.accepted), predicted_ms=predicted_ms, refused=why
+        )
+        self.driver.feed(live, on.MovedOnPurpose(move, endpoint.key))
+
+    def _ended(self, live: LiveRequest, over: TransferOver) -> None:
+        """A transfer has ended, one way or another."""
+        transfer = self._transfers.pop(live)
+        wanted, cheaper = transfer.wanted, transfer.cheaper
+        goes_on = over.state == "switched" or bool(over.why) or cheaper is not None
+        if cheaper is not None and not wanted.stale:
+            self._compute_again(wanted, cheaper, transfer.target)
+        elif over.state == "stayed" and over.why and not wanted.stale:
+            if transfer.target_failed and len(wanted.without) < REFUSALS_MAX:
+                without = wanted.without | {transfer.target.worker}
+                goes_on = self._begin(replace(wanted, without=without, why=wanted.why or over.why))
+            else:
+                goes_on = self._otherwise(wanted, wanted.why or over.why)
+        if goes_on:
+            self._pump(wanted.source.key)  # else a tick does: the answer is on its way out, or waits

@@ -1,0 +1,530 @@
+"""The request state machine: what becomes of one request with each event, and what is to be done about it. Pure.
+
+    new ── routing ──▶ running ── Finished ──────────────────────────────▶ done
+              ▲ │         │ ├── AttemptFailed ──▶ judging ──┬────────────▶ done (its budget is used up, or it is poisonous)
+              │ │         │ │                               ├──▶ rerouting ── Resumed ──▶ routing
+              │ │         │ │                               └──▶ parked ── Woken ──▶ rerouting
+              │ │         │ └── MovedOnPurpose ──▶ routing, or preempted ── Resumed ──▶ routing
+              │ │         └── TransferBegun … Switched ──▶ running, at the target
+              │ └── NoWorkerFound ──┬── not begun, all are busy ──▶ queued ── Resumed ──▶ routing
+              │                     ├── it may bring workers down, or a worker may come ──▶ parked
+              │                     └── else ────────────────────────────▶ done (the error)
+              └── each of queued, rerouting, parked, preempted; ClientGone and Tick end any phase
+
+A failure moves the request to a worker that has not failed it, within its budget, and replays the prompt and every accepted
+token. Its client is told the first failure since a token came, not the last one: that failure is the one that everything after
+it was to make good.
+
+The path of a token does not come through here: the driver feeds the machine the first token of an attempt, failures, control and
+the end.
+"""
+
+from collections.abc import Collection
+from math import inf
+
+from msgspec.structs import replace
+
+from controller.frontend.errors import ApiError
+from controller.frontend.request import effects as do
+from controller.frontend.request import events as on
+from controller.frontend.request.effects import Effect, Effects
+from controller.frontend.request.events import Event
+from controller.frontend.request.failures import FULL, Failure, Suspicion
+from controller.frontend.request.state import (
+    AnswerProgress,
+    Attempt,
+    Failing,
+    Move,
+    RequestState,
+    Server,
+    TokenGap,
+    closed_to,
+    may_return,
+    refusal,
+)
+from controller.migration import live
+from controller.router.endpoints import Key
+
+POISONOUS = "request_poisonous"
+HELD = "held"
+ALL_BUSY, ALL_CLOSED, ALL_TRIED = "all_workers_busy", "upstream_overloaded", "all_workers_failed"
+PAUSE_S = 0.1  # before the third attempt and later ones, where connections broke: the workers of a host die together
+SUSPECT_PAUSE_S = 0.25  # before the second: by then the other workers of a host that died are gone, too
+
+Next = tuple[RequestState, Effects]
+
+_FIRST_ROUTE = (do.SelectWorker(),)
+_FIRST_TOKEN = (do.Started(first=True),)
+_LATER_TOKEN = (do.Started(first=False),)
+_LEAVE = do.LeaveWorker()
+_SERVED_ALONE, _SERVED_LAST = do.NoteServed(alone=True), do.NoteServed(alone=False)
+_ACTS: dict[live.Act, Effect] = {
+    "ship": do.ShipCache(),
+    "cancel": do.CancelTarget(),
+    "stay": do.StayAtSource(),
+    "switch": do.SwitchToTarget(),
+}
+
+
+def step(state: RequestState, event: Event, now: float) -> Next:
+    """Return the state after an event, and the effects in the order in which they are to be applied."""
+    if state.phase == "done":
+        return state, ()
+    match event:
+        case on.Launched(planned):
+            return become_routing(state, planned)
+        case on.Sent(server):
+            return become_running(state, server), ()
+        case on.FirstToken():
+            return first_token(state, now)
+        case on.Finished(reason, cancel):
+            return become_finished(state, reason, now, cancel=cancel)
+        case on.ConnectFailed(key):
+            return unreachable(state, key, now)
+        case on.NoWorkerFound():
+            return no_worker(state, event, now)
+        case on.AttemptFailed(failure, answer, closed):
+            if state.attempt is not None and is_turned_away(state, failure):
+                return turned_away(state, closed=closed)
+            return fail(state, failure, answer, now)
+        case on.Judged(suspicion):
+            return after_failure(state, suspicion, now)
+        case on.RequestRejected(error):
+            effects = _unjudged(state)
+            state, left = leave(state, failed=False)
+            return become_done(state, now, (*effects, *left), error=error)
+        case on.WorkerUnhealthy(corrupt, others, answer):
+            return worker_unhealthy(state, corrupt, others, answer, now)
+        case on.Exposed():
+            return exposed(state, event, now)
+        case on.TransferBegun():
+            return replace(state, transfer=live.Transfer()), ()
+        case on.TransferAdvanced(what, said):
+            return advance_transfer(state, what, said)
+        case on.TransferDeclined(why):
+            return replace(state, transfer_refused=why), ()
+        case on.Switched(server, move):
+            effects = (
+                do.CancelStream("elsewhere"),
+                *_unjudged(state),
+                do.HandOver(),
+                do.TransferOver("switched", ""),
+            )
+            state = replace(state, move=move, disturbed=True, free=True)
+            return become_running(state, server), effects
+        case on.MovedOnPurpose(move, target):
+            return move_on_purpose(state, move, target)
+        case on.Resumed(planned):
+            return resume(state, planned, now)
+        case on.Woken():
+            return woken(state, now)
+        case on.NoneLeft():
+            state = _put_off_ended(state, now)
+            return become_parked(state, now + state.terms.reroute_s)
+        case on.Tick(latency):
+            return tick(state, latency, now)
+        case on.ClientGone():
+            return client_gone(state, now)
+
+
+# --- to a worker ----------------------------------------------------------------------------------------------------
+
+
+def become_routing(state: RequestState, planned: Key | None = None, *, free: bool = False) -> Next:
+    """Choose a worker. `free`: the attempt costs no budget, because nothing had failed."""
+    tried, missed = state.tried, state.missed
+    declined = closed_to(state)
+    state = replace(state, phase="routing", free=free)
+    if not (tried or declined or missed or planned):
+        return state, _FIRST_ROUTE
+    avoid = tried | declined if declined else tried
+    return state, (do.SelectWorker(planned, avoid, state.failed | missed | declined, declined, missed),)
+
+
+def become_running(state: RequestState, server: Server) -> RequestState:
+    """An attempt runs at this worker."""
+    last, paid = state.last, not state.free
+    attempt = Attempt(server, 1 if last is None else last.number + 1, paid, last)
+    return replace(
+        state,
+        phase="running",
+        attempt=attempt,
+        first=state.first or attempt,
+        last=attempt,
+        has_output=False,
+        missed=frozenset(),
+        spent=state.spent + paid,
+        transfer_refused="" if state.disturbed else state.transfer_refused,
+    )
+
+
+def unreachable(state: RequestState, key: Key, now: float) -> Next:
+    """Route it again, without the worker that could not be reached. That costs no budget."""
+    state = replace(state, tried=state.tried | {key}, missed=state.missed | {key})
+    state, counted = _interrupted(state, now, begun=False)
+    state, effects = become_routing(state)
+    return state, (counted, *effects)
+
+
+def no_worker(state: RequestState, event: on.NoWorkerFound, now: float) -> Next:
+    """No worker can take it now: it waits where that is worth it, else its client is told."""
+    move, code = state.move, event.code
+    state = replace(state, missed=frozenset())
+    if code == HELD:
+        if move is not None:
+            return become_parked(state, move.since + state.terms.reroute_s)
+        return become_parked(state, state.began_at + state.terms.first_token_s, keep_room=True)
+    if move is None:
+        if code == ALL_BUSY or event.stands_in:
+            return replace(state, phase="queued"), (do.QueueAgain(),)
+        return become_refused(state, now)
+    if code == POISONOUS:
+        return become_abandoned(state, now, code, Failure(POISONOUS, move.failure.reason).error)
+    patience_s = state.terms.reroute_s - (now - move.since)
+    if code == ALL_CLOSED and not state.begun and not event.stands_in and event.reopens_s > patience_s:
+        return become_refused(state, now)
+    if move.failure.kind.patient or code != ALL_TRIED or may_return(state) or event.stands_in:
+        return become_parked(state, move.since + state.terms.reroute_s)
+    return become_abandoned(state, now, code, move.original.error)
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def first_token(state: RequestState, now: float) -> Next:
+    """The present attempt has brought its first token."""
+    effects = _LATER_TOKEN if state.begun else _FIRST_TOKEN
+    state = replace(state, has_output=True, begun=True)
+    if not state.disturbed:
+        return state, effects
+    state, arrived = arrive(state, now, well=True)
+    return state, (*effects, *arrived)
+
+
+def arrive(state: RequestState, now: float, *, well: bool) -> Next:
+    """The move under way has brought its first token, or (not `well`) its attempt has failed too."""
+    effects: Effects = ()
+    if state.move is not None and state.attempt is not None:
+        effects = (do.ReportMigrated(state.move, well, state.spoilt),)
+    state = replace(state, move=None)
+    if not well:
+        return state, effects
+    state, restored = _restored(state, "success", now)
+    return state, (*effects, *restored)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def is_turned_away(state: RequestState, failure: Failure) -> bool:
+    """Return whether the worker had no room for the attempt. That is no failure: it has not been begun there, unless the worker
+    has taken a KV cache over."""
+    carried = state.move is not None and state.move.carried is not None
+    return failure.reason == FULL and not state.has_output and not carried
+
+
+def turned_away(state: RequestState, *, closed: bool) -> Next:
+    """Route it again, as if the attempt had not been."""
+    attempt = state.attempt
+    assert attempt is not None
+    declined = state.declined | {attempt.server.key} if closed else state.declined
+    state = replace(state, spent=state.spent - attempt.paid, declined=declined)
+    state, left = leave(state, failed=False)
+    before = attempt.before
+    state = replace(state, last=before, first=None if before is None else state.first)
+    state, effects = become_routing(state, free=not attempt.paid)
+    return state, (do.TurnedAway(), *left, *effects)
+
+
+def fail(
+    state: RequestState,
+    failure: Failure,
+    answer: AnswerProgress,
+    now: float,
+    *,
+    spoilt: bool = False,
+    on_source: bool = True,
+) -> Next:
+    """The present attempt has failed, by its worker's fault or (not `on_source`) by that of an earlier one. Without an attempt:
+    what was accepted is of no use."""
+    replaced, attempt = state.move, state.attempt
+    not_carried = ""
+    if state.transfer is not None:
+        not_carried = "its source failed meanwhile"
+    elif failure.reason == "engine_shutdown":
+        not_carried = state.transfer_refused
+    state, effects = arrive(state, now, well=False)
+    failing = Failing(failure, None if replaced is None else replaced.original, not_carried, spoilt, answer)
+    if attempt is None:
+        state, after = after_failure(replace(state, failing=failing), Suspicion.NONE, now)
+        return state, (*effects, *after)
+    begun, kind, key = state.has_output, failure.kind, attempt.server.key
+    state, counted = _interrupted(state, now, begun=begun)
+    spent, tried, failed = state.spent, state.tried, state.failed
+    if not on_source:
+        spent -= 1  # a healthy worker only begins anew
+    else:
+        # The first refusal of each worker is free, if nothing was begun.
+        if kind.free and not begun and attempt.paid and key not in tried:
+            spent -= 1
+        tried, failed = tried | {key}, failed if kind.again else failed | {key}
+    state = replace(state, phase="judging", spent=spent, tried=tried, failed=failed, failing=failing)
+    return state, (*effects, counted, do.Judge(failure, begun))
+
+
+def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next:
+    """Continue elsewhere, wait, or end it, now that the failure is judged."""
+    failing, source = state.failing, state.attempt or state.first
+    assert failing is not None
+    failure, replaced, not_carried, spoilt, answer = failing
+    state, effects = leave(replace(state, failing=None), failed=True)
+    original = failure if replaced is None or replaced.planned else replaced
+    if answer.accepted >= state.terms.max_tokens:
+        # Only the worker's last frame was missing.
+        state, ended = become_finished(state, "length", now)
+        return state, (*effects, *ended)
+    if suspicion is Suspicion.POISONOUS:
+        return become_abandoned(state, now, POISONOUS, Failure(POISONOUS, failure.reason).error, effects)
+    if why := refusal(state, answer):
+        return become_abandoned(state, now, why, original.error, effects)
+    assert source is not None
+    accepted = answer.accepted
+    if state.terms.forbidden and accepted:
+        # It cannot be continued, and its client has seen none of it.
+        effects, accepted = (*effects, do.Rewind(0)), 0
+    move = Move(failure, original, source.server, now, accepted, refused=not_carried)
+    state = replace(state, disturbed=True, move=move, spoilt=state.spoilt or spoilt)
+    if suspicion is Suspicion.SUSPECT:
+        state, after = become_parked(state, now + state.terms.reroute_s, now + SUSPECT_PAUSE_S)
+    elif original is not failure and failure.kind.again:
+        state, after = become_parked(state, now + state.terms.reroute_s, now + PAUSE_S)
+    else:
+        state, after = replace(state, phase="rerouting"), (do.Reroute(),)
+    return state, (*effects, *after)
+
+
+def worker_unhealthy(
+    state: RequestState, corrupt: bool, others: Collection[Key], answer: AnswerProgress, now: float
+) -> Next:
+    """Leave a worker that was taken out of service. From one that is only slow or silent it does not move into nowhere: it stays
+    while its tokens come, unless one of `others` can still be tried."""
+    if state.attempt is None:
+        return state, ()
+    elsewhere = not refusal(state, answer) and any(key not in state.tried for key in others)
+    if not (corrupt or elsewhere):
+        return state, ()
+    state, effects = fail(state, Failure("unhealthy", ""), answer, now, spoilt=corrupt)
+    return state, (do.CancelStream("elsewhere"), *effects)
+
+
+def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
+    """Do what `on_corruption` says about tokens that may be wrong.
+
+    `continue` goes on from what was accepted, and starts over where the client has seen nothing of what may be wrong; `restart`
+    starts over, and ends with an error where the client has seen some; `error` always ends.
+    """
+    setting, first, answer = state.terms.on_corruption, event.first, event.answer
+    shown = answer.reached > first
+    on_source = state.attempt is not None and state.attempt.server.key == event.key
+    if setting == "error" or (setting == "restart" and shown):
+        return _end_corrupt(state, now)
+    if event.stays or (shown and (on_source or not event.carried)):
+        # A worker that leaves the fleet is left by all of its requests together.
+        return replace(state, spoilt=True), (do.ReportExposure("continue"),)
+    cancel = do.CancelStream("elsewhere")
+    if shown:
+        # What was accepted stays; the KV cache that came from that worker does not.
+        failure = Failure("unhealthy", "corrupt KV cache")
+        state, effects = fail(replace(state, spoilt=True), failure, answer, now, on_source=False)
+        return state, (do.ReportExposure("continue"), cancel, *effects)
+    keep = 0 if answer.text else first
+    answer = AnswerProgress(keep, min(answer.reached, keep), False)
+    state, effects = fail(state, Failure("unhealthy", "corrupt output"), answer, now, on_source=on_source)
+    return state, (do.ReportExposure("restart"), cancel, do.Rewind(keep), *effects)
+
+
+def _end_corrupt(state: RequestState, now: float) -> Next:
+    effects: Effects = (do.ReportExposure("error"), do.CancelStream())
+    if state.attempt is not None:
+        state, counted = _interrupted(state, now, begun=state.has_output)
+        effects = (*effects, counted)
+    state, left = leave(state, failed=False)
+    message = "the worker that answered was found to compute wrong results; ask again"
+    error = ApiError(502, message, code="corrupt_output")
+    return become_abandoned(state, now, "corrupt_output", error, (*effects, *left))
+
+
+def _interrupted(state: RequestState, now: float, *, begun: bool) -> tuple[RequestState, do.CountFailure]:
+    """Count a failed attempt, whether or not another one can be made. `begun`: it had brought tokens."""
+    kind = "ongoing_request" if begun else "new_request"
+    outage = state.outage or TokenGap(now, kind)
+    return replace(state, disturbed=True, outage=outage), do.CountFailure(kind)
+
+
+def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
+    """The outage is over: a token has come, or none will."""
+    outage = state.outage
+    if outage is None:
+        return state, ()
+    return replace(state, outage=None), (do.CountRestored(outage.kind, outcome, now - outage.since),)
+
+
+# --- moves on purpose -----------------------------------------------------------------------------------------------
+
+
+def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next:
+    """Leave a worker that has not failed, and continue by the tokens alone at `target`; None: it is put off."""
+    effects: Effects = ()
+    if state.attempt is not None:
+        effects = (do.CancelStream("elsewhere"), *_unjudged(state))
+    state, left = leave(replace(state, transfer=None), failed=False)
+    state, effects = replace(state, move=move, disturbed=True), (*effects, *left)
+    if target is None:
+        return replace(state, phase="preempted"), effects
+    state, route = become_routing(state, target, free=True)
+    return state, (*effects, *route)
+
+
+def advance_transfer(state: RequestState, event: live.Event, said: tuple[int, ...]) -> Next:
+    """Advance the KV transfer: see `controller.migration.live`."""
+    if state.transfer is None:
+        return state, ()
+    transfer, acts = live.step(state.transfer, event, said)
+    effects: Effects = tuple(_ACTS[act] for act in acts)
+    if not transfer.over:
+        return replace(state, transfer=transfer), effects
+    if transfer.state == "switched":
+        return replace(state, transfer=None), effects
+    over = do.TransferOver(transfer.state, transfer.why)
+    return replace(state, transfer=None), (*effects, over)
+
+
+def leave(state: RequestState, *, failed: bool) -> Next:
+    """End the present attempt, and the transfer that its worker was the source of."""
+    if state.attempt is None:
+        return state, ()
+    effects: Effects = ()
+    if state.transfer is not None:
+        state, effects = advance_transfer(state, live.SourceLeft(over=not failed), ())
+    return replace(state, attempt=None, has_output=False), (*effects, _LEAVE)
+
+
+def _unjudged(state: RequestState) -> Effects:
+    return (do.NoteUnjudged(state.has_output),) if state.attempt is not None else ()
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------
+
+
+def become_parked(
+    state: RequestState, until: float, not_before: float = 0.0, *, keep_room: bool = False
+) -> Next:
+    """Wait for a worker. `keep_room`: it was never sent, and keeps the room that it was admitted with."""
+    not_before = max(not_before, state.not_before)
+    state = replace(state, phase="parked", disturbed=True, waits_until=until, not_before=not_before)
+    return state, (do.Park(keep_room),)
+
+
+def woken(state: RequestState, now: float) -> Next:
+    """A worker may have come: try again, unless it is too early."""
+    if state.phase != "parked" or now < state.not_before:
+        return state, ()
+    # One that no worker has failed is sent as any other request.
+    return replace(state, phase="rerouting"), (do.Reroute(planned=state.move is not None),)
+
+
+def resume(state: RequestState, planned: Key | None, now: float) -> Next:
+    """Send it again: where that was planned, else where there is room."""
+    if state.phase not in ("rerouting", "preempted", "queued"):
+        return state, ()
+    if state.phase == "preempted":
+        state = _put_off_ended(state, now)
+    free = state.move is not None and state.move.failure.planned
+    return become_routing(state, planned, free=free)
+
+
+def _put_off_ended(state: RequestState, now: float) -> RequestState:
+    move = state.move
+    assert move is not None
+    put_off_s = state.put_off_s + now - move.since
+    return replace(state, put_off_s=put_off_s, move=replace(move, since=now))
+
+
+def tick(state: RequestState, latency: float, now: float) -> Next:
+    """Give it up if it has waited too long: for a worker that continues it, or for its first token."""
+    move = state.move
+    if state.phase == "parked" and now > state.waits_until:
+        if move is not None:
+            return become_abandoned(state, now, "no_worker", move.original.error)
+        return _give_up(state, now, "no_worker")
+    if not state.begun and now - state.began_at > state.terms.first_token_s * latency:
+        return _give_up(state, now, "first_token_timeout")
+    return state, ()
+
+
+def _give_up(state: RequestState, now: float, code: str) -> Next:
+    cancel: Effects = (do.CancelStream(),) if state.attempt is not None else ()
+    moving = state.move is not None
+    state, left = leave(state, failed=False)
+    error = ApiError(503, "no token came in time", code=code, retry_after_s=1)
+    if moving:
+        return become_abandoned(state, now, code, error, (*cancel, *left))
+    return become_done(state, now, (*cancel, *left), error=error)
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def become_finished(state: RequestState, reason: str, now: float, *, cancel: bool = False) -> Next:
+    """The answer is complete."""
+    effects: Effects = (do.CancelStream("complete"),) if cancel else ()
+    if state.disturbed:
+        state, arrived = arrive(state, now, well=True)
+        effects = (*effects, *arrived)
+    attempt = state.attempt
+    if attempt is not None:
+        served = _SERVED_ALONE if attempt is state.first else _SERVED_LAST
+        state, left = leave(state, failed=False)
+        effects = (*effects, *left, served)
+    return become_done(state, now, effects, finish=reason)
+
+
+def become_abandoned(
+    state: RequestState, now: float, reason: str, error: ApiError, effects: Effects = ()
+) -> Next:
+    """It could not be continued: that is reported, and its client is told."""
+    return become_done(state, now, (*effects, do.ReportAbandoned(reason)), error=error)
+
+
+def become_refused(state: RequestState, now: float) -> Next:
+    """Its client is told why no worker can take it."""
+    abandoned = state.move is not None
+    state, effects = become_done(state, now, ())
+    return state, (*effects[:-1], do.Refuse(abandoned))
+
+
+def client_gone(state: RequestState, now: float) -> Next:
+    """Cancel it."""
+    effects: Effects = ()
+    if state.attempt is not None:
+        effects = (do.CancelStream(), *_unjudged(state))
+    moving = state.move is not None
+    state, left = leave(state, failed=False)
+    report: Effects = (do.ReportAbandoned("cancelled"),) if moving else ()
+    return become_done(state, now, (*effects, *left, *report), finish="cancelled")
+
+
+def become_done(
+    state: RequestState,
+    now: float,
+    effects: Effects,
+    *,
+    finish: str | None = None,
+    error: ApiError | None = None,
+) -> Next:
+    """End it, for good."""
+    if state.disturbed:
+        outcome: do.Outcome = "cancelled" if finish == "cancelled" else "failure"
+        state, restored = _restored(replace(state, move=None), outcome, now)
+        effects = (*effects, *restored)
+    return replace(state, phase="done", waits_until=inf), (*effects, do.End(finish, error))

@@ -1,0 +1,52 @@
+"""Whatever order frames, losses, refusals, timeouts and requests to move come in: the tokens are those of the
+undisturbed answer, every attempt is cancelled at most once, and nothing is left reserved anywhere."""
+
+from collections import Counter
+
+import pytest
+from frontend_kit import counted_are_there
+from move_walk import NAMES, Walk
+from scripted_worker import undisturbed
+
+from events.observations import RequestAbandoned, RequestMigrated
+
+WALKS = 12  # per case
+STEPS = 900
+
+
+@pytest.mark.parametrize("block", range(5))
+async def test_a_random_walk_alters_nothing_and_leaves_nothing(block: int) -> None:
+    methods: Counter[str] = Counter()
+    orphans = cached = 0
+    for seed in range(block * WALKS, (block + 1) * WALKS):
+        walk = Walk(seed)
+        for number in range(6):
+            walk.ask(number)
+        for number in range(STEPS):
+            await walk.step()
+            if number % 10 == 0:
+                counted_are_there(walk.director)
+        await walk.settle()
+        for live, writer, prompt in walk.requests:
+            exact = undisturbed(prompt, min(live.request.sampling.max_tokens, writer.stop))
+            assert live.over and live.answer.error is None, seed
+            assert writer.said == (
+                exact[: len(writer.said)] if live.answer.finish == "cancelled" else exact
+            ), seed
+        assert len(walk.director.routing.scheduler.slots) == 0, seed
+        for name in NAMES:
+            model, endpoint = walk.models[name], walk.director.table.endpoints[(name, "i1")]
+            assert (model.streams, model.reserved) == ({}, {}), seed
+            assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0), seed
+            assert not walk.director.running.at(endpoint), seed
+            assert max(model.cancels.values(), default=0) <= 1, seed
+        assert [
+            f.reason for f in walk.facts if isinstance(f, RequestAbandoned) if f.reason != "cancelled"
+        ] == []
+        orphans += walk.orphans
+        moves = [fact for fact in walk.facts if isinstance(fact, RequestMigrated)]
+        methods.update(fact.method for fact in moves)
+        cached += sum(f.method == "reprefill" and f.cause == "operator" and not f.refused for f in moves)
+    assert min(methods["transfer"], methods["reprefill"]) > WALKS  # both have happened, again and again
+    assert orphans > WALKS // 5  # a source, after the commit
+    assert cached > WALKS // 5  # computed again where next to nothing was missing
