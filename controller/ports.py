@@ -12,6 +12,7 @@ from controller.deciders.fleet import Fleet
 from controller.read_model.errors import StoreForbidden as StoreForbidden
 from controller.read_model.errors import StoreRefused as StoreRefused
 from controller.read_model.errors import StoreUnavailable as StoreUnavailable
+from controller.router.load.monitor import ConnectedWorkers
 from controller.router.trust import TrustedSource
 from events.decisions import PolicyAdopted
 from events.errors import Finding, HoldfastError
@@ -25,7 +26,7 @@ from events.observations import (
     TrafficReported,
 )
 from events.order import Last, Position
-from events.wire import Chunk, Committed, Generate, Load, Reserved, Why
+from events.wire import Chunk, Committed, Generate, Reserved, Why
 
 
 class Clock(Protocol):
@@ -255,35 +256,11 @@ class TransferSink(Sink, Protocol):
         ...
 
 
-class RequestPlane(Protocol):
-    """The request plane, as the frontend's router and flights see it. No call waits."""
-
-    def reachable(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is connected, and its engine not known to be stuck."""
-        ...
-
-    def recently_heard(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is reachable, and was heard as lately as one that lives is."""
-        ...
-
-    def load(self, worker: str) -> Load | None:
-        """Return the load that the worker reported last; None if it is not connected."""
-        ...
+class RequestPlane(ConnectedWorkers, Protocol):
+    """The request plane, as the frontend's scheduler and its streams see it. No call waits."""
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
         """Return what `Prober.others_work` does."""
-
-    def load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
-        ...
-
-    def external_load(self, worker: str) -> Load | None:
-        """Return what requests that are not ours load the worker with; None if it is not connected."""
-        ...
-
-    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
-        ...
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number, which is also set in it. Raise WorkerUnreachable."""

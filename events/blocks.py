@@ -21,6 +21,7 @@ from xxhash import xxh3_64_intdigest
 SEED = 1337
 _TOKEN_BYTES = 4
 _FEW = 4096  # tokens
+_SKETCHED = 16  # tokens of a prompt that its sketch looks at, about
 _TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
 _pair = Struct("<QQ").pack
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -95,3 +96,37 @@ def sequence_hashes(local: Sequence[int]) -> list[int]:
 def follow(parent: int, local: int) -> int:
     """Return the sequence hash of a block with this local hash, right after `parent`."""
     return xxh3_64_intdigest(_pair(parent, local), SEED)
+
+
+class BlockNames:
+    """The sequence hashes of one prompt, computed once for each size of block, however often it is routed.
+
+    Requests of one prompt share it: the choices of `n`, and every attempt. Behind the prompt an answer grows, so a request that
+    moves is looked for with all of its output.
+    """
+
+    __slots__ = ("_by_size", "_prompt", "_seed", "sketch")
+
+    def __init__(self, prompt: list[int], seed: int = SEED) -> None:
+        """Name the blocks of `prompt`. `seed` keeps apart what may not be shared: see the function `seed`."""
+        self._prompt = prompt
+        self._seed = seed
+        self._by_size: dict[int, list[int]] = {}
+        # Equal for equal prompts, nearly always different for others, in every process, and in a microsecond however long it is.
+        self.sketch = hash((len(prompt), *prompt[:: len(prompt) // _SKETCHED or 1], *prompt[-1:]))
+
+    def of(self, block_tokens: int, output: Sequence[int] = ()) -> list[int]:
+        """Return the names of the full blocks of the prompt and the output after it, for blocks of this size."""
+        names = self._by_size.get(block_tokens)
+        if names is None:
+            names = sequence_hashes(local_hashes(self._prompt, block_tokens, self._seed))
+            self._by_size[block_tokens] = names
+        tail = len(self._prompt) - len(names) * block_tokens + len(output)
+        return names if tail < block_tokens else self._go_on(names, block_tokens, output)
+
+    def _go_on(self, names: list[int], block_tokens: int, output: Sequence[int]) -> list[int]:
+        names = list(names)
+        rest = [*self._prompt[len(names) * block_tokens :], *output]
+        for own in local_hashes(rest, block_tokens, self._seed):
+            names.append(follow(names[-1], own) if names else own)
+        return names

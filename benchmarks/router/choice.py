@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
-from controller.router.endpoints import Endpoint, WorkerRank
+from controller.router.endpoints import Endpoint, EndpointTable, WorkerRank
 from controller.router.index.index import KvIndex
 from controller.router.load.active_sequences import ActiveSequences
+from controller.router.load.monitor import ConnectedWorkers, LoadLimits, LoadMonitor
 from controller.router.selection.filter import Filter, Rules
 from controller.router.selection.score import ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode, Selection
@@ -58,6 +59,26 @@ class Parts:
         return {"median_us": _us(median(whole)), "p99_us": _us(sorted(whole)[len(whole) * 99 // 100])} | shown
 
 
+class Links(ConnectedWorkers):
+    """What a frontend is told of workers that all are there, and on which others have requests, too."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._instances = {endpoint.worker: endpoint.instance for endpoint in endpoints}
+        self._load = {endpoint.worker: Load(running=2, active_tokens=5000) for endpoint in endpoints}
+
+    def reachable(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is connected."""
+        return self._instances.get(worker) == instance
+
+    def recently_heard(self, worker: str, instance: str) -> bool:
+        """Say the same."""
+        return self._instances.get(worker) == instance
+
+    def external_load(self, worker: str) -> Load | None:
+        """Return what others have there."""
+        return self._load.get(worker)
+
+
 class Fleet:
     """A fleet of workers that nobody needs to reach, as one frontend knows it."""
 
@@ -69,22 +90,14 @@ class Fleet:
         self.index = KvIndex()
         self.slots = ActiveSequences()
         self.chooser = Chooser(self.slots)
-        self.loads = {endpoint.worker: Load(running=2, active_tokens=5000) for endpoint in self.endpoints}
-        instances = {endpoint.worker: endpoint.instance for endpoint in self.endpoints}
         outcomes = LocalBreakers(
             "f1", LocalBreakerSettings(), FactSettings(), lambda fact: None, time.perf_counter
         )
         for endpoint in self.endpoints:
             outcomes.outcomes(endpoint.key)
-        self.rules = Rules(
-            reachable=lambda worker, instance: instances.get(worker) == instance,
-            allowed=outcomes.allowed,
-            external_load=self.loads.get,
-            cap=lambda endpoint: max(1, int(endpoint.joined.profile.max_batch * 4 * 1.0)),
-            frontends=lambda: 2,
-            recently_heard=lambda worker, instance: instances.get(worker) == instance,
-            doubted=outcomes.open,
-        )
+        links = Links(self.endpoints)
+        load = LoadMonitor(LoadLimits(), EndpointTable(), links, self.slots, time.perf_counter)
+        self.rules = Rules(links, load, outcomes.open, frontends=2)
         system = self._tokens(tokens // 6)
         self._begun = [system + self._tokens(tokens // 2) for _ in range(CONVERSATIONS)]
         self._size = tokens
@@ -126,7 +139,7 @@ class Fleet:
                 mode=mode,
                 now=self.now,
                 draw=draw,
-                external_load=self.rules.external_load,
+                others=self.rules.plane,
             ),
             parts.choose,
         )

@@ -31,10 +31,7 @@ from controller.frontend.request_metrics import RequestMetrics, gauge_model, gau
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.deadlines import Deadlines
 from controller.frontend.scheduling.overload import OverloadAnswers
-from controller.frontend.scheduling.peers import Peers
-from controller.frontend.scheduling.pools import Pools
-from controller.frontend.scheduling.router import RequestRouter
-from controller.frontend.scheduling.scheduler import KvScheduler
+from controller.frontend.scheduling.scheduler import Peers, Scheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Clock, Observe, RequestPlane
@@ -88,14 +85,10 @@ class Director:
         panic = Panic(
             world.name, settings.breaker.panic_share, self.breakers, world.observe, self.metrics.faults.panic
         )
-        pools = Pools(now, self.peers.frontends) if settings.by_deadline else None
-        scheduler = KvScheduler(
-            settings.router, table, world.plane, self.request_metrics, now, world.dice, pools
+        self.routing = Scheduler(
+            settings, table, world.plane, self.request_metrics, self.peers, panic, now, world.dice
         )
-        self.routing = RequestRouter(
-            self.peers, table, world.plane, settings, self.breakers, panic, scheduler,
-            lambda: self.live,
-        )  # fmt: skip
+        pools = self.routing.pools
         answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status)
         self.running = RunningRequests()
         self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
@@ -212,6 +205,7 @@ class Director:
         """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the
         last frontend of this name served, where that is known."""
         self._live_at = self.now()
+        self.routing.live = True
         self._convictions.answer_for_before(self.table.workers, before)
         self.changed()
 
@@ -308,11 +302,11 @@ class Director:
             gauge_model(
                 self.metrics, model, endpoints, self.routing.limit(model), self.admission.queued(model)
             )
-        plane, scheduler = self._world.plane, self.routing.scheduler
+        plane, scheduler = self._world.plane, self.routing
         positions = self.breakers.positions()
         for endpoint in self.table.endpoints.values():
             position, loads = positions.get(endpoint.key, "closed"), plane.load_by_rank(endpoint.worker)
-            gauge_worker(self.metrics, endpoint, position, loads, scheduler.unread_by_rank(endpoint))
+            gauge_worker(self.metrics, endpoint, position, loads, scheduler.monitor.unread_by_rank(endpoint))
         self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()}, self.table.known)
         self.request_metrics.settle_kv(scheduler.view, scheduler.guessed)
         return self.metrics.render()

@@ -39,7 +39,7 @@ from controller.frontend.request.step import is_turned_away, step
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.queue import WaitedTooLong
-from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.migration import live as kv
 from controller.ports import LostCause, WorkerUnreachable
@@ -177,7 +177,7 @@ class Driver:
         self,
         settings: FrontendSettings,
         table: EndpointTable,
-        routing: RequestRouter,
+        routing: Scheduler,
         admission: Admission,
         dispatcher: Dispatcher,
         parts: DriverParts,
@@ -187,7 +187,7 @@ class Driver:
         self.now = now
         self.request_metrics = parts.request_metrics
         self.exposures = parts.exposures
-        self.tracker = routing.scheduler if settings.router.track_output_blocks else None
+        self.tracker = routing.slots if settings.router.track_output_blocks else None
         self.move_ended: Callable[[LiveRequest, do.TransferOver], None] | None = None  # of the planned moves
         self._table = table
         self._routing = routing

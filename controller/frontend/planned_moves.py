@@ -33,7 +33,7 @@ from controller.frontend.request import events as on
 from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.failures import Failure, PlannedCause
 from controller.frontend.request.state import Move, server_of
-from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.scheduler import Scheduler
 from controller.migration import live as kv
 from controller.migration.cost import MigrationCost, MovingPolicy
 from controller.migration.placement import Placement
@@ -162,7 +162,7 @@ class PlannedMoves:
         self,
         policy: MovingPolicy,
         table: EndpointTable,
-        routing: RequestRouter,
+        routing: Scheduler,
         plane: RequestPlane,
         placer: Placer,
         running: RunningRequests,

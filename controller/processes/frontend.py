@@ -226,10 +226,10 @@ class FrontendProcess:
     async def _accept(self, director: Director, listeners: Listeners) -> None:
         """Take requests as soon as one could be served, or the fleet is known to have nobody who serves. Until then the host's
         other frontends get them; but who is told nothing may be the only one, and says so itself after a moment."""
-        loop, routing = asyncio.get_running_loop(), director.routing
+        loop, monitor = asyncio.get_running_loop(), director.routing.monitor
         until = loop.time() + PREPARE_S
-        while not routing.servable and loop.time() < until:
-            if director.live and not self._settings.static and not routing.served:
+        while not monitor.servable and loop.time() < until:
+            if director.live and not self._settings.static and not director.table.served:
                 break
             await asyncio.sleep(TICK_S / 4)
         if self._stop.is_set():

@@ -31,11 +31,11 @@ class RouterFeeds:
         cls, url: str, name: str, settings: RouterSettings, director: Director, wait_s: float = WAIT_S
     ) -> "RouterFeeds":
         """Connect within `wait_s` seconds, or go on trying in the background."""
-        scheduler, kv, sync = director.routing.scheduler, None, None
+        scheduler, kv, sync = director.routing, None, None
         if settings.mode == "kv" and settings.kv_events:
             budget = director.settings.worker_budgets
             kv = await KvEvents.open(url, name, wait_s=wait_s, limit=budget.kv_events)
-            scheduler.follow(kv.view)
+            scheduler.view = kv.view
             kv.view.claims.lost = director.claims_lost
             kv.flooded = director.claims_flooded_by
         if settings.replica_sync:

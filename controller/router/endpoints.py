@@ -16,8 +16,6 @@ from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.tiers import Tiers
-from controller.router.kept_room import KeptRoom
-from controller.router.registered_limits import confirmed, usual
 from events.decisions import HealthStatus, Knobs
 from events.intrusion.registration import impossible
 from events.observations import BusyThresholdsSet, WorkerJoined
@@ -39,14 +37,13 @@ class WorkerRank(NamedTuple):
     rank: int = 0
 
 
-class CanaryVerdict(NamedTuple):
-    """What canaries found of a worker."""
+@dataclass(slots=True)
+class KeptRoom:
+    """Room at a worker that is kept for requests which were admitted and not sent yet, as far as what they take is known."""
 
-    corrupt: bool = False
-    suspect: str = ""  # why they convict it, while it serves as the last worker of its model
-
-
-NOT_CONVICTED = CanaryVerdict()
+    requests: int = 0
+    tokens: int = 0  # of their prompts, that have to be read
+    blocks: float = 0.0  # of the KV cache
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +54,12 @@ class Endpoint:
     joined: WorkerJoined
     weight: float = 0.0
     status: HealthStatus = HealthStatus.SUSPICIOUS
-    verdict: CanaryVerdict = NOT_CONVICTED
+    corrupt: bool = False  # canaries convict it
+    suspect: str = ""  # why they do, while it serves all the same, as the last worker of its model
     cache_epoch: int = 0
     expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
-    kept: KeptRoom = field(
-        default_factory=KeptRoom
-    )  # for requests that were let in and are not sent there yet
+    kept: KeptRoom = field(default_factory=KeptRoom)
     tokens: int = 0  # of those in flight: their prompts', and what they may generate
     refused_at: Load | None = None  # what others had there when it refused a request for want of room
     worker: str = field(init=False)
@@ -72,9 +68,10 @@ class Endpoint:
     ranks: int = field(init=False)
     max_batch: int = field(init=False)
     holds: int = field(init=False)  # requests that it says it can hold: more are never sent there
-    block_tokens: int = field(init=False)  # 1 of who registers nonsense
+    block_tokens: int = field(init=False)  # 1 of a worker that registers nonsense
     context_tokens: int = field(init=False)  # prompt and answer together; 0: its registration is impossible
     key: Key = field(init=False)
+    holders: tuple[WorkerRank, ...] = field(init=False)  # its DP ranks
     lineage: Lineage = field(init=False)  # what must stay the same over a request's life
 
     def __post_init__(self) -> None:
@@ -83,6 +80,7 @@ class Endpoint:
         self.model = joined.model
         self.lineage = joined.revision, joined.tokenizer
         self.ranks = min(max(1, joined.dp), RANKS_MAX)
+        self.holders = tuple(WorkerRank(*self.key, rank) for rank in range(self.ranks))
         self.max_batch = joined.profile.max_batch
         waiting = joined.waiting_max
         self.holds = ANY_NUMBER if waiting is None else max(1, self.max_batch + waiting)
@@ -90,14 +88,9 @@ class Endpoint:
         self.context_tokens = 0 if impossible(joined) else joined.context_tokens
 
     @property
-    def corrupt(self) -> bool:
-        """Whether canaries convict it."""
-        return self.verdict.corrupt
-
-    @property
-    def suspect(self) -> str:
-        """Why canaries convict it, while it serves all the same, as the last worker of its model; empty: it does not."""
-        return self.verdict.suspect
+    def standing(self) -> tuple[object, ...]:
+        """What the fleet thinks of it."""
+        return self.status, self.corrupt, self.suspect, self.expected, self.weight
 
     @property
     def routable(self) -> bool:
@@ -145,6 +138,21 @@ class Endpoint:
             "in_flight": self.active,
             "suspect": self.suspect or None,
         }
+
+
+def usual(claims: Sequence[int]) -> int:
+    """Return the value that most of these have, and of several the largest: each is a vote, so that no single claim sets it."""
+    counts = Counter(claims)
+    return max(counts, key=lambda value: (counts[value], value))
+
+
+def confirmed(claims: Iterable[tuple[int, str]]) -> int:
+    """Return the largest value that workers of two broker accounts have or exceed; of one account alone, its largest. `claims`:
+    each worker's value and account."""
+    most: dict[str, int] = {}
+    for value, account in claims:
+        most[account] = max(value, most.get(account, value))
+    return sorted(most.values(), reverse=True)[:2][-1]
 
 
 def shown_context(endpoints: Iterable[Endpoint]) -> int:
@@ -218,12 +226,10 @@ class EndpointTable:
         self.models: dict[str, list[Endpoint]] = {}
         self.further: dict[str, str] = {}  # model by further name, as the servers behind its workers tell
         self.number = 0  # of the last decision that this table reflects
-        self.known: set[str] = (
-            set()
-        )  # every model that a worker of the fleet serves, served, or is awaited with
+        self.known = set[str]()  # every model that a worker of the fleet serves, served, or is awaited with
         self.tiers = Tiers()
         self.thresholds: Mapping[str, BusyThresholds] = {}  # by model, as operators have set them
-        self.unnamed: tuple[str, ...] = ()  # workers that are awaited, nobody knows with which model
+        self.unnamed: tuple[str, ...] = ()  # workers that are awaited, it is not known with which model
         self._known: Mapping[str, Worker] = {}
         self._departed: Mapping[str, Worker] = {}
         self._awaited: Mapping[str, AwaitedWorker] = {}
@@ -295,9 +301,9 @@ class EndpointTable:
             endpoint = self.endpoints[key] = Endpoint(worker.joined)
             change.joined += 1
         change.left = change.left or not worker.alive
-        before_it = (endpoint.status, endpoint.verdict, endpoint.expected, endpoint.weight)
+        before_it = endpoint.standing
         endpoint.status = worker.health.status
-        endpoint.verdict = CanaryVerdict(worker.health.corrupt, self._suspect(worker))
+        endpoint.corrupt, endpoint.suspect = worker.health.corrupt, self._suspect(worker)
         endpoint.cache_epoch = worker.cache_epoch
         endpoint.expected = worker.expected
         out = (endpoint.corrupt or worker.health.charges.accused) and not endpoint.suspect
@@ -305,7 +311,7 @@ class EndpointTable:
         change.moved = (
             change.moved
             or before is None
-            or before_it != (endpoint.status, endpoint.verdict, endpoint.expected, endpoint.weight)
+            or before_it != endpoint.standing
             or before.drain != worker.drain
             or before.health.limits != worker.health.limits
         )
@@ -363,7 +369,7 @@ class EndpointTable:
         return self.worker(endpoint) is not None
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Heed at once what somebody has set here. The fold brings it back, where there is one, with what others have set."""
+        """Heed at once what an operator has set here. The fold brings it back, where there is one, with what others have set."""
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
 
@@ -406,6 +412,13 @@ class EndpointTable:
             endpoints = [endpoint for endpoint in self.models.get(model, ()) if endpoint.lineage == lineage]
             group = self._group[name] = EndpointGroup.of(endpoints) if endpoints else None
         return group
+
+    @property
+    def served(self) -> list[str]:
+        """The models that some worker in service serves."""
+        return sorted(
+            model for model, endpoints in self.models.items() if any(one.routable for one in endpoints)
+        )
 
     def migration_limit(self, model: str) -> int | None:
         """Return the limit that most routable workers of this model have registered; None if none has."""

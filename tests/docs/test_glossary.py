@@ -26,9 +26,9 @@ FIELDS_WORDS = frozenset(
         """
 AcknowledgedPosition ActiveSequences AdmittedRequest Attempt BrokerRefused BufferedWriter CanaryRunner CanarySet Candidates
 CoalescingTransport Completion Dialer Director Endpoint EndpointGroup EndpointTable FastPathConnection
-GenerationRequest HangDetector IncrementalDetokenizer KvRefused KvScheduler Listeners LiveRequest LocalBreakers
+GenerationRequest HangDetector IncrementalDetokenizer KvRefused Listeners LiveRequest LocalBreakers
 MigrationRequest OutboxMessage ParsedRequest Peers PlannedMoves Probe
-RankLoad ReadPosition RequestMetrics RequestPlane RequestPlaneClient RequestRouter Reservation ResponseFormat
+RankLoad ReadPosition RequestMetrics RequestPlane RequestPlaneClient Reservation ResponseFormat Scheduler
 ResponseWriter RouterFeeds RoutingOverrides ScoringRequest SegmentCache ServedSpan SimulatedRequest SpanHistory StopChecker
 Stream StreamingWriter TransferSink WorkerCommands WorkerConfig WorkerConnection WorkerOutcomes WorkerRank WorkerWatch
 """,

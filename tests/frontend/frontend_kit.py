@@ -194,14 +194,12 @@ def keep_busy(kit: Kit, worker: str, instance: str, requests: int = 1) -> None:
     """Let a worker look so busy that idle ones are chosen, whatever they were sent lately."""
     kit.director.table.endpoints[(worker, instance)].begin(requests=requests)
     holder = WorkerRank(worker, instance)
-    kit.director.routing.scheduler.slots.add(
-        "another", holder, now=kit.director.now(), own_blocks=BUSY_BLOCKS
-    )
+    kit.director.routing.slots.add("another", holder, now=kit.director.now(), own_blocks=BUSY_BLOCKS)
 
 
 def counted_are_there(director: Director) -> None:
     """See that the slot tracker counts exactly the requests that are with a worker: however one ended, none is left."""
-    counted = {name for name, _ in director.routing.scheduler.slots.requests() if isinstance(name, int)}
+    counted = {name for name, _ in director.routing.slots.requests() if isinstance(name, int)}
     there = {
         live.dispatch.slot
         for endpoint in director.table.endpoints.values()

@@ -22,12 +22,12 @@ from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.openai.completion import Choice
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
 from events import wire
+from events.blocks import BlockNames
 from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStatus
 from events.fact import Decision, Fact, Observation, Recorded
 from events.observations import CanaryFailed, KvLayout, MoveRequested

@@ -4,11 +4,16 @@ import math
 from dataclasses import replace
 
 import pytest
+from filter_rules import Links
 from hypothesis import given
 from hypothesis import strategies as st
+from router_kit import endpoint
 
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.router.load.busy import RankLoadSeen, rank_is_busy, worker_is_busy
+from controller.router.endpoints import EndpointTable
+from controller.router.load.active_sequences import ActiveSequences
+from controller.router.load.monitor import LoadLimits, LoadMonitor, RankLoadSeen
+from events.wire import Load
 
 HALF = BusyThresholds(active_decode_blocks=0.5)
 
@@ -42,15 +47,22 @@ HALF = BusyThresholds(active_decode_blocks=0.5)
 def test_a_rank_is_busy_above_any_threshold(
     thresholds: BusyThresholds, rank: RankLoadSeen, busy: bool
 ) -> None:
-    assert rank_is_busy(thresholds, rank) is busy
+    assert rank.busy(thresholds) is busy
 
 
 def test_n25_a_worker_is_busy_only_if_all_of_its_dp_ranks_are() -> None:
-    full, free = RankLoadSeen(kv_used=60, kv_total=100), RankLoadSeen(kv_used=10, kv_total=100)
-    assert worker_is_busy(HALF, [full]) and worker_is_busy(HALF, [full, full])
-    assert not worker_is_busy(HALF, [full, free]) and not worker_is_busy(HALF, [free, full])
-    assert not worker_is_busy(HALF, [full, None]), "a declared rank without data is free"
-    assert not worker_is_busy(HALF, [])
+    full, free = Load(kv_used=60, kv_total=100), Load(kv_used=10, kv_total=100)
+
+    def busy(*reported: Load, dp: int = 2) -> bool:
+        limits = LoadLimits(thresholds=HALF, by_thresholds=True)
+        links = Links(ranks=lambda worker: reported)
+        monitor = LoadMonitor(limits, EndpointTable(), links, ActiveSequences(), lambda: 0.0)
+        return monitor.busy(endpoint("w1", dp=dp))
+
+    assert busy(full, dp=1) and busy(full, full)
+    assert not busy(full, free) and not busy(free, full)
+    assert not busy(full), "a declared rank without data is free"
+    assert not busy()
 
 
 @pytest.mark.parametrize(
@@ -92,10 +104,10 @@ thresholds = st.builds(
 def test_more_load_never_makes_a_rank_free_and_a_lower_threshold_neither(
     given_thresholds: BusyThresholds, rank: RankLoadSeen, factor: float, more: int
 ) -> None:
-    if not rank_is_busy(given_thresholds, rank):
+    if not rank.busy(given_thresholds):
         return
     loaded = replace(rank, kv_used=rank.kv_used + more, prefill_tokens=rank.prefill_tokens + more)
-    assert rank_is_busy(given_thresholds, loaded)
+    assert loaded.busy(given_thresholds)
     share = given_thresholds.active_decode_blocks
     lower = replace(given_thresholds, active_decode_blocks=None if share is None else share * factor)
-    assert rank_is_busy(lower, rank)
+    assert rank.busy(lower)

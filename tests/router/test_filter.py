@@ -5,6 +5,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from filter_rules import Links, rules
 from hypothesis import given
 from hypothesis import strategies as st
 from router_kit import BLOCK, PROFILE, endpoint
@@ -20,7 +21,6 @@ from controller.router.selection.filter import (
     NoneRoutable,
     NotServed,
     NoWorker,
-    Rules,
 )
 from controller.router.selection.score import Pricing, ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode
@@ -127,20 +127,21 @@ def filter_of(fleet: list[Made], asked: Asked) -> tuple[Filter, list[Endpoint]]:
         one.begin(requests=made.active)
         if made.refused:
             one.refuse(loads[int(one.worker)])
-    rules = Rules(
-        reachable=lambda worker, instance: fleet[int(worker)].reachable,
-        allowed=lambda one: fleet[int(one.worker)].allowed,
-        external_load=lambda worker: loads[int(worker)],
-        cap=lambda one: CAP,
-        frontends=lambda: asked.frontends,
+    links = Links(
+        there=lambda worker: fleet[int(worker)].reachable,
+        heard=lambda worker: fleet[int(worker)].recently_heard,
+        external=lambda worker: loads[int(worker)],
+    )
+    known = rules(
+        links,
+        CAP,
+        lambda one: fleet[int(one.worker)].enough,
+        barred={one.key for one, made in zip(endpoints, fleet, strict=True) if not made.allowed},
+        frontends=asked.frontends,
         contenders={"m": asked.contenders} if asked.contenders > 1 else {},
-        has_enough=lambda one: fleet[int(one.worker)].enough,
-        recently_heard=lambda worker, instance: (
-            fleet[int(worker)].reachable and fleet[int(worker)].recently_heard
-        ),
     )
     tried = {one.key for one, made in zip(endpoints, fleet, strict=True) if made.tried}
-    return Filter(endpoints, rules, tried, asked.room), endpoints
+    return Filter(endpoints, known, tried, asked.room), endpoints
 
 
 @given(FLEETS, ASKED, st.floats(0, 1, exclude_max=True))
@@ -175,7 +176,7 @@ def test_where_all_are_full_by_the_counts_nobody_is_looked_at_more_closely() -> 
     """In an overload each refusal looks at all of them: at 64 workers' KV blocks that took a third of a frontend's time."""
     among, endpoints = filter_of([Made(active=CAP)] * 3 + [Made(others=CAP)], Asked())
     looked: list[Endpoint] = []
-    among.rules = replace(among.rules, has_enough=lambda one: bool(looked.append(one)))
+    among.rules = rules(among.rules.plane, CAP, lambda one: bool(looked.append(one)))
     assert among.left() == [endpoints[3]], "others have its batch full, but a frontend alone may fill its own"
     assert looked == [endpoints[3]]
 

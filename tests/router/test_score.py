@@ -1,7 +1,7 @@
 """What a request costs where: Dynamo's published examples, each term for itself, and the draw among the lowest."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 
 from controller.frontend.scheduling.scheduler import pricing_of
 from controller.frontend.settings import RouterSettings
-from controller.router.load.active_sequences import Floats, Loads
-from controller.router.selection.score import USUAL, Overlaps, Pricing, Scores, pick_lowest, score
+from controller.router.load.active_sequences import Floats
+from controller.router.selection.score import USUAL, Pricing, ScoredPrompt, Terms, pick_lowest, score
 
 BLOCK = 16
 SMALL = st.floats(0, 1000)
+
+
+class Scores(NamedTuple):
+    """The costs of all candidates, and what they are made of, as columns."""
+
+    terms: Terms
+    costs: Floats
 
 
 def of(values: Any, size: int) -> Floats:
@@ -26,23 +33,27 @@ def priced(
 ) -> Scores:
     """Score a prompt of ten blocks. What is given is one number, or one for each candidate."""
     blocks = given.pop("blocks", tokens // BLOCK)
-    names = ("to_read", "in_use", "requests", "lately", "device", "host")
-    column = {name: of(given.pop(name, 0), size) for name in names}
-    disk, shared, sharers, others = (
-        of(given.pop(name, 0), size) for name in ("disk", "shared", "sharers", "others")
+    names = (
+        "to_read",
+        "in_use",
+        "requests",
+        "lately",
+        "device",
+        "host",
+        "disk",
+        "shared",
+        "sharers",
+        "others",
     )
-    weights = of(given.pop("weights", 1), size)
+    to_read, in_use, requests, lately, device, host, disk, shared, sharers, others = (
+        of(given.pop(name, 0), size) for name in names
+    )
+    terms = Terms(
+        active_prefill_tokens=to_read, active=in_use, requests=requests, lately=lately, device=device, host=host,
+        disk=disk, shared=shared, sharers=sharers, others=others, weight=of(given.pop("weights", 1), size),
+    )  # fmt: skip
     assert not given
-    return score(
-        pricing or Pricing(),
-        tokens=tokens,
-        blocks=blocks,
-        block_tokens=BLOCK,
-        loads=Loads(column["to_read"], column["in_use"], column["requests"], column["lately"]),
-        overlaps=Overlaps(column["device"], column["host"], disk, shared, sharers),
-        external_blocks=others,
-        weights=weights,
-    )
+    return Scores(terms, score(pricing or Pricing(), ScoredPrompt(tokens, BLOCK, range(blocks)), terms))
 
 
 def test_the_published_example() -> None:
@@ -87,15 +98,15 @@ def test_half_the_weight_doubles_everything() -> None:
 def test_what_is_cached_counts_less_where_there_is_more_to_read() -> None:
     fades = Pricing(credit_decay=2.0)
     scores = priced(fades, size=2, to_read=[160, 320], device=10)
-    assert scores.decay.tolist() == [1, 1 / 3]
+    assert scores.terms.decay.tolist() == [1, 1 / 3]
     assert scores.costs.tolist() == pytest.approx([20 - 10 + 10, 30 - 10 / 3 + 10])
-    assert priced(fades, blocks=0, to_read=[0, 320], size=2).decay.tolist() == [1, 1]
+    assert priced(fades, blocks=0, to_read=[0, 320], size=2).terms.decay == 1, "for all of them"
 
 
 def test_the_terms_are_those_of_the_cost() -> None:
     terms = priced(
         size=2, to_read=[0, 32], in_use=[0, 3], shared=[0, 1], device=[0, 4], host=[0, 2], weights=0.5
-    ).terms(1)
+    ).terms.at(1)
     assert (terms.prefill, terms.credit, terms.adjusted_prefill) == (12, 5.5, 6.5)
     assert (terms.active, terms.shared, terms.decode) == (3, 1, 12)
     assert (terms.device, terms.host, terms.disk, terms.active_prefill_tokens) == (4, 2, 0, 32)
@@ -105,7 +116,7 @@ def test_the_terms_are_those_of_the_cost() -> None:
 
 def test_whoever_has_no_weight_is_shown_to_cost_infinitely_much() -> None:
     scores = priced(size=2, weights=[0.0, 1.0])
-    assert scores.terms(0).cost == scores.costs[0] == float("inf") > scores.terms(1).cost
+    assert scores.terms.at(0).cost == scores.costs[0] == float("inf") > scores.terms.at(1).cost
 
 
 PRICINGS = st.builds(
@@ -139,7 +150,7 @@ def test_whoever_has_the_terms_and_the_pricing_can_reckon_the_cost(pricing: Pric
     columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     scores = priced(pricing, size=len(rows), others=1.5, **columns)
     for place in range(len(rows)):
-        t = scores.terms(place)
+        t = scores.terms.at(place)
         extra = max(pricing.overlap_credit - 1, 0) if pricing.track_prefill else 0
         each = pricing.overlap_credit - extra * (1 - 1 / (1 + t.sharers))
         slower = pricing.host_weight * t.host + pricing.disk_weight * t.disk

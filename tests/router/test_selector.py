@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from filter_rules import Links
 from router_kit import BLOCK, endpoint
 
 from controller.router.endpoints import Endpoint, WorkerRank
@@ -29,6 +30,9 @@ class Router:
         self.dice = Random(1)
         self.loads: dict[str, Load] = {}
         self.ranks: dict[str, list[Load]] = {}
+        self.others = Links(
+            external=lambda worker: self.loads.get(worker), by_rank=lambda worker: self.ranks.get(worker, [])
+        )
         self.sent = 0
 
     def ask(self, tokens: list[int]) -> Selection:
@@ -42,8 +46,7 @@ class Router:
             pricing=self.pricing,
             now=0.0,
             draw=self.dice.random(),
-            external_load=self.loads.get if self.loads else None,
-            by_rank=lambda worker: self.ranks.get(worker, []),
+            others=self.others if self.loads else None,
         )
 
     def send(self, tokens: list[int]) -> str:
@@ -202,11 +205,11 @@ def test_an_explanation_has_every_candidate_the_lowest_first() -> None:
     router = Router([endpoint("a"), endpoint("b", 0.5), endpoint("c")])
     router.cache(prompt(1, 4), "c")
     router.send(prompt(2, 1))
-    shown = router.ask(prompt(1, 10)).explain()
-    assert shown[0].holder.worker == "c"
-    assert [one.chosen for one in shown] == [True, False, False]
-    assert [one.terms.cost for one in shown] == sorted(one.terms.cost for one in shown)
-    assert shown[0].terms.device == 4
+    choice = router.ask(prompt(1, 10))
+    shown = choice.explain()
+    assert shown[0][0] == choice.holder == WorkerRank("c", "i1") and len(shown) == 3
+    assert [terms.cost for _, terms in shown] == sorted(terms.cost for _, terms in shown)
+    assert shown[0][1].device == 4
 
 
 @pytest.mark.parametrize("mode", [Mode.ROUND_ROBIN, Mode.RANDOM])
@@ -297,11 +300,11 @@ def test_what_many_have_is_known_of_each_of_them() -> None:
     router.cache(prompt(1, 6), "w7")
     router.cache(prompt(1, 6), "not here")
     for _ in range(2):
-        depths = {one.holder.worker: one.terms.device for one in router.ask(prompt(1, 10)).explain()}
+        depths = {holder.worker: terms.device for holder, terms in router.ask(prompt(1, 10)).explain()}
         assert depths == {f"w{n}": 6 if n == 7 else 4 if n < 30 else 0 for n in range(40)}
     router.cache(prompt(1, 4), "w35")
     router.index.forget(WorkerRank("w0", "i1"))
-    depths = {one.holder.worker: one.terms.device for one in router.ask(prompt(1, 10)).explain()}
+    depths = {holder.worker: terms.device for holder, terms in router.ask(prompt(1, 10)).explain()}
     assert (depths["w0"], depths["w1"], depths["w7"], depths["w35"]) == (0, 4, 6, 4)
     router.endpoints = router.endpoints[5:]
     assert router.ask(prompt(1, 10)).endpoint.worker == "w7"

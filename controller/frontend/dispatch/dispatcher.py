@@ -16,8 +16,7 @@ from controller.frontend.request.events import ConnectFailed, NoWorkerFound, Sen
 from controller.frontend.request.failures import ERRORS, Failure, Suspicion
 from controller.frontend.request.state import server_of
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.router import RequestRouter
-from controller.frontend.scheduling.scheduler import explained
+from controller.frontend.scheduling.scheduler import Scheduler, explained
 from controller.ports import RequestPlane, Sink, WorkerUnreachable
 from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
 from controller.router.selection.filter import AllBusy, AllClosed, AllTried, Headroom, NoWorker
@@ -35,7 +34,7 @@ class Dispatcher:
     def __init__(
         self,
         table: EndpointTable,
-        routing: RequestRouter,
+        routing: Scheduler,
         plane: RequestPlane,
         poison: PoisonWatch,
         running: RunningRequests,
@@ -44,7 +43,7 @@ class Dispatcher:
     ) -> None:
         self._table = table
         self._routing = routing
-        self._scheduler = routing.scheduler
+        self._scheduler = routing
         self._plane = plane
         self._poison = poison
         self._breakers = poison.breakers

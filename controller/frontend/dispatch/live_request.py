@@ -17,10 +17,10 @@ from controller.frontend.openai.text.tokenizer import load_tokens
 from controller.frontend.openai.text.vocabulary import InvalidOutput
 from controller.frontend.request.state import AnswerProgress, RequestState, RequestTerms, stays
 from controller.frontend.scheduling.admission import Reservation
-from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause
 from controller.router.endpoints import Endpoint
+from controller.router.load.active_sequences import ActiveSequences
 from events.wire import Chunk
 
 
@@ -188,7 +188,7 @@ class LiveRequest(ABC):
             raise InvalidOutput("a count of cached tokens that its prompt does not have")
         stats.cached_tokens = self.answer.cached_tokens = cached
 
-    def count(self, now: float, tracker: KvScheduler | None) -> None:
+    def count(self, now: float, tracker: ActiveSequences | None) -> None:
         """Count the tokens that have come since the last count; `tracker` counts them too."""
         stats, dispatch, accepted = self.stats, self.dispatch, len(self.accepted)
         new = accepted - stats.counted

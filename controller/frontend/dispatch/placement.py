@@ -24,8 +24,7 @@ from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.dispatch.running import RunningRequests
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.state import closed_to
-from controller.frontend.scheduling.peers import Peers
-from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.scheduler import Peers, Scheduler
 from controller.migration.cost import KvShape, MigrationCost, MigrationTarget, MovingPolicy, estimate
 from controller.migration.links import Lane, lanes
 from controller.migration.placement import Leaving, Placement, place
@@ -50,7 +49,7 @@ class Placer:
         self,
         frontend: str,
         policy: MovingPolicy,
-        routing: RequestRouter,
+        routing: Scheduler,
         plane: RequestPlane,
         running: RunningRequests,
         peers: Peers,
@@ -60,7 +59,7 @@ class Placer:
         self._frontend = frontend
         self._policy = policy
         self._routing = routing
-        self._unread = routing.scheduler.unread
+        self._unread = routing.unread
         self._plane = plane
         self._running = running
         self._peers = peers

@@ -21,7 +21,7 @@ from controller.frontend.request.events import Event, MovedOnPurpose
 from controller.frontend.request.failures import PREEMPTED, Failure
 from controller.frontend.request.state import Move, server_of
 from controller.frontend.scheduling.admission import Admission
-from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.scheduler import Scheduler
 from controller.ports import Clock
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
@@ -48,7 +48,7 @@ class Preemption:
     def __init__(
         self,
         table: EndpointTable,
-        routing: RequestRouter,
+        routing: Scheduler,
         running: RunningRequests,
         reports: MigrationReports,
         clock: Clock,

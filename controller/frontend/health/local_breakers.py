@@ -137,6 +137,10 @@ class LocalBreakers:
             return True
         return breaker.admit(self._outcomes_by[endpoint.key].breaker) is not None
 
+    def barred(self) -> Collection[Key]:
+        """Return those to which our own breakers let nothing go now."""
+        return {key for key in self._open if breaker.admit(self._outcomes_by[key].breaker) is None}
+
     def routed(self, key: Key) -> int:
         """A request went there; half-open, it is the trial. Return the number of our own last move: its outcome
         counts only if the breaker has not moved since."""

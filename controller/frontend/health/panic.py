@@ -31,20 +31,20 @@ class Panic:
     ) -> None:
         self._frontend = frontend
         self._share_min = share_min
-        self._breakers = breakers
+        self.breakers = breakers
         self._observe = observe
         self._gauge = gauge
         self.models: set[str] = set()  # where there was panic when it was looked at last
 
     def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
         """Say whether our own breakers are ignored for this model now; they may have moved since the last look."""
-        if self._breakers.any_open:
+        if self.breakers.any_open:
             self.look(model, endpoints)
         return model in self.models
 
     def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
         """See whether there is panic over a model, and say so when that changes."""
-        share = self._breakers.routable_share(endpoints)
+        share = self.breakers.routable_share(endpoints)
         panic = share < self._share_min
         if panic != (model in self.models):
             (self.models.add if panic else self.models.discard)(model)

@@ -16,7 +16,7 @@ An engine that is stuck has fallen, too, where its worker's loop lives and says 
 worker that is silent has not: it was more often stopped, or cut off with others that were idle. Stuck engines are weaker evidence
 than dead ones, which may have hung together: the like of such a request is refused for as short as of one that only fails.
 
-Alike are requests of the same prompt and form (`requests.block_hashes.fingerprint`). With each request only a sketch of its
+Alike are requests of the same prompt and form (`request.fingerprint`). With each request only a sketch of its
 prompt is looked up, which takes a microsecond; what is told apart exactly is what has failed.
 
 What a reader would get wrong: a suspect is most likely innocent. Whatever was still unread on a worker whose power failed is one.
@@ -31,8 +31,8 @@ import structlog
 import xxhash
 
 from controller.frontend.health.local_breakers import LocalBreakers
-from controller.frontend.request.block_hashes import fingerprint, sketch_of
 from controller.frontend.request.failures import Suspicion
+from controller.frontend.request.fingerprint import fingerprint, sketch_of
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import PoisonSettings
 from controller.ports import Observe

@@ -157,7 +157,7 @@ class Api:
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         director = self.director
-        if not director.live and not director.routing.served:
+        if not director.live and not director.table.served:
             raise starting()
         return _json(ModelList([model_entry(director, *names) for names in served_names(director)]))
 
@@ -180,11 +180,11 @@ class Api:
     @property
     def _ready(self) -> bool:
         """Whether this frontend takes requests, and could serve one."""
-        return self.director.routing.servable and self.listening and not self.draining
+        return self.director.routing.monitor.servable and self.listening and not self.draining
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
-        routing = self.director.routing
-        servable, ready = routing.servable, self._ready
+        monitor = self.director.routing.monitor
+        servable, ready = monitor.servable, self._ready
         status = "healthy" if ready else "shutting_down" if self.draining else "not_ready"
         message = {
             "healthy": "requests are served",
@@ -193,7 +193,7 @@ class Api:
             else "no worker in service can be reached yet",
             "shutting_down": "this frontend finishes its streams and takes no new ones",
         }[status]
-        body = {"status": status, "message": message, "workers": routing.roll()}
+        body = {"status": status, "message": message, "workers": monitor.roll()}
         return web.json_response(body, status=200 if ready else 503)
 
     async def _live(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -15,13 +15,12 @@ from controller.frontend.openai.prompts import read_prompts
 from controller.frontend.openai.request_models import SALT_CHARS_MAX, validated
 from controller.frontend.openai.request_parser import parse_completion
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, ready_tokens
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.routing_overrides import RoutingOverrides, overridden
 from controller.frontend.scheduling.scheduler import explained
 from controller.router.endpoints import Endpoint, Lineage
 from controller.router.selection.filter import AllBusy, AllClosed, NoneReachable, NotServed, NoWorker
-from events.blocks import seed
+from events.blocks import BlockNames, seed
 from events.wire import Sampling
 
 WHY = {
@@ -75,7 +74,7 @@ async def explain(director: Director, body: Any, intake: Intake) -> dict[str, An
         found = director.routing.shortlist(plan)
     except NoWorker as error:
         raise unavailable(str(error), error.code, 1) from error
-    scheduler, models = director.routing.scheduler, director.table.models
+    scheduler, models = director.routing, director.table.models
     choice = scheduler.choose(found, plan)
     drawn = ", drawn: the cheaper the likelier" if settings.mode == "kv" and settings.temperature > 0 else ""
     others = [endpoint for endpoint in models.get(model, ()) if endpoint not in found]

@@ -27,13 +27,12 @@ from controller.frontend.openai.response_format import ResponseFormat, event
 from controller.frontend.openai.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.routing_overrides import RoutingOverrides, read_overrides
 from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.scheduling.deadlines import Deadlines, WantedRequest, WantedTokens
 from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
-from events.blocks import seed
+from events.blocks import BlockNames, seed
 
 log = structlog.get_logger(__name__)
 

@@ -34,7 +34,7 @@ def model_of(director: Director, name: str) -> str:
 
 def served_names(director: Director) -> list[tuple[str, str]]:
     """Return every name under which a served model may be asked for, with the model."""
-    served = director.routing.served
+    served = director.table.served
     further = director.table.further | director.settings.model_aliases
     return [(model, model) for model in served] + [
         (name, model) for name, model in further.items() if model in served and name not in served
@@ -46,7 +46,7 @@ def chosen_model(director: Director, name: str | None) -> str:
     serves, 400 where a name is wanted."""
     if name:
         return model_of(director, name)
-    served = director.routing.served
+    served = director.table.served
     if len(served) != 1:
         raise invalid(f"which model? There are {', '.join(served) or 'none'}", "model")
     return served[0]

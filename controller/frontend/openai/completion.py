@@ -17,10 +17,10 @@ from controller.frontend.openai.request_parser import ParsedRequest, RequestedSa
 from controller.frontend.openai.response_format import ResponseFormat, event
 from controller.frontend.openai.sse import DONE, SseStream
 from controller.frontend.openai.writers import BufferedWriter, ResponseWriter, StreamingWriter
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.routing_overrides import EXPLAIN, NO_OVERRIDES, RoutingOverrides
 from controller.router.endpoints import Endpoint, EndpointGroup, Lineage
+from events.blocks import BlockNames
 from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
@@ -231,7 +231,7 @@ class Completion:
         headers = {"X-Holdfast-Worker": name} if name else {}
         for answer in self.answers:
             endpoint = answer.endpoint
-            if endpoint is not None and (suspect := endpoint.verdict.suspect):
+            if endpoint is not None and (suspect := endpoint.suspect):
                 headers[SUSPECT] = suspect if suspect.isprintable() else ascii(suspect)
         why = self.answers[0].explained
         if why is not None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides
 from controller.router.endpoints import Lineage
+from events.blocks import BlockNames
 from events.wire import Sampling
 
 

@@ -13,12 +13,12 @@ from typing import TypeAlias
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
 from controller.frontend.scheduling.deadlines import Deadlines, TooLate, WantedRequest, WantedTokens
-from controller.frontend.scheduling.load_monitor import NOTHING, WantedRoom
 from controller.frontend.scheduling.overload import ALL_BUSY, OverloadAnswers
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
-from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
+from controller.router.load.monitor import NOTHING, WantedRoom
 from controller.router.selection.filter import (
     AllBusy,
     AllClosed,
@@ -67,7 +67,7 @@ class Admission:
         frontend: str,
         settings: FrontendSettings,
         table: EndpointTable,
-        routing: RequestRouter,
+        routing: Scheduler,
         observe: Callable[[RequestsRejected], object],
         answers: OverloadAnswers,
         waited: Callable[[str, Outcome, float], object],
@@ -106,7 +106,7 @@ class Admission:
         try:
             if wanted is self._monitor.asked and not beyond:  # nothing is, nearly always
                 return Reservation(self._routing.room(model, lineage, without), self.wake, wanted)
-            with self._routing.asking(wanted, beyond):
+            with self._monitor.asking(wanted, beyond):
                 return Reservation(self._routing.room(model, lineage, without), self.wake, wanted)
         except AllClosed as error:
             if error.wait_s > self._settings.queue_s:

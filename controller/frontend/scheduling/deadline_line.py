@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from controller.frontend.scheduling.load_monitor import WantedRoom
 from controller.frontend.scheduling.queue import Room
 from controller.router.admission.line import PlaceInLine
 from controller.router.admission.pool import WorkerPool
+from controller.router.load.monitor import WantedRoom
 
 CLOCK_S = 0.005  # by which a timer may be early
 

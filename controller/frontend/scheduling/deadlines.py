@@ -21,19 +21,19 @@ from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 from controller.frontend.openai.admission_headers import AdmissionHeaders
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.scheduling.deadline_line import CLOCK_S, DeadlineLine
-from controller.frontend.scheduling.load_monitor import NOTHING, WantedRoom
 from controller.frontend.scheduling.pools import Pools, step_s
 from controller.frontend.scheduling.queue import Queue, Room, WaitedTooLong
-from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.router.admission.line import PlaceInLine
 from controller.router.admission.pool import AdmissionVerdict, Asked, WorkerPool
 from controller.router.admission.retries import RefusedIds, RetryBudget
 from controller.router.admission.work import Demand, reading_s, work_s
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
+from controller.router.load.monitor import NOTHING, WantedRoom
 from controller.router.selection.filter import AllBusy, NotServed, NoWorker
+from events.blocks import BlockNames
 from events.errors import HoldfastError
 
 BEYOND = 0.125  # of a batch
@@ -106,7 +106,7 @@ class Deadlines(Generic[R]):
         self,
         settings: FrontendSettings,
         table: EndpointTable,
-        routing: RequestRouter,
+        routing: Scheduler,
         pools: Pools,
         preemption: RoomMaker,
         queue: Queue[R],
@@ -282,7 +282,7 @@ class Deadlines(Generic[R]):
         return self._find_made(model, lineage, takes)
 
     def _make_room(self, model: str, lineage: Lineage, takes: WantedRoom) -> bool:
-        with self._routing.asking(takes):
+        with self._monitor.asking(takes):
             return self._preemption.make_room(model, lineage)
 
     def _find_made(self, model: str, lineage: Lineage, takes: WantedRoom) -> R | None:
@@ -326,7 +326,7 @@ class Deadlines(Generic[R]):
 
     def _takes(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens) -> WantedRoom:
         """Return what a request takes of a worker. Raise NoWorker."""
-        group, scheduler = self._routing.group(wanted.model, lineage), self._routing.scheduler
+        group, scheduler = self._routing.group(wanted.model, lineage), self._routing
         unread = sum(scheduler.uncached(group, names, count) for count, names in tokens.prompts)
         longest, names = max(tokens.prompts, key=itemgetter(0))
         return self._monitor.wanted(wanted.model, longest, tokens.answer_tokens, names, unread)

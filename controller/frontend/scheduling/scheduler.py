@@ -1,72 +1,265 @@
-"""Which of those that may serve a request gets it, and what do we know that speaks for one of them?
+"""Which worker gets a request? Filter, score, pick, and what follows from each choice for the next ones.
 
-    names of its blocks ─▶ who has them cached ─┐
-                          who is how busy ──────┴─▶ choose ─▶ begin ─▶ read ─▶ end
-                             ▲                                   └───────┴──────┴── the slot tracker
-                             └──────────────────────────────────────────────────────────┘
+    what the fleet says, connections, ─▶ filter ─▶ score ─▶ pick ─▶ begin ─▶ read ─▶ end
+    own breakers, room                               ▲                └───────┴──────┴── the slot tracker
+          names of its blocks ─▶ where they are cached                                     │
+          what each worker has to do ◀─────────────────────────────────────────────────────┘
 
 What is cached is known from the workers' KV events; of workers that say nothing of it, it is guessed from what was sent to
 them. What there is to do is counted here, in the turn of the loop in which a request is sent: the next one sees it.
+
+Where panic has begun, what this frontend knows of failures is ignored for as long as it lasts.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
+from typing import Any, NamedTuple
 
 import structlog
 
-from controller.frontend.request.block_hashes import BlockNames
+from controller.frontend.health.panic import Panic
+from controller.frontend.request.failures import smallest_limit
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.pools import Pools
-from controller.frontend.settings import RouterSettings
+from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.ports import RequestPlane
-from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, WorkerRank
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, Lineage, WorkerRank
 from controller.router.index.approximate import ApproximateCache, better
-from controller.router.index.matches import Depths, Matches
+from controller.router.index.index import Depths, Matches
 from controller.router.index.view import KvView
-from controller.router.load.active_sequences import ActiveSequences, RankWork
-from controller.router.selection.filter import Filter
+from controller.router.load.active_sequences import ActiveSequences
+from controller.router.load.monitor import LoadLimits, LoadMonitor
+from controller.router.selection.filter import (
+    MANY,
+    AllBusy,
+    AllClosed,
+    Filter,
+    Headroom,
+    NotServed,
+    NoWorker,
+    Picker,
+    Rules,
+)
 from controller.router.selection.score import Pricing, ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode, Selection
+from events.blocks import BlockNames
 
 log = structlog.get_logger(__name__)
 
+HEARD_S = 3.5  # three reports may be lost
 
-class KvScheduler:
-    """One frontend's choices, and what follows from them for the next ones."""
+
+class _Heard(NamedTuple):
+    """What one frontend said last."""
+
+    at: float
+    waiting: tuple[str, ...]  # models for which requests wait there
+
+
+class Peers:
+    """The other frontends that serve beside this one, and where requests of theirs wait for room. They say each second which
+    workers they hear, and how many requests wait there."""
+
+    def __init__(self, now: Callable[[], float], name: str = "") -> None:
+        self._now = now
+        self._name = name  # this one's
+        self._heard: dict[str, _Heard] = {}
+        self._names: Sequence[str] = ()
+        self._size = 1
+        self.any = False  # others were heard, and perhaps are silent since: each choice asks
+        self._until = -inf  # none of them is silent for too long before
+        self.contenders: dict[str, int] = {}  # by model, frontends whose requests wait for its workers
+
+    def on_links(self, subject: str, body: Mapping[str, Any]) -> None:
+        """Hear a frontend's report of its links."""
+        name, waiting = str(body.get("frontend")), body.get("waiting")
+        models = tuple(str(model) for model in waiting) if isinstance(waiting, Mapping) else ()
+        before = self._heard.get(name)
+        self._heard[name] = _Heard(self._now(), models)
+        self.any = self.any or name != self._name
+        if before is None:
+            self._until = -inf
+        if before is None or before.waiting != models:
+            self._count()
+
+    def names(self) -> Sequence[str]:
+        """Return those that serve now, as far as is known, and forget the others. Each choice asks."""
+        now = self._now()
+        if now > self._until:
+            since = now - HEARD_S
+            self._heard = {name: heard for name, heard in self._heard.items() if heard.at >= since}
+            self._names = sorted(self._heard)
+            self._size = len({*self._names, self._name}) if self._names else 1
+            self.any = self._size > 1
+            self._until = min((heard.at for heard in self._heard.values()), default=now) + HEARD_S
+            self._count()
+        return self._names
+
+    def _count(self) -> None:
+        self.contenders.clear()
+        for name, heard in self._heard.items():
+            for model in heard.waiting if name != self._name else ():
+                self.contenders[model] = self.contenders.get(model, 1) + 1
+
+    def frontends(self) -> int:
+        """Return how many frontends serve now, this one included. Each choice asks."""
+        self.names()
+        return self._size
+
+
+class Scheduler:
+    """One frontend's choices of workers, and what it has sent where."""
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: FrontendSettings,
         table: EndpointTable,
         plane: RequestPlane,
         meter: RequestMetrics,
+        peers: Peers,
+        panic: Panic,
         now: Callable[[], float],
         dice: Callable[[], float],
-        pools: Pools | None = None,
     ) -> None:
-        """Choose by these settings. `pools`, if there are any, are told what is sent and read."""
+        self._settings = settings
         self._table = table
+        self._plane = plane
         self._meter = meter
+        self._peers = peers
+        self._panic = panic
+        self._breakers, self._open = panic.breakers, panic.breakers.open
         self.now = now
         self._dice = dice
-        self._pools = pools
-        self._external_load = (
-            None if settings.replica_sync else plane.external_load
-        )  # else they tell our tracker
-        self._by_rank = plane.external_load_by_rank
-        self._usual = pricing_of(settings)
-        self._mode = Mode(settings.mode)
-        self._reuse = settings.assume_kv_reuse
-        self._paced = settings.prefill_load_model == "profile"
+        self._router = router = settings.router
+        self._usual, self._mode = pricing_of(router), Mode(router.mode)
+        self._paced = router.prefill_load_model == "profile"
         self._serial = itertools.count(1)
-        self.view: KvView | None = None  # who has what, of those who say it
-        self._guesses = ApproximateCache(ttl_s=settings.ttl_secs)
-        self.slots = ActiveSequences(track_output=settings.track_output_blocks)
-        self._chooser = Chooser(self.slots)
+        self.view: KvView | None = None  # what is cached where, of the workers that say it
+        self._guesses = ApproximateCache(ttl_s=router.ttl_secs)
+        self.slots = ActiveSequences(track_output=router.track_output_blocks)
+        self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
+        self.pools = (
+            Pools(now, peers.frontends) if settings.by_deadline else None
+        )  # are told what is sent and read
+        self._chooser, self._picker = Chooser(self.slots), Picker()
+        self._others = None if router.replica_sync else plane  # else they tell our tracker
+        self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
+        self._ignoring = False  # own breakers, for the choice that is made now
+        self.live = False  # before the fold has caught up, it is history, and no reason for panic
+        self.frontends = peers.frontends  # how many share the workers, this one included
 
-    # --- the choice ---------------------------------------------------------------------------------------
+    # --- the filter -----------------------------------------------------------------------------------------
+
+    def _look(self, model: str) -> Sequence[Endpoint]:
+        """Return a model's endpoints. See whether there is panic, and bring the filter's rules up to date."""
+        endpoints = self._table.models.get(model, ())
+        self._ignoring = False  # nearly always, all is calm
+        if self._open or self._panic.models:
+            self._ignoring = self.live and self._panic.ignores(model, endpoints)
+        self._refresh()
+        return endpoints
+
+    def _refresh(self) -> None:
+        rules, peers = self._rules, self._peers
+        frontends = peers.frontends() if peers.any else 1
+        # With deadlines each frontend may have one request at a worker beyond what is free of its batch, whatever the others have
+        # there, and no more: what waits at a worker waits for its next place alone.
+        rules.frontends = MANY if frontends > 1 and self._settings.by_deadline else frontends
+        rules.barred = self._breakers.barred() if self._open and not self._ignoring else ()
+
+    def _filter(
+        self, plan: GenerationRequest, room: Headroom = Headroom.FRESH, tried: Collection[Key] = ()
+    ) -> Filter:
+        """Return the filter among the endpoints of a request's lineage."""
+        self._look(plan.model)
+        group = self._table.group(plan.model, plan.lineage)
+        endpoints = group.endpoints if group is not None else ()
+        return Filter(endpoints, self._rules, tried, room, plan.tokens_max)
+
+    def look_for_panic(self) -> None:
+        """The fold or a breaker may have moved: see whether panic has begun or ended anywhere."""
+        if self.live:
+            for model in self._table.known:
+                self._panic.look(model, self._table.models.get(model, ()))
+
+    def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
+        """Return an endpoint, none of `without`, with room for a new request of any lineage or of this one. Raise NoWorker."""
+        endpoints = self._look(model)
+        if lineage is not None:
+            group = self._table.group(model, lineage)
+            endpoints = group.endpoints if group is not None else ()
+        if without:
+            endpoints = [endpoint for endpoint in endpoints if endpoint.key not in without]
+        return self._picker.room(endpoints, self._rules)
+
+    def lineage(self, model: str) -> Lineage:
+        """Return the lineage that a new request of a model would be bound to. Raise NoWorker."""
+        try:
+            return self.room(model).lineage
+        except AllBusy:
+            return self._picker.pick(self._look(model), self._rules, room=Headroom.NONE).lineage
+
+    def shortlist(self, plan: GenerationRequest) -> list[Endpoint]:
+        """Return the endpoints that could take a new request: those with room, or all, if none has any. Raise NoWorker."""
+        try:
+            return self._filter(plan).left()
+        except (AllBusy, AllClosed):
+            return self._filter(plan, Headroom.NONE).left()
+
+    def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0) -> None:
+        """See whether this endpoint could take a request of so many tokens. Raise NoWorker."""
+        self._refresh()
+        Filter([endpoint] if endpoint.lineage == lineage else [], self._rules, tokens=tokens).left()
+
+    def targets(self, plan: GenerationRequest) -> list[Endpoint]:
+        """Return all endpoints that could take requests like this one that have begun, none if there is none."""
+        try:
+            return self._filter(plan, Headroom.HELD).left()
+        except NoWorker:
+            return []
+
+    def has_room(self, endpoint: Endpoint, room: Headroom) -> bool:
+        """Say whether an endpoint has so much room for one request more."""
+        self._refresh()
+        return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
+
+    def takes(self, endpoint: Endpoint) -> bool:
+        """Say whether an endpoint that could take a request a moment ago still can: one on trial takes a single one."""
+        allowed = self._ignoring or self._breakers.allowed(endpoint)
+        return allowed and self._plane.reachable(endpoint.worker, endpoint.instance)
+
+    def refused(self, endpoint: Endpoint) -> None:
+        """An endpoint has refused a request for want of room: it gets none until it next reports its load."""
+        endpoint.refuse(self._plane.external_load(endpoint.worker))
+
+    # --- score and pick -------------------------------------------------------------------------------------
+
+    def route(
+        self,
+        plan: GenerationRequest,
+        tried: Collection[Key],
+        output: Sequence[int] = (),
+        *,
+        room: Headroom = Headroom.HELD,
+    ) -> Selection:
+        """Return where a request's next attempt goes, none of `tried`, with so much room. `output` was accepted of its answer.
+        Raise NoWorker."""
+        among = self._filter(plan, room, tried)
+        if room is not Headroom.FRESH or not self._settings.by_deadline:
+            return self._choose(among, plan, output)
+        tokens, answer_max = len(plan.prompt) + len(output), plan.sampling.max_tokens
+        monitor = self.monitor
+        with monitor.asking(monitor.wanted(plan.model, tokens, answer_max, plan.names), monitor.beyond):
+            return self._choose(among, plan, output)
+
+    def at(self, endpoint: Endpoint, plan: GenerationRequest, output: Sequence[int] = ()) -> Selection:
+        """Return where at this endpoint a request goes: to which of its DP ranks."""
+        return self.choose([endpoint], plan, output)
+
+    def _choose(self, among: Filter, plan: GenerationRequest, output: Sequence[int]) -> Selection:
+        return self.choose(among.left() if plan.overrides.explain else among, plan, output)
 
     def choose(
         self, among: Filter | Sequence[Endpoint], plan: GenerationRequest, output: Sequence[int] = ()
@@ -76,19 +269,13 @@ class KvScheduler:
         mode, pricing, now = self._mode, self._usual, self.now()
         if (overrides := plan.overrides.router) is not None:
             mode, pricing = Mode(overrides.mode), pricing_of(overrides)
+        prompt = self._prompt(plan, output, mode, now)
         return self._chooser.choose(
-            among,
-            self._prompt(plan, output, mode, now),
-            now=now,
-            draw=self._dice(),
-            mode=mode,
-            pricing=pricing,
-            external_load=self._external_load,
-            by_rank=self._by_rank,
+            among, prompt, now=now, draw=self._dice(), mode=mode, pricing=pricing, others=self._others
         )
 
     def _prompt(self, plan: GenerationRequest, output: Sequence[int], mode: Mode, now: float) -> ScoredPrompt:
-        """Return what is to be placed. Where workers have blocks of several sizes, it is reckoned in those that most have."""
+        """Return what is to be placed. Where workers have blocks of several sizes, it is measured in those that most have."""
         group = self._table.group(plan.model, plan.lineage)
         sizes = group.block_sizes if group is not None else (1,)
         tokens, size = len(plan.prompt) + len(output), sizes[0]
@@ -96,10 +283,11 @@ class KvScheduler:
             return ScoredPrompt(tokens, size)
         blocks = plan.names.of(size, output)
         found = self._cached(blocks, now)
-        if len(sizes) > 1:
-            for other in sizes[1:]:
-                found = better(found, _scaled(self._cached(plan.names.of(other, output), now), other / size))
+        for other in sizes[1:]:
+            found = better(found, self._cached(plan.names.of(other, output), now).scaled(other / size))
         return ScoredPrompt(tokens, size, blocks, found)
+
+    # --- what is cached -------------------------------------------------------------------------------------
 
     def _cached(self, blocks: Sequence[int], now: float) -> Matches:
         """Return how many of these blocks each rank has: what they say, and what we guess."""
@@ -118,28 +306,47 @@ class KvScheduler:
             deepest = max((depth for holder, depth in found.items() if holder[:2] in keys), default=0)
         return max(0, tokens - deepest * size)
 
-    # --- what there is to do --------------------------------------------------------------------------------
+    def claimed(self, choice: Selection) -> int:
+        """Return how many prompt tokens the chosen rank itself says it has cached; 0 where it says nothing that matters."""
+        prompt, size = choice.request.prompt, choice.endpoint.block_tokens
+        if self.view is None or choice.overlap_blocks < 1 or prompt.block_tokens != size:
+            return 0
+        return self.view.find(prompt.blocks).device.get(choice.holder, 0) * size
+
+    def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
+        """Compare what a rank claimed with what a request found there."""
+        if self.view is not None:
+            self.view.compare(holder, claimed, cached)
+
+    @property
+    def known(self) -> str:
+        """What is known of what workers have cached, as a line for people."""
+        guessed = f"{self.guessed} blocks guessed from what was sent"
+        return guessed if self.view is None else f"{self.view.health}, {guessed}"
+
+    @property
+    def guessed(self) -> int:
+        """How many blocks are taken to be cached where no worker says so."""
+        return len(self._guesses)
+
+    # --- what was sent --------------------------------------------------------------------------------------
 
     def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
         """A request goes where it was chosen to. Return the number under which it is counted there."""
-        request = choice.request
-        prompt = request.prompt
+        request, holder, unread = choice.request, choice.holder, choice.prefill_tokens
+        prompt, now = request.prompt, request.now
         self._meter.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
-        pools, ahead = self._pools, 0.0
+        pools = self.pools
+        ahead = 0.0 if pools is None else self.slots.work(holder, now=self.now()).prefill_tokens
+        slot = self._add(choice.endpoint, holder, plan, output, unread, now, prompt)
         if pools is not None:
-            ahead = self.work(choice.holder).prefill_tokens
-        slot = self._add(
-            choice.endpoint, choice.holder, plan, output, choice.prefill_tokens, request.now, prompt
-        )
-        if pools is not None:
-            pools.sent(slot, choice.endpoint, ahead, choice.prefill_tokens)
+            pools.sent(slot, choice.endpoint, ahead, unread)
         return slot
 
     def carry(self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]) -> int:
         """A request has come there with its KV cache: nothing of it has to be read. Return its number there."""
-        return self._add(
-            endpoint, WorkerRank(endpoint.worker, endpoint.instance, rank), plan, output, 0, self.now()
-        )
+        holder = WorkerRank(endpoint.worker, endpoint.instance, rank)
+        return self._add(endpoint, holder, plan, output, 0, self.now())
 
     def _add(
         self,
@@ -147,129 +354,79 @@ class KvScheduler:
         holder: WorkerRank,
         plan: GenerationRequest,
         output: Sequence[int],
-        prefill_tokens: int,
+        unread: int,
         now: float,
         prompt: ScoredPrompt | None = None,
     ) -> int:
-        overrides, slot, size = plan.overrides.router, next(self._serial), endpoint.block_tokens
+        router, slot, size = plan.overrides.router or self._router, next(self._serial), endpoint.block_tokens
         tokens = len(plan.prompt) + len(output)
         blocks: Sequence[int] = ()
-        if (self._mode if overrides is None else overrides.mode) == Mode.KV:
+        if router.mode == "kv":
             named = prompt is not None and prompt.block_tokens == size and prompt.tokens == tokens
             blocks = prompt.blocks if prompt is not None and named else plan.names.of(size, output)
-        shared = blocks if (self._reuse if overrides is None else overrides.assume_kv_reuse) else ()
+        shared = blocks if router.assume_kv_reuse else ()
+        rate = endpoint.joined.profile.prefill_tokens_per_s if self._paced else 0.0
         self.slots.add(
             slot,
             holder,
             shared,
             now=now,
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=unread,
             block_tokens=size,
             own_blocks=0 if shared else tokens // size,
-            expected_s=self._reading_s(endpoint, prefill_tokens) if self._paced else None,
+            expected_s=unread / rate if rate > 0 else None,
         )
         if blocks and (self.view is None or not endpoint.joined.kv_events):
             self._guesses.sent(holder, blocks, now=now)
         return slot
 
-    def _reading_s(self, endpoint: Endpoint, tokens: int) -> float | None:
-        """Return how long reading so many tokens takes there, if that is known."""
-        rate = endpoint.joined.profile.prefill_tokens_per_s
-        return tokens / rate if rate > 0 else None
-
-    def work(self, holder: WorkerRank) -> RankWork:
-        """Return what a DP rank has to do for requests that we know of. Of its columns only where they shrink with time: a choice
-        among a thousand workers asks for each."""
-        if self.slots.paced:
-            return self.slots.work(holder, now=self.now())
-        (load,) = self.slots.rank_loads((holder,))
-        return RankWork(load.reading_tokens, load.blocks, len(load.requests))
-
-    def in_use(self, holder: WorkerRank, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks, from the first on, requests at a DP rank have in use."""
-        depths, _ = self.slots.shared(blocks, self.slots.rows((holder,)))
-        return int(depths[0])
-
-    def unread(self, endpoint: Endpoint) -> float:
-        """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
-        holders = [WorkerRank(endpoint.worker, endpoint.instance, rank) for rank in range(endpoint.ranks)]
-        if self.slots.paced:
-            return sum(self.slots.work(holder, now=self.now()).prefill_tokens for holder in holders)
-        return sum(work.reading_tokens for work in self.slots.rank_loads(holders))
-
-    def unread_by_rank(self, endpoint: Endpoint) -> list[float]:
-        """Return the same for each of its DP ranks."""
-        holders = [WorkerRank(endpoint.worker, endpoint.instance, rank) for rank in range(endpoint.ranks)]
-        return [self.work(holder).prefill_tokens for holder in holders]
-
-    @property
-    def known(self) -> str:
-        """What is known of what workers have cached, as a line for people."""
-        guessed = f"{len(self._guesses)} blocks guessed from what was sent"
-        return guessed if self.view is None else f"{self.view.health}, {guessed}"
-
-    @property
-    def guessed(self) -> int:
-        """How many blocks are taken to be cached where nobody says so."""
-        return len(self._guesses)
-
     def read(self, slot: int) -> None:
         """Its first token is here."""
-        if self._pools is not None:
-            self._pools.read(slot)
+        if self.pools is not None:
+            self.pools.read(slot)
         self.slots.prefill_done(slot, now=self.now())
-
-    def output(self, slot: int, tokens: int) -> None:
-        """So many more tokens of its answer are here."""
-        self.slots.output(slot, tokens)
 
     def end(self, slot: int) -> None:
         """It is over there, however it ended."""
-        if self._pools is not None:
-            self._pools.end(slot)
+        if self.pools is not None:
+            self.pools.end(slot)
         self.slots.free(slot, now=self.now())
 
+    def unread(self, endpoint: Endpoint) -> float:
+        """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
+        return sum(self.monitor.unread_by_rank(endpoint))
+
     def expire(self) -> None:
-        """Forget requests of which nobody has said for an hour that they are over, and what is cached no more."""
+        """Forget requests of which it was not said for an hour that they are over, and what is cached no more."""
         self._guesses.expire(now=self.now())
         if stale := self.slots.expire(now=self.now()):
             log.warning("slots_expired", requests=len(stale))
 
-    def claimed(self, choice: Selection) -> int:
-        """Return how many prompt tokens the chosen rank itself says it has cached; 0 where it says nothing that matters."""
-        prompt = choice.request.prompt
-        if (
-            self.view is None
-            or choice.overlap_blocks < 1
-            or prompt.block_tokens != choice.endpoint.block_tokens
-        ):
-            return 0
-        return self.view.find(prompt.blocks).device.get(choice.holder, 0) * prompt.block_tokens
-
-    def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare what a rank claimed with what a request found there."""
-        if self.view is not None:
-            self.view.compare(holder, claimed, cached)
-
-    def follow(self, view: KvView) -> None:
-        """Know from now on by KV events what is cached: they come in there."""
-        self.view = view
-
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of endpoints that are gone; keep `keys`."""
+        self._picker.forget(keys)
         self._chooser.forget(keys)
         for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
             self.slots.forget(holder, now=self.now())
             self._guesses.forget(holder)
 
+    # --- what a model's workers have in common --------------------------------------------------------------
 
-def _scaled(found: Matches, factor: float) -> Matches:
-    """Return matches in blocks of another size: each counts `factor` of those."""
-    device, host, disk = (
-        {holder: int(count * factor) for holder, count in tier.items()}
-        for tier in (found.device, found.host, found.disk)
-    )
-    return Matches(device, host, disk)
+    def urgency(self, tier: str) -> int:
+        """Return how urgent requests of a tier are: 0 is the best."""
+        return self._table.urgency(tier)
+
+    def limit(self, model: str) -> int:
+        """Return how many migrations a request of this model may have."""
+        own, registered = self._settings.migration_limit, self._table.migration_limit(model)
+        return own if registered is None else smallest_limit(own, (registered,))
+
+    def group(self, model: str, lineage: Lineage) -> EndpointGroup:
+        """Return the workers of a model and lineage, and what they have in common. Raise NotServed."""
+        group = self._table.group(model, lineage)
+        if group is None:
+            raise NotServed
+        return group
 
 
 def explained(choice: Selection) -> dict[str, Any]:
@@ -282,8 +439,8 @@ def explained(choice: Selection) -> dict[str, Any]:
         "block_tokens": prompt.block_tokens,
         "required_blocks": prompt.required_blocks,
         "candidates": [
-            _named(one.holder, candidates.endpoint[candidates.at[one.holder]]) | one.terms.shown()
-            for one in choice.explain()
+            _named(holder, candidates.endpoint[candidates.at[holder]]) | terms.shown()
+            for holder, terms in choice.explain()
         ],
     }
 
@@ -306,4 +463,17 @@ def pricing_of(settings: RouterSettings) -> Pricing:
         track_prefill=settings.track_prefill_tokens,
         track_blocks=settings.track_active_blocks,
         temperature=settings.temperature,
+    )
+
+
+def limits_of(settings: FrontendSettings) -> LoadLimits:
+    """Return how much a worker may have to do by these settings."""
+    return LoadLimits(
+        settings.admission.inflight_max,
+        settings.inflight_per_batch,
+        settings.thresholds,
+        settings.admission_control == "token-capacity",
+        settings.router.queue_prefill_s,
+        settings.by_deadline,
+        not settings.router.track_output_blocks,
     )

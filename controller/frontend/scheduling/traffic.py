@@ -18,11 +18,7 @@ from events.observations import RequestsRejected, TrafficReported
 MINUTE_S = 60
 MISSED_MAX = 10  # minutes that are made up for
 FORGOTTEN_AFTER = 10  # minutes in which nobody serves a model or asks for it
-NO_DEMAND = (
-    "draining",
-    "request_poisonous",
-    "deadline_unattainable",
-)  # no worker more would have served these
+NO_DEMAND = ("draining", "request_poisonous", "deadline_unattainable")  # no worker more would serve these
 
 
 class TrafficReporter:

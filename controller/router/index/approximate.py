@@ -13,13 +13,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
 from controller.router.endpoints import WorkerRank
-from controller.router.index.index import KvIndex, Matches
-from controller.router.index.runs import common
+from controller.router.index.index import KvIndex, Matches, common
 
 TTL_S = 120.0
 BLOCKS_MAX = 2**20
 _DROPPED = 64  # pieces that are forgotten in one turn: what was sent in a burst ends as one
-_SWEPT = 100  # pieces of the index that are freed in one turn, after somebody has gone
+_SWEPT = 100  # pieces of the index that are freed in one turn, after a holder has gone
 
 
 class _SentBlocks:
@@ -38,7 +37,7 @@ class _SentBlocks:
 
 
 class ApproximateCache:
-    """What was sent to whom, as far as it may still be cached there. Beside a fed index it tells what workers have not
+    """What was sent to which holder, as far as it may still be cached there. Beside a fed index it tells what workers have not
     said yet: see `KvIndex` and `better`."""
 
     def __init__(self, *, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX) -> None:
@@ -46,12 +45,11 @@ class ApproximateCache:
         self._blocks_max = blocks_max
         self._index = KvIndex()
         self._roots: dict[WorkerRank, _SentBlocks] = {}
-        self._order: OrderedDict[_SentBlocks, WorkerRank] = (
-            OrderedDict()
-        )  # sent longest ago first, and children before parents
+        # sent longest ago first, and children before parents
+        self._order: OrderedDict[_SentBlocks, WorkerRank] = OrderedDict()
         self._blocks = 0
         self._due = float("-inf")  # nothing is old enough to be forgotten before
-        self._unswept = False  # somebody has gone, whose blocks may not be freed yet
+        self._unswept = False  # a holder has gone, and its blocks may not be freed yet
 
     def __len__(self) -> int:
         """Return how many blocks are taken to be cached, over all holders."""
@@ -59,12 +57,12 @@ class ApproximateCache:
 
     @property
     def holders(self) -> Collection[WorkerRank]:
-        """Everybody of whom anything is taken to be cached."""
+        """All of which anything is taken to be cached."""
         return self._roots.keys()
 
     @property
     def swept(self) -> bool:
-        """Whether nothing is left in memory of those who are gone."""
+        """Whether nothing is left in memory of those that are gone."""
         return not self._unswept
 
     def sent(self, holder: WorkerRank, blocks: Sequence[int], *, now: float) -> None:
@@ -108,7 +106,7 @@ class ApproximateCache:
         self._unswept = True
 
     def expire(self, *, now: float) -> None:
-        """Forget what was sent too long ago, and free what those had who are gone; of very much of it only a part, the rest
+        """Forget what was sent too long ago, and free what those had that are gone; of very much of it only a part, the rest
         with the next requests, or the next time that it is called."""
         if now < self._due and not self._unswept:
             return  # nearly always
@@ -116,7 +114,7 @@ class ApproximateCache:
         for _ in range(_DROPPED):
             oldest = next(iter(self._order), None)
             self._due = (
-                oldest.at if oldest is not None else now
+                now if oldest is None else oldest.at
             ) + self._ttl_s  # what is sent later is due later
             if oldest is None or self._due > now:
                 return

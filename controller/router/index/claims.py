@@ -28,9 +28,7 @@ class KvClaims:
     lost: Callable[[Key, str], None] = lambda key, why: None  # called when a life loses its claims
     disbelieved: set[Key] = field(default_factory=set)
     _blocks: dict[Key, int] = field(default_factory=dict)  # registered
-    _looked: dict[WorkerRank, float] = field(
-        default_factory=dict
-    )  # how much a rank may hold until the next look
+    _looked: dict[WorkerRank, float] = field(default_factory=dict)  # how much a rank may hold until the next
     _wrong: dict[Key, deque[bool]] = field(default_factory=dict)
 
     def know(self, blocks: Mapping[Key, int]) -> None:

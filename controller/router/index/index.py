@@ -3,7 +3,7 @@
 A radix tree of *runs*, and one map from block to run.
 
     block   the hash of a whole prefix (`events.blocks`): it names the block and every block before it
-    run     consecutive blocks that the same workers hold; a bit mask for each tier says who they are
+    run     consecutive blocks that the same workers hold; a bit mask for each tier says which
     tree    a run's children begin right after its last block
 
 A look-up walks runs, not blocks: if the last block of a run is the prompt's at that depth, so are all before it. A run is
@@ -12,27 +12,156 @@ split where its blocks cease to have the same holders, and joined with its only 
 Only what is contiguous from the first block on counts. A hole (a block that was removed before those behind it) ends a
 worker's match; what lies behind it counts again when it is filled.
 
+What a look-up has found is kept as groups: among a thousand workers most have the same, the beginning that all prompts share.
+Holders are named one by one only where they are asked for by name.
+
 One task owns it: there are no locks, and no call waits.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from controller.router.endpoints import WorkerRank
-from controller.router.index.matches import Depths
-from controller.router.index.matches import Matches as Matches
-from controller.router.index.runs import (
-    NOBODY,
-    BlockRun,
-    common,
-    only,
-    places,
-    stretch,
-    with_bit,
-    without_bit,
-)
+import msgspec
+
+from controller.router.endpoints import Key, WorkerRank
 from events.kv import Tier
 
 _GROUPS_MAX = 4096  # so many sets of holders are kept as names
+Masks = tuple[int, int, int]  # the holders of the blocks on each tier: a bit for each
+NO_HOLDERS: Masks = (0, 0, 0)
+
+
+class BlockRun:
+    """Consecutive blocks with the same holders. A run that has been joined to another, or removed, has no blocks."""
+
+    __slots__ = ("blocks", "children", "depth", "masks", "parent")
+
+    def __init__(self, blocks: list[int], depth: int, parent: "BlockRun | None", masks: Masks) -> None:
+        self.blocks = blocks
+        self.depth = depth  # of its first block; 0 where prompts begin
+        self.parent = parent
+        self.masks = masks
+        self.children: dict[int, BlockRun] = {}  # by their first block
+
+    def place(self, block: int) -> int:
+        """Return where in the run a block of it lies. Most often it is the last."""
+        return len(self.blocks) - 1 if self.blocks[-1] == block else self.blocks.index(block)
+
+
+def with_bit(masks: Masks, bit: int, tier: Tier) -> Masks:
+    """Return the masks with a holder on a tier."""
+    device, host, disk = masks
+    if tier is Tier.DEVICE:
+        return device | bit, host, disk
+    return (device, host | bit, disk) if tier is Tier.HOST else (device, host, disk | bit)
+
+
+def without_bit(masks: Masks, bit: int, tier: Tier) -> Masks:
+    """Return the masks without a holder on a tier."""
+    device, host, disk = masks
+    if tier is Tier.DEVICE:
+        return device & ~bit, host, disk
+    return (device, host & ~bit, disk) if tier is Tier.HOST else (device, host, disk & ~bit)
+
+
+def only(masks: Masks, kept: int) -> Masks:
+    """Return the masks with no other holders than these."""
+    return masks[0] & kept, masks[1] & kept, masks[2] & kept
+
+
+def common(own: Sequence[int], first: int, others: Sequence[int], start: int) -> int:
+    """Return how many blocks are the same from two places on. Where one is, so are all before it."""
+    low, high = 0, min(len(own) - first, len(others) - start)
+    if high and own[first + high - 1] == others[start + high - 1]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if own[first + middle - 1] == others[start + middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, int]:
+    """Return the first place in a run, and the number, of the blocks that come together from `position` on."""
+    own, last = run.blocks, len(blocks) - position
+    place, size = run.place(blocks[position]), 1
+    while size < last and size <= place and blocks[position + size] == own[place - size]:
+        size += 1
+    if size > 1:
+        return place - size + 1, size
+    while size < last and place + size < len(own) and blocks[position + size] == own[place + size]:
+        size += 1
+    return place, size
+
+
+def places(mask: int) -> Iterator[int]:
+    """Yield the numbers of the bits that are set."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class Depths(Mapping[WorkerRank, int]):
+    """How many blocks each holder has; a holder without any is missing. A mapping that is made when it is first looked into."""
+
+    __slots__ = ("_made", "groups")
+
+    def __init__(self, groups: Sequence[tuple[tuple[WorkerRank, ...], int]]) -> None:
+        self.groups = (
+            groups  # how much each has, the deepest last; of a holder that is in several the last one holds
+        )
+        self._made: dict[WorkerRank, int] | None = None
+
+    def named(self) -> dict[WorkerRank, int]:
+        """Return the same as a plain one."""
+        made = self._made
+        if made is None:
+            groups = self.groups
+            made = self._made = dict.fromkeys(*groups[0]) if groups else {}
+            for group, depth in groups[1:]:
+                made.update(dict.fromkeys(group, depth))
+        return made
+
+    def deepest(self, keys: Container[Key]) -> int:
+        """Return the most that any DP rank of these workers has. No holder is named for it."""
+        for group, depth in reversed(self.groups):
+            if any(holder[:2] in keys for holder in group):
+                return depth
+        return 0
+
+    def __getitem__(self, holder: WorkerRank) -> int:
+        return self.named()[holder]
+
+    def __iter__(self) -> Iterator[WorkerRank]:
+        return iter(self.named())
+
+    def __len__(self) -> int:
+        return len(self.named())
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def __repr__(self) -> str:
+        return repr(self.named())
+
+
+class Matches(msgspec.Struct):
+    """How many blocks of a prompt each holder has, from the first on, by how far one is willing to fetch them from.
+
+    `device` counts what lies on the device; `host` what lies there or in the host's memory, `disk` everything. A holder that has
+    nothing is missing. Without slower tiers all three are the same mapping.
+    """
+
+    device: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
+    host: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
+    disk: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
+
+    def scaled(self, factor: float) -> "Matches":
+        """Return the same in blocks of another size: each counts `factor` of those."""
+        tiers = (self.device, self.host, self.disk)
+        return Matches(*({holder: int(count * factor) for holder, count in tier.items()} for tier in tiers))
 
 
 class Misplaced(ValueError):
@@ -44,17 +173,17 @@ class NoParent(Misplaced):
 
 
 class KvIndex:
-    """Who holds what. A holder is whatever the caller takes for one: a rank of an instance of a worker."""
+    """Which blocks each holder has. A holder is whatever the caller takes for one: a rank of an instance of a worker."""
 
     def __init__(self) -> None:
-        self._root = BlockRun([], 0, None, NOBODY)
+        self._root = BlockRun([], 0, None, NO_HOLDERS)
         self._runs: dict[int, BlockRun] = {}  # by each of their blocks
         self._all: set[BlockRun] = set()
         self._bits: dict[WorkerRank, int] = {}
         self._holders: dict[int, WorkerRank] = {}  # by the number of their bit
         self._counts: dict[WorkerRank, int] = {}
-        self._live = 0  # the bits that are somebody's
-        self._gone = 0  # the bits that were somebody's, and still lie in masks
+        self._live = 0  # the bits that are a holder's
+        self._gone = 0  # the bits that were a holder's, and still lie in masks
         self._sweeping: list[BlockRun] = []
         self._swept = 0  # the bits that the present sweep wipes out
         self._tiered = False
@@ -65,12 +194,12 @@ class KvIndex:
         return len(self._runs)
 
     def count(self, holder: WorkerRank) -> int:
-        """Return how many blocks somebody holds; one that lies on two tiers counts twice."""
+        """Return how many blocks a holder has; one that lies on two tiers counts twice."""
         return self._counts.get(holder, 0)
 
     @property
     def holders(self) -> Iterable[WorkerRank]:
-        """Everybody who has ever stored anything, and was not forgotten."""
+        """All that have ever stored anything, and were not forgotten."""
         return self._bits.keys()
 
     # --- what holders say ---------------------------------------------------------------------------------
@@ -117,7 +246,7 @@ class KvIndex:
             position += size
             self._counts[holder] -= size
             masks = without_bit(run.masks, bit, tier)
-            if masks == NOBODY and first + size == len(run.blocks) and not run.children:
+            if masks == NO_HOLDERS and first + size == len(run.blocks) and not run.children:
                 self._cut(run, first)
                 continue
             one = self._isolate(run, first, first + size)
@@ -137,7 +266,7 @@ class KvIndex:
             self._groups.clear()
 
     def sweep(self, limit: int = 1000) -> bool:
-        """Free what those held who are gone, `limit` runs at a time. Return whether there is more to do."""
+        """Free what holders had that are gone, `limit` runs at a time. Return whether there is more to do."""
         if not self._sweeping:
             if not self._gone:
                 return False
@@ -154,14 +283,14 @@ class KvIndex:
 
     # --- what routers ask ---------------------------------------------------------------------------------
 
-    def find(self, blocks: Sequence[int], *, early_exit: bool = False) -> Matches:
-        """Return how many of a prompt's blocks each holder has. `early_exit`: stop where a single one is left."""
-        device = self._depths(blocks, early_exit, 1)
+    def find(self, blocks: Sequence[int]) -> Matches:
+        """Return how many of a prompt's blocks each holder has."""
+        device = self._depths(blocks, 1)
         if not self._tiered:
             return Matches(device, device, device)
-        return Matches(device, self._depths(blocks, early_exit, 2), self._depths(blocks, early_exit, 3))
+        return Matches(device, self._depths(blocks, 2), self._depths(blocks, 3))
 
-    def _depths(self, blocks: Sequence[int], early_exit: bool, tiers: int) -> Depths:
+    def _depths(self, blocks: Sequence[int], tiers: int) -> Depths:
         found: list[tuple[tuple[WorkerRank, ...], int]] = []
         alive, depth, length = self._live, 0, len(blocks)
         children = self._root.children
@@ -191,15 +320,13 @@ class KvIndex:
                 depth += common(own, 0, blocks, depth)
                 break
             depth = end
-            if early_exit and not alive & (alive - 1):
-                break
             children = run.children
         if depth:
             found.append((self._group(alive), depth))
         return Depths(found)
 
     def held(self, holder: WorkerRank) -> Iterator[tuple[Tier, int | None, list[int]]]:
-        """Yield what `store` would have to be told for everything that somebody holds, in such an order."""
+        """Yield what `store` would have to be told for everything that a holder has, in such an order."""
         bit = self._bits.get(holder, 0)
         below = [self._root]
         while below:
@@ -224,7 +351,7 @@ class KvIndex:
         return bit
 
     def _group(self, mask: int) -> tuple[WorkerRank, ...]:
-        """Return who they are."""
+        """Return the holders of these bits."""
         group = self._groups.get(mask)
         if group is None:
             if len(self._groups) >= _GROUPS_MAX:
@@ -242,12 +369,12 @@ class KvIndex:
         return run, run.depth + run.place(parent) + 1
 
     def _grow(self, run: BlockRun, depth: int, blocks: list[int], tier: Tier, bit: int) -> None:
-        """Add blocks that nobody holds behind the block at `depth` - 1, which lies in `run`."""
+        """Add blocks without holders behind the block at `depth` - 1, which lies in `run`."""
         if not self._runs.keys().isdisjoint(blocks) or len(set(blocks)) < len(blocks):
             raise Misplaced(f"some of the {len(blocks)} blocks after {blocks[0]} lie elsewhere, or twice")
         if run is not self._root and depth < run.depth + len(run.blocks):
             run = self._split(run, depth - run.depth)[0]
-        new = self._add(BlockRun(blocks, depth, run, with_bit(NOBODY, bit, tier)))
+        new = self._add(BlockRun(blocks, depth, run, with_bit(NO_HOLDERS, bit, tier)))
         self._join(run, new)
 
     def _mark(self, run: BlockRun, first: int, end: int, tier: Tier, bit: int) -> BlockRun:
@@ -292,7 +419,7 @@ class KvIndex:
 
     def _tidy(self, run: BlockRun) -> None:
         """See whether a run whose holders have changed is still needed, and whether it can be joined with its neighbours."""
-        if run.masks == NOBODY and not run.children:
+        if run.masks == NO_HOLDERS and not run.children:
             self._cut(run, 0)
             return
         if len(run.children) == 1:
@@ -301,7 +428,7 @@ class KvIndex:
             self._join(run.parent, run)
 
     def _cut(self, run: BlockRun, place: int) -> None:
-        """Drop a run's blocks from one on: nobody holds them, and nothing comes after them."""
+        """Drop a run's blocks from one on: they have no holders, and nothing comes after them."""
         first = run.blocks[0]
         for block in run.blocks[place:]:
             del self._runs[block]

@@ -23,9 +23,8 @@ from controller.router.index.index import KvIndex, NoParent
 from events.kv import Answer, Cleared, KvBatch, KvEvent, KvRequest, Stored, Tier
 from events.observations import WorkerJoined
 
-FIRST_S = (
-    0.003  # a new rank is asked within so long, at random: frontends that start together do not ask as one
-)
+# A new rank is asked within so long, at random: frontends that start together do not ask as one.
+FIRST_S = 0.003
 DOUBT_S = 0.5  # the same for all ranks after a broker's return
 
 
@@ -52,9 +51,8 @@ class KvView:
         self._joined: list[WorkerJoined] = []
         self._feeds: dict[WorkerRank, Feed] = {}
         self.claims = KvClaims()
-        self._due: list[
-            tuple[float, int, WorkerRank]
-        ] = []  # a heap; who is asked earlier or no more stays in it
+        # a heap; a rank that is asked earlier, or no more, stays in it
+        self._due: list[tuple[float, int, WorkerRank]] = []
         self._turn = count()
 
     def absorb(self, joined: Iterable[WorkerJoined], now: float) -> None:

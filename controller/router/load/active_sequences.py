@@ -4,12 +4,16 @@
      └───────────────────────────── free ───────────────────────────────┘
 
 A router knows when its requests begin and end, so it keeps this itself, and changes it before a request leaves: the next
-choice sees it at once. Nobody need be asked, and two requests of one moment do not go to the same idle worker.
+choice sees it at once. No other need be asked, and two requests of one moment do not go to the same idle worker.
 
 A block is counted once on a worker, however many of its requests begin with it. A prompt that is being read weighs what
 is left of it: all of it until its first token, or, where it is known how long reading takes, less with time (§4.6 of
-Dynamo's rules: the oldest prompt's pace is everybody's, if all are known; else only the oldest shrinks). What was sent there
+Dynamo's rules: the oldest prompt's pace is that of all, if all are known; else only the oldest shrinks). What was sent there
 lately is remembered for some seconds after it has been read.
+
+Which prefixes are in use is a tree of pieces: consecutive blocks that the same requests use, with how many of each holder's
+requests begin with them. A use adds one along a path and a drop takes it away, in steps of pieces, not of blocks; a piece that
+no request uses is not there. Only whole prefixes are used, so a holder has no block without those before it.
 
 The loads lie in columns, one row for each holder, so that a choice among a thousand takes no longer than a few sums.
 """
@@ -25,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from controller.router.endpoints import WorkerRank
-from controller.router.load.active_prefixes import Prefixes
+from controller.router.index.index import common
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -70,7 +74,7 @@ class RankLoad:
     blocks: float = 0.0
     reading: "OrderedDict[RequestId, tuple[int, float | None]]" = field(default_factory=OrderedDict)
     reading_tokens: int = 0
-    unpaced: int = 0  # prompts of which nobody knows how long reading them takes
+    unpaced: int = 0  # prompts of which it is not known how long reading them takes
     anchored: float = 0.0  # since when the oldest of them is read
     recent_tokens: float = 0.0  # as it was when the last prompt was sent
     last: float = 0.0  # when that was
@@ -96,7 +100,7 @@ class Request(msgspec.Struct):
     holder: WorkerRank
     work: RankLoad  # of the holder
     blocks: Sequence[int]  # sequence hashes of its prompt's full blocks
-    own_blocks: int  # that nobody can share
+    own_blocks: int  # that no other request can share
     block_tokens: int
     prefill_tokens: int
     expected_s: float | None
@@ -107,8 +111,95 @@ class Request(msgspec.Struct):
     output_blocks: int = 0
 
 
+class SharedBlocks:
+    """Consecutive blocks that the same requests begin with."""
+
+    __slots__ = ("blocks", "children", "users")
+
+    def __init__(self, blocks: Sequence[int], users: dict[int, int]) -> None:
+        self.blocks = blocks
+        self.users = users  # how many requests of each
+        self.children: dict[int, SharedBlocks] = {}  # by their first block
+
+    def split(self, place: int) -> None:
+        """Keep the blocks before `place`; the others become the only child."""
+        tail = SharedBlocks(self.blocks[place:], self.users.copy())
+        tail.children = self.children
+        self.blocks = self.blocks[:place]
+        self.children = {tail.blocks[0]: tail}
+
+    def join(self) -> None:
+        """Take the only child in, if the same requests use it."""
+        if len(self.children) != 1 or not self.blocks:
+            return
+        child = next(iter(self.children.values()))
+        if child.users == self.users:
+            self.blocks = [*self.blocks, *child.blocks]
+            self.children = child.children
+
+
+class Prefixes:
+    """All prefixes in use. `use` and `drop` return by how many the user's different blocks have become more."""
+
+    def __init__(self) -> None:
+        self._root = SharedBlocks((), {})
+
+    def use(self, user: int, blocks: Sequence[int]) -> int:
+        """One more request of a user begins with these blocks."""
+        piece, depth, gained = self._root, 0, 0
+        while depth < len(blocks):
+            child = piece.children.get(blocks[depth])
+            if child is None:
+                piece.children[blocks[depth]] = SharedBlocks(blocks[depth:], {user: 1})
+                return gained + len(blocks) - depth
+            size = common(child.blocks, 0, blocks, depth)
+            if size < len(child.blocks):
+                child.split(size)
+            count = child.users.get(user, 0)
+            child.users[user] = count + 1
+            if count == 0:
+                gained += size
+            piece, depth = child, depth + size
+        return gained
+
+    def drop(self, user: int, blocks: Sequence[int]) -> int:
+        """A request that began with these blocks, by `use`, is over."""
+        last, depth, lost, length = self._root, 0, 0, len(blocks)
+        while depth < length:
+            piece = last.children[blocks[depth]]
+            size, users = len(piece.blocks), piece.users
+            count = users[user]
+            if count > 1:
+                users[user] = count - 1
+            elif len(users) == 1:  # no other user has it, nor anything below it
+                del last.children[blocks[depth]]
+                lost += length - depth
+                break
+            else:
+                del users[user]
+                lost += size
+            last, depth = piece, depth + size
+        if depth:
+            last.join()
+        return -lost
+
+    def pieces(self, blocks: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
+        """Return the pieces that these blocks begin with, from the first on: the depth up to which each reaches, or they do in
+        it, and how many requests of each user begin with it. A user of a piece uses all pieces before it."""
+        children, depth = self._root.children, 0
+        found: list[tuple[int, dict[int, int]]] = []  # `list[...]()` takes as long as ten of these steps
+        while depth < len(blocks) and (child := children.get(blocks[depth])) is not None:
+            size = common(child.blocks, 0, blocks, depth)
+            depth += size
+            found.append((depth, child.users))
+            if size < len(child.blocks):
+                break
+            children = child.children
+        return found
+
+
 class RequestListener(Protocol):
-    """Who wants to know of every request of ours."""
+    """What is told of every request of ours."""
 
     def added(self, request: RequestId, entry: Request) -> None:
         """A request begins."""
@@ -148,7 +239,7 @@ class ActiveSequences:
         return request in self._requests
 
     def listen(self, listener: RequestListener) -> None:
-        """Tell somebody of every request of ours from now on, in the order in which things happen."""
+        """Tell this of every request of ours from now on, in the order in which things happen."""
         self._listener = listener
 
     # --- the life of a request ----------------------------------------------------------------------------
@@ -168,10 +259,10 @@ class ActiveSequences:
     ) -> bool:
         """Take in that a request goes to a holder, before it leaves. False, and nothing happens, if it is there already.
 
-        `blocks` are the sequence hashes of its prompt; `own_blocks` are counted too, and shared with nobody (prompts
+        `blocks` are the sequence hashes of its prompt; `own_blocks` are counted too, and shared with none (prompts
         without hashes). `prefill_tokens`: those of the prompt that are not in the prefix cache. `expected_s`: so long
-        reading them takes, if anybody knows. `owner`: the frontend that it belongs to, if it
-        is not ours. A holder that nobody has heard of begins with nothing to do.
+        reading them takes, if that is known. `owner`: the frontend that it belongs to, if it
+        is not ours. A holder that was not heard of begins with nothing to do.
         """
         if request in self._requests:
             return False
@@ -244,7 +335,7 @@ class ActiveSequences:
             self._listener.freed(request)
         return True
 
-    # --- who is gone --------------------------------------------------------------------------------------
+    # --- what is gone --------------------------------------------------------------------------------------
 
     def forget(self, holder: WorkerRank, *, now: float) -> None:
         """Take in that a holder is gone: its requests are over there."""
@@ -281,7 +372,7 @@ class ActiveSequences:
 
     @property
     def holders(self) -> Iterable[WorkerRank]:
-        """Everybody who was ever given a request or asked about, and was not forgotten."""
+        """All that were ever given a request or asked about, and were not forgotten."""
         return self._work.keys()
 
     def requests(self, owner: str = "") -> Iterable[tuple[RequestId, Request]]:
@@ -289,14 +380,14 @@ class ActiveSequences:
         return [(name, one) for name, one in self._requests.items() if one.owner == owner]
 
     def work(self, holder: WorkerRank, *, now: float) -> RankWork:
-        """Return what a holder has to do."""
+        """Return what a holder has to do. Of the columns only where that shrinks with time: a choice among a thousand workers may
+        ask for each."""
         if (work := self._work.get(holder)) is None:
             return RankWork()
-        loads = self.loads(np.array([work.row]), now=now)
-        prefill, blocks, requests, recent_tokens = (
-            float(one[0]) for one in (loads.prefill_tokens, loads.blocks, loads.requests, loads.recent_tokens)
-        )
-        return RankWork(prefill, blocks, int(requests), recent_tokens)
+        prefill: float = work.reading_tokens
+        if self.paced:
+            prefill = float(self.loads(np.array([work.row]), now=now).prefill_tokens[0])
+        return RankWork(prefill, work.blocks, len(work.requests), work.recent_tokens_at(now))
 
     def rows(self, holders: Iterable[WorkerRank]) -> Rows:
         """Return the rows of holders, for `loads`. They hold for as long as `layout` stays what it is now."""
@@ -321,18 +412,17 @@ class ActiveSequences:
         return [self._of(holder) for holder in holders]
 
     def pieces(self, blocks: Sequence[int]) -> Sequence[tuple[int, Mapping[int, int]]]:
-        """Return what `shared` does, piece by piece: up to which depth who, by row, has how many requests with all of it."""
+        """Return what `shared` does, piece by piece: a depth, and by row how many requests reach it."""
         return self._active.pieces(blocks)
 
     def shared(self, blocks: Sequence[int], rows: Rows) -> tuple[Floats, Floats]:
         """Return how many of a prompt's blocks, from the first on, the holders in these rows have in use already, and how
         many of their requests have all of those."""
         depths, requests = np.zeros((2, self._columns.shape[1]))
-        found, counts = self._active.find(blocks)
-        if found:
-            used = np.fromiter(found, np.intp, len(found))  # both are in the same order
-            depths[used] = np.fromiter(found.values(), float, len(found))
-            requests[used] = np.fromiter(counts.values(), float, len(found))
+        for depth, users in self._active.pieces(blocks):
+            used = np.fromiter(users, np.intp, len(users))
+            depths[used] = depth
+            requests[used] = np.fromiter(users.values(), float, len(users))
         return depths[rows], requests[rows]
 
     def _of(self, holder: WorkerRank) -> RankLoad:

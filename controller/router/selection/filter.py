@@ -1,27 +1,29 @@
-"""Who gets the request? Filter, score, pick.
+"""Which workers may take a request? The stages of a choice are filter, score and pick; this is the first.
 
     filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, room, which
-             is for all frontends together (`Headroom`); of those that are left, who was heard lately, if anybody was
+             is for all frontends together (`Headroom`); if any of those that are left was heard lately, only such
     score    here, without regard to what is cached: (requests in flight + 1, and tokens) / weight: lower is better
     pick     the lowest; among equals the one that was picked longest ago
 
-Every way to find nobody is an error of its own, because the client should be told different things. `strategies` has the other
-ways to score and pick among those that the filter leaves.
+Each way to find no worker is an error of its own, because the client is told different things. `selector` scores and picks with
+regard to what is cached, and in other ways.
 """
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
 
 from controller.router.endpoints import Endpoint, Key
+from controller.router.load.monitor import ConnectedWorkers, LoadMonitor
 from events.errors import HoldfastError
 from events.wire import Load
 
 ROOM_LOOKS = 8  # at endpoints, for room, before all are looked at
 WEIGHT_MIN = 1e-6  # an endpoint that may get nothing costs no more than what this does
 TOKENS_PER_REQUEST = 4096  # so many tokens in flight weigh as much as one more request
+MANY = 1 << 30  # frontends: none may have more than one request beyond what is free of a worker
 
 
 class NoWorker(HoldfastError):
@@ -76,9 +78,7 @@ class AllClosed(NoWorker):
 class Headroom(Enum):
     """How much room must there be at a worker for one request more?"""
 
-    FRESH = (
-        "fresh"  # for one that begins: below the frontends' cap, and below what the worker says it can hold
-    )
+    FRESH = "fresh"  # for one that begins: below the frontends' cap, too
     HELD = "held"  # for one that has begun: below what the worker says it can hold
     NONE = "none"  # however full it is: nothing is sent
 
@@ -86,37 +86,19 @@ class Headroom(Enum):
 _HELD, _NONE = Headroom.HELD, Headroom.NONE  # to look a member of an enum up takes as long as a call
 
 
-class Everybody:
-    """Whoever it is, he is among them."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-
-EVERYBODY = Everybody()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rules:
-    """What the filter and the score ask about an endpoint."""
+    """What the filter and the score know about endpoints: values of this moment, and what lies below them."""
 
-    reachable: Callable[[str, str], bool]
-    allowed: Callable[[Endpoint], bool]  # this frontend's own breaker
-    external_load: Callable[[str], Load | None]  # what is in flight there that is not this frontend's
-    cap: Callable[[Endpoint], int]  # requests in flight there, of all frontends
-    frontends: Callable[[], int]  # how many serve now, this one included
-    recently_heard: Callable[
-        [str, str], bool
-    ]  # reachable and heard: a preference, because everybody may be late
-    doubted: Container[Key] = EVERYBODY  # whose breaker is not closed: `allowed` is asked of nobody else
-    contenders: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of models for which others' requests wait: who shares
-    has_enough: Callable[[Endpoint], bool] = lambda endpoint: False  # to do, with fewer requests than the cap
+    plane: ConnectedWorkers
+    load: LoadMonitor
+    barred: Container[Key] = ()  # endpoints to which this frontend's own breakers let nothing go
+    frontends: int = 1  # that serve now, this one included; `MANY`: none waits for another one's share
+    contenders: Mapping[str, int] = field(default_factory=dict)  # by model, frontends whose requests wait
 
 
 class Picker:
-    """Picks endpoints. Remembers nothing but whose turn it is."""
+    """Picks endpoints. Remembers only which one's turn it is."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -127,36 +109,28 @@ class Picker:
         self,
         endpoints: Sequence[Endpoint],
         rules: Rules,
-        *,
         tried: Collection[Key] = (),
         room: Headroom = Headroom.FRESH,
     ) -> Endpoint:
-        """Return the best endpoint. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
-        return self.best(Filter(endpoints, rules, tried, room).left(), rules.external_load)
+        """Return the best endpoint. Raise what `Filter.left` does."""
+        left = Filter(endpoints, rules, tried, room).left()
+        return self._taken(left[min(self._ranked(left, rules))[2]])
 
     def room(self, endpoints: Sequence[Endpoint], rules: Rules) -> Endpoint:
         """Return an endpoint with room for one request more: the best of a few that are next in turn, and of all only where none
         of these has room. Raise what `pick` raises."""
-        among, size = Filter(endpoints, rules), len(endpoints)
+        among, size, few = Filter(endpoints, rules), len(endpoints), endpoints
         if size > ROOM_LOOKS:
             self._looked_at = (self._looked_at + ROOM_LOOKS) % size
-            few: Sequence[Endpoint] = [endpoints[(self._looked_at + n) % size] for n in range(ROOM_LOOKS)]
-        else:
-            few = endpoints
-        for _, _, index in sorted(self._ranked(few, rules.external_load)):
-            if among.fits(few[index]):  # most often the first: nobody else is looked at
+            few = [endpoints[(self._looked_at + n) % size] for n in range(ROOM_LOOKS)]
+        for _, _, index in sorted(self._ranked(few, rules)):
+            if among.fits(few[index]):  # most often the first: no other is looked at
                 return self._taken(few[index])
-        return self.best(among.left(), rules.external_load)
+        return self.pick(endpoints, rules)
 
-    def best(self, endpoints: Sequence[Endpoint], external_load: Callable[[str], Load | None]) -> Endpoint:
-        """Return the best of some endpoints that the filter has left."""
-        return self._taken(endpoints[min(self._ranked(endpoints, external_load))[2]])
-
-    def _ranked(
-        self, endpoints: Sequence[Endpoint], external_load: Callable[[str], Load | None]
-    ) -> list[tuple[float, int, int]]:
-        """Return each endpoint's cost, when it was picked last, and its index."""
-        last, ranked = self._last, []
+    def _ranked(self, endpoints: Sequence[Endpoint], rules: Rules) -> list[tuple[float, int, int]]:
+        """Return the cost of each endpoint, when it was picked last, and its index."""
+        last, external_load, ranked = self._last, rules.plane.external_load, []
         for index, endpoint in enumerate(endpoints):
             ranked.append((cost(endpoint, external_load(endpoint.worker)), last.get(endpoint.key, 0), index))
         return ranked
@@ -172,7 +146,7 @@ class Picker:
         self._last = {key: turn for key, turn in self._last.items() if key in keys}
 
 
-class Filter(msgspec.Struct, eq=False):  # each request makes two
+class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
     """Which of a model's endpoints may take one request? Together, or one by one: where the best is known before, one look at it
     is enough."""
 
@@ -180,40 +154,39 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
     rules: Rules
     tried: Collection[Key] = ()
     room: Headroom = Headroom.FRESH
-    among: int = 0  # frontends that serve now; 0: nobody had to know yet
     tokens: int = 0  # of the prompt and the longest answer: a worker's context must hold them
 
     def left(self) -> list[Endpoint]:
-        """Return all that are left, at least one. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
-        allowed = [endpoint for endpoint in self.all if self._allows(endpoint)]
+        """Return all that are left, at least one. Raise NotServed, NoneRoutable, NoneReachable, AllTried, AllBusy or
+        AllClosed."""
+        plane = self.rules.plane
+        reachable = [
+            one for one in self.all if one.weight > 0.0 and plane.reachable(one.worker, one.instance)
+        ]
+        allowed = [one for one in reachable if self._allows(one)]
         if not allowed:
-            raise self._why_nobody()
-        free = allowed if self.room is _NONE else [each for each in allowed if self.has_room(each)]
+            raise self._why_none(reachable)
+        free = allowed if self.room is _NONE else [one for one in allowed if self.has_room(one)]
         if not free:
-            raise self._why_no_room(allowed)
-        recently_heard = self.rules.recently_heard
-        return [endpoint for endpoint in free if recently_heard(endpoint.worker, endpoint.instance)] or free
+            loads = [plane.external_load(one.worker) for one in allowed]
+            wait_s = min(0.0 if load is None else load.closed_s for load in loads)
+            raise AllClosed(wait_s) if wait_s else AllBusy()
+        return [one for one in free if plane.recently_heard(one.worker, one.instance)] or free
 
     def fits(self, endpoint: Endpoint) -> bool:
-        """Say whether an endpoint would be left, and not for want of a better one."""
-        rules, key = self.rules, endpoint.key
+        """Say whether an endpoint would be left, also if others are better."""
+        plane = self.rules.plane
         return (
             endpoint.weight > 0.0
-            and rules.recently_heard(endpoint.worker, endpoint.instance)
-            and key not in self.tried
-            and endpoint.context_tokens >= self.tokens
-            and (key not in rules.doubted or rules.allowed(endpoint))
+            and plane.recently_heard(endpoint.worker, endpoint.instance)
+            and self._allows(endpoint)
             and (self.room is _NONE or self.has_room(endpoint))
         )
 
     def _allows(self, endpoint: Endpoint) -> bool:
-        rules = self.rules
+        key = endpoint.key
         return (
-            endpoint.weight > 0.0
-            and rules.reachable(endpoint.worker, endpoint.instance)
-            and endpoint.key not in self.tried
-            and endpoint.context_tokens >= self.tokens
-            and (endpoint.key not in rules.doubted or rules.allowed(endpoint))
+            key not in self.tried and endpoint.context_tokens >= self.tokens and key not in self.rules.barred
         )
 
     def has_room(self, endpoint: Endpoint) -> bool:
@@ -221,11 +194,11 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
 
         What the worker can hold is never passed. Below that each frontend may always fill its own share of the cap, and where
         others' requests wait, too, none takes more than its share of the worker: one that came late would else wait for the
-        others, who see first that something has ended. Whether so few are enough is asked last: in an overload nearly all are
+        others, which see first that something has ended. Whether so few are enough is asked last: in an overload nearly all are
         full by the counts, and a look at each one's KV blocks would take most of a frontend's time.
         """
         own, rules, holds = endpoint.active + endpoint.kept.requests, self.rules, endpoint.holds
-        external = rules.external_load(endpoint.worker)
+        external = rules.plane.external_load(endpoint.worker)
         there = own if external is None else own + external.running + external.waiting
         if there >= holds:
             return False
@@ -233,44 +206,28 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             return False
         if self.room is _HELD:
             return True
-        cap = rules.cap(endpoint)
-        if own >= cap:
+        load, contenders, frontends = rules.load, rules.contenders, rules.frontends
+        cap = load.cap(endpoint)
+        if own >= cap or (contenders and own * contenders.get(endpoint.model, 1) >= holds):
             return False
-        if rules.contenders and own * rules.contenders.get(endpoint.model, 1) >= holds:
+        if there >= cap and frontends > 1 and own * frontends >= cap:
             return False
-        if there >= cap:
-            among = self.among = self.among or rules.frontends()
-            if among > 1 and own * among >= cap:
-                return False
-        return not rules.has_enough(endpoint)
+        return not (load.decides and load.has_enough(endpoint))
 
-    def _why_no_room(self, allowed: Sequence[Endpoint]) -> NoWorker:
-        """Return why none of these has room: each is closed by the server behind it, or some are full."""
-        loads = [self.rules.external_load(endpoint.worker) for endpoint in allowed]
-        wait_s = min(0.0 if load is None else load.closed_s for load in loads)
-        return AllClosed(wait_s) if wait_s else AllBusy()
-
-    def _why_nobody(self) -> NoWorker:
+    def _why_none(self, reachable: Sequence[Endpoint]) -> NoWorker:
         """Return what is in the way of the last of them: so far they would have come."""
         if not self.all:
             return NotServed()
-        routable = [endpoint for endpoint in self.all if endpoint.routable]
-        if not routable:
-            return NoneRoutable()
-        reachable = [
-            endpoint for endpoint in routable if self.rules.reachable(endpoint.worker, endpoint.instance)
-        ]
         if not reachable:
-            return NoneReachable()
-        return NoneRoutable() if any(endpoint.key not in self.tried for endpoint in reachable) else AllTried()
+            return NoneReachable() if any(one.routable for one in self.all) else NoneRoutable()
+        return NoneRoutable() if any(one.key not in self.tried for one in reachable) else AllTried()
 
 
 def cost(endpoint: Endpoint, external: Load | None) -> float:
-    """Return how much a request would wait there: behind ours, which we know to the moment, and behind
-    others'.
+    """Return how much a request would wait there: behind ours, which we know to the moment, and behind others'.
 
-    The worker's report of everything is not simply compared with ours: it is older, and everyone would send
-    to the worker whose last report happens to be the oldest.
+    The worker's report of everything is not simply compared with ours: it is older, and all frontends
+    would send to the worker whose last report happens to be the oldest.
     """
     active, tokens = endpoint.active + endpoint.kept.requests, endpoint.tokens
     if external is not None:

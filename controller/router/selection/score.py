@@ -4,7 +4,8 @@
     credit   = overlap_credit · decay · device + host_weight · host + disk_weight · disk      blocks it has already
     copy     = (overlap_credit - 1) · blocks, where that is above 0; see below
     beside   = (request_tokens · requests in flight + recent_weight · prompt tokens sent there lately) / block tokens
-    waiting  = prefill_scale · (max(prefill + copy - credit, 0) + beside)
+    adjusted = max(prefill + copy - credit, 0)
+    waiting  = prefill_scale · (adjusted + beside)
     decode   = blocks in use there, with those of this prompt that are not      (+ other frontends' tokens / block tokens)
     cost     = (waiting + decode + request_weight · requests in flight) / weight
 
@@ -13,7 +14,7 @@ for some things:
 
 - `weight` is what the fleet thinks of the worker (1: all is well). One with half the weight is taken for twice as slow:
   all that it would have to do costs double. A breaker that is open does not raise the cost, it takes the worker out of the
-  choice (`pick.Filter`); one that is half open lets a single request in, at the weight that the fleet gives it.
+  choice (`filter.Filter`); one that is half open lets a single request in, at the weight that the fleet gives it.
 - What other frontends have in flight there is counted, as the worker reports it, where their routers do not tell us.
 - What is in use by requests is taken for cached already where prefixes are cached at all.
 - A credit above 1 says what a block that must be computed costs beyond that: it takes another one's place in the cache
@@ -27,19 +28,26 @@ for some things:
 
 `decay` makes what a worker has cached count the less, the more it has to read compared with the least laden; off by
 default. Where prompts are not tracked (a worker that only decodes), the credit is taken from the decode blocks.
+
+`formula` is the one place where this stands: with a number for each variable it says what one candidate costs, with columns what
+all of them do.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
 from controller.router.index.index import Matches
-from controller.router.load.active_sequences import Floats, Loads
+from controller.router.load.active_sequences import Floats
 
 TEMPERATURE_MIN = 1e-6  # of a draw: below it, all but the lowest are as good as excluded
+
+Value: TypeAlias = Any
+"""A number of one candidate, or a column with one for each candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +59,7 @@ class Pricing:
     prefill_scale: float = 1.0
     request_weight: float = 0.0  # blocks in use for each request in flight
     request_tokens: float = 0.0  # prompt tokens to be read for each request in flight
-    recent_weight: float = (
-        0.0  # of prompt tokens that were sent there lately, against those that are still to be read
-    )
+    recent_weight: float = 0.0  # of prompt tokens that were sent there lately, against those still to be read
     host_weight: float = 0.75  # credit for a block in the host's memory
     disk_weight: float = 0.25
     track_prefill: bool = True  # count what is still to be read
@@ -69,7 +75,7 @@ drives conversations away from where they are cached: on a trace of real chats 6
 
 
 class ScoredPrompt(msgspec.Struct):
-    """What is to be placed: a prompt's length, the sequence hashes of its full blocks, and who has them cached."""
+    """What is to be placed: a prompt's length, the sequence hashes of its full blocks, and which ranks have them cached."""
 
     tokens: int  # at least 1
     block_tokens: int
@@ -82,157 +88,120 @@ class ScoredPrompt(msgspec.Struct):
         return -(-self.tokens // self.block_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """One candidate's cost, term by term. Blocks, where it says nothing else. Explanations show it: its names are on the wire."""
+class Terms(msgspec.Struct, kw_only=True):
+    """The cost term by term, of one candidate or, as columns, of all. Blocks, where it says nothing else. Explanations show
+    it: its names are on the wire."""
 
-    active_prefill_tokens: float  # still to be read there, without this prompt
-    prefill: float  # to be read there with it, as if nothing were cached
-    device: int  # of this prompt, on the device already
-    host: int  # more of it, in the host's memory
-    disk: int
-    sharers: int  # requests in flight there that have all of it in use that is cached there
-    decay: float
-    credit: float
-    copy: float  # what one more copy of this prompt costs
-    adjusted_prefill: float
-    waiting: (
-        float  # what all that is to be read there costs, and requests in flight as if they had to read more
-    )
-    active: float  # in use there, without this prompt
-    shared: int  # of this prompt, in use there already
-    others: float  # in use there by other frontends, as far as they do not tell us
-    decode: float
-    kept: float  # of that, what counts
-    requests: int  # in flight
-    lately: float  # prompt tokens that were sent there, each counting the less the longer ago that was
-    in_flight: float  # what they cost besides
-    weight: float  # of the worker
+    active_prefill_tokens: Value  # still to be read there, without this prompt
+    prefill: Value = 0.0  # to be read there with it, as if nothing were cached
+    device: Value  # of this prompt, on the device already
+    host: Value  # more of it, in the host's memory
+    disk: Value
+    sharers: Value  # requests in flight there that have all of it in use that is cached there
+    decay: Value = 1.0
+    credit: Value = 0.0
+    copy: float = 0.0  # what one more copy of this prompt costs
+    adjusted_prefill: Value = 0.0
+    waiting: Value = 0.0  # what is to be read there costs, and requests in flight as if they had to read more
+    active: Value  # in use there, without this prompt
+    shared: Value  # of this prompt, in use there already
+    others: Value  # in use there by other frontends, as far as they do not tell us
+    decode: Value = 0.0
+    kept: Value = 0.0  # of that, what counts
+    requests: Value  # in flight
+    lately: Value  # prompt tokens that were sent there, each counting the less the longer ago that was
+    in_flight: Value = 0.0  # what they cost besides
+    weight: Value  # of the worker
 
     @property
     def cost(self) -> float:
-        """What is compared: all that there is to do, per weight."""
-        work = self.waiting + self.kept + self.in_flight
+        """What is compared, of one candidate: all that there is to do, per weight."""
+        work: float = self.waiting + self.kept + self.in_flight
         return work / self.weight if self.weight > 0 else inf
+
+    def at(self, index: int) -> "Terms":
+        """Return one candidate's, of columns."""
+        size = self.weight.shape
+        found = {name: np.broadcast_to(column, size)[index].item() for name, column in self._each()}
+        return Terms(**{name: int(one) if name in _COUNTS else one for name, one in found.items()})
 
     def shown(self) -> dict[str, float]:
         """Return all terms by their names, the cost last."""
-        return {**asdict(self), "cost": self.cost}
+        return {**dict(self._each()), "cost": self.cost}
+
+    def _each(self) -> list[tuple[str, Value]]:
+        return [(name, getattr(self, name)) for name in self.__struct_fields__]
 
 
-@dataclass(frozen=True, slots=True)
-class Overlaps:
-    """How many of a prompt's blocks each candidate has: cached on each tier, and in use."""
-
-    device: Floats
-    host: Floats  # beyond those on the device
-    disk: Floats  # beyond both
-    shared: Floats
-    sharers: Floats  # requests in flight that have all of it in use that is cached there
+_COUNTS = frozenset({"device", "host", "disk", "sharers", "shared", "requests"})
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The costs of all candidates, in their order, and what they are made of."""
+def formula(pricing: Pricing, tokens: int, blocks: int, size: int) -> Callable[..., Value]:
+    """Return what says how much work a prompt of so many tokens and full blocks is on a candidate, or on all, for blocks of
+    `size` tokens. The cost is the work per weight. What does not depend on candidates is computed here, once."""
+    tracked, each, scale = pricing.track_prefill, pricing.overlap_credit, pricing.prefill_scale
+    extra = each - 1.0 if tracked and each > 1.0 else 0.0
+    alone, copy, tracks_blocks, request_weight = (
+        each - extra,
+        extra * blocks,
+        pricing.track_blocks,
+        pricing.request_weight,
+    )
+    per_request, per_token = scale * pricing.request_tokens / size, scale * pricing.recent_weight / size
 
-    loads: Loads
-    overlaps: Overlaps
-    prefill: Floats
-    decay: Floats
-    credit: Floats
-    copy: float
-    adjusted: Floats
-    waiting: Floats
-    external_blocks: Floats
-    decode: Floats
-    kept: Floats
-    in_flight: Floats
-    weights: Floats
-    costs: Floats
+    def work(
+        to_read: Value,
+        active: Value,
+        requests: Value,
+        lately: Value,
+        device: Value,
+        shared: Value,
+        sharers: Value,
+        others: Value,
+        terms: Terms | None = None,
+    ) -> Value:
+        """`device`: blocks, times their decay. `terms` are filled in; they know the blocks on slower tiers, if there are any."""
+        credit = (alone + extra / (1.0 + sharers)) * device
+        if terms is not None:
+            slower = pricing.host_weight * terms.host + pricing.disk_weight * terms.disk
+            credit = credit + (1.0 + extra) * slower
+        prefill = (to_read + tokens) / size if tracked else 0.0 * to_read
+        due = prefill + copy - credit
+        at_least_0 = (due if due > 0.0 else 0.0) if terms is None else np.maximum(due, 0.0)
+        decode = active + others + (blocks - shared)
+        kept = decode if tracks_blocks else 0.0 * decode
+        if not tracked:
+            left = kept - credit
+            kept = left * (left > 0.0)
+        waiting = scale * at_least_0 + per_request * requests + per_token * lately
+        in_flight = request_weight * requests
+        if terms is not None:
+            terms.prefill, terms.credit, terms.copy, terms.adjusted_prefill = (
+                prefill,
+                credit,
+                copy,
+                at_least_0,
+            )
+            terms.waiting, terms.decode, terms.kept, terms.in_flight = waiting, decode, kept, in_flight
+        return waiting + kept + in_flight
 
-    def terms(self, index: int) -> Terms:
-        """Return one candidate's cost, term by term."""
-        overlaps = self.overlaps
-        return Terms(
-            active_prefill_tokens=float(self.loads.prefill_tokens[index]),
-            prefill=float(self.prefill[index]),
-            device=int(overlaps.device[index]),
-            host=int(overlaps.host[index]),
-            disk=int(overlaps.disk[index]),
-            sharers=int(overlaps.sharers[index]),
-            decay=float(self.decay[index]),
-            credit=float(self.credit[index]),
-            copy=self.copy,
-            adjusted_prefill=float(self.adjusted[index]),
-            waiting=float(self.waiting[index]),
-            active=float(self.loads.blocks[index]),
-            shared=int(overlaps.shared[index]),
-            others=float(self.external_blocks[index]),
-            decode=float(self.decode[index]),
-            kept=float(self.kept[index]),
-            requests=int(self.loads.requests[index]),
-            lately=float(self.loads.recent_tokens[index]),
-            in_flight=float(self.in_flight[index]),
-            weight=float(self.weights[index]),
-        )
+    return work
 
 
-def score(
-    pricing: Pricing,
-    *,
-    tokens: int,
-    blocks: int,
-    block_tokens: int,
-    loads: Loads,
-    overlaps: Overlaps,
-    external_blocks: Floats,
-    weights: Floats,
-) -> Scores:
-    """Return what a prompt of so many tokens and full blocks costs on each candidate. Raise ValueError for an empty one.
-
-    `external_blocks`: blocks in use there that our tracker knows nothing of. `weights`: of the candidates' workers; those
-    with none cost infinitely much.
-    """
+def score(pricing: Pricing, prompt: ScoredPrompt, terms: Terms) -> Floats:
+    """Return what a prompt costs on each candidate, and fill the terms in: columns. Those that do not follow from others are
+    given. Raise ValueError for an empty prompt. Candidates whose workers have no weight cost infinitely much."""
+    tokens, blocks, size = prompt.tokens, len(prompt.blocks), prompt.block_tokens
     if tokens < 1:
         raise ValueError("an empty prompt cannot be placed")
-    prefill = (loads.prefill_tokens + tokens) / block_tokens
-    if not pricing.track_prefill:
-        prefill = np.zeros_like(prefill)
-    decay = np.ones_like(prefill)
+    to_read = terms.active_prefill_tokens
     if pricing.credit_decay and blocks:
-        lead = (loads.prefill_tokens - loads.prefill_tokens.min()) / block_tokens / blocks
-        decay = 1.0 / (1.0 + pricing.credit_decay * lead)
-    extra = max(pricing.overlap_credit - 1.0, 0.0) if pricing.track_prefill else 0.0
-    copy = extra * blocks
-    each_cached = pricing.overlap_credit - extra + extra / (1.0 + overlaps.sharers)
-    slower = pricing.host_weight * overlaps.host + pricing.disk_weight * overlaps.disk
-    credit = each_cached * decay * overlaps.device + (1.0 + extra) * slower
-    adjusted = np.maximum(prefill + copy - credit, 0.0)
-    decode = loads.blocks + external_blocks + (blocks - overlaps.shared)
-    kept = decode if pricing.track_blocks else np.zeros_like(decode)
-    if not pricing.track_prefill:
-        kept = np.maximum(kept - credit, 0.0)
-    beside = pricing.request_tokens * loads.requests + pricing.recent_weight * loads.recent_tokens
-    waiting = pricing.prefill_scale * (adjusted + beside / block_tokens)
-    in_flight = pricing.request_weight * loads.requests
-    work = waiting + kept + in_flight
-    costs = per_weight(work, weights)
-    return Scores(
-        loads=loads,
-        overlaps=overlaps,
-        prefill=prefill,
-        decay=decay,
-        credit=credit,
-        copy=copy,
-        adjusted=adjusted,
-        waiting=waiting,
-        external_blocks=external_blocks,
-        decode=decode,
-        kept=kept,
-        in_flight=in_flight,
-        weights=weights,
-        costs=costs,
-    )
+        terms.decay = 1.0 / (1.0 + pricing.credit_decay * ((to_read - to_read.min()) / size / blocks))
+    work = formula(pricing, tokens, blocks, size)(
+        to_read, terms.active, terms.requests, terms.lately, terms.decay * terms.device, terms.shared, terms.sharers,
+        terms.others, terms,
+    )  # fmt: skip
+    return per_weight(work, terms.weight)
 
 
 def per_weight(work: Floats, weights: Floats) -> Floats:

@@ -1,43 +1,58 @@
-"""Who of those that may serve a request gets it? Five ways to choose.
+"""Which of the workers that may serve a request gets it? Score and pick, in five modes.
 
     kv             the lowest cost: what is cached there against what there is to do (`score`); the default
-    least-loaded   the fewest requests and tokens in flight for its weight; among equals whose turn it is
+    least-loaded   the fewest requests and tokens in flight for its weight; among equals the one that was picked longest ago
     power-of-two   of two that are drawn, the one with fewer requests in flight for its weight
     round-robin    one after another, in proportion to the weights
     random         drawn, in proportion to the weights
 
-Every DP rank of a worker is a candidate of its own. Nothing in here draws lots or reads a clock: the caller gives a random
-number and the time, so that the same history makes the same choices.
+A candidate is a DP rank of a worker. Nothing in here draws lots or reads a clock: the caller gives a random number and the time,
+so that the same history makes the same choices.
 
-    filter = Filter(endpoints, rules, tried, capped)                                         # of pick, with its errors
-    choice = chooser.choose(filter, prompt, mode=…, pricing=…, now=…, draw=…, external_load=…)
+    among = Filter(endpoints, rules, tried, room)
+    choice = chooser.choose(among, prompt, mode=…, pricing=…, now=…, draw=…, others=…)              # raises the filter's errors
     slots.add(request, choice.holder, prompt.blocks, prefill_tokens=choice.prefill_tokens, now=…)   # before it leaves
+
+Which endpoints the filter leaves is asked of the best few only: to ask about all of them takes longer than to choose. Where none
+of the first few does, the choice is made again among those that are left. What is asked of the same endpoints again and again
+(their holders, the rows of their loads) is kept from one request to the next, which saves half of the 25 µs that a choice of
+eight takes otherwise, and 12 ms among a thousand; what others have there, as workers report it, is kept for a moment. The costs
+of a handful of candidates are computed one after another, by the same formula: a dozen sums over columns take longer. A choice of
+eight takes 12 µs so, and 46 by columns (`python -m benchmarks choice`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 import msgspec
 import numpy as np
 
-from controller.router.endpoints import Endpoint, Key, WorkerRank
-from controller.router.load.active_sequences import ActiveSequences
-from controller.router.selection.candidates import ByRank, ExternalLoad, KeptCandidates, ScoringRequest
-from controller.router.selection.filter import Filter
-from controller.router.selection.score import USUAL, Pricing, ScoredPrompt, Terms
-from controller.router.selection.score_small import score_few
-from controller.router.selection.strategies import (
-    Drawn,
-    KvAware,
-    LeastLoaded,
-    PowerOfTwo,
-    RoundRobin,
-    Strategy,
-    lowest_of_few,
+from controller.router.endpoints import Endpoint, Key, Lineage, WorkerRank
+from controller.router.index.index import Depths
+from controller.router.load.active_sequences import ActiveSequences, Floats, RankLoad, Rows
+from controller.router.load.monitor import ConnectedWorkers
+from controller.router.selection.filter import TOKENS_PER_REQUEST, WEIGHT_MIN, Filter
+from controller.router.selection.score import (
+    USUAL,
+    Pricing,
+    ScoredPrompt,
+    Terms,
+    formula,
+    per_weight,
+    pick_lowest,
+    score,
 )
-from events.wire import Load
 
+REPORTS_S = 0.02  # what workers report of others is as good as new for so long: they do it every 100 ms
+WEIGHTS_S = 0.02  # and the fleet's weights: whether the chosen worker may be used, its filter asks then
+KEPT_MAX = 64
+FEW = 16  # candidates whose costs are computed one by one
+SMALL = 16  # holders of a group that is looked up each time; to keep larger ones saves 250 of 400 µs among a thousand
+LOOKS = 8  # at the best ones, before all are filtered
+PAIRS = 2  # that are drawn before; a random number has digits for no more
+DRAWS = 4
 _MIXED = 1_000_000_007  # times a random number, less its whole part: another one
 
 
@@ -54,21 +69,224 @@ class Mode(StrEnum):
 _KV = Mode.KV  # an attribute of an enum takes 0.3 µs to look up, of the 12 that a choice of eight takes
 
 
-def _anybody(endpoint: Endpoint) -> bool:
-    return True
+@dataclass(slots=True)
+class Candidates:
+    """Every rank of some endpoints, in their order, and what was gathered lately of what others have there."""
+
+    endpoints: tuple[Endpoint, ...]  # each once
+    endpoint: Sequence[Endpoint]  # of each candidate
+    holders: Sequence[WorkerRank]
+    loads: Sequence[RankLoad]  # what there is to do in each, as the slot tracker keeps it
+    few: Sequence[tuple[Endpoint, WorkerRank, RankLoad]]  # the same of each, where there are only a few
+    rows: Rows  # of the slot tracker
+    layout: int  # of the slot tracker's rows
+    at: Mapping[WorkerRank, int]
+    ranks: Floats  # of each candidate's worker
+    caching: Floats  # 1: it has a prefix cache, and says what is in it
+    groups: dict[int, tuple[tuple[WorkerRank, ...], Rows]] = field(default_factory=dict)
+    reported_at: float = -inf
+    external_requests: Floats = field(default_factory=lambda: np.zeros(0))
+    external_tokens: Floats = field(default_factory=lambda: np.zeros(0))
+    weighed_at: float = -inf
+    weights: Floats = field(default_factory=lambda: np.zeros(0))
+
+    def __len__(self) -> int:
+        return len(self.holders)
+
+    @classmethod
+    def of(cls, endpoints: tuple[Endpoint, ...], slots: ActiveSequences) -> "Candidates":
+        """Return the ranks of these endpoints."""
+        each = [(endpoint, holder) for endpoint in endpoints for holder in endpoint.holders]
+        holders = [holder for _, holder in each]
+        loads = slots.rank_loads(holders)
+        few = [(*one, load) for one, load in zip(each, loads, strict=True)] if len(each) <= FEW else []
+        return cls(
+            endpoints,
+            [endpoint for endpoint, _ in each],
+            holders,
+            loads,
+            few,
+            np.array([load.row for load in loads], dtype=np.intp),
+            slots.layout,
+            {holder: index for index, holder in enumerate(holders)},
+            np.array([endpoint.ranks for endpoint, _ in each], dtype=float),
+            np.array([endpoint.joined.kv_events for endpoint, _ in each], dtype=float),
+        )
+
+    def column(self, found: Mapping[WorkerRank, int]) -> Floats:
+        """Return how much each candidate has, 0 where nothing is said of it."""
+        values = np.zeros(len(self))
+        if isinstance(found, Depths):
+            for group, depth in found.groups:
+                values[self._of(group)] = depth
+            return values
+        for holder, count in found.items():
+            if (index := self.at.get(holder)) is not None:
+                values[index] = count
+        return values
+
+    def _of(self, group: tuple[WorkerRank, ...]) -> Rows | list[int]:
+        """Return the candidates of a group. Those of a large one are kept: the index gives the same for many prompts."""
+        if len(group) <= SMALL:
+            return [self.at[holder] for holder in group if holder in self.at]
+        kept = self.groups.get(id(group))
+        if kept is None or kept[0] is not group:
+            if len(self.groups) >= KEPT_MAX:
+                self.groups.clear()
+            of = np.array([self.at[holder] for holder in group if holder in self.at], dtype=np.intp)
+            kept = self.groups[id(group)] = group, of
+        return kept[1]
 
 
-def _unsaid(worker: str) -> Sequence[Load]:
-    return ()
+class ScoringRequest(
+    msgspec.Struct, eq=False
+):  # each request makes one: a dataclass takes three times as long
+    """One request, and those that may serve it, at one moment."""
 
+    candidates: Candidates
+    prompt: ScoredPrompt
+    pricing: Pricing
+    slots: ActiveSequences
+    others: (
+        ConnectedWorkers | None
+    )  # says what is in flight there that is not in the tracker; None: nothing is
+    now: float
+    draw: float
+    among: Filter | None = None  # which leaves some of the candidates; None: all of them fit
+    device: Sequence[float] | None = (
+        None  # blocks on each one's device, where the costs of a few were computed
+    )
+    columns: tuple[Terms, Floats] | None = None  # the terms and costs of all, once they were asked for
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One rank that might have been chosen, and what the request costs there."""
+    def fits(self, index: int) -> bool:
+        """Say whether the filter leaves a candidate's endpoint."""
+        return self.among is None or self.among.fits(self.candidates.endpoint[index])
 
-    holder: WorkerRank
-    terms: Terms
-    chosen: bool
+    def costs_of_few(self) -> list[float] | None:
+        """Return what the request costs at each candidate, in their order: the same as `costs`, one after another. None: the
+        columns must say it, of more than a handful, of blocks on slower tiers, of prompts that shrink with time, of a credit
+        that decays."""
+        candidates, prompt, pricing, slots = self.candidates, self.prompt, self.pricing, self.slots
+        found = prompt.matches
+        if not candidates.few or found.disk is not found.device or pricing.credit_decay:
+            return None
+        if prompt.tokens < 1 or slots.paced:
+            return None
+        external_load, now, size = (
+            None if self.others is None else self.others.external_load,
+            self.now,
+            prompt.block_tokens,
+        )
+        used = slots.pieces(prompt.blocks) if prompt.blocks else ()
+        cached_at = (found.device.named() if type(found.device) is Depths else found.device).get
+        work_of = formula(pricing, prompt.tokens, len(prompt.blocks), size)
+        costs: list[float] = []
+        device: list[float] = []
+        for endpoint, holder, load in candidates.few:
+            has, shared, sharers, row = cached_at(holder, 0), 0, 0, load.row
+            for depth, users in used:
+                if row in users:
+                    shared, sharers = depth, users[row]
+            if shared < has:
+                sharers = 0
+            elif shared > has and endpoint.joined.kv_events:
+                has = shared
+            others = 0.0
+            if endpoint.ranks > 1:
+                others = self.external_at(len(costs))[1] / size
+            elif external_load is not None and (said := external_load(endpoint.worker)) is not None:
+                others = said.active_tokens / size
+            lately, weight = load.recent_tokens_at(now), endpoint.weight
+            work = work_of(
+                load.reading_tokens, load.blocks, len(load.requests), lately, has, shared, sharers, others
+            )  # fmt: skip
+            costs.append(work / weight if weight > 0.0 else inf)
+            device.append(has)
+        self.device = device
+        return costs
+
+    @property
+    def terms(self) -> Terms:
+        """What the costs of all candidates are made of."""
+        return (self.columns or self._score())[0]
+
+    @property
+    def costs(self) -> Floats:
+        """What the request costs at each candidate: computed once, however much changes meanwhile."""
+        return (self.columns or self._score())[1]
+
+    def _score(self) -> tuple[Terms, Floats]:
+        """Compute what the request costs at each candidate.
+
+        What is in use where prefixes are cached counts as cached there already: it will be by the time this prompt is read,
+        and requests that begin alike stay together before any event says so.
+        """
+        candidates, prompt = self.candidates, self.prompt
+        found, (shared, sharers) = prompt.matches, self.slots.shared(prompt.blocks, candidates.rows)
+        cached = host = disk = candidates.column(found.device)
+        if found.disk is not found.device:
+            host, disk = candidates.column(found.host), candidates.column(found.disk)
+        device = np.maximum(cached, shared * candidates.caching)
+        host = np.maximum(host, device)
+        loads = self.slots.loads(candidates.rows, now=self.now)
+        terms = Terms(
+            active_prefill_tokens=loads.prefill_tokens,
+            device=device,
+            host=host - device,
+            disk=np.maximum(disk - host, 0.0),
+            sharers=np.where(shared >= cached, sharers, 0.0),
+            active=loads.blocks,
+            shared=shared,
+            others=self.external()[1] / prompt.block_tokens,
+            requests=loads.requests,
+            lately=loads.recent_tokens,
+            weight=self.weights,
+        )
+        self.columns = terms, score(self.pricing, prompt, terms)
+        return self.columns
+
+    @property
+    def weights(self) -> Floats:
+        """What the fleet thought of each candidate's worker a moment ago."""
+        candidates = self.candidates
+        if not 0.0 <= self.now - candidates.weighed_at < WEIGHTS_S:
+            weights = [endpoint.weight for endpoint in candidates.endpoint]
+            candidates.weights, candidates.weighed_at = np.fromiter(weights, float, len(weights)), self.now
+        return candidates.weights
+
+    def weight(self, index: int) -> float:
+        """Return what the fleet thinks of a candidate's worker now: above 0, or the filter would not leave it."""
+        return max(self.candidates.endpoint[index].weight, WEIGHT_MIN)
+
+    def external(self) -> tuple[Floats, Floats]:
+        """Return how many requests and tokens others had at each candidate a moment ago."""
+        candidates = self.candidates
+        if self.others is None:
+            return np.zeros(len(candidates)), np.zeros(len(candidates))
+        if not 0.0 <= self.now - candidates.reported_at < REPORTS_S:
+            found = np.array([self.external_at(index) for index in range(len(candidates))])
+            candidates.external_requests, candidates.external_tokens = found.T
+            candidates.reported_at = self.now
+        return candidates.external_requests, candidates.external_tokens
+
+    def external_at(self, index: int) -> tuple[float, float]:
+        """Return how many requests and tokens others have at a candidate: as its worker says of it, or an equal part."""
+        if self.others is None:
+            return 0.0, 0.0
+        endpoint, ranks = self.candidates.endpoint[index], self.candidates.endpoint[index].ranks
+        if ranks > 1 and len(loads := self.others.external_load_by_rank(endpoint.worker)) == ranks:
+            whole, ranks = loads[self.candidates.holders[index].rank], 1
+        elif (load := self.others.external_load(endpoint.worker)) is None:
+            return 0.0, 0.0
+        else:
+            whole = load
+        return (whole.running + whole.waiting) / ranks, whole.active_tokens / ranks
+
+    def in_flight(self, index: int) -> float:
+        """Return how many requests are in flight at a candidate. Those that were only let in for its worker so far are shared
+        among its ranks."""
+        endpoint, load = self.candidates.endpoint[index], self.candidates.loads[index]
+        return len(load.requests) + endpoint.kept.requests / endpoint.ranks + self.external_at(index)[0]
 
 
 class Selection(msgspec.Struct, eq=False):
@@ -90,19 +308,17 @@ class Selection(msgspec.Struct, eq=False):
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens that must be read: for `ActiveSequences.add`. 0 where prompts are not tracked."""
-        if not self.request.pricing.track_prefill:
-            return 0
         prompt = self.request.prompt
         left = prompt.tokens - int(self.overlap_blocks * prompt.block_tokens)
-        return left if left > 0 else 0
+        return left if left > 0 and self.request.pricing.track_prefill else 0
 
-    def explain(self) -> list[Candidate]:
-        """Return what the request costs at each candidate, the lowest first. To be asked before anything is added to the
+    def explain(self) -> list[tuple[WorkerRank, Terms]]:
+        """Return each candidate and what the request costs there, the lowest first. To be asked before anything is added to the
         tracker, of a choice among endpoints: those that a `Filter` would not leave are in it too. In modes other than kv the
         costs are what kv would have gone by."""
-        scores, holders = self.request.scores, self.request.candidates.holders
-        order = np.argsort(scores.costs, kind="stable").tolist()
-        return [Candidate(holders[n], scores.terms(n), n == self.index) for n in order]
+        terms, holders = self.request.terms, self.request.candidates.holders
+        order = np.argsort(self.request.costs, kind="stable").tolist()
+        return [(holders[n], terms.at(n)) for n in order]
 
 
 class Chooser:
@@ -110,15 +326,13 @@ class Chooser:
 
     def __init__(self, slots: ActiveSequences) -> None:
         self._slots = slots
-        self._candidates = KeptCandidates(slots)
-        self._turns = RoundRobin()
-        self._strategies: Mapping[Mode, Strategy] = {
-            Mode.KV: KvAware(),
-            Mode.LEAST_LOADED: LeastLoaded(),
-            Mode.POWER_OF_TWO: PowerOfTwo(),
-            Mode.ROUND_ROBIN: self._turns,
-            Mode.RANDOM: Drawn(),
-        }
+        self._kept: dict[
+            tuple[str, Lineage, int], Candidates
+        ] = {}  # of endpoints that were asked for recently
+        self._turn = 0  # of least-loaded
+        self._last: Floats = np.zeros(0)  # turn, by the tracker's rows; a new holder of a row may inherit it
+        self._due_now = 0.0  # of round-robin
+        self._due: dict[WorkerRank, float] = {}
 
     def choose(
         self,
@@ -127,53 +341,163 @@ class Chooser:
         *,
         now: float,
         draw: float,
-        mode: Mode = Mode.KV,
+        mode: Mode = _KV,
         pricing: Pricing = USUAL,
-        external_load: ExternalLoad | None = None,
-        by_rank: ByRank = _unsaid,
+        others: ConnectedWorkers | None = None,
     ) -> Selection:
         """Return where a request goes: to one of the endpoints that a filter leaves, or of these, at least one.
 
-        `now` is the slot tracker's time, `draw` a random number from 0 to below 1. `external_load`, and what is known of it
-        `by_rank`, are left out where nobody else sends to these workers, or the other frontends tell our tracker. Raise
+        `now` is the slot tracker's time, `draw` a random number from 0 to below 1. `others` says what is in flight there that the
+        tracker knows nothing of; None where no other frontend sends there, or the others tell our tracker. Raise
         ValueError for an empty prompt, and what the filter raises.
         """
-        kv = mode is _KV
-        one_by_one = not kv or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
-        if one_by_one and isinstance(among, Filter) and among.all:
-            candidates = self._candidates.of(among.all)
-            request = ScoringRequest(
-                candidates, prompt, pricing, self._slots, external_load, by_rank, now, draw
-            )
-            if kv and (few := score_few(request)) is not None:
-                costs, device = few
-                if (index := lowest_of_few(costs, request, among.fits)) is not None:
-                    endpoint, holder, _ = candidates.few[index]
-                    return Selection(endpoint, holder, mode, request, float(device[index]), index)
-            elif (index := self._strategies[mode].pick(request, among.fits)) is not None:
-                return _chosen(request, mode, index)
-            draw = draw * _MIXED % 1.0  # those that were drawn with the first digits of it do not fit
-        endpoints = among.left() if isinstance(among, Filter) else among
-        candidates = self._candidates.of(endpoints)
-        request = ScoringRequest(candidates, prompt, pricing, self._slots, external_load, by_rank, now, draw)
-        index = self._strategies[mode].pick(request, _anybody)
-        assert index is not None, "everybody fits"
+        endpoints: Sequence[Endpoint]
+        if isinstance(among, Filter):
+            one_by_one = mode is not _KV or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
+            if one_by_one and among.all:
+                candidates = self.candidates(among.all)
+                request = ScoringRequest(candidates, prompt, pricing, self._slots, others, now, draw, among)
+                if (index := self._pick(request, mode)) is not None:
+                    return _chosen(request, mode, index)
+                draw = draw * _MIXED % 1.0  # those that were drawn with the first digits of it do not fit
+            endpoints = among.left()
+        else:
+            endpoints = among
+        request = ScoringRequest(self.candidates(endpoints), prompt, pricing, self._slots, others, now, draw)
+        index = self._pick(request, mode)
+        assert index is not None, "all of them fit"
         return _chosen(request, mode, index)
+
+    def candidates(self, endpoints: Sequence[Endpoint]) -> Candidates:
+        """Return the candidates of these endpoints, of which there is at least one. They are kept: of each model and lineage,
+        and of each number of them."""
+        endpoints = tuple(endpoints)
+        name = (endpoints[0].model, endpoints[0].lineage, len(endpoints))
+        kept = self._kept.get(name)
+        if kept is not None and kept.layout == self._slots.layout and kept.endpoints == endpoints:
+            return kept
+        if len(self._kept) >= KEPT_MAX:
+            self._kept.clear()
+        kept = self._kept[name] = Candidates.of(endpoints, self._slots)
+        return kept
 
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of endpoints that are gone; keep `keys`."""
-        self._turns.forget(keys)
-        self._candidates.clear()
+        self._due = {holder: due for holder, due in self._due.items() if holder[:2] in keys}
+        self._kept.clear()
+
+    # --- the modes: the index of the candidate that is picked, or None if the first few that it would be do not fit -------
+
+    def _pick(self, request: ScoringRequest, mode: Mode) -> int | None:
+        if mode is _KV:
+            pricing = request.pricing
+            if pricing.temperature > 0.0:  # a dearer one too, of candidates that all fit
+                return pick_lowest(request.costs, pricing.temperature, request.draw)
+            few = request.costs_of_few() if request.among is not None else None
+            return _lowest(request.costs.copy() if few is None else few, request)
+        if mode is Mode.LEAST_LOADED:
+            return self._least_loaded(request)
+        if mode is Mode.POWER_OF_TWO:
+            return _less_loaded_of_two(request)
+        return self._next_in_turn(request) if mode is Mode.ROUND_ROBIN else _drawn(request)
+
+    def _least_loaded(self, request: ScoringRequest) -> int | None:
+        candidates, (requests, tokens) = request.candidates, request.external()
+        rows, loads = candidates.rows, self._slots.loads(candidates.rows, now=request.now)
+        ours = [one.kept.requests * TOKENS_PER_REQUEST + one.tokens for one in candidates.endpoint]
+        tokens = np.fromiter(ours, float, len(ours)) / candidates.ranks + tokens
+        work = 1.0 + loads.requests + requests + tokens / TOKENS_PER_REQUEST
+        costs = per_weight(work, request.weights)
+        if (size := int(rows.max()) + 1) > len(self._last):
+            self._last = np.concatenate([self._last, np.zeros(size - len(self._last))])
+        last = self._last[rows]
+        for _ in range(min(LOOKS, len(costs))):
+            equal = np.flatnonzero(costs == costs.min())
+            index = int(equal[last[equal].argmin()])
+            if request.fits(index):
+                self._turn += 1
+                self._last[rows[index]] = self._turn
+                return index
+            costs[index] = inf
+        return None
+
+    def _next_in_turn(self, request: ScoringRequest) -> int | None:
+        """Each pick puts a candidate off by the inverse of its weight; the one that is due first is next."""
+        holders, now, get = request.candidates.holders, self._due_now, self._due.get
+        dues = [get(holder, now) for holder in holders]
+        # one that was away has missed its turns
+        turns = np.where(request.weights > 0, np.maximum(dues, now), inf)
+        for _ in range(min(LOOKS, len(turns))):
+            index = int(turns.argmin())
+            if request.fits(index):
+                self._due_now = max(dues[index], now)
+                self._due[holders[index]] = self._due_now + 1 / request.weight(index)
+                return index
+            turns[index] = inf
+        return None
+
+
+def _lowest(costs: Floats | list[float], request: ScoringRequest) -> int | None:
+    """Return the index of the lowest cost that fits. A draw among equals goes on with the digits that are left of it."""
+    draw = request.draw
+    for _ in range(min(LOOKS, len(costs))):
+        ties: Sequence[int] | Rows = ()
+        if isinstance(costs, list):
+            lowest = min(costs)
+            index = costs.index(lowest)
+            if costs.count(lowest) > 1:
+                ties = [place for place, cost in enumerate(costs) if cost == lowest]
+        else:
+            ties = np.flatnonzero(costs == costs.min())
+            index = int(ties[0])
+        if len(ties) > 1:
+            number, draw = divmod(draw * len(ties), 1.0)
+            index = int(ties[int(number)])
+        if request.fits(index):
+            return index
+        costs[index] = inf
+    return None
+
+
+def _less_loaded_of_two(request: ScoringRequest) -> int | None:
+    """Return the index of the better one of two that are drawn, both of which fit; the first, if they have the same."""
+    size, draw = len(request.candidates), request.draw
+    if size == 1:
+        return 0 if request.fits(0) else None
+    for _ in range(PAIRS):
+        number, draw = divmod(draw * size * (size - 1), 1.0)
+        one, other = divmod(int(number), size - 1)
+        other += other >= one
+        if request.fits(one) and request.fits(other):
+            return min(one, other, key=lambda index: (request.in_flight(index) + 1) / request.weight(index))
+    return None
+
+
+def _drawn(request: ScoringRequest) -> int | None:
+    """Return the index of one that is drawn in proportion to the weights, and fits."""
+    sums, draw = np.cumsum(request.weights), request.draw
+    if sums[-1] <= 0.0:  # all came into service in this moment
+        sums = np.arange(1.0, len(sums) + 1)
+    for _ in range(DRAWS):
+        at = draw * sums[-1]
+        index = min(int(np.searchsorted(sums, at, side="right")), len(sums) - 1)
+        if request.fits(index):
+            return index
+        before = sums[index - 1] if index else 0.0
+        draw = (at - before) / max(sums[index] - before, WEIGHT_MIN) % 1.0
+    return None
 
 
 def _chosen(request: ScoringRequest, mode: Mode, index: int) -> Selection:
     candidates, found, pricing = request.candidates, request.prompt.matches, request.pricing
     holder = candidates.holders[index]
-    if mode is _KV:
-        overlaps = request.scores.overlaps
-        device, host, disk = (float(tier[index]) for tier in (overlaps.device, overlaps.host, overlaps.disk))
+    if request.device is not None:
+        overlap = float(request.device[index])
+    elif mode is _KV:
+        tiers = request.terms
+        device, host, disk = (float(tier[index]) for tier in (tiers.device, tiers.host, tiers.disk))
+        overlap = device + pricing.host_weight * host + pricing.disk_weight * disk
     else:
         device, warm, cold = (tier.get(holder, 0) for tier in (found.device, found.host, found.disk))
-        host, disk = warm - device, cold - warm
-    overlap = device + pricing.host_weight * host + pricing.disk_weight * disk
+        overlap = device + pricing.host_weight * (warm - device) + pricing.disk_weight * (cold - warm)
     return Selection(candidates.endpoint[index], holder, mode, request, overlap, index)

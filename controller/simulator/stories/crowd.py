@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.openai.completion import Choice
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.router.endpoints import Lineage
+from events.blocks import BlockNames
 from events.wire import Logprob, Sampling
 
 FIRST, SPAN = 259, 1700  # token ids that are no special ones of the simulated engine

@@ -33,7 +33,7 @@ async def test_a_random_walk_alters_nothing_and_leaves_nothing(block: int) -> No
             assert writer.said == (
                 exact[: len(writer.said)] if live.answer.finish == "cancelled" else exact
             ), seed
-        assert len(walk.director.routing.scheduler.slots) == 0, seed
+        assert len(walk.director.routing.slots) == 0, seed
         for name in NAMES:
             model, endpoint = walk.models[name], walk.director.table.endpoints[(name, "i1")]
             assert (model.streams, model.reserved) == ({}, {}), seed

@@ -15,15 +15,15 @@ from controller.adapters.clock import SystemClock
 from controller.frontend.director import Director, World
 from controller.frontend.driver import RequestSink
 from controller.frontend.openai.completion import Choice
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.events import FirstToken, Launched, Resumed
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.generation_request import GenerationRequest
-from controller.frontend.scheduling.peers import HEARD_S, Peers
+from controller.frontend.scheduling.scheduler import HEARD_S, Peers
 from controller.frontend.settings import FrontendSettings
 from controller.processes.frontend import follow_peers
 from controller.router.endpoints import Endpoint, WorkerRank
 from events import subjects
+from events.blocks import BlockNames
 from events.decisions import HealthStatus
 from events.nats.bus import MemoryBus
 from events.observations import KvLayout, Profile, RequestMigrated, Topology
@@ -166,9 +166,7 @@ def test_a_fuller_worker_comes_later() -> None:
 
 def test_prompts_that_other_frontends_have_sent_there_come_first() -> None:
     director, _ = director_of(workers=2)
-    director.routing.scheduler.slots.add(
-        "theirs", WorkerRank("w0", "i0"), now=0.0, prefill_tokens=9000, owner="f2"
-    )
+    director.routing.slots.add("theirs", WorkerRank("w0", "i0"), now=0.0, prefill_tokens=9000, owner="f2")
     assert tokens_at(director, [generation_of(director, 1000) for _ in range(4)]) == {"w1": 4000}
 
 

@@ -12,11 +12,11 @@ from controller.adapters.clock import SystemClock
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet
 from controller.frontend.director import Director, World
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint
 from controller.router.selection.filter import Headroom, NoWorker
+from events.blocks import BlockNames
 from events.decisions import Knobs
 from events.wire import Load, Sampling
 
@@ -109,7 +109,7 @@ class Frontend:
             deterministic=True,
         )
         choice = self.director.routing.route(plan, (), room=Headroom.FRESH)
-        self.director.routing.scheduler.end(self.director.routing.scheduler.begin(choice, plan, ()))
+        self.director.routing.end(self.director.routing.begin(choice, plan, ()))
         return choice.endpoint.worker
 
 
@@ -147,7 +147,7 @@ def test_what_is_learned_holds_for_the_very_next_request(fact: str) -> None:
 def test_a_level_that_halves_the_caps_holds_for_the_very_next_request_and_so_does_its_end() -> None:
     world = Frontend()
     world.plane.gone.add("b")
-    whole = world.director.routing.cap(world.endpoint("a"))
+    whole = world.director.routing.monitor.cap(world.endpoint("a"))
     world.endpoint("a").begin(requests=whole // 2)
     assert world.asked() == ("a", "a")
     world.director.absorb(Fleet(models={"m": Degradation("m", knobs=Knobs(batch_size=0.5))}), ())

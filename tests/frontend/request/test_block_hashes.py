@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.frontend.request.block_hashes import BlockNames
-from events.blocks import local_hashes, seed, sequence_hashes
+from events.blocks import BlockNames, local_hashes, seed, sequence_hashes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

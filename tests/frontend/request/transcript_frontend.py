@@ -334,7 +334,7 @@ class TranscriptFrontend:
                 found.append(f"counted at {endpoint.worker}: {counted}")
         counts = self._read_counts()
         found += [f"{name} is {counts[name]:g}" for name in GAUGES if counts[name]]
-        found += [f"slot {name}" for name, _ in self._director.routing.scheduler.slots.requests()]
+        found += [f"slot {name}" for name, _ in self._director.routing.slots.requests()]
         return found
 
     # --- what is counted ----------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from controller.config.flags import gather
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from controller.frontend.openai.admission_headers import AdmissionHeaders
 from controller.frontend.openai.request_head import Head
-from controller.frontend.scheduling.load_monitor import AHEAD_S
 from controller.frontend.settings import FrontendSettings
 from controller.router.admission.retries import REPEATS_LEAST
+from controller.router.load.monitor import AHEAD_S
 from events.errors import BadSetting
 from events.fact import Fact, Recorded
 from events.observations import (

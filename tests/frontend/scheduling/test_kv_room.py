@@ -11,8 +11,8 @@ import pytest
 from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
-from controller.frontend.scheduling.load_monitor import FILLED_MAX, WantedRoom
 from controller.frontend.settings import FrontendSettings
+from controller.router.load.monitor import FILLED_MAX, WantedRoom
 from controller.router.selection.filter import AllBusy
 from events.wire import Load
 from workers.engines.simulated.sequence import EngineShape
@@ -122,8 +122,8 @@ async def test_what_is_looked_for_within_another_look_is_its_own() -> None:
         await asyncio.sleep(0.1)
         routing = one.director.routing
         (endpoint,) = one.director.table.endpoints.values()
-        with routing.asking(WantedRoom(held=40 * TOKENS)):
-            with routing.asking(WantedRoom(held=TOKENS)):
+        with routing.monitor.asking(WantedRoom(held=40 * TOKENS)):
+            with routing.monitor.asking(WantedRoom(held=TOKENS)):
                 assert routing.room(endpoint.model, endpoint.lineage) is endpoint
             with pytest.raises(AllBusy):
                 routing.room(endpoint.model, endpoint.lineage)

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from filter_rules import rules
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
-from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable
-from controller.router.registered_limits import confirmed, usual
-from controller.router.selection.filter import Filter, NoneRoutable, Rules
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, confirmed, usual
+from controller.router.selection.filter import Filter, NoneRoutable
 
 LINEAGE = ("r1", "builtin:sim")
 
@@ -58,20 +58,13 @@ def test_a_registered_migration_limit_of_zero_takes_nobody_elses_migrations() ->
 
 def test_a_request_goes_only_to_a_worker_whose_context_holds_it() -> None:
     table = table_of(8192, 100)
-    rules = Rules(
-        reachable=lambda worker, instance: True,
-        allowed=lambda endpoint: True,
-        external_load=lambda worker: None,
-        cap=lambda endpoint: 8,
-        frontends=lambda: 1,
-        recently_heard=lambda worker, instance: True,
-    )
+    known = rules(cap=8)
     endpoints = group_of(table).endpoints
-    names = [endpoint.worker for endpoint in Filter(endpoints, rules, tokens=101).left()]
-    assert names == ["w0"] and not Filter(endpoints, rules, tokens=101).fits(endpoints[1])
-    assert len(Filter(endpoints, rules, tokens=100).left()) == 2
+    names = [endpoint.worker for endpoint in Filter(endpoints, known, tokens=101).left()]
+    assert names == ["w0"] and not Filter(endpoints, known, tokens=101).fits(endpoints[1])
+    assert len(Filter(endpoints, known, tokens=100).left()) == 2
     with pytest.raises(NoneRoutable):
-        Filter(endpoints, rules, tokens=8193).left()
+        Filter(endpoints, known, tokens=8193).left()
 
 
 def test_an_impossible_registration_gets_no_request() -> None:

@@ -34,7 +34,7 @@ async def test_a_request_of_one_frontend_counts_for_the_other_until_it_ends(own_
         in_step(a, own_nats.url, "a"),
         in_step(b, own_nats.url, "b"),
     ):
-        slots = b.director.routing.scheduler.slots
+        slots = b.director.routing.slots
         asked = asyncio.create_task(a.complete(PROMPT, 10))
         await until(lambda: len(slots) == 1)
         assert [len(one.requests), len(two.requests)] == [1, 0]

@@ -177,7 +177,7 @@ def test_a_frontend_that_is_silent_waits_for_nothing_any_more(kit_of_peers: Any)
 
 @pytest.fixture
 def kit_of_peers() -> Any:
-    from controller.frontend.scheduling.peers import Peers
+    from controller.frontend.scheduling.scheduler import Peers
 
     clock = [0.0]
     return Peers(lambda: clock[0], "f1"), clock

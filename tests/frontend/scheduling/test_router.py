@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from filter_rules import Links, rules
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
@@ -24,7 +25,6 @@ from controller.router.selection.filter import (
     NotServed,
     NoWorker,
     Picker,
-    Rules,
     cost,
 )
 from events.decisions import HealthChanged, HealthStatus
@@ -37,7 +37,7 @@ def endpoint(name: str, weight: float = 1.0, **changes: Any) -> Endpoint:
     return Endpoint(joined(ScriptedWorker(name), **changes), weight=weight, status=HealthStatus.HEALTHY)
 
 
-OPEN = Rules(lambda w, i: True, lambda s: True, lambda w: None, lambda s: 4, lambda: 1, lambda w, i: True)
+OPEN = rules()
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ OPEN = Rules(lambda w, i: True, lambda s: True, lambda w: None, lambda s: 4, lam
     [
         ([], OPEN, (), NotServed),
         ([endpoint("w1", 0.0)], OPEN, (), NoneRoutable),
-        ([endpoint("w1")], replace(OPEN, reachable=lambda w, i: False), (), NoneReachable),
+        ([endpoint("w1")], rules(Links(lambda w: False)), (), NoneReachable),
         ([endpoint("w1")], OPEN, {("w1", "i1")}, AllTried),
-        ([endpoint("w1")], replace(OPEN, allowed=lambda s: False), (), NoneRoutable),
-        ([endpoint("w1")], replace(OPEN, cap=lambda s: 0), (), AllBusy),
+        ([endpoint("w1")], rules(barred={("w1", "i1")}), (), NoneRoutable),
+        ([endpoint("w1")], rules(cap=0), (), AllBusy),
     ],
 )
 def test_every_way_to_find_nobody_has_its_own_error(
-    endpoints: list[Endpoint], rules: Rules, tried: Any, error: type[NoWorker]
+    endpoints: list[Endpoint], rules: Any, tried: Any, error: type[NoWorker]
 ) -> None:
     with pytest.raises(error):
         Picker().pick(endpoints, rules, tried=tried)
@@ -62,9 +62,9 @@ def laden(own: int, others: int, *, frontends: int) -> bool:
     """Say whether a worker whose cap is 4 has room for one more of this frontend."""
     one = endpoint("w1")
     one.begin(requests=own)
-    rules = replace(OPEN, frontends=lambda: frontends, external_load=lambda w: Load(running=others))
+    known = rules(Links(external=lambda w: Load(running=others)), frontends=frontends)
     try:
-        Picker().pick([one], rules)
+        Picker().pick([one], known)
     except AllBusy:
         return False
     return True
@@ -79,23 +79,22 @@ def test_the_cap_is_that_of_all_frontends_together_and_each_has_its_share_of_it(
 
 
 def test_the_cap_does_not_hold_for_a_request_that_must_go_on() -> None:
-    rules = replace(OPEN, cap=lambda s: 0)
-    assert Picker().pick([endpoint("w1")], rules, room=Headroom.HELD).worker == "w1"
+    assert Picker().pick([endpoint("w1")], rules(cap=0), room=Headroom.HELD).worker == "w1"
 
 
 def test_who_was_not_heard_lately_is_asked_last() -> None:
     endpoints = [endpoint("w1"), endpoint("w2", 0.1)]
-    rules = replace(OPEN, recently_heard=lambda w, i: w == "w2")
-    assert Picker().pick(endpoints, rules).worker == "w2"
-    assert Picker().pick(endpoints, rules, tried={("w2", "i1")}).worker == "w1"  # better than nobody
+    known = rules(Links(heard=lambda w: w == "w2"))
+    assert Picker().pick(endpoints, known).worker == "w2"
+    assert Picker().pick(endpoints, known, tried={("w2", "i1")}).worker == "w1"  # better than nobody
 
 
 def test_the_least_loaded_for_its_weight_is_picked() -> None:
     a, b, c = endpoint("a", 1.0), endpoint("b", 0.25), endpoint("c", 0.5)
     picker, got = Picker(), {"a": 0, "b": 0, "c": 0}
-    rules = replace(OPEN, cap=lambda s: 10_000)
+    known = rules(cap=10_000)
     for _ in range(700):
-        best = picker.pick([a, b, c], rules)
+        best = picker.pick([a, b, c], known)
         best.begin()
         got[best.worker] += 1
     assert got["a"] == pytest.approx(400, abs=4)
@@ -110,14 +109,14 @@ def test_equals_take_turns() -> None:
 
 def test_room_for_a_request_is_found_without_a_look_at_everybody() -> None:
     endpoints, looks = [endpoint(f"w{n}") for n in range(1000)], []
-    rules = replace(OPEN, allowed=lambda s: looks.append(s.worker) or True)
+    known = rules(Links(heard=lambda w: looks.append(w) or True))
     picker = Picker()
-    found = [picker.room(endpoints, rules).worker for _ in range(5)]
+    found = [picker.room(endpoints, known).worker for _ in range(5)]
     assert len(set(found)) == 5
     assert len(looks) == 5
 
 
-def drawn(dice: Random) -> tuple[list[Endpoint], Rules]:
+def drawn(dice: Random) -> tuple[list[Endpoint], Any]:
     """Return a few endpoints, of which some are out of service, not connected, on trial, full or silent."""
     endpoints = [
         endpoint(f"w{n}", dice.choice([0.0, 0.5, 1.0])) for n in range(dice.randrange(ROOM_LOOKS + 1))
@@ -130,17 +129,15 @@ def drawn(dice: Random) -> tuple[list[Endpoint], Rules]:
     there, allowed, late, laden = (
         {f"w{n}" for n in range(9) if dice.random() < p} for p in (0.8, 0.9, 0.4, 0.5)
     )
-    return endpoints, Rules(
-        reachable=lambda w, i: w in there,
-        allowed=lambda s: s.worker in allowed,
-        external_load=lambda w: Load(running=2) if w in laden else None,
-        cap=lambda s: 4,
-        frontends=lambda: 2,
-        recently_heard=lambda w, i: w in there and w not in late,
+    links = Links(
+        lambda w: w in there, lambda w: w not in late, lambda w: Load(running=2) if w in laden else None
+    )
+    return endpoints, rules(
+        links, barred={(f"w{n}", "i1") for n in range(9)} - {(w, "i1") for w in allowed}, frontends=2
     )
 
 
-def outcome(find: Any, endpoints: list[Endpoint], rules: Rules) -> str:
+def outcome(find: Any, endpoints: list[Endpoint], rules: Any) -> str:
     try:
         return find(endpoints, rules).worker
     except NoWorker as error:
@@ -150,9 +147,9 @@ def outcome(find: Any, endpoints: list[Endpoint], rules: Rules) -> str:
 def test_room_for_a_request_is_found_where_a_look_at_everybody_finds_it() -> None:
     dice, quick, thorough, found = Random(3), Picker(), Picker(), set()
     for _ in range(300):
-        endpoints, rules = drawn(dice)
-        found.add(room := outcome(quick.room, endpoints, rules))
-        assert room == outcome(thorough.pick, endpoints, rules)
+        endpoints, known = drawn(dice)
+        found.add(room := outcome(quick.room, endpoints, known))
+        assert room == outcome(thorough.pick, endpoints, known)
     assert {"NotServed", "NoneRoutable", "NoneReachable", "AllBusy", "w0", "w1"} <= found
 
 
@@ -190,7 +187,7 @@ def test_what_a_worker_can_hold_binds_those_that_have_begun_too() -> None:
     full.begin(requests=full.holds)
     for room in (Headroom.FRESH, Headroom.HELD):
         with pytest.raises(AllBusy):
-            Picker().pick([full], replace(OPEN, cap=lambda s: 100), room=room)
+            Picker().pick([full], rules(cap=100), room=room)
     assert Picker().pick([full], OPEN, room=Headroom.NONE) is full
 
 

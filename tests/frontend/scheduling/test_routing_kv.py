@@ -17,7 +17,6 @@ from scripted_worker import ScriptedWorker
 from controller.adapters.clock import SystemClock
 from controller.commands.route import COLUMNS
 from controller.frontend.director import Director, World
-from controller.frontend.request.block_hashes import BlockNames
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.scheduling.scheduler import pricing_of
 from controller.frontend.settings import FrontendSettings, RouterSettings
@@ -25,7 +24,7 @@ from controller.router.endpoints import WorkerRank
 from controller.router.index.view import KvView
 from controller.router.load.active_sequences import STALE_S
 from controller.router.selection.score import USUAL
-from events.blocks import local_hashes, seed, sequence_hashes
+from events.blocks import BlockNames, local_hashes, seed, sequence_hashes
 from events.kv import KvBatch, Stored
 from events.observations import RequestMigrated
 from events.wire import Load, Sampling
@@ -49,12 +48,10 @@ def served(*workers: ScriptedWorker) -> list[int]:
 async def test_a_prompt_goes_where_it_was_sent_before_and_another_one_elsewhere() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend(one, two) as kit:
-        kit.director.routing.scheduler.slots.add(
-            "x", WorkerRank("w1", "i1"), now=kit.director.now(), own_blocks=1
-        )
+        kit.director.routing.slots.add("x", WorkerRank("w1", "i1"), now=kit.director.now(), own_blocks=1)
         await kit.complete(PROMPT, 2)
         assert served(one, two) == [0, 1], "the less laden"
-        kit.director.routing.scheduler.slots.free("x", now=kit.director.now())
+        kit.director.routing.slots.free("x", now=kit.director.now())
         await kit.complete([*PROMPT, 7], 2)
         assert served(one, two) == [0, 2]
         await kit.complete(OTHER, 2)
@@ -69,7 +66,7 @@ async def test_what_workers_say_of_their_cache_counts_more_than_what_was_sent() 
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend() as kit:
         view = KvView()
-        kit.director.routing.scheduler.follow(view)
+        kit.director.routing.view = view
         for worker in (one, two):
             await kit.add(worker, kv_events=True)
         view.absorb([joined(one, kv_events=True), joined(two, kv_events=True)], kit.director.now())
@@ -107,7 +104,7 @@ async def test_workers_of_different_block_sizes_are_compared_in_the_blocks_of_mo
     async with frontend() as kit:
         for worker, size in zip(workers, (16, 32, 16), strict=True):
             await kit.add(worker, profile=replace(PROFILE, block_tokens=size))
-        slots = kit.director.routing.scheduler.slots
+        slots = kit.director.routing.slots
         for name in ("w1", "w3"):
             slots.add(name, WorkerRank(name, "i1"), now=kit.director.now(), own_blocks=1)
         await kit.complete(PROMPT, 2)
@@ -138,7 +135,7 @@ async def test_each_rank_of_a_worker_is_a_place_of_its_own() -> None:
 async def test_a_request_is_counted_from_before_it_leaves_until_it_ends() -> None:
     worker = ScriptedWorker("w1", step_s=0.05)
     async with frontend(worker) as kit:
-        slots, holder = kit.director.routing.scheduler.slots, WorkerRank("w1", "i1")
+        slots, holder = kit.director.routing.slots, WorkerRank("w1", "i1")
         asked = asyncio.create_task(kit.complete(PROMPT, 4))
         await until(lambda: len(slots))
         assert slots.work(holder, now=0).prefill_tokens == 64
@@ -154,7 +151,7 @@ async def test_a_request_is_counted_from_before_it_leaves_until_it_ends() -> Non
 async def test_the_blocks_of_an_answer_are_counted_as_it_grows_if_that_is_wanted() -> None:
     worker = ScriptedWorker("w1", step_s=0.005)
     async with frontend(worker, router={"track_output_blocks": True}) as kit:
-        slots, seen = kit.director.routing.scheduler.slots, set[float]()
+        slots, seen = kit.director.routing.slots, set[float]()
         asked = asyncio.create_task(kit.complete(PROMPT, 40))
         while not asked.done():
             seen.add(slots.work(WorkerRank("w1", "i1"), now=0).blocks)
@@ -166,7 +163,7 @@ async def test_the_blocks_of_an_answer_are_counted_as_it_grows_if_that_is_wanted
 async def test_a_request_that_moves_is_counted_where_it_is(how: str) -> None:
     first, other = failing("w1", how, 2), ScriptedWorker("w2", step_s=0.01)
     async with frontend(first, other) as kit:
-        slots = kit.director.routing.scheduler.slots
+        slots = kit.director.routing.slots
         asked = asyncio.create_task(kit.complete(PROMPT, 20))
         await until(lambda: kit.director.table.endpoints[("w2", "i1")].active)
         assert [entry.holder.worker for _, entry in slots.requests()] == ["w2"]
@@ -179,7 +176,7 @@ async def test_requests_wait_while_every_worker_has_prompts_to_read_for_too_long
     worker = ScriptedWorker("w1")
     async with frontend(router={"queue_prefill_s": 0.5}) as kit:
         await kit.add(worker, profile=replace(PROFILE, prefill_tokens_per_s=100))  # 64 tokens take 0.64 s
-        slots, holder = kit.director.routing.scheduler.slots, WorkerRank("w1", "i1")
+        slots, holder = kit.director.routing.slots, WorkerRank("w1", "i1")
         slots.add("another", holder, now=kit.director.now(), prefill_tokens=64)
         asked = asyncio.create_task(kit.complete(PROMPT, 4))
         await until(lambda: kit.director.admission.queued("m") == 1)
@@ -193,7 +190,7 @@ async def test_a_worker_that_is_gone_is_forgotten() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend(one, two) as kit:
         await kit.complete(PROMPT, 2)
-        scheduler = kit.director.routing.scheduler
+        scheduler = kit.director.routing
         assert (scheduler.guessed, {holder.worker for holder in scheduler.slots.holders}) == (4, {"w1", "w2"})
         await one.stop()
         kit.tell(replace(joined(one), instance="i2", url="tcp://127.0.0.1:1"))
@@ -238,7 +235,7 @@ async def test_an_answer_says_why_its_worker_was_chosen_if_that_was_asked() -> N
 async def test_an_explanation_has_the_best_eight_and_the_one_that_was_chosen() -> None:
     async with frontend(*(ScriptedWorker(f"w{n}") for n in range(11))) as kit:
         kit.director.table.endpoints[("w10", "i1")].weight = 0.0
-        slots, drawn = kit.director.routing.scheduler.slots, {"X-Holdfast-Router-Mode": "random"}
+        slots, drawn = kit.director.routing.slots, {"X-Holdfast-Router-Mode": "random"}
         slots.add("another", WorkerRank("w0", "i1"), now=kit.director.now(), own_blocks=1)
         asked = drawn | {"X-Holdfast-Explain": "1"}
         _, _, headers = await kit.post("/v1/completions", asked, model="m", prompt=PROMPT, max_tokens=1)
@@ -323,7 +320,7 @@ async def test_those_that_are_left_out_are_named_with_the_reason() -> None:
 def test_a_request_that_nobody_ends_is_forgotten_after_an_hour_though_nothing_else_comes() -> None:
     clock = Clock()
     director = Director(World("f1", Silent(), lambda *_, **__: None, clock), FrontendSettings())  # type: ignore[arg-type]
-    slots = director.routing.scheduler.slots
+    slots = director.routing.slots
     slots.add("lost", WorkerRank("w1", "i1"), now=director.now(), prefill_tokens=9)
     for _ in range(2):
         director.tick()
@@ -377,7 +374,7 @@ def burst(prompts: list[list[int]]) -> Counter[str]:
         )  # fmt: skip
         routing = desks[n % FRONTENDS].routing
         choice = routing.route(plan, ())
-        routing.scheduler.begin(choice, plan, ())
+        routing.begin(choice, plan, ())
         got[choice.endpoint.worker] += 1
     return got
 

@@ -100,7 +100,7 @@ async def test_every_slot_is_given_and_freed_once(seed: int) -> None:
         worker.acts.extend(act(random) for _ in range(40))
     counting = {"track_output_blocks": seed > 0, "prefill_load_model": "profile" if seed else "none"}
     async with frontend(*workers, admission=ROOM, reroute_s=0.2, router=counting) as kit:
-        books = Books(kit.director.routing.scheduler.slots)
+        books = Books(kit.director.routing.slots)
         troubled = asyncio.create_task(trouble(kit, random, workers))
         asked = []
         for _ in range(REQUESTS):

@@ -10,9 +10,9 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.config.flags import gather
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.frontend.scheduling.load_monitor import HOLDS_S, LoadMonitor
 from controller.frontend.scheduling.overload import ENDS_MAX, JITTER, WINDOW_S, OverloadAnswers
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
+from controller.router.load.monitor import HOLDS_S
 from events.errors import BadSetting
 from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
 
@@ -222,9 +222,8 @@ async def test_that_all_are_busy_holds_for_a_moment_and_not_longer() -> None:
     async with frontend(*workers, **ON) as kit:
         await seen_full(kit, *workers)
         now = [1000.0]
-        scheduler = kit.director.routing.scheduler
-        scheduler.now = lambda: now[0]
-        monitor = LoadMonitor(kit.director.settings, kit.director.table, kit.plane, scheduler)
+        monitor = kit.director.routing.monitor
+        monitor.now = lambda: now[0]
         for worker in workers:
             assert monitor.overloaded("m"), worker
             worker.kv_used = 1

@@ -7,7 +7,8 @@ back, before all who wait.
 
 from random import Random
 
-from controller.router.endpoints import Endpoint, Key
+from controller.router.endpoints import EndpointTable, Key
+from controller.router.load.monitor import LoadLimits
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
@@ -31,7 +32,6 @@ class CrowdedRequests(RequestsUnderWay):
         super().__init__(frontend, chance)
         self.refused: set[tuple[str, int, str]] = set()  # request, attempt, instance that had no room
         self.lines = WaitingLines(self._seams.lines)
-        self._others: dict[str, Load] = {}
         self._kernel.after(chance.randrange(REPORT), self._report)
 
     def close(self) -> None:
@@ -54,15 +54,13 @@ class CrowdedRequests(RequestsUnderWay):
         endpoint = self._table.endpoints.get((machine.name, machine.instance))
         if endpoint is None or not endpoint.routable or not machine.reachable(self._name) or machine.draining:
             return False
-        self._ignoring = self._panics(self._table.models.get(machine.model, ()))
-        return self._allowed(endpoint) and len(machine.standing.held) < self.cap(endpoint)
+        self._look(machine.model)
+        load = self._rules.load
+        return self._allowed(endpoint) and len(machine.standing.held) < load.cap(endpoint)
 
-    def cap(self, endpoint: Endpoint) -> int:
+    def _limits(self) -> tuple[LoadLimits, EndpointTable]:
         """Return how many requests may be with a worker: its batch, and less on a degradation level."""
-        return max(1, int(endpoint.max_batch * self._table.knobs(endpoint.model).batch_size))
-
-    def _external_load(self, worker: str) -> Load | None:
-        return self._others.get(worker)
+        return LoadLimits(inflight_per_batch=1.0), self._table
 
     # --- the way in -------------------------------------------------------------------------------------------------
 
@@ -82,10 +80,8 @@ class CrowdedRequests(RequestsUnderWay):
 
     def _goes(self, waiting: WaitingRequest) -> bool:
         """Send one who waits to a worker, or tell him that there is none. False: all are busy."""
-        endpoints = self._table.models.get(waiting.model, [])
-        self._ignoring = self._panics(endpoints)
         try:
-            endpoint = self._picker.pick(endpoints, self._rules, tried=waiting.avoid)
+            endpoint = self._picker.pick(self._look(waiting.model), self._rules, waiting.avoid)
         except AllBusy:
             return False
         except NoWorker:
@@ -166,7 +162,7 @@ class CrowdedRequests(RequestsUnderWay):
             taken = self._failed if request.refused else self.moved_on
             taken(request, "engine_error")
             return
-        request.endpoint.refuse(self._others.get(request.worker))
+        request.endpoint.refuse(self.links.others.get(request.worker))
         self._leave(request)
         self._send_back(request)
 
@@ -193,6 +189,6 @@ class CrowdedRequests(RequestsUnderWay):
         for name, machine in self._traffic.machines.items():
             if machine.reachable(self._name):
                 held = machine.standing.held
-                self._others[name] = Load(running=sum(request not in self.requests for request in held))
+                self.links.others[name] = Load(running=sum(request not in self.requests for request in held))
         for model in {waiting.model for waiting in self.lines} if self._seams.wakes() else ():
             self._wake(model)

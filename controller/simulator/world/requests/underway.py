@@ -11,6 +11,8 @@ from typing import Protocol
 from controller.deciders.breaker import Breaker
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.load.active_sequences import ActiveSequences
+from controller.router.load.monitor import ConnectedWorkers, LoadLimits, LoadMonitor
 from controller.router.selection.filter import Headroom, NoWorker, Picker, Rules
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
@@ -27,6 +29,17 @@ CONNECT_DEADLINE = 200 * MS
 PANIC_BELOW = 0.5
 CAP = 64  # requests running at one worker
 TOKENS = 64  # of an answer
+
+
+class SimulatedLinks(ConnectedWorkers):
+    """What a simulated process is told about workers. That one cannot be reached is found out by sending there."""
+
+    def __init__(self) -> None:
+        self.others: dict[str, Load] = {}  # what others have at a worker, as far as is known
+
+    def external_load(self, worker: str) -> Load | None:
+        """Return what others have at a worker, as far as is known."""
+        return self.others.get(worker)
 
 
 class SendingProcess(Protocol):
@@ -56,17 +69,18 @@ class RequestsUnderWay:
         self._frontend, self._chance = frontend, chance
         self._table, self._breakers = frontend.table, frontend.breakers
         self._name, self._traffic = frontend.name, frontend.traffic
-        self._seams, self._kernel = frontend.surroundings.seams, frontend.surroundings.kernel
+        self._surroundings = surroundings = frontend.surroundings
+        self._seams, self._kernel = surroundings.seams, surroundings.kernel
         self._picker = Picker()
         self._ignoring = False
+        self.links = SimulatedLinks()
         self._rules = Rules(
-            lambda worker, instance: True,
-            self._allowed,
-            self._external_load,
-            self.cap,
-            lambda: len([*frontend.surroundings.frontends()]),
-            lambda worker, instance: True,
+            self.links, LoadMonitor(*self._limits(), self.links, ActiveSequences(), lambda: 0.0)
         )
+
+    def _limits(self) -> tuple[LoadLimits, EndpointTable]:
+        """Return how many requests may be with a worker, and a table that knows the levels which change it."""
+        return LoadLimits(CAP), EndpointTable()
 
     def close(self) -> None:
         """End with the process."""
@@ -106,20 +120,18 @@ class RequestsUnderWay:
         self._send(request)
 
     def _pick(self, model: str, avoid: tuple[Key, ...]) -> Endpoint | None:
-        endpoints = self._table.models.get(model, [])
-        self._ignoring = self._panics(endpoints)
         try:
-            return self._picker.pick(endpoints, self._rules, tried=avoid, room=self.room)
+            return self._picker.pick(self._look(model), self._rules, avoid, self.room)
         except NoWorker:
             return None
 
-    def cap(self, endpoint: Endpoint) -> int:
-        """Return how many requests may be with a worker."""
-        return CAP
-
-    def _external_load(self, worker: str) -> Load | None:
-        """Return what others have there, as far as is known."""
-        return None
+    def _look(self, model: str) -> Sequence[Endpoint]:
+        """Return a model's endpoints, and bring the filter's rules up to date."""
+        endpoints, rules, surroundings = self._table.models.get(model, ()), self._rules, self._surroundings
+        self._ignoring = self._panics(endpoints)
+        rules.barred = () if self._ignoring else self._breakers.barred()
+        rules.frontends = len([*surroundings.frontends()])
+        return endpoints
 
     def _allowed(self, endpoint: Endpoint) -> bool:
         return self._ignoring or self._breakers.allowed(endpoint)

@@ -1,6 +1,7 @@
-"""For a few candidates the costs are reckoned one by one: they are those that the columns say."""
+"""For a few candidates the costs are computed one by one: they are those that the columns say."""
 
 import pytest
+from filter_rules import Links
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_kit import BLOCK, endpoint
@@ -8,9 +9,8 @@ from router_kit import BLOCK, endpoint
 from controller.router.endpoints import WorkerRank
 from controller.router.index.index import Matches
 from controller.router.load.active_sequences import ActiveSequences
-from controller.router.selection.candidates import FEW, KeptCandidates, ScoringRequest
 from controller.router.selection.score import USUAL, Pricing, ScoredPrompt
-from controller.router.selection.score_small import score_few
+from controller.router.selection.selector import FEW, Candidates, ScoringRequest
 from events.wire import Load
 
 PRICINGS = st.sampled_from(
@@ -23,10 +23,6 @@ PRICINGS = st.sampled_from(
     ]
 )
 COUNT = st.integers(0, 4)
-
-
-def unsaid(worker: str) -> list[Load]:
-    return []
 
 
 @settings(max_examples=60)
@@ -57,31 +53,27 @@ def test_the_costs_are_those_of_the_columns(
         if alone:
             slots.add(next(serial), holder, [100 + n], now=0.0, own_blocks=alone)
     prompt = ScoredPrompt(blocks * BLOCK + 3, BLOCK, names, Matches(found, found, found))
-    others = (lambda worker: Load(active_tokens=40)) if reported else None
-    candidates = KeptCandidates(slots).of(endpoints)
-    request = ScoringRequest(candidates, prompt, pricing, slots, others, unsaid, 4.0, 0.5)
-    few = score_few(request)
-    assert few is not None
-    costs, device = few
-    assert costs == pytest.approx(request.scores.costs.tolist())
-    assert device == request.scores.overlaps.device.tolist()
+    others = Links(external=lambda worker: Load(active_tokens=40)) if reported else None
+    candidates = Candidates.of(tuple(endpoints), slots)
+    request = ScoringRequest(candidates, prompt, pricing, slots, others, 4.0, 0.5)
+    costs = request.costs_of_few()
+    assert costs == pytest.approx(request.costs.tolist(), rel=1e-12)
+    assert request.device == request.terms.device.tolist()
 
 
 def test_what_is_not_simple_is_left_to_the_columns() -> None:
     slots = ActiveSequences()
-    candidates = KeptCandidates(slots).of([endpoint("w1")])
+    candidates = Candidates.of((endpoint("w1"),), slots)
     nobody = dict[WorkerRank, int]()
     prompt = ScoredPrompt(BLOCK, BLOCK, [1], Matches(nobody, nobody, nobody))
 
     def simple(prompt: ScoredPrompt = prompt, pricing: Pricing = USUAL) -> bool:
-        return (
-            score_few(ScoringRequest(candidates, prompt, pricing, slots, None, unsaid, 0.0, 0.5)) is not None
-        )
+        return ScoringRequest(candidates, prompt, pricing, slots, None, 0.0, 0.5).costs_of_few() is not None
 
     assert simple()
     assert not simple(pricing=Pricing(credit_decay=1.0))
     assert not simple(ScoredPrompt(BLOCK, BLOCK, [1], Matches({}, {}, {})))
-    many = KeptCandidates(slots).of([endpoint(f"w{n}") for n in range(FEW + 1)])
-    assert score_few(ScoringRequest(many, prompt, USUAL, slots, None, unsaid, 0.0, 0.5)) is None
+    many = Candidates.of(tuple(endpoint(f"w{n}") for n in range(FEW + 1)), slots)
+    assert ScoringRequest(many, prompt, USUAL, slots, None, 0.0, 0.5).costs_of_few() is None
     slots.add("r", WorkerRank("w1", "i1"), [1], now=0.0, prefill_tokens=16, expected_s=1.0)
     assert not simple()
