@@ -8,8 +8,7 @@ from random import Random
 from time import perf_counter
 
 from benchmarks.overload.world import VirtualFrontend
-from controller.frontend.openai.admission_headers import AdmissionHeaders
-from controller.frontend.openai.request_head import Head
+from controller.frontend.openai.request_head import AdmissionHeaders, Head
 
 RETRIES_MAX = 2  # of OpenAI's client, by default
 RETRY_AFTER_MAX_S = 60.0

@@ -30,7 +30,7 @@ from controller.frontend.health.exposure import Exposures
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FaultMetrics
 from controller.frontend.openai.completion import Choice, Completion
-from controller.frontend.openai.text.vocabulary import InvalidOutput, check_tokens
+from controller.frontend.openai.text.detokenizer import InvalidOutput, check_tokens
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.failures import Failure, classify

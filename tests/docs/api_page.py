@@ -6,8 +6,13 @@ python tests/docs/api_page.py
 import json
 from pathlib import Path
 
-from controller.frontend.openai.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
-from controller.frontend.openai.request_models import ChatBody, CompletionBody
+from controller.frontend.openai.request_models import (
+    IGNORED,
+    REFUSED_BY_CHAT,
+    REFUSED_BY_COMPLETIONS,
+    ChatBody,
+    CompletionBody,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 BEGIN = "<!-- generated: fields (python tests/docs/api_page.py) -->"

@@ -13,8 +13,8 @@ from controller.frontend.dispatch.continuation import Continuation
 from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.dispatch.output_stats import OutputStats
 from controller.frontend.openai.completion import Choice, Completion
+from controller.frontend.openai.text.detokenizer import InvalidOutput
 from controller.frontend.openai.text.tokenizer import load_tokens
-from controller.frontend.openai.text.vocabulary import InvalidOutput
 from controller.frontend.request.state import AnswerProgress, RequestState, RequestTerms, stays
 from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.settings import FrontendSettings

@@ -1,4 +1,4 @@
-"""Validation of a worker's logprobs before any of them reaches an answer. Token ids: `text.vocabulary`.
+"""Validation of a worker's logprobs before any of them reaches an answer. Token ids: `openai.text.detokenizer`.
 
 A logprob that is no number or above 0 is the worker's fault.
 """
@@ -6,7 +6,7 @@ A logprob that is no number or above 0 is the worker's fault.
 from collections.abc import Sequence
 from math import isfinite
 
-from controller.frontend.openai.text.vocabulary import InvalidOutput
+from controller.frontend.openai.text.detokenizer import InvalidOutput
 from events.wire import Logprob
 
 LOGPROB_MAX = 0.01  # engines round: the logarithm of a probability is 0 at most

@@ -21,8 +21,7 @@ from controller.frontend.http.openapi import VERSION, encoded
 from controller.frontend.http.routes import JSON, ROUTES, templated
 from controller.frontend.http.served_models import model_entry, not_served, served_names
 from controller.frontend.http.tokenizing import TokenizerEndpoints
-from controller.frontend.openai.prompts import id_header
-from controller.frontend.openai.request_head import ENDPOINTS
+from controller.frontend.openai.request_head import ENDPOINTS, id_header
 from controller.frontend.openai.response_models import ModelList, Version
 from events.process import admin_guard
 from events.process.admin_guard import own_hosts
@@ -47,7 +46,7 @@ class Api:
         self._hosts = own_hosts()
         self.draining = False
         self.listening = False  # on the port that the host's frontends share
-        tokenizers = TokenizerEndpoints(director, self.openai.tokens, self.openai.intake)
+        tokenizers = TokenizerEndpoints(director, self.openai)
         thresholds = BusyThresholdEndpoint(director, self.openai.intake)
         by_name: dict[str, Handler] = {
             **{name: partial(self.openai.serve, name) for name in ENDPOINTS.values()},

@@ -8,7 +8,6 @@ it changes. Only digests stay in memory, and a key's name is all that may be sho
 
 import hmac
 import re
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import structlog
 
 from controller.frontend.errors import ApiError
 from controller.frontend.http.file_watch import FileWatch
+from controller.frontend.metrics import BoundMetrics
 from events.errors import BadSetting
 
 KEYS_MAX = 1_000  # each costs every request 0.2 µs
@@ -29,10 +29,10 @@ log = structlog.get_logger(__name__)
 class ApiKeys:
     """The keys of one file."""
 
-    def __init__(self, path: Path, refused: Callable[[str], object] = lambda bound: None) -> None:
-        """Read the keys. `refused` is called for each request without a valid one. Raise BadSetting."""
+    def __init__(self, path: Path, bounds: BoundMetrics | None = None) -> None:
+        """Read the keys. `bounds` count each request without a valid one. Raise BadSetting."""
         self._watch = FileWatch(path)
-        self._refused = refused
+        self._bounds = bounds
         self._digests: list[tuple[str, bytes]] = []
         try:
             self._digests = read_keys(path)
@@ -40,15 +40,16 @@ class ApiKeys:
             raise BadSetting(f"the API key file {error}") from None
 
     @classmethod
-    def of(cls, path: str, refused: Callable[[str], object] = lambda bound: None) -> "ApiKeys | None":
+    def of(cls, path: str, bounds: BoundMetrics | None = None) -> "ApiKeys | None":
         """Return the keys of a file; None without one: no key is required. Raise BadSetting."""
-        return cls(Path(path), refused) if path else None
+        return cls(Path(path), bounds) if path else None
 
     def check(self, authorization: str) -> str:
         """Return the name of the key in an `Authorization` header. Raise ApiError (401)."""
         if name := self.named(authorization):
             return name
-        self._refused("api_key")
+        if self._bounds is not None:
+            self._bounds.count("api_key")
         why = (
             "Incorrect API key provided."
             if authorization

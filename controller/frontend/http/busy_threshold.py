@@ -1,4 +1,4 @@
-"""`/busy_threshold`: see and set from where on workers of a model are busy. Dynamo's shapes (dynamo-facts 7.4).
+"""`/busy_threshold`: read and set the load from which workers of a model count as busy. Dynamo's shapes (dynamo-facts 7.4).
 
     GET     the thresholds of every model that has some
     POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: what is given is set, what is null stays; all null: return
@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from controller.deciders.thresholds import BusyThresholds
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, quoted
-from controller.frontend.openai.busy_threshold_body import BusyThresholdBody
 from controller.frontend.openai.intake import Intake
+from controller.frontend.openai.request_models import BusyThresholdBody
 from events.observations import BusyThresholdsSet
 
 JSON = "application/json"

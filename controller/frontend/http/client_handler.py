@@ -1,15 +1,14 @@
-"""aiohttp's end of a client's connection, with two bounds that it has not: how many there are, and how long a head may take.
+"""Connections that aiohttp serves, with two bounds of our own: how many there are, and how long a head may take.
 
     first byte of a head ── head_s ──▶ 408, unless the head is whole by then
     no request ── idle_s ──▶ closed: aiohttp's own timer
 
-aiohttp is given one request at a time. What comes ahead of its turn is kept, and a head in it is as late as if its first byte had
-come when the answer before it had ended: until then nobody reads it, and nobody may be told that it is late.
-
-What a reader would get wrong: only the wait for a head is timed, not that for a body, which has a deadline of its own.
+aiohttp gets one request at a time. What arrives ahead of its turn is kept unread, so the time of a head in it begins when the
+answer before it has ended. Only the wait for a head is timed here; a body has its own deadline.
 """
 
 import asyncio
+import re
 from functools import partial
 from typing import Any, cast
 
@@ -18,12 +17,60 @@ from aiohttp.http import RawRequestMessage
 
 from controller.frontend.errors import ApiError
 from controller.frontend.http.api import Handler
-from controller.frontend.http.body_end import BodyEnd
 from controller.frontend.http.open_connections import OpenConnections
 
 MIB = 2**20
 AHEAD_BYTES_MAX = 2**18  # of what is sent ahead of its turn: past it reading pauses
 _END = b"\r\n\r\n"  # of a head
+LINE_MAX = 64  # bytes of a chunk's size or of a trailer that are looked at
+_ENDLESS = 2**63
+_size = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;|$)").match
+
+
+class BodyEnd:
+    """Finds the end of one request's body in the bytes that arrive. What lies behind it belongs to the next request.
+
+    aiohttp's parser reads the same bytes and validates them: a body that it will refuse has no end here.
+    """
+
+    __slots__ = ("_chunked", "_left", "_line", "_trailers", "whole")
+
+    def __init__(self, length: int, chunked: bool) -> None:
+        """Begin with a body of so many bytes, or, if it is `chunked`, with one whose own lines say how many."""
+        self.whole = not length and not chunked
+        self._chunked = chunked
+        self._left = 0 if chunked else length  # of this chunk, and of the line's end behind it
+        self._line = b""  # the beginning of a line that has not ended
+        self._trailers = False  # the last chunk has been seen
+
+    def take(self, data: bytes) -> int:
+        """Return how many of these bytes, which come next, belong to it."""
+        at = 0
+        while at < len(data) and not self.whole:
+            if self._left:
+                step = min(self._left, len(data) - at)
+                at += step
+                self._left -= step
+                self.whole = not self._left and not self._chunked
+            else:
+                at = self._take_line(data, at)
+        return at
+
+    def _take_line(self, data: bytes, at: int) -> int:
+        end = data.find(b"\n", at) + 1
+        self._line = (self._line + data[at : min(end or len(data), at + LINE_MAX)])[:LINE_MAX]
+        if not end:
+            return len(data)
+        line, self._line = self._line.rstrip(b"\r\n"), b""
+        if self._trailers:
+            self.whole = not line
+        elif (found := _size(line)) is None:
+            self._left = _ENDLESS
+        elif size := int(found[1], 16):
+            self._left = size + len(b"\r\n")
+        else:
+            self._trailers = True
+        return end
 
 
 class ClientHandler(web.RequestHandler):
@@ -117,9 +164,7 @@ class ClientHandler(web.RequestHandler):
             before = self._payload
             message, self._payload = self._messages[-1]
             self._body = _body_of(message)
-            if (
-                before is not None and not before.is_eof()
-            ):  # aiohttp's parser has given its body up, and told nobody
+            if before is not None and not before.is_eof():  # aiohttp's parser has dropped its body silently
                 before.set_exception(web.RequestPayloadError("the body is not what its head says"))
                 before.feed_eof()
 

@@ -10,10 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
 from controller.frontend.http.served_models import chosen_model
-from controller.frontend.openai.intake import Intake
-from controller.frontend.openai.prompts import read_prompts
-from controller.frontend.openai.request_models import SALT_CHARS_MAX, validated
-from controller.frontend.openai.request_parser import parse_completion
+from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.request_models import SALT_CHARS_MAX
+from controller.frontend.openai.request_parser import parse_completion, validated
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, ready_tokens
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.routing_overrides import RoutingOverrides, overridden

@@ -7,13 +7,12 @@ What it saves: 105 of 907 thousand machine instructions a request (`request_cost
 makes a reader, a writer, a request, a response and two multidicts; where the whole request is there and its head is known,
 nothing of that is wanted.
 
-What a reader would get wrong: nothing is understood here that aiohttp would understand otherwise. Its own parser reads each
-new head; whatever is not plain is handed over unread, from its first byte, and so is all that comes after it.
+Nothing is parsed here differently from aiohttp: its own parser reads each new head. What is not plain is handed over unread, from
+its first byte, and so is all that comes after it.
 """
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
 from email.utils import formatdate
 from typing import cast
 
@@ -21,37 +20,36 @@ from aiohttp import web
 from aiohttp.http import SERVER_SOFTWARE
 
 from controller.frontend.http.open_connections import OpenConnections
-from controller.frontend.openai.request_head import Head
+from controller.frontend.http.openai_endpoints import OpenAiEndpoints
+from controller.frontend.openai.request_head import Head, HeadCache
 
-# Of a request on the fast path, and of what is sent ahead of its turn. Past it reading pauses, and a client who goes
-# away meanwhile is noticed when his turn has come.
+# Of a request on the fast path, and of what is sent ahead of its turn. Past it reading pauses, and a client that disconnects
+# meanwhile is noticed when its turn has come.
 BYTES_MAX = 2**18
 HEAD_BYTES_MAX = 2**13  # of its head, which is remembered
 PATIENCE_S = 1.0  # how long a body may lag behind its head; then aiohttp waits for it, with the deadline
 _END = b"\r\n\r\n"
-
-Answer = Callable[[Head, bytes, asyncio.Transport], Awaitable[web.Response | None]]
 
 
 class FastPathConnection(asyncio.Protocol):
     """One client's connection to the port that all frontends of a host share."""
 
     __slots__ = (
-        "_aiohttp", "_answer_request", "_answering", "_body_timer", "_buffer", "_clients", "_closing", "_connections",
+        "_aiohttp", "_answering", "_body_timer", "_buffer", "_clients", "_closing", "_connections", "_endpoints",
         "_heads", "_idle_since", "_idle_timer", "_loop", "_transport", "_writing_paused",
     )  # fmt: skip
 
     def __init__(
         self,
-        answer: Answer,
-        heads: Callable[[bytes], Head | None],
-        aiohttp: Callable[[], asyncio.Protocol],
+        endpoints: OpenAiEndpoints,
+        heads: HeadCache,
+        aiohttp: web.Server,
         connections: "set[FastPathConnection]",
         clients: OpenConnections,
     ) -> None:
-        """Begin with a client. `aiohttp` makes what takes over what is not plain; `connections` holds all that are open here,
-        `clients` counts these and those that were handed over."""
-        self._answer_request = answer
+        """Serve one client. `aiohttp` takes over what is not plain; `connections` holds all that are open here, `clients` counts
+        these and those that were handed over."""
+        self._endpoints = endpoints
         self._heads = heads
         self._aiohttp = aiohttp
         self._connections = connections
@@ -60,9 +58,7 @@ class FastPathConnection(asyncio.Protocol):
         self._buffer = bytearray()  # what has come and is not understood yet
         self._answering: asyncio.Task[None] | None = None
         self._body_timer: asyncio.TimerHandle | None = None  # waits for the rest of a body
-        self._idle_since = (
-            0.0  # when the last answer had ended, or the connection was made, by the loop's clock
-        )
+        self._idle_since = 0.0  # loop time when the last answer ended, or the connection was made
         self._closing = False  # with the answer under way
         self._writing_paused = False
 
@@ -93,10 +89,10 @@ class FastPathConnection(asyncio.Protocol):
         if self._answering is not None or self._buffer:
             self._buffer_data(data)
             return
-        if self._writing_paused:  # the client does not read his last answer: aiohttp waits until he does
+        if self._writing_paused:  # the client does not read its last answer: aiohttp waits until it does
             self._hand_over(data)
             return
-        head = self._heads(data[: data.find(_END, 0, HEAD_BYTES_MAX) + len(_END)])
+        head = self._heads.read(data[: data.find(_END, 0, HEAD_BYTES_MAX) + len(_END)])
         if head is None or head.whole > BYTES_MAX or len(data) > head.whole:
             self._hand_over(data)
         elif len(data) == head.whole:
@@ -114,7 +110,7 @@ class FastPathConnection(asyncio.Protocol):
                 self._transport.pause_reading()
             return
         end = buffer.find(_END) + len(_END)
-        head = self._heads(bytes(buffer[:end]))
+        head = self._heads.read(bytes(buffer[:end]))
         assert head is not None
         if len(buffer) > head.whole:
             self._hand_over()
@@ -130,11 +126,11 @@ class FastPathConnection(asyncio.Protocol):
         """Answer a request. A client that goes away cancels this."""
         transport = self._transport
         try:
-            response = await self._answer_request(head, body, transport)
+            response = await self._endpoints.answer(head, body, transport)
             if response is not None and not transport.is_closing():
                 transport.write(written(response))
         except BaseException:
-            transport.close()  # nobody can say how far the answer had come
+            transport.close()  # how far the answer had come is not known
             raise
         finally:
             self._answering = None

@@ -1,4 +1,4 @@
-"""What listens: the port that all frontends of a host share, and this frontend's own admin port."""
+"""The listening sockets: the port that all frontends of a host share, and this frontend's own admin port."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from controller.frontend.http.client_handler import ClientServer
 from controller.frontend.http.fast_path import FastPathConnection
 from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.http.tls import Tls
-from controller.frontend.openai.request_head import cached_heads
+from controller.frontend.openai.request_head import HeadCache
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
 
@@ -37,19 +37,17 @@ class Listeners:
         self._api = api
         self._tls = Tls.of(settings.tls_cert, settings.tls_key)
         self._context = None if self._tls is None else self._tls.context
-        refused, body_mb_max = api.director.metrics.bounds.count, settings.admission.body_mb_max
-        self._clients = OpenConnections(settings.connections, refused)
+        bounds, body_mb_max = api.director.metrics.bounds, settings.admission.body_mb_max
+        self._clients = OpenConnections(settings.connections, bounds)
         self._public = _runner(ClientServer(api.handle, self._clients, body_mb_max))
         others = OpenConnections(
-            settings.connections, refused
-        )  # its own: who fills the one does not close the other
+            settings.connections, bounds
+        )  # separate: a full public port does not close this one
         self._admin = _runner(
             ClientServer(admin or api.admin, others, body_mb_max)
         )  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
-        self._heads = cached_heads(
-            settings.router, lambda: api.director.table.tiers, by_deadline=settings.by_deadline
-        )
+        self._heads = HeadCache(settings.router, api.director.table, by_deadline=settings.by_deadline)
         self._connections: set[FastPathConnection] = set()
 
     async def open(self) -> None:
@@ -71,7 +69,7 @@ class Listeners:
         server = self.aiohttp
         loop = asyncio.get_running_loop()
         make = partial(
-            FastPathConnection, self._api.openai.answer, self._heads, server, self._connections, self._clients
+            FastPathConnection, self._api.openai, self._heads, server, self._connections, self._clients
         )
         handshake_s = None if self._context is None else self._settings.connections.head_s
         return await loop.create_server(
@@ -84,7 +82,7 @@ class Listeners:
         if self._shared is None:
             return
         try:
-            # uvloop says nothing when somebody else has begun to listen meanwhile
+            # uvloop reports no error if another process has begun to listen meanwhile
             for held in self._shared.sockets:
                 with socket.socket(fileno=os.dup(held.fileno())) as same:
                     same.listen(BACKLOG)

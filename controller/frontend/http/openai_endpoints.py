@@ -15,18 +15,15 @@ from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.cors import Cors
 from controller.frontend.http.served_models import model_of
-from controller.frontend.openai.admission_headers import read_admission
 from controller.frontend.openai.body_scan import UNSCANNED_BYTES
 from controller.frontend.openai.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
-from controller.frontend.openai.intake import Intake
-from controller.frontend.openai.prompts import fresh_id, read_prompts, unknown_fields
-from controller.frontend.openai.readers import READERS
-from controller.frontend.openai.request_head import Head, read_head
-from controller.frontend.openai.request_parser import ParsedRequest
-from controller.frontend.openai.response_format import ResponseFormat, event
+from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.request_head import Head, fresh_id, read_admission, read_head, unknown_fields
+from controller.frontend.openai.request_parser import ParsedRequest, parse_body
 from controller.frontend.openai.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
+from controller.frontend.openai.writers import ResponseFormat, event
 from controller.frontend.request.routing_overrides import RoutingOverrides, read_overrides
 from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.scheduling.deadlines import Deadlines, WantedRequest, WantedTokens
@@ -46,9 +43,9 @@ class OpenAiEndpoints:
         self._driver = director.driver
         self.tokens = tokens
         self._over = False  # nothing is answered any more
-        self.intake = Intake(director.settings, director.metrics.bounds.count)
+        self.intake = Intake(director.settings, director.metrics.bounds)
         self.cors = Cors.of(director.settings.cors_origins)
-        self.keys = ApiKeys.of(director.settings.api_key_file, director.metrics.bounds.count)
+        self.keys = ApiKeys.of(director.settings.api_key_file, director.metrics.bounds)
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
@@ -98,7 +95,7 @@ class OpenAiEndpoints:
             if (
                 isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES
             ):  # nearly always: no coroutine for it
-                parsed = READERS[head.endpoint][0](given)
+                parsed = parse_body(head.endpoint, given)
             else:
                 parsed = await self.intake.parsed(head.endpoint, given)
             if parsed.unknown:

@@ -1,7 +1,7 @@
-"""What does a frontend serve, as OpenAPI 3.1? Made of what serves it: the table of routes, the models that bodies are read by,
-the lists of fields that are refused or ignored, the codes of errors.
+"""The OpenAPI 3.1 document, made of the table of routes, the models of bodies, the tables of fields that are refused or ignored,
+and the codes of errors.
 
-Requests are all that the models know: which fields contradict one another is said when it happens, with 400.
+The models do not describe which fields contradict one another: such a request gets 400.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,14 @@ from pydantic.json_schema import models_json_schema
 
 from controller.frontend.errors import CODES
 from controller.frontend.http.routes import MODEL, ROUTES, Route
-from controller.frontend.openai.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
-from controller.frontend.openai.request_models import ChatBody, CompletionBody, StreamOptions
-from controller.frontend.openai.tokenize_bodies import (
+from controller.frontend.openai.request_models import (
+    IGNORED,
+    REFUSED_BY_CHAT,
+    REFUSED_BY_COMPLETIONS,
     REFUSED_BY_TOKENIZE,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
     TokenizeChatBody,
     TokenizePromptBody,
 )

@@ -1,14 +1,19 @@
-"""Which paths does a frontend answer? The table that requests are dispatched by, and that /openapi.json is made of."""
+"""The table of paths that a frontend answers, for the dispatch of requests and for /openapi.json."""
 
 from typing import NamedTuple
 
 import msgspec
 from pydantic import BaseModel
 
-from controller.frontend.openai.busy_threshold_body import BusyThresholdBody
-from controller.frontend.openai.request_models import ChatBody, CompletionBody
+from controller.frontend.openai.request_models import (
+    BusyThresholdBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizePromptBody,
+)
 from controller.frontend.openai.response_models import Detokenized, ModelEntry, ModelList, Tokenized, Version
-from controller.frontend.openai.tokenize_bodies import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 MODEL = "{model}"  # the rest of a path, whatever it is
@@ -19,9 +24,9 @@ class Route(NamedTuple):
 
     method: str
     path: str
-    name: str  # of who answers
+    name: str  # of its handler
     says: str
-    bodies: tuple[type[BaseModel], ...] = ()  # of which one is wanted
+    bodies: tuple[type[BaseModel], ...] = ()  # one of these is expected
     answer: type[msgspec.Struct] | None = None
     media: tuple[str, ...] = (JSON,)
     api: bool = True  # on the port that frontends share; else on the admin port as well

@@ -1,9 +1,8 @@
-"""What are the tokens of a text, and the text of tokens? POST /tokenize and POST /detokenize, as vLLM answers them.
+"""POST /tokenize and POST /detokenize: the tokens of a text and the text of tokens, as vLLM answers them.
 
 The tokenizer is the model's, here in the frontend: whatever engine the model's workers have, the answer is the same.
 """
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
@@ -11,34 +10,32 @@ from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
+from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.served_models import chosen_model, group_of
-from controller.frontend.openai.intake import Intake
-from controller.frontend.openai.prompts import id_header, unknown_fields
+from controller.frontend.openai.request_head import id_header, unknown_fields
+from controller.frontend.openai.request_parser import DetokenizeRequest, TokenizeRequest
 from controller.frontend.openai.response_models import Detokenized, Tokenized
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import LONG_TEXT, TokenizerMissing, Tokens
-from controller.frontend.openai.tokenize_bodies import DetokenizeRequest, TokenizeRequest
 from controller.router.endpoints import EndpointGroup
 
 
 class TokenizerEndpoints:
     """Answers with the tokenizers of what this director routes to."""
 
-    def __init__(
-        self, director: Director, tokens: Callable[[str], Awaitable[Tokens]], intake: Intake
-    ) -> None:
-        """`tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
+    def __init__(self, director: Director, openai: OpenAiEndpoints) -> None:
+        """Read bodies and texts within the bounds of `openai`."""
         self._director = director
-        self._tokens = tokens
-        self._intake = intake
+        self._tokens = openai.tokens
+        self._intake = openai.intake
 
     async def tokenize(self, request: web.BaseRequest) -> web.Response:
         """Answer POST /tokenize. Raise ApiError."""
         asked: TokenizeRequest = await self._intake.parsed("tokenize", request)
         tokens, group = await self._tokenizer(asked.model)
         text = _rendered(asked, tokens) if asked.text is None else asked.text
-        special, read = asked.special, self._intake.long_texts.read
-        found = await tokens.encode_soon(text, special=special, shared=False, beside=read)
+        threads = self._intake.long_texts
+        found = await tokens.encode_soon(text, special=asked.special, shared=False, threads=threads)
         names = tokens.names_of(found) if asked.token_strs else None
         return _answer(request, Tokenized(len(found), group.shown_context, found, names), asked.unknown)
 

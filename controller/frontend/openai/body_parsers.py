@@ -11,7 +11,6 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import structlog
 
 from controller.frontend.errors import ApiError, unavailable
+from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.parse_process import HEAD, NAMES, SIZE, outcome
 from controller.frontend.settings import AdmissionSettings
 
@@ -34,10 +34,10 @@ log = structlog.get_logger(__name__)
 class BodyParsers:
     """The parser processes of one frontend."""
 
-    def __init__(self, settings: AdmissionSettings, refused: Callable[[str], object]) -> None:
-        """`refused` is called with the bound for each body that is refused."""
+    def __init__(self, settings: AdmissionSettings, bounds: BoundMetrics) -> None:
+        """`bounds` count each body that is refused."""
         self._settings = settings
-        self._refused = refused
+        self._bounds = bounds
         self._processes = (_ParserProcess(), _ParserProcess())
         self.waiting_bytes = 0  # of bodies that are parsed in a process, or wait for one
 
@@ -77,7 +77,7 @@ class BodyParsers:
             ) from error
 
     def _refusal(self, bound: str, code: str, why: str) -> ApiError:
-        self._refused(bound)
+        self._bounds.count(bound)
         return unavailable(why, code, RETRY_AFTER_S)
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ Decoding cannot be interrupted and costs up to a microsecond per value, so a bod
 limit, usually long before all of it has arrived. The scanner does not validate: the parser rejects what is no JSON.
 """
 
-from dataclasses import dataclass
+from controller.frontend.settings import AdmissionSettings
 
 UNSCANNED_BYTES = 2**14  # a smaller body takes at most a millisecond to parse, whatever it holds
 SLICE_BYTES = 2**14  # the most that one call of `feed` counts: under a millisecond
@@ -17,22 +17,12 @@ CHEAP_NESTED = 2**10
 CHEAP_VALUES = 2**15
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """The most that one body may hold. 10,000 messages of one part each are within them."""
-
-    names: int
-    nested: int  # lists and objects
-    texts: int  # names included
-    values: int
-
-
 class BodyScan:
-    """The counts of one body so far."""
+    """The counts of one body so far. 10,000 messages of one part each are within the limits of the settings."""
 
     __slots__ = ("_backslash", "_in_text", "_limits", "_quotes", "names", "nested", "size", "values")
 
-    def __init__(self, limits: BodyLimits) -> None:
+    def __init__(self, limits: AdmissionSettings) -> None:
         self._limits = limits
         self._backslash = b""  # at the end of a slice: what it escapes comes with the next one
         self._in_text = False
@@ -56,19 +46,19 @@ class BodyScan:
             piece = self._without_escapes(self._backslash + piece)
         if quotes := piece.count(b'"'):
             self._quotes += quotes
-            if self._quotes > 2 * limits.texts:
-                return f"{limits.texts} texts and names"
+            if self._quotes > 2 * limits.body_texts_max:
+                return f"{limits.body_texts_max} texts and names"
             piece = self._outside(piece.split(b'"'))
         elif self._in_text:
             return ""
         self.names += piece.count(b":")
         self.nested += piece.count(b"[") + piece.count(b"{")
         self.values += piece.count(b",")
-        if self.names > limits.names:
-            return f"{limits.names} names"
-        if self.nested > limits.nested:
-            return f"{limits.nested} lists and objects"
-        return f"{limits.values} values" if self.values > limits.values else ""
+        if self.names > limits.body_names_max:
+            return f"{limits.body_names_max} names"
+        if self.nested > limits.body_lists_max:
+            return f"{limits.body_lists_max} lists and objects"
+        return f"{limits.body_values_max} values" if self.values > limits.body_values_max else ""
 
     def _outside(self, parts: list[bytes]) -> bytes:
         """Return what of these parts, which quotation marks separate, stands outside strings."""

@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
-from controller.frontend.openai.detailed_writers import (
-    AnswerContext,
-    DetailedBufferedWriter,
-    DetailedStreamingWriter,
-)
 from controller.frontend.openai.request_parser import ParsedRequest, RequestedSampling
-from controller.frontend.openai.response_format import ResponseFormat, event
 from controller.frontend.openai.sse import DONE, SseStream
-from controller.frontend.openai.writers import BufferedWriter, ResponseWriter, StreamingWriter
+from controller.frontend.openai.writers import (
+    AnswerContext,
+    BufferedWriter,
+    ResponseFormat,
+    ResponseWriter,
+    StreamingWriter,
+    event,
+)
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.routing_overrides import EXPLAIN, NO_OVERRIDES, RoutingOverrides
 from controller.router.endpoints import Endpoint, EndpointGroup, Lineage
@@ -157,14 +158,13 @@ class Completion:
     ) -> tuple[ResponseWriter, AnswerContext | None]:
         """Return what writes the answer with this index, and what it knows of the answer besides its text."""
         format, stream, wanted = self._format, self.stream, self._parsed.details
-        if wanted is None:
-            plain = BufferedWriter(format) if stream is None else StreamingWriter(format, stream, index)
-            return plain, None
-        echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
-        context = AnswerContext(wanted, prompt, echoed, self._silent)
+        context: AnswerContext | None = None
+        if wanted is not None:
+            echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
+            context = AnswerContext(wanted, prompt, echoed, self._silent)
         if stream is None:
-            return DetailedBufferedWriter(format, context), context
-        return DetailedStreamingWriter(format, stream, index, context), context
+            return BufferedWriter(format, context), context
+        return StreamingWriter(format, stream, index, context), context
 
     @property
     def _silent(self) -> bool:

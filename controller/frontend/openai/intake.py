@@ -1,55 +1,60 @@
-"""What a client's request may cost before it is known to be worth anything: its body, and the reading of its texts.
+"""Bounds on what a request may cost before it is known to be valid: reading its body, and reading its texts as tokens.
 
-    bytes ──▶ no more than a body may have, inflated; no more of all bodies at once ──▶ counted (body_scan.py) ──▶ parsed
+    bytes ──▶ inflated, within the bounds of one body and of all ──▶ counted (body_scan.py) ──▶ parsed ──▶ prompts in tokens
 
 Each bound is a setting, and each refusal is counted by its name.
 """
 
 import asyncio
-from collections.abc import Callable
+import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
+from prometheus_client import CollectorRegistry
 
-from controller.frontend.errors import ApiError, invalid, unavailable
+from controller.frontend.errors import ApiError, invalid, too_long, unavailable, unsupported
+from controller.frontend.metrics import BoundMetrics
 from controller.frontend.openai.body_parsers import BodyParsers
-from controller.frontend.openai.body_scan import SLICE_BYTES, UNSCANNED_BYTES, BodyLimits, BodyScan
-from controller.frontend.openai.decompression import SMALL_BYTES, InflatesTooFar, inflated
-from controller.frontend.openai.long_texts import RETRY_AFTER_S, LongTexts
-from controller.frontend.openai.readers import READERS
-from controller.frontend.openai.request_parser import bad_json
+from controller.frontend.openai.body_scan import SLICE_BYTES, UNSCANNED_BYTES, BodyScan
+from controller.frontend.openai.request_parser import ParsedRequest, bad_json, parse_body
+from controller.frontend.openai.text.long_texts import RETRY_AFTER_S, LongTexts
+from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.settings import FrontendSettings
 
 MIB = 2**20
 YIELD_BYTES = 2**16  # scanned before other tasks have their turn: a millisecond
+PIECE_BYTES = 2**18  # inflated at once: other threads have their turn in between
+RATIO_MAX = 1032  # of deflate: 258 bytes take two bits
+SMALL_BYTES = 2**18  # what comes out of a small one: a millisecond
+_WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+
+
+class InflatesTooFar(Exception):
+    """More comes out of a body than may."""
 
 
 class Intake:
-    """The bounds of one frontend, and what has been taken of them."""
+    """The bounds of one frontend, and how much of them is in use."""
 
-    def __init__(
-        self, settings: FrontendSettings, refused: Callable[[str], object] = lambda bound: None
-    ) -> None:
-        """`refused` is told of each refusal, by the bound."""
-        self.refused = refused
-        self.long_texts = LongTexts(settings.tokenizing, refused)
+    def __init__(self, settings: FrontendSettings, bounds: BoundMetrics | None = None) -> None:
+        """`bounds` count each refusal; None: they are not exposed."""
+        self.bounds = bounds or BoundMetrics(CollectorRegistry())
+        self.long_texts = LongTexts(settings.tokenizing, self.bounds)
         limits = self._limits = settings.admission
-        self._parsers = BodyParsers(limits, refused)
-        self._most = BodyLimits(
-            limits.body_names_max, limits.body_lists_max, limits.body_texts_max, limits.body_values_max
-        )
+        self._parsers = BodyParsers(limits, self.bounds)
         self.body_bytes = 0  # of bodies that are being read
 
-    async def parsed(self, parser: str, given: bytes | web.BaseRequest) -> Any:
-        """Return what a request's body asks for, as the parser of this name (readers.py) understands it. Raise ApiError: 400 for
-        an invalid body, or what `body` raises."""
+    async def parsed(self, kind: str, given: bytes | web.BaseRequest) -> Any:
+        """Return what a request's body of this kind asks for (`parse_body`). Raise ApiError: 400 for an invalid body, or what
+        `body` raises."""
         if isinstance(given, bytes):
             body, cheap = given, len(given) <= UNSCANNED_BYTES or await self.scanned(given)
         else:
             body, cheap = await self._received(given)
-        return READERS[parser][0](body) if cheap else await self._parsers.parse(parser, body)
+        return parse_body(kind, body) if cheap else await self._parsers.parse(kind, body)
 
     async def body(self, request: web.BaseRequest) -> bytes:
         """Return a request's body, inflated. Raise ApiError: 400 for a broken one, or one of too many values, 408 after `body_s`,
@@ -61,17 +66,17 @@ class Intake:
         await self._parsers.close()
 
     async def scanned(self, body: bytes) -> bool:
-        """Say whether a body can be parsed on the event loop. Raise ApiError (400) if it has too much of anything."""
+        """Return whether a body can be parsed on the event loop. Raise ApiError (400) if it has too much of anything."""
         if len(body) <= UNSCANNED_BYTES:
             return True
-        scan = BodyScan(self._most)
+        scan = BodyScan(self._limits)
         await self._scan(scan, body)
         return scan.cheap
 
     async def _scan(self, scan: BodyScan, piece: bytes) -> None:
         for at in range(0, len(piece), SLICE_BYTES):
             if too_much := scan.feed(piece[at : at + SLICE_BYTES]):
-                self.refused("body_values")
+                self.bounds.count("body_values")
                 raise invalid(f"a body may have at most {too_much}")
             if at and at % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
@@ -86,7 +91,7 @@ class Intake:
             raise self._too_large()
         try:
             encoding = request.headers.get("Content-Encoding", "").lower()
-            scan = BodyScan(self._most) if encoding in ("", "identity") else None
+            scan = BodyScan(self._limits) if encoding in ("", "identity") else None
             if request.content.is_eof():
                 body = request.content.read_nowait()  # it came with its head, as nearly all do
             else:
@@ -99,7 +104,7 @@ class Intake:
         except ValueError as error:
             raise bad_json(str(error)) from error
         except TimeoutError as error:
-            self.refused("body_wait")
+            self.bounds.count("body_wait")
             why = f"the body has not come within {limits.body_s:g} s"
             raise ApiError(408, why, code="body_timeout") from error
         if scan is None or scan.size != len(body):  # it was not scanned while it came
@@ -107,11 +112,12 @@ class Intake:
         return body, scan.cheap
 
     async def _inflated(self, body: bytes, encoding: str, most: int) -> bytes:
-        """Inflate a body, and whatever is not small beside the loop. Raise ValueError if nobody can, ApiError beyond a bound."""
+        """Inflate a body, a large one in a thread. Raise ValueError if it is invalid, ApiError beyond a bound."""
         with suppress(InflatesTooFar):
             return inflated(body, encoding, min(most, SMALL_BYTES))
         try:
-            return await self.long_texts.inflate(len(body), partial(inflated, body, encoding, most))
+            whole: bytes = await self.long_texts.inflate(len(body), partial(inflated, body, encoding, most))
+            return whole
         except InflatesTooFar as error:
             raise self._too_large() from error
 
@@ -124,7 +130,7 @@ class Intake:
                 if size + len(piece) > most:
                     raise self._too_large()
                 if self.body_bytes > size and self.body_bytes + len(piece) > all_most:
-                    self.refused("bodies_bytes")
+                    self.bounds.count("bodies_bytes")
                     why = f"{self.body_bytes // MIB} MB of requests' bodies are being read"
                     raise unavailable(why, "queue_full", RETRY_AFTER_S)
                 size += len(piece)
@@ -134,9 +140,109 @@ class Intake:
                     await self._scan(scan, piece)
         finally:
             self.body_bytes -= size
-        return cast(bytes, gathered)  # whoever reads it finds no difference
+        return cast(bytes, gathered)  # its readers find no difference
 
     def _too_large(self) -> ApiError:
-        self.refused("body_bytes")
+        self.bounds.count("body_bytes")
         why = f"the body is larger than {self._limits.body_mb_max} MB"
         return ApiError(413, why, code="body_too_large")
+
+
+def inflated(data: bytes, encoding: str, most: int) -> bytes:
+    """Return a body that was compressed by gzip, or by deflate with or without zlib's frame, and never make more of it than
+    `most` bytes. Raise InflatesTooFar; ValueError if it is invalid."""
+    if encoding not in _WINDOW:
+        raise ValueError(f"it is compressed by {encoding[:40]!r}: send it as it is, or by gzip or deflate")
+    bare = encoding == "deflate" and data[:1] and data[0] & 0xF != 8  # many send it without its frame
+    window = -zlib.MAX_WBITS if bare else _WINDOW[encoding]
+    if window > zlib.MAX_WBITS and most < int.from_bytes(data[-4:], "little") <= RATIO_MAX * len(data):
+        raise InflatesTooFar  # gzip ends with its inflated size (RFC 1952 §2.3.1), believed where that is possible
+    found: list[bytes] = []
+    left, stream = most, zlib.decompressobj(window)
+    try:
+        while data:
+            piece = stream.decompress(data, PIECE_BYTES)
+            found.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise InflatesTooFar
+            data = stream.unused_data if stream.eof else stream.unconsumed_tail
+            if stream.eof and data:
+                stream = zlib.decompressobj(window)  # files of gzip may follow one another
+        found.append(stream.flush())
+    except zlib.error as error:
+        raise ValueError(f"its {encoding} cannot be read: {error}") from error
+    if found and not stream.eof:
+        raise ValueError(f"its {encoding} ends too early")
+    return b"".join(found)
+
+
+async def read_prompts(
+    parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
+) -> list[tuple[list[int], str]]:
+    """Return each prompt as tokens, and as text if it was one.
+
+    `context`: tokens of the model's context; a prompt must have fewer. Raise ApiError: 400, or 503 where too much is to be
+    tokenised; or BadTemplate.
+    """
+    if parsed.sampling.logit_bias:
+        _check_bias(parsed.sampling.logit_bias, tokens.size)
+    # A salted request shares no cached text either: how fast it is tokenised would show whether it was read before
+    shared = not parsed.cache_salt
+    if parsed.messages is not None:
+        if tokens.template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise invalid(message, "messages", "no_chat_template")
+        if parsed.template_reads and not tokens.template.reads(parsed.template_reads):
+            raise unsupported(parsed.template_reads, "this model's chat template does not read it")
+        text = tokens.template.render(parsed.messages, **(parsed.template_extra or {}))
+        _check_length(text, tokens, context, intake, "messages")
+        threads = intake.long_texts
+        return [(await tokens.encode_soon(text, special=False, shared=shared, threads=threads), text)]
+    return await _read_plain(parsed.prompts or (), tokens, context, intake, shared)
+
+
+async def _read_plain(
+    prompts: Sequence[str | list[int]], tokens: Tokens, context: int, intake: Intake, shared: bool
+) -> list[tuple[list[int], str]]:
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_length(prompt, tokens, context, intake, "prompt")
+    out, threads = [], intake.long_texts
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            out.append(
+                (await tokens.encode_soon(prompt, special=True, shared=shared, threads=threads), prompt)
+            )
+        else:
+            out.append((_token_ids(prompt, tokens.size, context), ""))
+    if any(not prompt for prompt, _ in out):
+        raise invalid("prompt must not be empty", "prompt")
+    return out
+
+
+def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
+    """Refuse a text that cannot fit before it is tokenised, which takes a second for a megabyte. Raise ApiError (400)."""
+    if len(text) < context:  # nearly always: a token has one character at least
+        return
+    least = tokens.tokens_min(text, context - 1)
+    if least >= context:
+        intake.bounds.count("text_length")
+        raise too_long(least, context, param, least=True)
+
+
+def _check_bias(bias: dict[int, float], size: int) -> None:
+    highest = max(bias)
+    if highest >= size:
+        raise invalid(f"logit_bias: the token {highest} is not below {size}", "logit_bias")
+
+
+def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
+    """Return a prompt of token ids. One that is too long is refused unread: checking millions would block the event loop."""
+    if len(given) >= context:
+        raise too_long(len(given), context, "prompt")
+    if not all(type(token) is int for token in given):
+        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
+    if not all(0 <= token < size for token in given):
+        raise invalid(f"a token of the prompt is below zero, or not below {size}", "prompt")
+    return given

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.readers import READERS
+from controller.frontend.openai.request_parser import RESULTS, parse_body
 
 HEAD = struct.Struct("<IB")
 SIZE = struct.Struct("<I")
-NAMES = tuple(READERS)
+NAMES = tuple(RESULTS)
 NICENESS = 5  # streams go first where cores are scarce
 
 
@@ -37,9 +37,8 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 def parse(name: str, body: bytes) -> bytes:
     """Return the encoded outcome of one body."""
-    read, _ = READERS[name]
     try:
-        result = msgspec.Raw(msgspec.msgpack.encode(read(body)))
+        result = msgspec.Raw(msgspec.msgpack.encode(parse_body(name, body)))
     except ApiError as error:
         return msgspec.msgpack.encode(Rejected(str(error), error.code, error.param))
     except OverflowError:  # MessagePack has no integer of more than 64 bits
@@ -53,7 +52,7 @@ def outcome(name: str, encoded: bytes) -> Any:
     found = msgspec.msgpack.decode(encoded, type=Parsed | Rejected)
     if isinstance(found, Rejected):
         raise ApiError(400, found.message, code=found.code, param=found.param)
-    return msgspec.msgpack.decode(found.result, type=READERS[name][1])
+    return msgspec.msgpack.decode(found.result, type=RESULTS[name])
 
 
 def main() -> None:

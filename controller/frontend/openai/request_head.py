@@ -1,30 +1,77 @@
-"""What does the head of a request for tokens say: whose it is, how urgent, what it overrides?
+"""The heads of requests for tokens: id, tier, trace, routing overrides, and how a request is to be admitted.
 
-A client sends the same head with nearly every request, so what the last heads said is remembered by their bytes, of
-which it is a function: a look-up of 0.06 µs in place of a parse of 20.
+Read only where requests are admitted by deadlines:
+
+    X-Holdfast-TTFT-Deadline-Ms, x-llm-d-slo-ttft-ms             milliseconds from its arrival to its first token
+    X-Holdfast-Queue-TTL-Ms, x-llm-d-inference-ttl (1.5s)        the longest wait in the queue
+    X-Holdfast-Client, x-llm-d-inference-fairness-id             the client: those of a tier share workers fairly
+    X-Stainless-Retry-Count                                      the attempts of OpenAI's client before this one
+
+Of two that mean the same ours holds. A header that makes no sense is refused: one that is silently ignored is worse.
 """
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from hashlib import blake2b
 from typing import Any, cast
 
 import msgspec
+from aiohttp import web
 from aiohttp.http import HttpRequestParser
 from multidict import CIMultiDictProxy
 
 from controller.deciders.tiers import Tiers
-from controller.frontend.openai.admission_headers import NOTHING, AdmissionHeaders, read_admission
-from controller.frontend.openai.prompts import own_id, traceparent
+from controller.frontend.errors import ApiError, invalid
 from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides, read_overrides
-from controller.frontend.settings import RouterSettings
+from controller.frontend.settings import FairnessKey, RouterSettings
+from controller.router.endpoints import EndpointTable
 
 ENDPOINTS = {"/v1/chat/completions": "chat_completions", "/v1/completions": "completions"}
 KEPT_MAX = 256
 READ_AHEAD = 2**16  # bytes of a body; the parser is given none
+REQUEST_ID_MAX = 128
+SHOWN_MAX = 8  # unknown fields that are named, and characters of a name
+NAME_MAX = 40
+ID_BYTES = 16  # random ones; an id is their hex digits
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+DEADLINE = ("x-holdfast-ttft-deadline-ms", "x-llm-d-slo-ttft-ms")
+LINE = ("x-holdfast-queue-ttl-ms", "x-llm-d-inference-ttl")
+CLIENT = ("x-holdfast-client", "x-llm-d-inference-fairness-id")
+RETRIES = "x-stainless-retry-count"
+SHOWN = {
+    DEADLINE[0]: "X-Holdfast-TTFT-Deadline-Ms",
+    LINE[0]: "X-Holdfast-Queue-TTL-Ms",
+    CLIENT[0]: "X-Holdfast-Client",
+    RETRIES: "X-Stainless-Retry-Count",
+}
+MS_MAX = 86_400_000.0
+CLIENT_CHARS_MAX = 128
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)")
+
+
+class AdmissionHeaders(msgspec.Struct, frozen=True):
+    """What a head asks of admission. Times are in seconds."""
+
+    header: str = ""  # the client, by the header for it
+    api_key: str = ""  # or by its API key: a digest
+    deadline_s: float | None = None
+    line_s: float | None = None
+    retries: int = 0
+
+    def client(self, by: Iterable[FairnessKey], user: str) -> str:
+        """Return the client of a request, by the first of these that it has; empty: all requests without one are one client's."""
+        given: Mapping[FairnessKey, str] = {"header": self.header, "api_key": self.api_key, "user": user}
+        return next((f"{kind}:{given[kind]}" for kind in by if given[kind]), "")
+
+
+NOTHING = AdmissionHeaders()
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What a request said before its body."""
+    """The parsed head of a request."""
 
     endpoint: str  # one of the values of ENDPOINTS
     id: str  # the client's own; empty: it gave none that is usable
@@ -37,7 +84,7 @@ class Head(msgspec.Struct, frozen=True):
     overrides: RoutingOverrides = NO_OVERRIDES
     credentials: str = ""  # the header Authorization
     origin: str = ""  # the header Origin
-    asked: AdmissionHeaders = NOTHING  # of how it is let in, where that is by deadlines
+    asked: AdmissionHeaders = NOTHING  # how it is to be admitted, where that is by deadlines
     end: int = 0  # how many bytes it takes, with the empty line
     whole: int = 0  # and with the body
 
@@ -45,44 +92,39 @@ class Head(msgspec.Struct, frozen=True):
 def read_head(
     endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
-    """Return what these headers say, but for what may be wrong: overrides, and how it wants to be let in."""
+    """Return a head with all that cannot be invalid: without overrides and admission headers."""
     tier, warning = tier_asked(tiers, headers.get("X-Priority"))
-    given = own_id(headers.get("X-Request-Id"))
-    chunked = version >= (1, 1)
+    id, trace, chunked = own_id(headers.get("X-Request-Id")), traceparent(headers), version >= (1, 1)
+    key, origin = headers.get("Authorization", ""), headers.get("Origin", "")
     return Head(
-        endpoint,
-        given,
-        tier,
-        warning,
-        traceparent(headers),
-        version,
-        keep and chunked,
-        chunked,
-        credentials=headers.get("Authorization", ""),
-        origin=headers.get("Origin", ""),
+        endpoint, id, tier, warning, trace, version, keep and chunked, chunked, credentials=key, origin=origin
     )
 
 
-def cached_heads(
-    ours: RouterSettings, tiers: Callable[[], Tiers], *, by_deadline: bool = False
-) -> Callable[[bytes], Head | None]:
-    """Return `read_plain` with a memory of the last `KEPT_MAX` heads, by the tiers that there are."""
-    known = tiers()
-    read = lru_cache(KEPT_MAX)(partial(read_plain, ours, known, by_deadline))
+class HeadCache:
+    """The last `KEPT_MAX` heads by their bytes, of which a head is a function: a look-up of 0.06 µs in place of a parse of 20."""
 
-    def cached(raw: bytes) -> Head | None:
-        nonlocal known, read
-        if (now := tiers()) is not known:
-            known, read = now, lru_cache(KEPT_MAX)(partial(read_plain, ours, now, by_deadline))
-        return read(raw)
+    def __init__(self, ours: RouterSettings, table: EndpointTable, *, by_deadline: bool = False) -> None:
+        """Remember heads as they are with the table's tiers."""
+        self._table = table
+        self._read_plain = partial(read_plain, ours, by_deadline)
+        self._use(table.tiers)
 
-    return cached
+    def _use(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._read = lru_cache(KEPT_MAX)(partial(self._read_plain, tiers))
+
+    def read(self, raw: bytes) -> Head | None:
+        """Return what `read_plain` returns."""
+        if self._table.tiers is not self._tiers:
+            self._use(self._table.tiers)
+        return self._read(raw)
 
 
-def read_plain(ours: RouterSettings, tiers: Tiers, by_deadline: bool, raw: bytes) -> Head | None:
-    """Return what a head up to its empty line says; None if there is anything unusual or wrong about the request."""
+def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes) -> Head | None:
+    """Parse a head up to its empty line. Return None if anything about the request is unusual or invalid."""
     if raw.count(b"\n") != raw.count(b"\r\n"):
-        return None  # where it ends may be a matter of opinion
+        return None  # parsers disagree on where it ends
     parser = HttpRequestParser(cast(Any, None), cast(Any, None), READ_AHEAD, response_with_body=False)
     try:
         messages, upgraded, _ = parser.feed_data(raw)
@@ -115,3 +157,133 @@ def tier_asked(tiers: Tiers, priority: str | None) -> tuple[str, str]:
         return tier, ""
     shown = "".join(c for c in (priority or "")[:40] if c.isprintable() and c.isascii() and c not in '"\\')
     return tier, f'299 - "unknown X-Priority {shown}: served as {tier}"'
+
+
+def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
+    """Return what these headers ask of admission. Raise ApiError (400), naming the header."""
+    found: dict[str, str] = {}
+    for raw, value in headers:
+        name = raw.decode("latin-1").lower()
+        if name in _READ:
+            if name in found and name != "authorization":
+                raise invalid(f"the header {_shown(name)} is given more than once", _shown(name))
+            found[name] = value.decode("latin-1").strip()
+    if not found:
+        return NOTHING
+    key = found.get("authorization", "").partition(" ")[2].strip()
+    return AdmissionHeaders(
+        _client(found),
+        blake2b(key.encode(), digest_size=8).hexdigest() if key else "",
+        _milliseconds(found, DEADLINE),
+        _line_s(found),
+        _retries(found),
+    )
+
+
+_READ = frozenset((*DEADLINE, *LINE, *CLIENT, RETRIES, "authorization"))
+
+
+def _shown(name: str) -> str:
+    return SHOWN.get(name, name)
+
+
+def _refused(name: str, value: str, wanted: str) -> ApiError:
+    text = "".join(c for c in value[:40] if c.isprintable())
+    return invalid(f"the header {_shown(name)} is {text!r}: {wanted} is wanted", _shown(name))
+
+
+def _client(found: Mapping[str, str]) -> str:
+    for name in CLIENT:
+        if given := found.get(name):
+            if len(given) > CLIENT_CHARS_MAX:
+                raise _refused(name, given, f"a name of {CLIENT_CHARS_MAX} characters at most")
+            return given
+    return ""
+
+
+def _milliseconds(found: Mapping[str, str], names: Iterable[str]) -> float | None:
+    for name in names:
+        if (given := found.get(name)) is not None:
+            try:
+                value = float(given)
+            except ValueError:
+                value = -1.0
+            if not 0 < value <= MS_MAX:
+                raise _refused(name, given, f"a number of milliseconds above 0, {MS_MAX:.0f} at most,")
+            return value / 1000
+    return None
+
+
+def _line_s(found: Mapping[str, str]) -> float | None:
+    ours, theirs = LINE
+    if ours in found:
+        return _milliseconds(found, (ours,))
+    if (given := found.get(theirs)) is None:
+        return None
+    seconds = go_duration(given)
+    if seconds is None or not 0 <= seconds <= MS_MAX / 1000:
+        raise _refused(theirs, given, "a duration such as 1.5s or 1500ms")
+    return seconds or None  # in llm-d 0 means none
+
+
+def _retries(found: Mapping[str, str]) -> int:
+    given = found.get(RETRIES, "0")
+    if not given.isascii() or not given.isdigit():
+        raise _refused(RETRIES, given, "a number")
+    return min(int(given[:9]), 1_000_000)
+
+
+def go_duration(text: str) -> float | None:
+    """Return the seconds of a duration as Go writes it (`1m30s`, `1.5s`, `250ms`); None if it is none."""
+    if text == "0":
+        return 0.0
+    seconds, at = 0.0, 0
+    for part in _PART.finditer(text):
+        if part.start() != at:
+            return None
+        seconds += float(part[1]) * _UNITS_S[part[2]]
+        at = part.end()
+    return seconds if at == len(text) and at else None
+
+
+def id_header(request: web.BaseRequest) -> dict[str, str]:
+    """Return the header that names a request, in every answer to it."""
+    return {"X-Request-Id": own_id(request.headers.get("X-Request-Id")) or fresh_id()}
+
+
+def traceparent(headers: "CIMultiDictProxy[str]") -> str:
+    """Return the trace that the client's request belongs to, as version 00 of W3C Trace Context writes it.
+
+    Empty without a header, and for one that is malformed (§3.2.2: such a one is ignored).
+    """
+    given = headers.getall("traceparent", ())
+    found = _TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
+    if found is None:
+        return ""
+    version, trace, parent, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(parent, 16):
+        return ""
+    return f"00-{trace}-{parent}-{flags}"
+
+
+def unknown_fields(names: Sequence[str]) -> str:
+    """Return the warning (RFC 9111 §5.5, as a header's value) that these fields of a body are not known."""
+    shown = [printable for name in names[:SHOWN_MAX] if (printable := _printable(name))]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f'299 - "not known here, and not obeyed: {", ".join(shown)}{more}"'
+
+
+def _printable(name: str) -> str:
+    return "".join(c for c in name[:NAME_MAX] if c.isascii() and c.isprintable() and c not in '"\\')
+
+
+def own_id(given: str | None) -> str:
+    """Return the client's own id for a request if it is usable, else an empty text."""
+    if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
+        return given
+    return ""
+
+
+def fresh_id() -> str:
+    """Return an id for a request without one."""
+    return os.urandom(ID_BYTES).hex()

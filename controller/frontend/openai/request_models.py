@@ -1,29 +1,41 @@
-"""What a body may have: pydantic's models of both kinds of request, and what a client is told of a wrong field.
+"""The fields that request bodies may have: pydantic's models, the plain chat as msgspec reads it, and tables of other fields.
 
-`/openapi.json` is made of these models; of what they do not have, `refused_fields` says what becomes of it.
+`/openapi.json` is made of the models. A field that they do not have is looked up in the tables, of which docs/api.md is made:
+
+    REFUSED_BY_…   would change the answer and is not obeyed: refused by name, but for the values that ask for what is done anyway
+    IGNORED        changes no answer: passes
+    neither        passes, and the response header `Warning` names it
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from msgspec import Meta, Struct
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from controller.frontend.errors import invalid, quoted
+from controller.deciders.thresholds import BusyThresholds
 
 STOPS_MAX = 16
 STOP_CHARS_MAX = 4_096  # of all of them: what is held back of an answer at most
 N_MAX = 16
 TOP_LOGPROBS_MAX = 20
-MESSAGES_MAX = 10_000  # what comes in by the million would hold up everybody's streams while it is read
+MESSAGES_MAX = 10_000  # a million of them would block the event loop while they are read
 PARTS_MAX = 1_000
 STOP_IDS_MAX = 1_000
 LOGIT_BIAS_MAX = 1_024
 TOOLS_MAX = 128
 SALT_CHARS_MAX = 256
+TEXT_CHARS_MAX = 2**20  # of /tokenize
+TOKENS_MAX = 2**18  # of /detokenize: four times as many characters, or so
 
-B = TypeVar("B", bound=BaseModel)
+Count = Annotated[int, Meta(ge=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$", description="a token id")]
+
+
+def option(description: str, **bounds: Any) -> Any:
+    """Return a field that may be left out."""
+    return Field(default=None, description=description, **bounds)
 
 
 def _no_more(most: int, what: str) -> BeforeValidator:
@@ -38,7 +50,7 @@ def _no_more(most: int, what: str) -> BeforeValidator:
 
 
 def _read_later(*schemas: dict[str, Any]) -> WithJsonSchema:
-    """Say what a field may be that `schema` reads, because a look at all of it must wait until it is known to be short."""
+    """Describe a field that the parser validates: all of it must not be read before it is known to be short."""
     return WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})
 
 
@@ -68,73 +80,51 @@ class RequestBody(BaseModel):
 
     model: str = Field(description="a name that /v1/models lists")
     stream: bool = Field(default=False, description="an event for each token, instead of the whole answer")
-    stream_options: StreamOptions | None = Field(
-        default=None, description="include_usage, continuous_usage_stats; only with stream: true"
+    stream_options: StreamOptions | None = option(
+        "include_usage, continuous_usage_stats; only with stream: true"
     )
-    max_tokens: int | None = Field(default=None, ge=1, description="tokens of the answer at most")
-    min_tokens: int | None = Field(default=None, ge=0, description="no end of the answer before so many")
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, allow_inf_nan=False, description="0: always the likeliest token; usually 1"
+    max_tokens: int | None = option("tokens of the answer at most", ge=1)
+    min_tokens: int | None = option("no end of the answer before so many", ge=0)
+    temperature: float | None = option(
+        "0: always the likeliest token; usually 1", ge=0, le=2, allow_inf_nan=False
     )
-    top_p: float | None = Field(
-        default=None, gt=0, le=1, description="draw from the likeliest tokens that have this share together"
+    top_p: float | None = option("draw from the likeliest tokens that have this share together", gt=0, le=1)
+    top_k: int | None = option("draw from so many likeliest tokens; 0, -1: all", ge=-1, lt=2**31)
+    min_p: float | None = option(
+        "draw from tokens with this share of the likeliest one's probability", ge=0, le=1
     )
-    top_k: int | None = Field(
-        default=None, ge=-1, lt=2**31, description="draw from so many likeliest tokens; 0, -1: all"
+    seed: int | None = option("the same draws every time", ge=-(2**63), lt=2**63)
+    stop: Annotated[Any, _read_later(_STOP, _STOPS)] = option(
+        f"a text that ends the answer, or {STOPS_MAX} of them at most, with {STOP_CHARS_MAX:,} characters together"
     )
-    min_p: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="draw from tokens with this share of the likeliest one's probability",
-    )
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="the same draws every time")
-    stop: Annotated[Any, _read_later(_STOP, _STOPS)] = Field(
-        default=None,
-        description=f"a text that ends the answer, or {STOPS_MAX} of them at most, with {STOP_CHARS_MAX:,} characters together",
-    )
-    stop_token_ids: list[Token] | None = Field(
-        default=None, max_length=STOP_IDS_MAX, description="tokens that end the answer"
-    )
-    n: int | None = Field(default=None, ge=1, le=N_MAX, description="answers to each prompt")
+    stop_token_ids: list[Token] | None = option("tokens that end the answer", max_length=STOP_IDS_MAX)
+    n: int | None = option("answers to each prompt", ge=1, le=N_MAX)
     ignore_eos: bool = Field(default=False, description="go on behind the end of the answer")
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=SALT_CHARS_MAX,
-        description="share prefixes only with requests that have the same",
+    cache_salt: str | None = option(
+        "share prefixes only with requests that have the same", min_length=1, max_length=SALT_CHARS_MAX
     )
-    presence_penalty: float | None = Field(
-        default=None, ge=-2, le=2, description="taken off the logits of tokens that the answer has said"
+    presence_penalty: float | None = option(
+        "taken off the logits of tokens that the answer has said", ge=-2, le=2
     )
-    frequency_penalty: float | None = Field(
-        default=None, ge=-2, le=2, description="likewise, once for each time that it has"
+    frequency_penalty: float | None = option("likewise, once for each time that it has", ge=-2, le=2)
+    repetition_penalty: float | None = option(
+        "what divides the logits of tokens of the answer and the prompt; 1: nothing", gt=0, le=10
     )
-    repetition_penalty: float | None = Field(
-        default=None,
-        gt=0,
-        le=10,
-        description="what divides the logits of tokens of the answer and the prompt; 1: nothing",
+    logit_bias: Annotated[dict[TokenName, Bias] | None, _no_more(LOGIT_BIAS_MAX, "tokens")] = option(
+        "by token id: what is added to its logit", max_length=LOGIT_BIAS_MAX
     )
-    logit_bias: Annotated[dict[TokenName, Bias] | None, _no_more(LOGIT_BIAS_MAX, "tokens")] = Field(
-        default=None, max_length=LOGIT_BIAS_MAX, description="by token id: what is added to its logit"
+    return_token_ids: bool | None = option("give token_ids beside the text, and prompt_token_ids")
+    return_tokens_as_token_ids: bool | None = option('name the tokens of logprobs "token_id:N"')
+    response_format: dict[str, Any] | None = option(
+        "the form of the answer: type text, json_object or json_schema"
     )
-    return_token_ids: bool | None = Field(
-        default=None, description="give token_ids beside the text, and prompt_token_ids"
+    structured_outputs: dict[str, Any] | None = option(
+        "the form of the answer, as vLLM has it: json, regex, choice, grammar …"
     )
-    return_tokens_as_token_ids: bool | None = Field(
-        default=None, description='name the tokens of logprobs "token_id:N"'
-    )
-    response_format: dict[str, Any] | None = Field(
-        default=None, description="the form of the answer: type text, json_object or json_schema"
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        default=None, description="the form of the answer, as vLLM has it: json, regex, choice, grammar …"
-    )
-    guided_json: dict[str, Any] | str | None = Field(default=None, description="structured_outputs.json")
-    guided_regex: str | None = Field(default=None, description="structured_outputs.regex")
-    guided_choice: list[str] | None = Field(default=None, description="structured_outputs.choice")
-    guided_grammar: str | None = Field(default=None, description="structured_outputs.grammar")
+    guided_json: dict[str, Any] | str | None = option("structured_outputs.json")
+    guided_regex: str | None = option("structured_outputs.regex")
+    guided_choice: list[str] | None = option("structured_outputs.choice")
+    guided_grammar: str | None = option("structured_outputs.grammar")
 
 
 class Part(BaseModel):
@@ -152,8 +142,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | Annotated[list[Part], Field(max_length=PARTS_MAX)] | None = Field(
-        default=None, description="only an assistant's message with tool_calls may have none"
+    content: str | Annotated[list[Part], Field(max_length=PARTS_MAX)] | None = option(
+        "only an assistant's message with tool_calls may have none"
     )
 
 
@@ -163,25 +153,17 @@ class ChatBody(RequestBody):
     messages: list[ChatMessage] = Field(
         min_length=1, max_length=MESSAGES_MAX, description="the conversation so far"
     )
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="max_tokens, before which it goes"
+    max_completion_tokens: int | None = option("max_tokens, before which it goes", ge=1)
+    logprobs: bool | None = option("of each token that was chosen")
+    top_logprobs: int | None = option(
+        "and of so many best ones; needs logprobs: true", ge=0, le=TOP_LOGPROBS_MAX
     )
-    logprobs: bool | None = Field(default=None, description="of each token that was chosen")
-    top_logprobs: int | None = Field(
-        default=None, ge=0, le=TOP_LOGPROBS_MAX, description="and of so many best ones; needs logprobs: true"
+    chat_template_kwargs: dict[str, Any] | None = option("names that the chat template may read")
+    tools: list[dict[str, Any]] | None = option('only with tool_choice: "none"', max_length=TOOLS_MAX)
+    tool_choice: Annotated[Any, _read_later({"enum": ["none", "auto"]})] = option(
+        '"none"; "auto" where there are no tools'
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="names that the chat template may read"
-    )
-    tools: list[dict[str, Any]] | None = Field(
-        default=None, max_length=TOOLS_MAX, description='only with tool_choice: "none"'
-    )
-    tool_choice: Annotated[Any, _read_later({"enum": ["none", "auto"]})] = Field(
-        default=None, description='"none"; "auto" where there are no tools'
-    )
-    reasoning_effort: str | None = Field(
-        default=None, description="for models whose chat template reads it", max_length=32
-    )
+    reasoning_effort: str | None = option("for models whose chat template reads it", max_length=32)
 
 
 class CompletionBody(RequestBody):
@@ -190,34 +172,183 @@ class CompletionBody(RequestBody):
     prompt: Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _PROMPTS, _TOKEN_PROMPTS]})] = Field(
         description=f"a text, token ids, or a list of {N_MAX} of either at most"
     )
-    max_tokens: int | None = Field(
-        default=None, ge=0, description="tokens of the answer at most; with echo 0: the prompt alone"
-    )
-    echo: bool | None = Field(default=None, description="say the prompt before the answer")
-    logprobs: int | None = Field(
-        default=None,
-        ge=0,
-        le=TOP_LOGPROBS_MAX,
-        description="of each token that was chosen, and of so many best ones",
+    max_tokens: int | None = option("tokens of the answer at most; with echo 0: the prompt alone", ge=0)
+    echo: bool | None = option("say the prompt before the answer")
+    logprobs: int | None = option(
+        "of each token that was chosen, and of so many best ones", ge=0, le=TOP_LOGPROBS_MAX
     )
 
 
-def validated(model: type[B], data: Any) -> B:
-    """Return a body as this model has it. Raise ApiError (400), naming the field."""
-    if not isinstance(data, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-        place = [step for step in found[0]["loc"] if not _is_type(step)]
-        same = [one for one in found if list(one["loc"][: len(place)]) == place]
-        first = same[-1]  # of a union: what is wrong with the list, not that it is no text
-        where = [str(step) for step in first["loc"] if not _is_type(step)]
-        field = quoted(".".join(where))  # the names in a mapping are the client's
-        raise invalid(f"{field}: {first['msg']}", quoted(where[0]) if where else None) from error
+class PlainMessage(Struct, forbid_unknown_fields=True):
+    """One message: a text."""
+
+    role: str
+    content: str
 
 
-def _is_type(step: int | str) -> bool:
-    """Say whether a step of pydantic's path is the name of a union's branch, which means nothing to a client."""
-    return isinstance(step, str) and (step in ("str", "int") or "[" in step)
+class PlainOptions(Struct, forbid_unknown_fields=True):
+    """What a stream carries besides tokens."""
+
+    include_usage: bool = False
+
+
+class PlainChat(Struct, forbid_unknown_fields=True):
+    """A chat without anything unusual, as nearly every chat is: msgspec parses it in 3.9 µs, where pydantic takes 18.6.
+
+    Any other body, valid or not, is for `ChatBody`. What is plain must mean the same there; a test compares both.
+    """
+
+    model: str
+    messages: Annotated[list[PlainMessage], Meta(min_length=1, max_length=1000)]
+    stream: bool = False
+    stream_options: PlainOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
+    ignore_eos: bool = False
+
+
+class TokenizerBody(BaseModel):
+    """What the bodies of /tokenize and /detokenize share. Their shapes are vLLM's."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = option("may be left out where only one is served")
+
+
+class TokenizePromptBody(TokenizerBody):
+    """POST /tokenize, of a text."""
+
+    prompt: str = Field(max_length=TEXT_CHARS_MAX, description="the text")
+    add_special_tokens: bool = Field(
+        default=True, description="with those that the tokenizer puts around a prompt"
+    )
+    return_token_strs: bool | None = option("give what the vocabulary calls each token")
+
+
+class TokenizeChatBody(TokenizerBody):
+    """POST /tokenize, of a conversation."""
+
+    messages: list[ChatMessage] = Field(
+        min_length=1, max_length=MESSAGES_MAX, description="the conversation so far"
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="with what the chat template puts before an answer"
+    )
+    add_special_tokens: bool = Field(
+        default=False, description="with those that the tokenizer puts around a prompt"
+    )
+    return_token_strs: bool | None = option("give what the vocabulary calls each token")
+    chat_template_kwargs: dict[str, Any] | None = option("names that the chat template may read")
+    tools: list[dict[str, Any]] | None = option("for the chat template", max_length=TOOLS_MAX)
+
+
+class DetokenizeBody(TokenizerBody):
+    """POST /detokenize."""
+
+    tokens: list[Token] = Field(max_length=TOKENS_MAX, description="token ids")
+
+
+class BusyThresholdBody(BaseModel):
+    """What is asked: of which model, and what is to be set."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: int | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+
+    @property
+    def given(self) -> BusyThresholds:
+        """The thresholds to set. Raise ValueError if one is out of range."""
+        return BusyThresholds(
+            self.active_decode_blocks_threshold,
+            self.active_prefill_tokens_threshold,
+            self.active_prefill_tokens_threshold_frac,
+        )
+
+
+_REFUSED_BY_BOTH: dict[str, tuple[Any, ...]] = {
+    name: harmless
+    for harmless, names in (  # other servers' fields: vLLM's, SGLang's, llama-server's, Hugging Face's
+        ((None, 1), "best_of typical_p length_penalty repeat_penalty tfs_z num_beams"),
+        (
+            (None, False),
+            "use_beam_search watermarking include_stop_str_in_output no_stop_trim return_hidden_states "
+            "return_routed_experts return_prompt_text",
+        ),
+        (
+            (None,),
+            "allowed_token_ids truncate_prompt_tokens prompt_logprobs logprob_token_ids prompt_embeds "
+            "repetition_detection lora_path custom_logit_processor guided_whitespace_pattern "
+            "guided_decoding_backend regex ebnf json_schema structural_tag n_predict samplers "
+            "max_new_tokens do_sample",
+        ),
+        ((None, []), "bad_words logits_processors"),
+        ((None, "", []), "stop_regex"),
+        ((None, True), "skip_special_tokens spaces_between_special_tokens"),
+        (
+            (None, 0),
+            "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count "
+            "routed_experts_prompt_start n_probs mirostat dynatemp_range xtc_probability dry_multiplier "
+            "top_a",
+        ),
+        ((None, -1), "thinking_token_budget top_n_sigma"),
+        ((None, {}), "kv_transfer_params ec_transfer_params vllm_xargs session_params custom_params"),
+        ((None, ""), "grammar"),
+    )
+    for name in names.split()
+}
+REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = _REFUSED_BY_BOTH | {
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "verbosity": (None, "medium"),
+    "echo": (None, False),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "add_special_tokens": (None, False),
+    "include_reasoning": (None, True),
+    "separate_reasoning": (None, False),
+    "stream_reasoning": (None, True),
+}
+REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED_BY_BOTH | {
+    "suffix": (None, ""),
+    "add_special_tokens": (None, True),
+}
+IGNORED: dict[str, str] = {
+    "user": "whose request it is",
+    "safety_identifier": "whose request it is",
+    "metadata": "the client's own notes",
+    "store": "nothing is kept",
+    "service_tier": "X-Priority is the tier",
+    "priority": "X-Priority is the tier",
+    "prompt_cache_key": "requests go where their prefix is",
+    "prompt_cache_retention": "how long a prefix is kept is the engine's affair",
+    "cache_prompt": "prefixes are found wherever they are; cache_salt keeps them apart",
+    "extra_key": "cache_salt keeps prefixes apart",
+    "request_id": "X-Request-Id names a request",
+    "rid": "X-Request-Id names a request",
+    "session_id": "requests go where their prefix is",
+    "parallel_tool_calls": "there are no tool calls yet",
+    "stream_interval": "every token is an event of its own",
+    "truncation_side": "nothing is cut off",
+    "mm_processor_kwargs": "of images, which are refused",
+    "media_io_kwargs": "of images, which are refused",
+    "return_token_offsets": "vLLM gives them for rendered prompts only",
+    "return_mm_kwargs": "vLLM gives them for rendered prompts only",
+    "return_cached_tokens_details": "usage has the number of cached tokens",
+    "stream_options.include_obfuscation": "events are not padded",
+}
+REFUSED_BY_TOKENIZE: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+}

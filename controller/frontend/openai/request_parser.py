@@ -1,37 +1,45 @@
-"""The bodies of requests, and what becomes of them: one `ParsedRequest`, the same for chat and for plain completions.
+"""Parsers of request bodies: one `ParsedRequest`, the same for chat and for plain completions, and those of the small endpoints.
 
 Unknown fields pass: clients send what their other servers understand. Those that would change the answer are refused, and the
-client is told of those that nobody knows (`refused_fields.py`).
+client is told of those that are not known (`request_models.py` has the tables).
 """
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
+from pydantic import BaseModel, ValidationError
 
 from controller.frontend.errors import ApiError, invalid, quoted, unsupported
-from controller.frontend.openai.fast_chat import PlainChat, plain_chat
-from controller.frontend.openai.refused_fields import (
+from controller.frontend.openai.request_models import (
+    IGNORED,
+    N_MAX,
     REFUSED_BY_CHAT,
     REFUSED_BY_COMPLETIONS,
-    refuse,
-    unknown_options,
-)
-from controller.frontend.openai.request_models import (
-    N_MAX,
+    REFUSED_BY_TOKENIZE,
     STOP_CHARS_MAX,
     STOPS_MAX,
     ChatBody,
     ChatMessage,
     CompletionBody,
+    DetokenizeBody,
+    PlainChat,
     RequestBody,
-    validated,
+    TokenizeChatBody,
+    TokenizePromptBody,
 )
 
+B = TypeVar("B", bound=BaseModel)
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Fields of sampling for which a model may have defaults of its own."""
+SAMPLING = (
+    "min_tokens", "temperature", "top_p", "seed", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_p",
+)  # fmt: skip
+"""Fields of a body that mean the same in RequestedSampling."""
 _LATER = DEFAULTED[2:]  # what a plain chat never has
 _PLAIN_UNSET = {
     (heat, top): (*(() if heat else DEFAULTED[:1]), *(() if top else DEFAULTED[1:2]), *_LATER)
@@ -42,16 +50,16 @@ _PLAIN_UNSET = {
 
 
 class RequestedSampling(Struct, kw_only=True, frozen=True):
-    """How the client wants tokens to be chosen; what he leaves open has its default already."""
+    """How the client wants tokens to be chosen; fields that it left out have their defaults."""
 
-    max_tokens: int | None  # None: as many as the endpoint usually gives
+    max_tokens: int | None = None  # None: as many as the endpoint usually gives
     min_tokens: int = 0
-    temperature: float
-    top_p: float
+    temperature: float = 1.0
+    top_p: float = 1.0
     top_k: int = 0  # 0: all
-    seed: int | None  # None: one of ours
+    seed: int | None = None  # None: one of ours
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool
+    ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -61,7 +69,7 @@ class RequestedSampling(Struct, kw_only=True, frozen=True):
 
 
 class AnswerDetails(Struct, kw_only=True, frozen=True):
-    """What an answer says besides its text; few clients want any of it."""
+    """What an answer shows besides its text; few clients want any of it."""
 
     echo: bool = False  # the prompt, before it
     token_ids: bool = False
@@ -87,14 +95,57 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     messages: list[dict[str, Any]] | None = None  # of a chat
     template_extra: dict[str, Any] | None = None  # names for its template
     template_reads: str = ""  # the field that its template must read, or else be refused
-    unknown: tuple[str, ...] = ()  # fields of its body that nobody knows
+    unknown: tuple[str, ...] = ()  # fields of its body that are not known
     prompts: list[str | list[int]] | None = None  # of a completion: one answer each
-    user: str = ""  # of the client's, whose request it is
+    user: str = ""  # the end user, as the body names it
+
+
+class TokenizeRequest(Struct, kw_only=True, frozen=True):
+    """What a body of /tokenize asks for: the tokens of a text, or of a conversation."""
+
+    model: str | None
+    text: str | None = None  # None: it has messages
+    messages: list[dict[str, Any]] = []
+    template_names: dict[str, Any] = {}  # for the chat template
+    special: bool
+    token_strs: bool
+    unknown: tuple[str, ...] = ()
+
+
+class DetokenizeRequest(Struct, kw_only=True, frozen=True):
+    """What a body of /detokenize asks for."""
+
+    model: str | None
+    tokens: list[int]
+    unknown: tuple[str, ...] = ()
 
 
 USER_CHARS_MAX = 128
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 FORMS = ("text", "json_object", "json_schema")
+RESULTS: dict[str, Any] = {
+    "chat_completions": ParsedRequest,
+    "completions": ParsedRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
+    "json": Any,
+}
+"""What `parse_body` returns, by the kind of body."""
+_plain = msgspec.json.Decoder(PlainChat)
+
+
+def parse_body(kind: str, body: bytes) -> Any:
+    """Return what a body of this kind (a key of RESULTS) asks for. Raise ApiError (400), naming the field."""
+    match kind:
+        case "chat_completions":
+            return read_chat(body)
+        case "completions":
+            return parse_completion(read_json(body))
+        case "tokenize":
+            return read_tokenize(body)
+        case "detokenize":
+            return read_detokenize(body)
+    return read_json(body)
 
 
 def read_chat(body: bytes) -> ParsedRequest:
@@ -103,13 +154,8 @@ def read_chat(body: bytes) -> ParsedRequest:
     return _from_plain(plain) if plain is not None else parse_any_chat(read_json(body))
 
 
-def read_completion(body: bytes) -> ParsedRequest:
-    """Return what a completions body asks for. Raise ApiError (400), naming the field."""
-    return parse_completion(read_json(body))
-
-
 def read_json(body: bytes) -> Any:
-    """Return what a body says. Raise ApiError (400) if it is not JSON."""
+    """Return a decoded body. Raise ApiError (400) if it is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -130,7 +176,8 @@ def parse_any_chat(data: Any) -> ParsedRequest:
     return _parsed(
         body,
         unknown,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        body.max_completion_tokens or body.max_tokens,
+        chat=True,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         messages=[plain_message(place, message) for place, message in enumerate(body.messages)],
         template_extra=extra or None,
@@ -139,7 +186,7 @@ def parse_any_chat(data: Any) -> ParsedRequest:
 
 
 def _tools(body: ChatBody) -> bool:
-    """Say whether there are tools, none of which is to be called: the chat template may tell of them. Raise ApiError (400)."""
+    """Return whether there are tools for the chat template to show, none of which is to be called. Raise ApiError (400)."""
     if body.tools and body.tool_choice != "none":
         raise unsupported("tools", 'answers have no tool calls; with tool_choice: "none" tools pass')
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
@@ -157,7 +204,8 @@ def parse_completion(data: Any) -> ParsedRequest:
     parsed = _parsed(
         body,
         unknown,
-        max_tokens=body.max_tokens,
+        body.max_tokens,
+        chat=False,
         logprobs=body.logprobs,
         prompts=prompts,
         echo=bool(body.echo),
@@ -187,55 +235,36 @@ def _from_plain(chat: PlainChat) -> ParsedRequest:
 
 
 def _parsed(
-    body: RequestBody,
-    unknown: tuple[str, ...],
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    echo: bool = False,
-    messages: list[dict[str, Any]] | None = None,
-    template_extra: dict[str, Any] | None = None,
-    template_reads: str = "",
-    prompts: list[str | list[int]] | None = None,
+    body: RequestBody, unknown: tuple[str, ...], max_tokens: int | None, *, echo: bool = False, **own: Any
 ) -> ParsedRequest:
-    options = body.stream_options
+    """Return what a body asks for; `own`: the fields of ParsedRequest that only one of the endpoints has, or each differently."""
+    options, details = body.stream_options, None
     if options is not None:
         unknown = (*unknown, *unknown_options(options.model_extra))
     each = _usage_with_each(body)
-    wanted = echo or each or body.return_token_ids
+    if echo or each or body.return_token_ids:
+        details = AnswerDetails(echo=echo, token_ids=bool(body.return_token_ids), usage=each)
+    user = (body.model_extra or {}).get("user")
     return ParsedRequest(
-        chat=messages is not None,
         model=body.model,
         stream=body.stream,
         include_usage=options is not None and options.include_usage,
         n=body.n or 1,
         sampling=_sampling(body, max_tokens),
         stop=_stops(body.stop),
-        logprobs=logprobs,
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
-        details=AnswerDetails(echo=echo, token_ids=bool(body.return_token_ids), usage=each)
-        if wanted
-        else None,
+        details=details,
         guided=_guided(body),
         cache_salt=body.cache_salt or "",
-        messages=messages,
-        template_extra=template_extra,
-        template_reads=template_reads,
         unknown=unknown,
-        prompts=prompts,
-        user=_user(body),
+        user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
+        **own,
     )
 
 
-def _user(body: RequestBody) -> str:
-    """Return whose request it is, as far as its body says."""
-    user = (body.model_extra or {}).get("user")
-    return user[:USER_CHARS_MAX] if isinstance(user, str) else ""
-
-
 def _usage_with_each(body: RequestBody) -> bool:
-    """Say whether each event of a stream carries the usage. Raise ApiError (400) for options of what is no stream, or that want
-    more of one than its whole usage."""
+    """Return whether each event of a stream carries the usage. Raise ApiError (400) for options of an answer that is not
+    streamed, or continuous usage without the usage."""
     options = body.stream_options
     if options is None:
         return False
@@ -247,19 +276,12 @@ def _usage_with_each(body: RequestBody) -> bool:
 
 
 def _sampling(body: RequestBody, max_tokens: int | None) -> RequestedSampling:
+    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     return RequestedSampling(
+        **given,
         max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
-        seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=body.ignore_eos,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        min_p=body.min_p or 0.0,
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items() if bias},
         unset=tuple(name for name in DEFAULTED if getattr(body, name) is None),
     )
@@ -321,7 +343,7 @@ def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """Return one or several prompts. What a list holds is looked at when it is known to be no longer than a context."""
+    """Return one or several prompts. The items of a list are checked later, when it is known to be no longer than a context."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
@@ -335,6 +357,90 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if not all(isinstance(one, str) for one in prompt) and not all(isinstance(one, list) for one in prompt):
         raise invalid("prompt must be text, token ids, or a list of these", "prompt")
     return list(prompt)
+
+
+def plain_chat(body: bytes) -> PlainChat | None:
+    """Return a body as a plain chat; None if it is not plain, or no JSON."""
+    try:
+        found = _plain.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if found.stream_options is not None and not found.stream else found
+
+
+def read_tokenize(body: bytes) -> TokenizeRequest:
+    """Return what a body asks for. Raise ApiError (400), naming the field."""
+    data = read_json(body)
+    if isinstance(data, dict) and "messages" in data:
+        if "prompt" in data:
+            raise invalid("either prompt, or messages", "prompt")
+        return _tokenize_chat(validated(TokenizeChatBody, data))
+    asked = validated(TokenizePromptBody, data)
+    return _tokenize(asked, text=asked.prompt)
+
+
+def _tokenize_chat(asked: TokenizeChatBody) -> TokenizeRequest:
+    found = _tokenize(asked)
+    names: dict[str, Any] = {"tools": asked.tools} if asked.tools else {}
+    names |= asked.chat_template_kwargs or {}
+    names["add_generation_prompt"] = asked.add_generation_prompt
+    messages = [plain_message(place, message) for place, message in enumerate(asked.messages)]
+    return msgspec.structs.replace(found, messages=messages, template_names=names)
+
+
+def _tokenize(asked: TokenizePromptBody | TokenizeChatBody, text: str | None = None) -> TokenizeRequest:
+    return TokenizeRequest(
+        model=asked.model,
+        text=text,
+        special=asked.add_special_tokens,
+        token_strs=bool(asked.return_token_strs),
+        unknown=refuse(asked.model_extra, REFUSED_BY_TOKENIZE),
+    )
+
+
+def read_detokenize(body: bytes) -> DetokenizeRequest:
+    """Return what a body asks for. Raise ApiError (400), naming the field."""
+    asked = validated(DetokenizeBody, read_json(body))
+    return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
+
+
+def validated(model: type[B], data: Any) -> B:
+    """Return a body as this model has it. Raise ApiError (400), naming the field."""
+    if not isinstance(data, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        place = [step for step in found[0]["loc"] if not _is_type(step)]
+        same = [one for one in found if list(one["loc"][: len(place)]) == place]
+        first = same[-1]  # of a union: what is wrong with the list, not that it is no text
+        where = [str(step) for step in first["loc"] if not _is_type(step)]
+        field = quoted(".".join(where))  # the names in a mapping are the client's
+        raise invalid(f"{field}: {first['msg']}", quoted(where[0]) if where else None) from error
+
+
+def _is_type(step: int | str) -> bool:
+    """Return whether a step of pydantic's path is the name of a union's branch, which means nothing to a client."""
+    return isinstance(step, str) and (step in ("str", "int") or "[" in step)
+
+
+def refuse(extra: Mapping[str, Any] | None, refused: Mapping[str, tuple[Any, ...]]) -> tuple[str, ...]:
+    """Return the fields in `extra` that are not known. Raise ApiError (400) for the first of the `refused` ones that has a value
+    which is not harmless."""
+    unknown = []
+    for name, value in (extra or {}).items():
+        if name not in refused:
+            unknown.append(name)
+        elif value not in refused[name]:
+            raise unsupported(name)
+    return tuple(name for name in unknown if name not in IGNORED)
+
+
+def unknown_options(extra: Mapping[str, Any] | None) -> Iterable[str]:
+    """Return the fields of `stream_options` that are not known, by their full names."""
+    names = (f"stream_options.{name}" for name in extra or ())
+    return (name for name in names if name not in IGNORED)
 
 
 def bad_json(why: str) -> ApiError:

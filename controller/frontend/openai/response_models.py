@@ -1,4 +1,4 @@
-"""What the small endpoints answer. /openapi.json is made of these shapes, too."""
+"""Response bodies of the small endpoints. /openapi.json is made of these models, too."""
 
 import msgspec
 
@@ -30,7 +30,7 @@ class ModelEntry(msgspec.Struct):
     id: str
     max_model_len: int  # tokens that a prompt and its answer may have together
     object: str = "model"
-    created: int = 0  # nobody knows
+    created: int = 0  # not known
     owned_by: str = "holdfast"
     root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model that it stands for
 

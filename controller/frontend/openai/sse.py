@@ -3,7 +3,7 @@
 Everything that one turn of the loop brings for a stream becomes one write; each token stays its own event.
 The head goes out with the first event, so that whatever fails before the first token is a proper HTTP error; or after
 `early_head_s` without a token, also of a request that is queued or tokenised: from then on errors are events of the stream.
-Nobody waits for a client: what he does not read is buffered up to a bound and a deadline, past which he is cancelled.
+No stream waits for its client: what the client does not read is buffered up to a bound and a deadline, past which it is cut off.
 """
 
 import asyncio
@@ -28,20 +28,9 @@ class SseStream:
     """The client's end of one streamed request."""
 
     __slots__ = (
-        "_chunked",
-        "_head",
-        "_limits",
-        "_moved_at",
-        "_overflow",
-        "_quiet_at",
-        "_quiet_bytes",
-        "_seen",
-        "_transport",
-        "_written",
-        "ended",
-        "parts",
-        "started",
-    )
+        "_chunked", "_head", "_limits", "_moved_at", "_overflow", "_quiet_at", "_quiet_bytes", "_seen", "_transport",
+        "_written", "ended", "parts", "started",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -55,20 +44,19 @@ class SseStream:
     ) -> None:
         """Write to this connection, `chunked` if the client speaks HTTP/1.1, within the settings' limits.
 
-        `head` makes the response's head and is asked once, with the first event; `overflow` is told why the client must be
-        cut off. `began_at`: monotonic seconds, when the request came.
+        `head` makes the response's head and is called once, with the first event; `overflow` is called with the reason why the
+        client must be cut off. `began_at`: monotonic seconds, when the request came.
         """
         self._transport = transport
         self._limits = limits
         self._chunked = chunked
-        self._head: Callable[[], bytes] | None = head
-        self._overflow: Callable[[SseStream, str], None] = overflow
+        self._head = head
+        self._overflow = overflow
         self._written = 0
         self._seen = 0  # bytes that had left our buffer when we looked last
         self._moved_at: float | None = None  # None: nothing is waiting
-        self._quiet_at = (
-            began_at  # when the request came, or the last comment before the first token went out
-        )
+        # When the request came, or the last comment before the first token went out
+        self._quiet_at = began_at
         self._quiet_bytes = 0  # what was written by then: as long as no more is, no token has come
         self.parts: list[bytes] = []
         self.started = False
@@ -90,7 +78,6 @@ class SseStream:
             parts.append(b"\r\n0\r\n\r\n" if self.ended else b"\r\n")
         if not self.started:
             self.started = True
-            assert self._head is not None
             parts.insert(0, self._head())
         payload = b"".join(parts)  # once: an answer's bytes are many
         parts.clear()
@@ -139,8 +126,8 @@ class SseStream:
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def release(self) -> None:
-        """Let go of who is told: what is over is freed at once, not by the collector of cycles."""
-        self._overflow, self._head = _nothing, None
+        """Drop the callbacks, so that a finished request is freed at once, not by the collector of cycles."""
+        self._overflow, self._head = _nothing, bytes
 
     def abort(self) -> None:
         """Drop the client's connection."""
@@ -152,7 +139,7 @@ def _nothing(stream: SseStream, why: str) -> None:
 
 
 class StreamedResponse(web.StreamResponse):
-    """Tells aiohttp that the response has been written already, by an SseStream."""
+    """A response that an SseStream has written already, for aiohttp."""
 
     def __init__(self, *, keep: bool) -> None:
         super().__init__()

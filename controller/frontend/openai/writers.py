@@ -1,122 +1,263 @@
-"""How an answer reaches its client: as events of a stream, or gathered and sent whole.
+"""Response writers: from the tokens of one answer to what its client reads, as events of a stream or gathered and sent whole.
 
-A writer is fed the tokens that a worker gave; it turns them into text, ends at stop strings, and carries
-logprobs. The streaming writer has a fast path: without stop strings and logprobs, over a byte-level
-vocabulary, a token's event is three byte strings of which two never change and the third stands in a table;
-so the events of many tokens are one join, and no token is detokenised or encoded as JSON (`ByteTable` has the figures).
+A writer takes the tokens that a worker gave. It turns them into text, ends at stop strings, and carries logprobs. Without stop
+strings, logprobs and details, over a byte-level vocabulary, an event is three byte strings: two never change and the third
+stands in a table. The events of many tokens are then one join, and no token is detokenised or encoded as JSON (`ByteTable` has
+the figures).
+
+Few clients want more of an answer than its text (`AnswerContext`). The shapes are vLLM's: `token_ids` in a choice;
+`prompt_token_ids` with the first event, in the choice or, of a chat, beside it; `usage` beside it. An echo comes in one event
+with the first token. With an echo and logprobs, those of the prompt come before those of the first tokens that an attempt
+gives, one for each token of the prompt; the first token has none, because nothing stands before it.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
-from controller.frontend.openai.response_format import (
-    ResponseFormat,
-    around,
-    ending,
-    opening,
-    show_logprobs,
-)
+import msgspec
+
+from controller.frontend.openai.request_parser import AnswerDetails
 from controller.frontend.openai.sse import SseStream
-from controller.frontend.openai.text.incremental_detokenizer import IncrementalDetokenizer
-from controller.frontend.openai.text.tokenizer import ByteDetokenizer
-from controller.frontend.openai.text.vocabulary import check_tokens
+from controller.frontend.openai.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, check_tokens
+from controller.frontend.openai.text.tokenizer import Tokens
 from events.wire import Logprob
 
+# What is the same in all answers is made once for each index among a request's answers: of four JSON objects that each
+# stream made, one is left (4 % of a request).
+CHOICES_KEPT = 256
+ROLE = {"role": "assistant", "content": ""}
 
-class ResponseWriter(Protocol):
-    """One answer, as it is written for its client."""
 
-    stopped: bool  # a stop string has been reached
+class ResponseFormat(msgspec.Struct):
+    """What all answers of one response share. It does not change."""
 
-    @property
-    def reached(self) -> int:
-        """How many of the tokens the client may have seen already."""
-        ...
+    id: str
+    model: str
+    created: int
+    chat: bool
+    usage: bool  # a stream's chunks carry "usage": null, because the last one will carry it
+    tokens: Tokens
+    stops: tuple[str, ...]
+    min_tokens: int
+    logprobs: int | None
+    logprobs_by_id: bool = False  # they name tokens by their ids
+    before: bytes = b""  # what stands before the choices in every event of a stream
+    after: bytes = b""  # and behind them, where it is not the last event
+
+    def __post_init__(self) -> None:
+        name = "chat.completion.chunk" if self.chat else "text_completion"
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": ()}
+        self.before = b"data: " + msgspec.json.encode(head)[:-2]
+        self.after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """Return a new detokenizer for one answer, with its stop strings."""
+        return IncrementalDetokenizer(self.tokens.detokenizer(), self.stops, self.min_tokens)
+
+    def name_of(self, token: int) -> str:
+        """Return what logprobs call a token: its text, or its id where the client wants that."""
+        return f"token_id:{token}" if self.logprobs_by_id else self.tokens.text_of(token)
+
+    def characters(self, tokens: Sequence[int]) -> int:
+        """Return how many characters the texts of these tokens have."""
+        return sum(map(len, map(self.tokens.text_of, tokens)))
+
+    def total(self, usage: Mapping[str, Any]) -> bytes:
+        """Return the event that carries the usage of the whole answer."""
+        return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
+
+
+class AnswerContext(msgspec.Struct):
+    """What one answer shows besides its text, and the logprobs of its prompt."""
+
+    wanted: AnswerDetails
+    prompt: list[int]  # its tokens
+    prompt_text: str  # what is echoed
+    silent: bool  # nothing but the prompt is wanted: what is generated is not shown
+    accepted: list[int] = []  # the answer's tokens, all of them: a list that grows with every step
+    prompt_logprobs: list[Logprob] = []
+    expected: int = 0  # logprobs of the prompt, before those of an attempt's first tokens
+    due: bool = False  # they have not come yet
+
+    def expect_logprobs(self, format: ResponseFormat) -> None:
+        """Expect logprobs of the prompt if they are echoed."""
+        self.due = self.wanted.echo and format.logprobs is not None
+        self.expected = len(self.prompt) if self.due else 0
+
+    def usage(self, made: int) -> dict[str, int]:
+        """Return the usage when so many tokens have been shown."""
+        read = len(self.prompt)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+    def split_logprobs(
+        self, logprobs: Sequence[Logprob] | None, tokens: Sequence[int]
+    ) -> Sequence[Logprob] | None:
+        """Keep those of the prompt, if they are due, and return those of these tokens of the answer."""
+        if not self.due or logprobs is None:
+            return logprobs
+        self.due = False
+        if len(logprobs) < self.expected + len(tokens):  # a worker of the release before gives none
+            return logprobs
+        self.prompt_logprobs = list(logprobs[: self.expected])
+        return logprobs[self.expected :]
+
+    def rewind(self, count: int) -> None:
+        """Expect the prompt's logprobs again where none of the answer's tokens is kept."""
+        self.due = self.due or (bool(self.expected) and not count)
+
+    def echoed_logprobs(
+        self, format: ResponseFormat, tokens: Sequence[int], own: Sequence[Logprob]
+    ) -> dict[str, Any]:
+        """Return the logprobs of an echo and of the tokens behind it. Of the prompt's first token there is none; nor, where the
+        worker is of a release that gives none, of the others."""
+        read, prompt = len(self.prompt), self.prompt_logprobs
+        silent = 1 if len(prompt) == read else read
+        blank = [Logprob(0.0)] * silent
+        shown = show_logprobs(format, [*self.prompt, *tokens], [*blank, *prompt[silent:], *own], 0)
+        for name in ("token_logprobs", "top_logprobs"):
+            shown[name][:silent] = [None] * silent
+        return shown
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Return a body as one server-sent event."""
+    return b"data: %b\n\n" % msgspec.json.encode(body)
+
+
+def _choice(
+    chat: bool, index: int, said: dict[str, str], logprobs: Any = None, finish: str | None = None
+) -> dict[str, Any]:
+    """Return one choice of an event: of a chat with `said` as its delta, else with its fields."""
+    part: dict[str, Any] = {"delta": said} if chat else said
+    return {"index": index} | part | {"logprobs": logprobs, "finish_reason": finish}
+
+
+@lru_cache(CHOICES_KEPT)
+def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
+    """Return what stands in an event before a token's text, from its choice on, and what after it."""
+    mark = "\x00"
+    choice = _choice(chat, index, {"content" if chat else "text": mark})
+    before, behind = msgspec.json.encode(choice).split(json.dumps(mark).encode())
+    return before, behind + after
+
+
+@lru_cache(CHOICES_KEPT)
+def _opening(index: int) -> bytes:
+    """Return the choice that begins a chat answer."""
+    return msgspec.json.encode(_choice(True, index, ROLE))
+
+
+@lru_cache(CHOICES_KEPT)
+def _ending(chat: bool, index: int, reason: str) -> bytes:
+    """Return the choice that ends an answer, with the reason."""
+    return msgspec.json.encode(_choice(chat, index, {} if chat else {"text": ""}, None, reason))
+
+
+def show_logprobs(
+    format: ResponseFormat, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int
+) -> dict[str, Any]:
+    """Return logprobs in the shape that the endpoint's clients expect. `offset`: characters of the answer before them.
+
+    A completion's `top_logprobs` have the chosen token too, as OpenAI has it ("up to logprobs+1 elements"): with 0, it alone.
+    """
+    k, name = format.logprobs or 0, format.name_of
+    if format.chat:
+        return {
+            "content": [
+                _named(format, token, lp.chosen)
+                | {"top_logprobs": [_named(format, other, value) for other, value in lp.top[:k]]}
+                for token, lp in zip(tokens, logprobs, strict=False)
+            ]
+        }
+    sizes = (len(format.tokens.text_of(token)) for token in tokens)
+    return {
+        "tokens": [name(token) for token in tokens],
+        "token_logprobs": [lp.chosen for lp in logprobs],
+        "top_logprobs": [
+            {name(token): lp.chosen} | {name(other): value for other, value in lp.top[:k]}
+            for token, lp in zip(tokens, logprobs, strict=False)
+        ],
+        "text_offset": list(accumulate(sizes, initial=offset))[:-1],
+    }
+
+
+def _named(format: ResponseFormat, token: int, value: float) -> dict[str, Any]:
+    return {"token": format.name_of(token), "logprob": value, "bytes": list(format.tokens.bytes_of(token))}
+
+
+class ResponseWriter:
+    """Takes the tokens of one answer and discards them. Others write them for a client."""
+
+    __slots__ = ()
+    stopped = False  # a stop string has been reached
+    reached = 0  # tokens that the client may have seen already
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         """Take tokens and return how many of them were used: a stop string may end the answer among them. Raise InvalidOutput if
         one is outside the vocabulary: none of them is written."""
-        ...
+        return len(tokens)
 
     def write_text(self, text: str, tokens: int) -> None:
         """Take a text that came without tokens; it counts as so many."""
-        ...
 
     def finish(self, reason: str) -> None:
         """Write what is left, and why the answer ends: `reason` is OpenAI's finish_reason."""
-        ...
 
     def flush(self) -> None:
         """Send what one turn of the loop has brought."""
-        ...
 
     def keep_alive(self) -> None:
-        """Let the client, if he can hear anything yet, know that more will come."""
-        ...
+        """Send a comment, so that the client does not take the connection for idle."""
 
     def rewind(self, count: int) -> None:
         """Forget all tokens after the first `count`, none of which the client has seen."""
-        ...
 
 
-class StreamingWriter:
-    """Writes each token as it comes, as an event of its own."""
+class StreamingWriter(ResponseWriter):
+    """Writes each token as it comes, as an event of its own, with the details that are wanted of it."""
 
     __slots__ = (
-        "_begun",
-        "_bytes",
-        "_detokenizer",
-        "_format",
-        "_index",
-        "_offset",
-        "_prefix",
-        "_seam",
-        "_stream",
-        "_suffix",
-        "_table",
-        "_written",
-        "flush",
-        "stopped",
-    )
+        "_begun", "_bytes", "_context", "_detokenizer", "_format", "_index", "_offset", "_prefix", "_prompt_due", "_seam",
+        "_stream", "_suffix", "_table", "flush", "reached", "stopped",
+    )  # fmt: skip
 
-    def __init__(self, format: ResponseFormat, stream: SseStream, index: int) -> None:
+    def __init__(
+        self, format: ResponseFormat, stream: SseStream, index: int, context: AnswerContext | None = None
+    ) -> None:
         """Write the answer with this index among the request's answers."""
         self._format = format
         self._stream = stream
-        self.flush: Callable[[], None] = stream.flush
+        self.flush = stream.flush  # type: ignore[method-assign]  # one call less for each turn of the loop
         self._index = index
         self._begun = not format.chat
-        self._written = 0
+        self._context = context
+        self._prompt_due = context is not None  # no event has shown the prompt yet
+        self.reached = 0
         self._offset = 0  # characters of the tokens whose logprobs were shown
         self.stopped = False
-        before, self._suffix = around(format.chat, index, format.after)
+        before, self._suffix = _around(format.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
         table = format.tokens.table
-        fast = table is not None and not format.stops and format.logprobs is None
+        fast = table is not None and context is None and not format.stops and format.logprobs is None
         self._table = table if fast else None
         # None until a token comes that has no text, or ends within a character
         self._bytes: ByteDetokenizer | None = None
         # None until something comes that is not for the fast path
         self._detokenizer: IncrementalDetokenizer | None = None
-
-    @property
-    def reached(self) -> int:
-        return self._written
-
-    def _begin(self) -> None:
-        """Begin a chat answer: the first chunk names the role."""
-        self._begun = True
-        self._stream.parts += (self._format.before, opening(self._index), self._format.after)
+        if context is not None:
+            context.expect_logprobs(format)
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         if not self._begun:
             self._begin()
         table, whole = self._table, self._bytes
         if table is None:
-            return self._write_slowly(tokens, logprobs)
+            return self._write_each(tokens, logprobs)
         texts = _texts(table.json, tokens) if whole is None or not whole.pending else None
         if texts is None:
             check_tokens(tokens, len(table))
@@ -124,25 +265,32 @@ class StreamingWriter:
             texts = [json.dumps(text).encode() for token in tokens if (text := whole.feed(token))]
         if texts:
             self._stream.parts += (self._prefix, self._seam.join(texts), self._suffix)
-        self._written += len(tokens)
+        self.reached += len(tokens)
         return len(tokens)
+
+    def _begin(self) -> None:
+        """Begin a chat answer: the first chunk names the role."""
+        self._begun = True
+        if self._context is None:
+            self._stream.parts += (self._format.before, _opening(self._index), self._format.after)
+        else:
+            self._event(ROLE)
 
     def _started_detokenizer(self) -> IncrementalDetokenizer:
         self._detokenizer = self._detokenizer or self._format.detokenizer()
         return self._detokenizer
 
-    def _write_slowly(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        format, detokenizer = self._format, self._started_detokenizer()
-        check_tokens(tokens, format.tokens.size)
+    def _write_each(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        check_tokens(tokens, self._format.tokens.size)
+        context, detokenizer = self._context, self._started_detokenizer()
+        if context is not None:
+            logprobs = context.split_logprobs(logprobs, tokens)
+            if context.silent:
+                return len(tokens)
         for place, token in enumerate(tokens):
             text = detokenizer.feed(token)
-            shown = None
-            if format.logprobs is not None and logprobs is not None and place < len(logprobs):
-                shown = show_logprobs(format, [token], [logprobs[place]], self._offset)
-                self._offset += len(format.tokens.text_of(token))
-            if text or shown is not None:
-                self._stream.parts.append(format.chunk(self._index, text, shown, None))
-            self._written += 1
+            self.reached += 1
+            self._say(text, [token], logprobs[place : place + 1] if logprobs is not None else ())
             if detokenizer.stopped:
                 self.stopped = True
                 return place + 1
@@ -152,12 +300,10 @@ class StreamingWriter:
         if not self._begun:
             self._begin()
         if self._bytes is not None:
-            self._bytes.flush()  # an unfinished character: the text says it whole
+            self._bytes.flush()  # an unfinished character: the text has it whole
         detokenizer = self._started_detokenizer()
-        shown = detokenizer.feed_text(text, tokens)
-        if shown:
-            self._stream.parts.append(self._format.chunk(self._index, shown, None, None))
-        self._written += tokens
+        self.reached += tokens
+        self._say(detokenizer.feed_text(text, tokens), [], ())
         self.stopped = detokenizer.stopped
 
     def finish(self, reason: str) -> None:
@@ -166,35 +312,87 @@ class StreamingWriter:
         rest = self._bytes.flush() if self._bytes is not None else ""
         if self._detokenizer is not None:
             rest += self._detokenizer.end()
-        if rest:
-            self._stream.parts.append(self._format.chunk(self._index, rest, None, None))
-        format = self._format
-        self._stream.parts += (format.before, ending(format.chat, self._index, reason), format.after)
+        if rest or self._prompt_due:
+            self._say(rest, [], ())
+        format, context = self._format, self._context
+        if context is None:
+            self._stream.parts += (format.before, _ending(format.chat, self._index, reason), format.after)
+            return
+        hidden = [] if context.silent else context.accepted[self.reached :]  # a stop token, which is no text
+        self.reached += len(hidden)
+        self._event({} if format.chat else {"text": ""}, None, "length" if context.silent else reason, hidden)
 
     def keep_alive(self) -> None:
         self._stream.keep_alive()
 
     def rewind(self, count: int) -> None:
-        assert count >= self._written, "what a client has seen cannot be taken back"
+        assert count >= self.reached, "what a client has seen cannot be taken back"
+        if self._context is not None:
+            self._context.rewind(count)
+
+    def _say(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
+        """Write what a token, or none, has brought, with all that must stand before it."""
+        format, context = self._format, self._context
+        shown: dict[str, Any] | None = None
+        if context is not None and self._prompt_due and context.wanted.echo:
+            text = context.prompt_text + text
+            if format.logprobs is not None:
+                shown = context.echoed_logprobs(format, tokens, logprobs)
+                self._offset = format.characters(context.prompt)
+        elif format.logprobs is not None and logprobs:
+            shown = show_logprobs(format, tokens, logprobs, self._offset)
+        if shown is not None:
+            self._offset += format.characters(tokens)
+        if text or shown is not None or (tokens and context is not None and context.wanted.token_ids):
+            self._event({"content" if format.chat else "text": text}, shown, None, tokens)
+
+    def _event(
+        self,
+        said: dict[str, str],
+        logprobs: Any = None,
+        finish: str | None = None,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        format, context = self._format, self._context
+        choice, after = _choice(format.chat, self._index, said, logprobs, finish), format.after
+        if context is not None:
+            beside: dict[str, Any] = {}
+            if context.wanted.token_ids:
+                choice["token_ids"] = tokens
+                if self._prompt_due:
+                    (beside if format.chat else choice)["prompt_token_ids"] = context.prompt
+            if context.wanted.usage:
+                beside["usage"] = context.usage(self.reached)
+                after = b"]}\n\n"
+            if beside:
+                after = b"]," + msgspec.json.encode(beside)[1:-1] + after[1:]
+            self._prompt_due = False
+        self._stream.parts += (format.before, msgspec.json.encode(choice), after)
 
 
-class BufferedWriter:
-    """Gathers the answer, and gives it whole."""
+class BufferedWriter(ResponseWriter):
+    """Gathers the answer, and gives it whole, with the details that are wanted of it."""
 
-    def __init__(self, format: ResponseFormat) -> None:
+    def __init__(self, format: ResponseFormat, context: AnswerContext | None = None) -> None:
         self._format = format
+        self._context = context
         self._tokens: list[int] = []
         self._logprobs: list[Logprob] = []
         self._detokenizer = format.detokenizer() if format.stops else None
         self._text: list[str] = []
         self.stopped = False
         self.reason = ""
-
-    @property
-    def reached(self) -> int:
-        return 0
+        if context is not None:
+            context.expect_logprobs(format)
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        if self._context is not None:
+            logprobs = self._context.split_logprobs(logprobs, tokens)
+            if self._context.silent:
+                return len(tokens)
+        return self._gather(tokens, logprobs)
+
+    def _gather(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         check_tokens(tokens, self._format.tokens.size)
         used = len(tokens)
         if self._detokenizer is not None:
@@ -207,43 +405,49 @@ class BufferedWriter:
         self._logprobs += (logprobs or ())[:used]
         return used
 
-    def write_text(self, text: str, tokens: int) -> None:
+    def _detokenized(self) -> IncrementalDetokenizer:
+        """Return the detokenizer, which has been fed all tokens so far."""
         if self._detokenizer is None:
             self._detokenizer = self._format.detokenizer()
             self._text = [self._detokenizer.feed(token) for token in self._tokens]
-        self._text.append(self._detokenizer.feed_text(text, tokens))
-        self.stopped = self._detokenizer.stopped
+        return self._detokenizer
+
+    def write_text(self, text: str, tokens: int) -> None:
+        detokenizer = self._detokenized()
+        self._text.append(detokenizer.feed_text(text, tokens))
+        self.stopped = detokenizer.stopped
 
     def finish(self, reason: str) -> None:
-        self.reason = reason
-        if self._detokenizer is None:
-            self._detokenizer = self._format.detokenizer()
-            self._text = [self._detokenizer.feed(token) for token in self._tokens]
-        self._text.append(self._detokenizer.end())
-
-    def flush(self) -> None:
-        pass
-
-    def keep_alive(self) -> None:
-        pass
+        self.reason = "length" if self._context is not None and self._context.silent else reason
+        self._text.append(self._detokenized().end())
 
     def rewind(self, count: int) -> None:
         tokens, self._tokens = self._tokens[:count], []
         logprobs, self._logprobs = self._logprobs[:count], []
         self._text, self.stopped = [], False
         self._detokenizer = self._format.detokenizer() if self._format.stops else None
-        self.write(tokens, logprobs)
+        self._gather(tokens, logprobs)
+        if self._context is not None:
+            self._context.rewind(count)
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the finished answer as one choice of the response."""
-        format, text = self._format, "".join(self._text)
-        shown = (
-            show_logprobs(format, self._tokens, self._logprobs, 0) if format.logprobs is not None else None
-        )
+        format, context, text, shown = self._format, self._context, "".join(self._text), None
+        echo = context if context is not None and context.wanted.echo else None
+        if format.logprobs is not None and echo is not None:
+            shown = echo.echoed_logprobs(format, self._tokens, self._logprobs)
+        elif format.logprobs is not None:
+            shown = show_logprobs(format, self._tokens, self._logprobs, 0)
         out: dict[str, Any] = {"index": index, "finish_reason": self.reason, "logprobs": shown}
         if format.chat:
-            return out | {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return out | {"text": text}
+            out["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            out["text"] = echo.prompt_text + text if echo is not None else text
+        if context is not None and context.wanted.token_ids:
+            out["token_ids"] = [] if context.silent else list(context.accepted)
+            if not format.chat:
+                out["prompt_token_ids"] = context.prompt
+        return out
 
 
 def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes] | None:

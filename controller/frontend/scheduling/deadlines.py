@@ -20,7 +20,7 @@ from math import inf, isfinite
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
-from controller.frontend.openai.admission_headers import AdmissionHeaders
+from controller.frontend.openai.request_head import AdmissionHeaders
 from controller.frontend.scheduling.deadline_line import CLOCK_S, DeadlineLine
 from controller.frontend.scheduling.pools import Pools, step_s
 from controller.frontend.scheduling.queue import Queue, Room, WaitedTooLong

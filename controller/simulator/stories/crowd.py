@@ -1,32 +1,17 @@
 """Many requests at once in one frontend, with nobody who reads their answers: for scenarios and benchmarks."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.openai.completion import Choice
+from controller.frontend.openai.writers import ResponseWriter
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.router.endpoints import Lineage
 from events.blocks import BlockNames
-from events.wire import Logprob, Sampling
+from events.wire import Sampling
 
 FIRST, SPAN = 259, 1700  # token ids that are no special ones of the simulated engine
-
-
-class Unheard:
-    """Writes an answer that nobody reads."""
-
-    stopped = False
-    reached = 0
-
-    def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        return len(tokens)
-
-    def write_text(self, text: str, tokens: int) -> None: ...
-    def finish(self, reason: str) -> None: ...
-    def flush(self) -> None: ...
-    def keep_alive(self) -> None: ...
-    def rewind(self, count: int) -> None: ...
 
 
 def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choice]:
@@ -45,7 +30,7 @@ def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choi
             guided=None,
             deterministic=True,
         )
-        answers.append(Choice(request, Unheard()))
+        answers.append(Choice(request, ResponseWriter()))
     return answers
 
 

@@ -8,7 +8,7 @@ from frontend_kit import TOKENS, first_goes_to, frontend, text_of
 from scripted_worker import ScriptedWorker, undisturbed
 
 from controller.frontend.dispatch.output_check import check_logprobs
-from controller.frontend.openai.text.vocabulary import InvalidOutput, check_tokens
+from controller.frontend.openai.text.detokenizer import InvalidOutput, check_tokens
 from controller.frontend.request.failures import Failure, classify
 from events.observations import RequestMigrated
 from events.wire import Chunk, Generate, Logprob

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from controller.deciders.tiers import Tiers
 from controller.frontend.http.fast_path import BYTES_MAX, FastPathConnection
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.open_connections import OpenConnections
-from controller.frontend.openai.request_head import KEPT_MAX, cached_heads
+from controller.frontend.openai.request_head import KEPT_MAX, HeadCache
 from controller.frontend.settings import ConnectionSettings, RouterSettings
 
 SECONDS = 10.0
@@ -436,10 +437,10 @@ async def test_a_client_that_goes_takes_his_request_with_him() -> None:
 async def test_who_asks_nothing_for_long_is_left() -> None:
     async with both_paths(ScriptedWorker("w1", step_s=0.05)) as paths:
         loop, open = asyncio.get_running_loop(), set[FastPathConnection]()
-        heads = cached_heads(paths.kit.director.settings.router, Tiers)
-        answer_request = paths.kit.api.openai.answer
-        clients = OpenConnections(ConnectionSettings(idle_s=0.15), print)
-        make = partial(FastPathConnection, answer_request, heads, paths.listeners.aiohttp, open, clients)
+        heads = HeadCache(paths.kit.director.settings.router, paths.kit.director.table)
+        endpoints = paths.kit.api.openai
+        clients = OpenConnections(ConnectionSettings(idle_s=0.15), paths.kit.director.metrics.bounds)
+        make = partial(FastPathConnection, endpoints, heads, paths.listeners.aiohttp, open, clients)
         server = await loop.create_server(make, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with asyncio.timeout(SECONDS):
@@ -486,15 +487,21 @@ async def test_listeners_that_close_let_answers_end_for_a_moment(in_time: bool) 
         other.close()
 
 
+def table_of(tiers: Tiers) -> Any:
+    """Return what a head cache reads of a table."""
+    return SimpleNamespace(tiers=tiers)
+
+
 def test_a_head_with_a_bare_newline_is_not_plain() -> None:
     raw = PLAIN["unary"][: PLAIN["unary"].index(b"\r\n\r\n") + 4]
-    assert cached_heads(RouterSettings(), Tiers)(raw) is not None
-    assert cached_heads(RouterSettings(), Tiers)(raw.replace(b"Host: x\r\n", b"Host: x\n")) is None
+    assert HeadCache(RouterSettings(), table_of(Tiers())).read(raw) is not None
+    assert (
+        HeadCache(RouterSettings(), table_of(Tiers())).read(raw.replace(b"Host: x\r\n", b"Host: x\n")) is None
+    )
 
 
 def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
-    usual = Tiers()
-    heads = cached_heads(RouterSettings(), lambda: usual)
+    heads = HeadCache(RouterSettings(), table_of(Tiers())).read
     raw = PLAIN["override"][: PLAIN["override"].index(b"\r\n\r\n") + 4]
     head = heads(raw)
     assert head is not None and head.overrides.router is not None
@@ -507,10 +514,10 @@ def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
 
 
 def test_a_head_is_read_anew_when_there_are_other_tiers() -> None:
-    tiers = Tiers()
-    heads = cached_heads(RouterSettings(), lambda: tiers)
+    table = table_of(Tiers())
+    heads = HeadCache(RouterSettings(), table).read
     raw = PLAIN["unary"][: PLAIN["unary"].index(b"\r\n\r\n") + 4]
     raw = raw.replace(b"Host: x", b"Host: x\r\nX-Priority: gold")
     assert (head := heads(raw)) is not None and (head.tier, bool(head.warning)) == ("best_effort", True)
-    tiers = Tiers(("gold", "silver"), "silver")
+    table.tiers = Tiers(("gold", "silver"), "silver")
     assert (head := heads(raw)) is not None and (head.tier, head.warning) == ("gold", "")

@@ -12,7 +12,7 @@ import pytest
 from frontend_kit import Kit, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
-from controller.frontend.http.body_end import BodyEnd
+from controller.frontend.http.client_handler import BodyEnd
 
 SECONDS = 20.0
 HEAD_S = 0.2

@@ -15,9 +15,9 @@ from scripted_worker import ScriptedWorker
 
 from controller.frontend.errors import ApiError
 from controller.frontend.openai.body_parsers import COMMAND
-from controller.frontend.openai.body_scan import CHEAP_BYTES, SLICE_BYTES, BodyLimits, BodyScan
+from controller.frontend.openai.body_scan import CHEAP_BYTES, SLICE_BYTES, BodyScan
 from controller.frontend.openai.intake import YIELD_BYTES, Intake
-from controller.frontend.openai.readers import READERS
+from controller.frontend.openai.request_parser import parse_body
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 
 REFUSED = "holdfast_bound_refusals_total"
@@ -63,16 +63,12 @@ async def test_whatever_a_body_holds_other_tasks_have_their_turn_every_64_kib() 
             turns += 1
             await asyncio.sleep(0)
 
-    settings = AdmissionSettings()
-    limits = BodyLimits(
-        settings.body_names_max, settings.body_lists_max, settings.body_texts_max, settings.body_values_max
-    )
     intake = Intake(FrontendSettings())
     task = asyncio.create_task(others())
     mixes = [bodies(dice) for _ in range(12)]
     for _ in range(1000):
         body = dice.choice(list(dice.choice(mixes).values()))
-        scan, excess, before = BodyScan(limits), "", turns
+        scan, excess, before = BodyScan(AdmissionSettings()), "", turns
         for at in range(0, len(body), SLICE_BYTES):
             if excess := scan.feed(body[at : at + SLICE_BYTES]):
                 break
@@ -151,7 +147,7 @@ async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
     encoded = json.dumps(body).encode()
     intake = Intake(FrontendSettings())
     try:
-        assert await intake.parsed(name, encoded) == READERS[name][0](encoded)
+        assert await intake.parsed(name, encoded) == parse_body(name, encoded)
         assert parsers()
     finally:
         await intake.close()

@@ -14,13 +14,18 @@ from simulated_frontend import simulated
 from controller.frontend.errors import CODES
 from controller.frontend.http.openapi import document
 from controller.frontend.http.routes import MODEL, ROUTES
-from controller.frontend.openai.fast_chat import PlainChat, PlainMessage, PlainOptions
-from controller.frontend.openai.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
 from controller.frontend.openai.request_head import ENDPOINTS
-from controller.frontend.openai.request_models import ChatBody, CompletionBody
-from controller.frontend.openai.tokenize_bodies import (
+from controller.frontend.openai.request_models import (
+    IGNORED,
+    REFUSED_BY_CHAT,
+    REFUSED_BY_COMPLETIONS,
     REFUSED_BY_TOKENIZE,
+    ChatBody,
+    CompletionBody,
     DetokenizeBody,
+    PlainChat,
+    PlainMessage,
+    PlainOptions,
     TokenizeChatBody,
     TokenizePromptBody,
 )

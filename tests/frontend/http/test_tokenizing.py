@@ -12,8 +12,8 @@ from frontend_kit import TOKENS, Kit, frontend, sentencepiece_like
 from scripted_worker import ScriptedWorker
 from tokenizers.processors import TemplateProcessing
 
+from controller.frontend.openai.request_models import TEXT_CHARS_MAX, TOKENS_MAX
 from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
-from controller.frontend.openai.tokenize_bodies import TEXT_CHARS_MAX, TOKENS_MAX
 from events.decisions import HealthStatus
 from events.observations import WorkerLeft
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.admission_headers import (
+from controller.frontend.openai.request_head import (
     CLIENT_CHARS_MAX,
     NOTHING,
     AdmissionHeaders,

@@ -8,10 +8,15 @@ from frontend_kit import TOKENS, frontend
 from scripted_worker import ScriptedWorker
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.intake import Intake
-from controller.frontend.openai.prompts import read_prompts, unknown_fields
-from controller.frontend.openai.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
-from controller.frontend.openai.request_models import ChatBody, CompletionBody
+from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.request_head import unknown_fields
+from controller.frontend.openai.request_models import (
+    IGNORED,
+    REFUSED_BY_CHAT,
+    REFUSED_BY_COMPLETIONS,
+    ChatBody,
+    CompletionBody,
+)
 from controller.frontend.openai.request_parser import parse_any_chat, parse_completion
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer

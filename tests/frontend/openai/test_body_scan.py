@@ -6,14 +6,22 @@ from typing import Any
 
 import pytest
 
-from controller.frontend.openai.body_scan import SLICE_BYTES, BodyLimits, BodyScan
+from controller.frontend.openai.body_scan import SLICE_BYTES, BodyScan
 from controller.frontend.settings import AdmissionSettings
 
-LIMITS = BodyLimits(names=100, nested=50, texts=200, values=1000)
+
+def limits_of(names: int, lists: int, texts: int, values: int) -> AdmissionSettings:
+    """Return limits that are not validated: settings may not be as low."""
+    return AdmissionSettings.model_construct(
+        body_names_max=names, body_lists_max=lists, body_texts_max=texts, body_values_max=values
+    )
+
+
+LIMITS = limits_of(100, 50, 200, 1000)
 NAMES = b'{"model":"m"' + b"".join(b',"a%d":1' % n for n in range(1_000_000)) + b"}"
 
 
-def fed(body: bytes, limits: BodyLimits, dice: random.Random | None = None) -> tuple[str, BodyScan]:
+def fed(body: bytes, limits: AdmissionSettings, dice: random.Random | None = None) -> tuple[str, BodyScan]:
     """Feed a body in slices of the usual size, or of random sizes, until it is refused."""
     scan, at = BodyScan(limits), 0
     while at < len(body):
@@ -49,7 +57,7 @@ def made(dice: random.Random, depth: int = 0) -> Any:
 def test_what_strings_contain_is_not_counted_wherever_a_body_is_cut() -> None:
     """The counts of 1,000 random bodies, cut at random places, are those of what they decode to."""
     dice = random.Random(18)
-    limits = BodyLimits(names=10**6, nested=10**6, texts=10**6, values=10**6)
+    limits = limits_of(10**6, 10**6, 10**6, 10**6)
     for _ in range(1000):
         value = [made(dice) for _ in range(3)]
         body = json.dumps(value, ensure_ascii=dice.random() < 0.5).encode()
@@ -72,19 +80,13 @@ def test_each_limit_is_reported_by_its_name(body: bytes, excess: str) -> None:
 
 def test_a_million_unknown_names_are_refused_after_a_twelfth_of_the_body() -> None:
     """The reported body of 11 MB: before, all of it was decoded, which held every other client for seconds."""
-    settings = AdmissionSettings()
-    limits = BodyLimits(
-        settings.body_names_max, settings.body_lists_max, settings.body_texts_max, settings.body_values_max
-    )
-    excess, scan = fed(NAMES, limits)
+    excess, scan = fed(NAMES, AdmissionSettings())
     assert excess == "65536 names" and scan.size < len(NAMES) / 12
 
 
 def test_10000_messages_of_one_part_each_are_within_the_limits() -> None:
-    settings = AdmissionSettings()
-    limits = BodyLimits(
-        settings.body_names_max, settings.body_lists_max, settings.body_texts_max, settings.body_values_max
-    )
     message = {"role": "user", "content": [{"type": "text", "text": 'a "quoted" word'}]}
-    excess, scan = fed(json.dumps({"model": "m", "messages": [message] * 10_000}).encode(), limits)
+    excess, scan = fed(
+        json.dumps({"model": "m", "messages": [message] * 10_000}).encode(), AdmissionSettings()
+    )
     assert not excess and not scan.cheap

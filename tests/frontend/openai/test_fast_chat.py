@@ -9,8 +9,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.fast_chat import PlainChat, plain_chat
-from controller.frontend.openai.request_parser import ParsedRequest, parse_any_chat, read_chat, read_json
+from controller.frontend.openai.request_models import PlainChat
+from controller.frontend.openai.request_parser import (
+    ParsedRequest,
+    parse_any_chat,
+    plain_chat,
+    read_chat,
+    read_json,
+)
 
 PLAIN: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 ODD = st.sampled_from([

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.frontend.openai.decompression import InflatesTooFar, inflated
+from controller.frontend.openai.intake import InflatesTooFar, inflated
 
 
 def bare(data: bytes) -> bytes:

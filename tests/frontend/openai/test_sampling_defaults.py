@@ -10,9 +10,8 @@ import pytest
 from frontend_kit import frontend
 from scripted_worker import Act, ScriptedWorker
 
-from controller.frontend.openai.request_parser import DEFAULTED, read_chat, read_completion
-from controller.frontend.openai.text.generation_defaults import read_defaults
-from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
+from controller.frontend.openai.request_parser import DEFAULTED, parse_body, read_chat
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE, read_defaults
 from events.observations import RequestMigrated
 from events.wire import Beat, Load, Sampling
 
@@ -49,7 +48,7 @@ def test_a_request_remembers_what_its_client_left_out(given: dict[str, Any], lef
     assert read_chat(json.dumps(chat).encode()).sampling.unset == left
     assert read_chat(json.dumps(chat | {"user": "u"}).encode()).sampling.unset == left
     plain = {"model": "m", "prompt": "hi", **given}
-    assert read_completion(json.dumps(plain).encode()).sampling.unset == left
+    assert parse_body("completions", json.dumps(plain).encode()).sampling.unset == left
 
 
 async def test_an_upstreams_worker_is_told_what_was_left_out() -> None:

@@ -19,8 +19,7 @@ from scripted_worker import FIRST, LAST, ScriptedWorker
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
-from controller.frontend.openai.admission_headers import AdmissionHeaders
-from controller.frontend.openai.request_head import Head
+from controller.frontend.openai.request_head import AdmissionHeaders, Head
 from controller.frontend.openai.text.tokenizer import ready_tokens
 from controller.frontend.settings import FrontendSettings
 from events.fact import Decision, Fact, Observation, Recorded

@@ -17,8 +17,7 @@ from benchmarks.overload.world import LIFE, Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
 from controller.config.flags import gather
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
-from controller.frontend.openai.admission_headers import AdmissionHeaders
-from controller.frontend.openai.request_head import Head
+from controller.frontend.openai.request_head import AdmissionHeaders, Head
 from controller.frontend.settings import FrontendSettings
 from controller.router.admission.retries import REPEATS_LEAST
 from controller.router.load.monitor import AHEAD_S

@@ -12,8 +12,7 @@ import pytest
 from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
-from controller.frontend.openai.admission_headers import AdmissionHeaders
-from controller.frontend.openai.request_head import Head
+from controller.frontend.openai.request_head import AdmissionHeaders, Head
 from controller.frontend.openai.sse import KEEP_ALIVE
 from controller.frontend.settings import FrontendSettings
 from events.fact import Observation

@@ -2,21 +2,29 @@
 
 A template is a program that comes with the model's files: it runs in `jinja_environment`'s sandbox, which is imported with
 the first template.
+
+The API's messages are not quite what templates are written for. As vLLM's chat endpoint does, before rendering:
+
+- Text parts are joined with newlines, unless the template loops over a message's parts: it gets the parts then.
+- A tool call's arguments are JSON text in the API, and an object in a template.
+- A template that does not know the role `developer` gets `system` in its place.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from events.errors import HoldfastError
 
-SAID_MAX = 200  # characters of what a template says that refuses
+SAID_MAX = 200  # characters of a template's own error message
 SOURCE_CHARS_MAX = 262_144  # the longest published ones have 30,000
 SIM_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+PLAIN_ROLES = frozenset({"user", "assistant", "system"})  # a text of theirs is the same in each form
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 DEFAULT, WITH_TOOLS = (
     "default",
@@ -26,6 +34,49 @@ DEFAULT, WITH_TOOLS = (
 
 class BadTemplate(HoldfastError):
     """The model's chat template refused these messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """What one template expects of a message."""
+
+    parts: bool = False  # its content as a list of parts, where a client sends one
+    strings: bool = True  # its content as a string, where a client sends one
+    developer: bool = False  # the role `developer`
+
+    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the API's messages in this form. The given ones stay as they are."""
+        for message in messages:
+            plain = len(message) == 2 and message.get("role") in PLAIN_ROLES
+            if self.parts or not plain or type(message.get("content")) is not str:
+                return [self._message(message) for message in messages]
+        return list(messages)  # nearly always
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        changed: dict[str, Any] = {}
+        content = message.get("content")
+        if isinstance(content, list):
+            if not self.parts:
+                changed["content"] = "\n".join(part["text"] for part in content)
+        elif self.parts and not self.strings and isinstance(content, str):
+            changed["content"] = [{"type": "text", "text": content}]
+        if message.get("role") == "developer" and not self.developer:
+            changed["role"] = "system"
+        if isinstance(calls := message.get("tool_calls"), list):
+            changed["tool_calls"] = [_with_object(call) for call in calls]
+        return message | changed if changed else message
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call whose arguments are an object. What is not the JSON text of one stays as it is."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 class ChatTemplate:
@@ -38,19 +89,22 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from jinja2.meta import find_undeclared_variables
 
-        from controller.frontend.openai.text.jinja_environment import RenderingBudget, environment
-        from controller.frontend.openai.text.message_format import format_of
+        from controller.frontend.openai.text.jinja_environment import (
+            ChatEnvironment,
+            RenderingBudget,
+            format_of,
+        )
 
         if len(source) > SOURCE_CHARS_MAX:
             raise BadTemplate(f"the chat template has more than {SOURCE_CHARS_MAX:,} characters")
-        self._environment, self._budget = environment(), RenderingBudget
+        self._environment, self._budget = ChatEnvironment(), RenderingBudget
         try:
             self._template = self._environment.from_string(source)
             tree = self._environment.parse(source)
             self._reads = find_undeclared_variables(tree)
         except (TemplateError, RecursionError) as error:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
-        self._format = format_of(tree)
+        self._format = MessageFormat(*format_of(tree))
         self._with_tools = with_tools
         # All names in one dict, copied once for every rendering: Jinja2's own merging takes longer than the template
         self._usual = {**self._template.globals, **specials, "add_generation_prompt": True, "tools": None}

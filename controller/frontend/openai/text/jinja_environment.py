@@ -66,7 +66,7 @@ READING_TESTS = {
 WIDE_FILTERS = {"batch", "center", "indent", "slice"}
 WIDE_METHODS = {"center", "expandtabs", "ljust", "rjust", "zfill"}
 QUADRATIC_METHODS = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
-"""Whose time grows with the text times the argument."""
+"""Their time grows with the text times the argument."""
 REFUSED_METHODS = {"encode", "from_bytes", "to_bytes", "translate"}  # their results have no simple bound
 
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -200,7 +200,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             return (self._parts(args[0], text), *args[1:])
         return args
 
-    def _counted_filter(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted_filter(self, name: str, filter: Any) -> Any:
         """Return a filter that takes what it reads and what it returns off the budget."""
         first = 1 if hasattr(filter, "jinja_pass_arg") else 0  # the value's place among its arguments
         cost = _cost if name in REFERENCE_FILTERS else _whole_cost
@@ -238,7 +238,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         return counted
 
-    def _counted_test(self, test: Any) -> Callable[..., Any]:
+    def _counted_test(self, test: Any) -> Any:
         """Return a test that takes what it reads off the budget."""
 
         @wraps(test)
@@ -312,7 +312,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`: marks what the assistant says, for training. The text is what it holds."""
+    """`{% generation %} … {% endgeneration %}`: marks the assistant's text, for training. It renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 (the name and type that Jinja2 wants)
 
@@ -320,11 +320,6 @@ class _Generation(Extension):
         """Return the body."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def environment() -> ChatEnvironment:
-    """Return a new environment."""
-    return ChatEnvironment()
 
 
 def _rewritten(node: Any) -> Any:
@@ -469,3 +464,65 @@ def _raise(message: str) -> NoReturn:
 def _strftime_now(format: str) -> str:
     _check_format(format)
     return datetime.now(UTC).strftime(format)  # noqa: TID251 (a date for the prompt, not an order)
+
+
+def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
+    """Return the form in which a template takes messages, read off its syntax tree: the fields of `MessageFormat`."""
+    parts = _loops_over_parts(tree)
+    strings = not parts or any(test.name == "string" for test in tree.find_all(nodes.Test))
+    developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
+    return parts, strings, developer
+
+
+def _loops_over_parts(tree: nodes.Template) -> bool:
+    """Return whether a loop of the template runs over the content of a message."""
+    lists = {"messages"}  # names that hold messages
+    one: set[str] = set()  # names that hold one message
+    contents: set[str] = set()  # names that hold its content
+    for _ in range(3):  # an alias of an alias of an alias
+        for target, value in _assignments(tree):
+            if _is_content(value, lists, one, contents):
+                contents.add(target)
+            elif _is_message(value, lists, one):
+                one.add(target)
+            elif _base_name(value) in lists:
+                lists.add(target)
+        for loop in tree.find_all(nodes.For):
+            if isinstance(loop.target, nodes.Name) and _base_name(loop.iter) in lists:
+                one.add(loop.target.name)
+    return any(_is_content(loop.iter, lists, one, contents) for loop in tree.find_all(nodes.For))
+
+
+def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
+    for assigned in tree.find_all(nodes.Assign):
+        if isinstance(assigned.target, nodes.Name):
+            yield assigned.target.name, assigned.node
+
+
+def _is_content(value: nodes.Node, lists: set[str], one: set[str], contents: set[str]) -> bool:
+    value = _unfiltered(value)
+    if isinstance(value, nodes.Name):
+        return value.name in contents
+    match value:
+        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+            return _is_message(value.node, lists, one)
+    return False
+
+
+def _is_message(value: nodes.Node, lists: set[str], one: set[str]) -> bool:
+    value = _unfiltered(value)
+    if isinstance(value, nodes.Name):
+        return value.name in one
+    return isinstance(value, nodes.Getitem) and _base_name(value.node) in lists
+
+
+def _base_name(value: nodes.Node) -> str:
+    value = _unfiltered(value)
+    return value.name if isinstance(value, nodes.Name) else ""
+
+
+def _unfiltered(value: nodes.Node) -> nodes.Node:
+    """Return what a chain of filters and slices starts from."""
+    while isinstance(value, nodes.Filter) and value.node is not None:
+        value = value.node
+    return value

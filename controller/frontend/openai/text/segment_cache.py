@@ -1,4 +1,4 @@
-"""Which tokens is a text that has mostly been read before, as the next turn of a conversation has?
+"""A cache of tokenised text segments, for texts that mostly repeat earlier ones, as the next turn of a conversation does.
 
     text ── cut at the added tokens ──▶ segments ── kept ──────────────────────────▶ tokens, joined
                                             └── others ── the tokenizer, at once ──▶ kept
@@ -16,12 +16,15 @@ import asyncio
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from tokenizers import Tokenizer
+
+from controller.frontend.openai.text.long_texts import LongTexts
+from controller.frontend.openai.text.token_reach import parts_of
 
 KEPT_BYTES = 16 * 2**20  # of texts and tokens, per tokenizer
 SEGMENT_SHARE = (
@@ -38,35 +41,19 @@ _WITHIN_A_SEGMENT = {  # what splits further: each split for itself, wherever it
 }  # fmt: skip
 _AROUND_ALL = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"}
 
-Encode = Callable[[list[str]], list[Sequence[int]]]
-T = TypeVar("T")
-
-
-class Beside(Protocol):
-    """Runs what would hold the loop up beside it."""
-
-    async def __call__(self, chars: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which reads so many characters."""
-        ...
-
-
-async def in_thread(chars: int, work: Callable[[], T]) -> T:
-    """Run it at once, whatever else runs."""
-    return await asyncio.to_thread(work)
-
 
 class SegmentCache:
     """The segments of texts that one tokenizer has read lately. Touched by the loop only."""
 
     def __init__(
-        self, added: dict[str, int], encode: Encode, kept_bytes: int = KEPT_BYTES, *, bare: bool = True
+        self, added: dict[str, int], tokenizer: Tokenizer, kept_bytes: int = KEPT_BYTES, *, bare: bool = True
     ) -> None:
-        """Begin empty. `added`: the tokenizer's added tokens; `encode` reads texts alone; `kept_bytes`: how much is kept."""
+        """Begin empty. `added`: the tokenizer's added tokens; `kept_bytes`: how much is kept."""
         cut = re.compile(f"({_longest_of(added)})")
         self._cut = partial(cut.split, maxsplit=CUTS_MAX) if added else lambda text: [text]
         self._added: dict[str, Sequence[int]] = {"": ()} | {text: (token,) for text, token in added.items()}
-        self.bare = bare  # the tokenizer puts nothing around a text, also where it is asked to
-        self._encode = encode
+        self.bare = bare  # the tokenizer puts nothing around a text, even with `special`
+        self._tokenizer = tokenizer
         self._segment_bytes_max = kept_bytes // SEGMENT_SHARE
         self._kept: OrderedDict[str, array[int]] = OrderedDict()  # the latest last
         self._room = kept_bytes
@@ -78,7 +65,7 @@ class SegmentCache:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, config: dict[str, Any], encode: Encode, kept_bytes: int = KEPT_BYTES
+        cls, tokenizer: Tokenizer, config: dict[str, Any], kept_bytes: int = KEPT_BYTES
     ) -> "SegmentCache | None":
         """Return an empty cache for a tokenizer with this JSON; None if it may read a segment otherwise than alone."""
         if not _reads_segments_alone(config):
@@ -89,33 +76,39 @@ class SegmentCache:
         ids = {one["content"]: one["id"] for one in added}
         if any(not text or len(text) > ADDED_MAX or tokenizer.token_to_id(text) != ids[text] for text in ids):
             return None
-        bare = all(part["type"] in ("ByteLevel", "Sequence") for part in _parts(config["post_processor"]))
-        return cls(ids, encode, kept_bytes, bare=bare)
+        bare = all(part["type"] in ("ByteLevel", "Sequence") for part in parts_of(config["post_processor"]))
+        return cls(ids, tokenizer, kept_bytes, bare=bare)
 
-    async def read(self, text: str, long: int, beside: Beside = in_thread) -> list[int]:
+    async def read(self, text: str, long: int, threads: LongTexts | None = None) -> list[int]:
         """Return the tokens of a text, without those that a tokenizer puts around it.
 
-        What is not kept is read `beside` the loop where it has `long` characters or more.
+        What is not kept is read by one of the `threads` where it has `long` characters or more; None: by a thread at once.
         """
         parts = self._cut(text)
         tokens: list[int] = []
         for part in parts:
             known = self._known(part)
             if known is None:
-                return await self._read_rest(parts, long, beside)
+                return await self._read_rest(parts, long, threads)
             tokens += known
         return tokens
 
-    async def _read_rest(self, parts: list[str], long: int, beside: Beside) -> list[int]:
+    async def _read_rest(self, parts: list[str], long: int, threads: LongTexts | None) -> list[int]:
         known = {part: self._known(part) for part in parts}
         missing = [part for part, tokens in known.items() if tokens is None]
         chars = sum(map(len, missing))
         work = partial(self._encode, missing)
-        read = await beside(chars, work) if chars >= long else work()
+        if chars < long:
+            read = work()
+        else:
+            read = await (asyncio.to_thread(work) if threads is None else threads.read(chars, work))
         for part, tokens in zip(missing, read, strict=True):
             known[part] = tokens
             self._keep(part, tokens)
         return list(chain.from_iterable(known[part] or () for part in parts))
+
+    def _encode(self, texts: list[str]) -> list[Sequence[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _known(self, part: str) -> Sequence[int] | None:
         tokens = self._kept.get(part)
@@ -148,23 +141,16 @@ def _reads_segments_alone(config: dict[str, Any]) -> bool:
     """Say whether a tokenizer reads each segment as if there were no other, and the same at any time."""
     if config["truncation"] or config["padding"] or config["model"].get("dropout"):
         return False
-    for part in _parts(config["pre_tokenizer"]):
+    for part in parts_of(config["pre_tokenizer"]):
         if part["type"] not in _WITHIN_A_SEGMENT or part.get("prepend_scheme") == "first":
             return False
-    for part in _parts(config["post_processor"]):
+    for part in parts_of(config["post_processor"]):
         wholes = sum(
             "Sequence" in one for one in part.get("single", ())
-        )  # of a template, how often it says the text
+        )  # how often a template contains the text
         if part["type"] not in _AROUND_ALL or (part["type"] == "TemplateProcessing" and wholes != 1):
             return False
     return True
-
-
-def _parts(config: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if config is not None:
-        yield config
-        for part in config.get("pretokenizers") or config.get("processors") or ():
-            yield from _parts(part)
 
 
 def _longest_of(words: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""How many tokens has a text at least? Known from its length, so that what cannot fit into a context is never tokenised.
+"""A lower bound of a text's tokens, from its length, so that a text that cannot fit into a context is never tokenised.
 
     tokens ≥ characters / reach        reach: the most characters of a text that one token can stand for
 
@@ -7,11 +7,11 @@ Each character of a text is a part of some token, unless the tokenizer drops it;
 one token. Normalisers that compose (NFC) make one character of four at most, and leave ASCII as it is. Blanks that are dropped
 before the tokenizer reads words, or that an added token takes from beside it, are not counted.
 
-What a reader would get wrong: where nobody can say how much is dropped, there is no bound, and a text is tokenised however long
-it is. That is so for normalisers that delete or rewrite at will (Strip, StripAccents, BertNormalizer, Nmt, Precompiled, Replace
-with a pattern), and for models that make one token of any number of unknown characters (WordPiece, WordLevel, Unigram and BPE
-that fuse them, without all 256 bytes to fall back to). See `normalizers`, `pre_tokenizers` and `models` of Hugging Face's
-tokenizers 0.23.
+Where the tokenizer may drop any number of characters, there is no bound, and a text is tokenised whatever its length. That is
+so for normalisers that delete or rewrite at will (Strip, StripAccents, BertNormalizer, Nmt, Precompiled, Replace with a
+pattern), and for models that make one token of any number of unknown characters (WordPiece, WordLevel, Unigram and BPE that
+fuse them, without all 256 bytes to fall back to). See `normalizers`, `pre_tokenizers` and `models` of Hugging Face's tokenizers
+0.23.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,11 +63,11 @@ def reach_of(
     `byte_of`: the byte behind each printable stand-in of a byte-level vocabulary.
     """
     shrinks = _shrinks(config["normalizer"])
-    words = list(_parts(config["pre_tokenizer"], "pretokenizers"))
+    words = list(parts_of(config["pre_tokenizer"]))
     if shrinks is None or config["truncation"] or not all(map(_keeps, words)):
         return None
     byte_level = any(part["type"] == "ByteLevel" for part in words) or any(
-        part["type"] == "ByteLevel" for part in _parts(config["normalizer"], "normalizers")
+        part["type"] == "ByteLevel" for part in parts_of(config["normalizer"])
     )
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if not _knows_every_character(config["model"], vocabulary, byte_of if byte_level else ()):
@@ -87,9 +87,9 @@ def reach_of(
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> tuple[int, int] | None:
     """Return how many characters a normaliser makes into one at most, of any text, and how many times more if it is not
-    ASCII; None: nobody can say."""
+    ASCII; None: there is no bound."""
     plain = composed = 1
-    for part in _parts(normalizer, "normalizers"):
+    for part in parts_of(normalizer):
         kind = part["type"]
         if kind in _COMPOSES:
             composed *= COMPOSED_MAX
@@ -131,8 +131,10 @@ def _characters(token: str, byte_of: Mapping[str, int]) -> int:
     return len(token)
 
 
-def _parts(config: Mapping[str, Any] | None, within: str) -> Iterator[Mapping[str, Any]]:
+def parts_of(config: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield a step of a tokenizer, as its JSON has it, and all steps in it, if it is a sequence."""
     if config is not None:
         yield config
-        for part in config.get(within) or ():
-            yield from _parts(part, within)
+        for name in ("normalizers", "pretokenizers", "processors"):
+            for part in config.get(name) or ():
+                yield from parts_of(part)

@@ -5,6 +5,7 @@ import json
 import threading
 import tracemalloc
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from controller.frontend.openai.intake import Intake
-from controller.frontend.openai.prompts import read_prompts
+from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_parser import parse_completion, read_chat
 from controller.frontend.openai.text.chat_templates import ChatTemplate
 from controller.frontend.openai.text.segment_cache import (
@@ -29,7 +29,6 @@ from controller.frontend.openai.text.tokenizer import (
     LONG_TEXT,
     Tokens,
     load_tokenizer,
-    load_tokens,
 )
 from controller.frontend.settings import FrontendSettings
 
@@ -273,8 +272,8 @@ def test_a_kind_of_tokenizer_that_is_not_known_is_not_cut() -> None:
     for place in ("pre_tokenizer", "post_processor"):
         config = json.loads(tokenizer.to_str())
         config[place]["type"] = "OfTomorrow"
-        assert SegmentCache.of(tokenizer, config, lambda texts: []) is None
-    assert SegmentCache.of(tokenizer, json.loads(tokenizer.to_str()), lambda texts: []) is not None
+        assert SegmentCache.of(tokenizer, config) is None
+    assert SegmentCache.of(tokenizer, json.loads(tokenizer.to_str())) is not None
 
 
 def test_thousands_of_added_tokens_and_long_runs_are_found() -> None:
@@ -293,11 +292,13 @@ class Reader:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.read: list[str] = []
-        self.segments = SegmentCache({"<s>": 7}, self._encode, kept_bytes)
+        self.segments = SegmentCache({"<s>": 7}, self, kept_bytes)  # type: ignore[arg-type]
 
-    def _encode(self, texts: list[str]) -> list[Sequence[int]]:
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
+        """Stand in for a tokenizer."""
+        assert not add_special_tokens
         self.read += texts
-        return [[ord(char) for char in text] for text in texts]
+        return [SimpleNamespace(ids=[ord(char) for char in text]) for text in texts]
 
     async def __call__(self, *texts: str, long: int = LONG_TEXT) -> list[str]:
         """Return what had to be read anew."""
@@ -334,13 +335,8 @@ async def test_a_piece_that_would_drive_out_all_others_is_not_kept() -> None:
 
 @pytest.mark.parametrize("text", ["{} ", "{} 你好 ", "{} 😀"])
 async def test_what_is_kept_takes_no_more_memory_than_it_may(text: str) -> None:
-    tokens, room = load_tokens(BUILTIN), 400_000
-    added = {"<s>": 1}
-
-    def encode(texts: list[str]) -> list[Sequence[int]]:
-        return [tokens.encode(text, special=False) for text in texts]
-
-    segments = SegmentCache(added, encode, room)
+    room = 400_000
+    segments = SegmentCache({"<s>": 1}, load_tokenizer(BUILTIN), room)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -355,11 +351,12 @@ async def test_what_is_kept_takes_no_more_memory_than_it_may(text: str) -> None:
 async def test_only_what_is_new_and_long_is_read_beside_the_loop() -> None:
     where: list[bool] = []
 
-    def encode(texts: list[str]) -> list[Sequence[int]]:
-        where.append(threading.current_thread() is threading.main_thread())
-        return [[1] for _ in texts]
+    class Encoder:
+        def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
+            where.append(threading.current_thread() is threading.main_thread())
+            return [SimpleNamespace(ids=[1]) for _ in texts]
 
-    segments = SegmentCache({"<s>": 7}, encode)
+    segments = SegmentCache({"<s>": 7}, Encoder())  # type: ignore[arg-type]
     await segments.read("<s>".join(["a" * 60, "b" * 60]), 100)
     await segments.read("<s>".join(["a" * 60, "b" * 60, "c" * 60]), 100)
     assert where == [False, True]

@@ -3,14 +3,18 @@ compromised worker may name."""
 
 import pytest
 
-from controller.frontend.openai.text.chat_templates import SOURCE_CHARS_MAX, BadTemplate, ChatTemplate
+from controller.frontend.openai.text.chat_templates import (
+    SOURCE_CHARS_MAX,
+    BadTemplate,
+    ChatTemplate,
+    MessageFormat,
+)
 from controller.frontend.openai.text.jinja_environment import (
     STEPS_MAX,
+    ChatEnvironment,
     OverBudget,
     RenderingBudget,
-    environment,
 )
-from controller.frontend.openai.text.message_format import MessageFormat
 
 SAID = [{"role": "user", "content": "hi"}]
 MANY = "{% for i in range(99999) %}"
@@ -153,7 +157,7 @@ def test_a_thousand_messages_with_tools_take_less_than_a_fifth_of_the_budget() -
     )
     call = {"function": {"name": "f", "arguments": '{"a": 1, "b": [1, 2, 3]}'}}
     message = {"role": "assistant", "content": "word " * 1000, "tool_calls": [call] * 4}
-    made = environment()
+    made = ChatEnvironment()
     template = made.from_string(source)
     messages = MessageFormat().messages([message] * 1000)
     made.budget = RenderingBudget(steps=STEPS_MAX // 5, seconds=600)

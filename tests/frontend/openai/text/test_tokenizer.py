@@ -7,20 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_sim_tokenizer
 import pytest
 from frontend_kit import sentencepiece_like
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from controller.frontend.openai.text import make_sim_tokenizer
 from controller.frontend.openai.text.chat_templates import SIM_TEMPLATE, BadTemplate, ChatTemplate
-from controller.frontend.openai.text.jinja_environment import environment
+from controller.frontend.openai.text.detokenizer import INCOMPLETE_TOKENS_MAX, StreamDetokenizer
+from controller.frontend.openai.text.jinja_environment import ChatEnvironment
 from controller.frontend.openai.text.tokenizer import (
     BUILTIN,
     BUILTIN_FILE,
-    INCOMPLETE_TOKENS_MAX,
-    StreamDetokenizer,
     TokenizerMissing,
     Tokens,
     load_tokenizer,
@@ -193,7 +192,7 @@ def test_one_rendering_leaves_nothing_to_the_next() -> None:
 def test_a_template_says_what_it_says_to_jinja(source: str) -> None:
     messages = [{"role": "user", "content": " hi <b>\n"}, {"role": "assistant", "content": "é"}]
     template = ChatTemplate(source, {"bos_token": "<s>"})
-    plainly = environment().from_string(source)
+    plainly = ChatEnvironment().from_string(source)
     for extra in ({}, {"x": 1}, {"range": 3, "bos_token": "odd", "messages": 1, "tools": []}):
         names = {
             "bos_token": "<s>",

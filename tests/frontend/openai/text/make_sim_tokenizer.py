@@ -1,6 +1,6 @@
 """Make `builtin_sim_tokenizer.json`, the tokenizer of the simulated engine. The same bytes on every run.
 
-    python -m controller.frontend.openai.text.make_sim_tokenizer [FILE]
+    python tests/frontend/openai/text/make_sim_tokenizer.py [FILE]
 
 Byte-level BPE of 2,048 ids: 0 <unk>, 1 <s>, 2 </s>, then the 256 bytes (3…258), then merges of ASCII letters
 and leading spaces only, so that any sequence of merges is whole ASCII text and any text can still be encoded.
@@ -14,9 +14,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from controller.frontend.openai.text.tokenizer import BUILTIN_FILE
+
 VOCABULARY = 2048
 SPECIALS = ("<unk>", "<s>", "</s>")
-TEMPLATE = Path(__file__).with_name("builtin_sim_tokenizer.json")
 
 WORDS = """
 the of and to in is that it for was on are as with they be at one have this from or had by but some what there
@@ -75,7 +76,7 @@ def make() -> Tokenizer:
 
 def main() -> None:
     """Write the file."""
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else TEMPLATE
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else BUILTIN_FILE
     target.write_text(make().to_str(pretty=False) + "\n", encoding="utf-8")
 
 

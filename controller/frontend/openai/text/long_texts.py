@@ -1,4 +1,4 @@
-"""Who reads a text that is too long for the loop, and how many of them at once?
+"""Threads that read the texts that are too long for the event loop, a few at once.
 
     more than 16,384 characters ──▶ wait for one of a few threads ──▶ tokens
     more than a million ──────────▶ wait for one that has only such ──▶ tokens
@@ -7,46 +7,48 @@
 
 A tokenizer takes a second and 100 MB for a megabyte: as many threads as requests took all cores and all memory.
 
-What a reader would get wrong: a thread cannot be stopped. A client who goes away takes his turn with him while he waits; once
-his text is being read, the thread is free when it has been.
+A thread cannot be stopped. A client that goes away gives up its turn while it waits; once its text is being read, the thread is
+free when it has been.
 """
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 from controller.frontend.errors import ApiError, unavailable
+from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import TokenizingSettings
 
 HUGE_TEXT = 2**20  # characters: a second of a thread
 MB = 1_000_000
 RETRY_AFTER_S = 1
 
-T = TypeVar("T")
+Work = Callable[[], Any]
 
 
 class LongTexts:
     """The threads of one frontend that tokenise, and what waits for them."""
 
-    def __init__(self, settings: TokenizingSettings, refused: Callable[[str], object]) -> None:
-        """`refused` is told of each text that is turned away, by the bound."""
+    def __init__(self, settings: TokenizingSettings, bounds: BoundMetrics) -> None:
+        """`bounds` count each text that is refused."""
         self._settings = settings
-        self._refused = refused
+        self._bounds = bounds
         self._lanes = tuple(_Lane(most) for most in (settings.long_at_once, settings.huge_at_once))
         self._inflating = _Lane(1)
         self.chars = 0  # that are read, or wait
 
-    async def read(self, chars: int, work: Callable[[], T]) -> T:
+    async def read(self, chars: int, work: Work) -> Any:
         """Return what `work` returns, which reads so many characters. Raise ApiError (503) beyond a bound."""
         return await self._run(self._lanes[chars > HUGE_TEXT], chars, work)
 
-    async def inflate(self, size: int, work: Callable[[], T]) -> T:
+    async def inflate(self, size: int, work: Work) -> Any:
         """Return what `work` returns, which inflates a body of so many bytes. Raise ApiError (503) beyond a bound."""
         return await self._run(self._inflating, size, work)
 
-    async def _run(self, lane: "_Lane", chars: int, work: Callable[[], T]) -> T:
+    async def _run(self, lane: "_Lane", chars: int, work: Work) -> Any:
         most = self._settings.waiting_mb_max * MB
         if self.chars and self.chars + chars > most:
             raise self._busy("long_texts", "queue_full", f"texts of {self.chars} characters are waiting")
@@ -62,28 +64,26 @@ class LongTexts:
             raise
         loop = asyncio.get_running_loop()
         future = lane.threads.submit(work)
-        future.add_done_callback(lambda done: _tell(loop, self._read, lane, chars))
+        future.add_done_callback(partial(self._free, loop, lane, chars))
         return await asyncio.wrap_future(future)
+
+    def _free(self, loop: asyncio.AbstractEventLoop, lane: "_Lane", chars: int, done: "Future[Any]") -> None:
+        """Free the lane, on the loop: this is called by the thread."""
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(self._read, lane, chars)
 
     def _read(self, lane: "_Lane", chars: int) -> None:
         self.chars -= chars
         lane.free.release()
 
     def _busy(self, bound: str, code: str, why: str) -> ApiError:
-        self._refused(bound)
+        self._bounds.count(bound)
         return unavailable(f"this frontend has too much to read: {why}", code, RETRY_AFTER_S)
 
 
 class _Lane:
-    """Threads, and who waits for one."""
+    """Threads, and the turns of what waits for one."""
 
     def __init__(self, most: int) -> None:
         self.free = asyncio.Semaphore(most)
         self.threads = ThreadPoolExecutor(most, thread_name_prefix="tokenizing")
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop, read: Callable[[_Lane, int], None], lane: _Lane, chars: int
-) -> None:
-    with suppress(RuntimeError):  # the loop has ended meanwhile
-        loop.call_soon_threadsafe(read, lane, chars)

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.frontend.openai.response_format import ResponseFormat
-from controller.frontend.openai.text.incremental_detokenizer import IncrementalDetokenizer, StopChecker
+from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer, StopChecker
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
-from controller.frontend.openai.writers import BufferedWriter, StreamingWriter
+from controller.frontend.openai.writers import BufferedWriter, ResponseFormat, StreamingWriter
 from events.wire import Logprob
 
 LETTERS = st.text(alphabet="ab", max_size=30)

@@ -1,0 +1,26 @@
+"""Response writers take back tokens that no client has seen, with what belongs to them."""
+
+import pytest
+
+from controller.frontend.openai.request_parser import AnswerDetails
+from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
+from controller.frontend.openai.writers import AnswerContext, BufferedWriter, ResponseFormat
+from events.wire import Logprob
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_an_echo_that_begins_again_has_the_logprobs_of_its_own_tokens(kept: int) -> None:
+    """An attempt from the beginning gives the prompt's logprobs anew; one that goes on behind a token does not."""
+    tokens, prompt = load_tokens(BUILTIN), [300, 301, 302]
+    format = ResponseFormat("cmpl-1", "m", 5, False, False, tokens, (), 0, logprobs=0)
+    context = AnswerContext(AnswerDetails(echo=True), prompt, tokens.decode(prompt), silent=False)
+    writer = BufferedWriter(format, context)
+    of_prompt = [Logprob(0.0), Logprob(-1.0), Logprob(-2.0)]
+    writer.write([400, 401], [*of_prompt, Logprob(-3.0), Logprob(-4.0)])
+    writer.rewind(kept)
+    again, own = ([400], [*of_prompt, Logprob(-3.0)]) if not kept else ([401], [Logprob(-4.0)])
+    assert writer.write(again, own) == 1
+    writer.finish("stop")
+    found = writer.choice(0)["logprobs"]
+    assert found["token_logprobs"] == [None, -1.0, -2.0, -3.0, *([-4.0] if kept else [])]
+    assert len(found["tokens"]) == 4 + kept
