@@ -31,7 +31,7 @@ GRAFANA_TYPES := @grafana/schema@11.6.16 typescript@5.9.3
 
 
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-alerts test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-alerts test-losses attack test-engines test-llamacpp test-nixl test-vllm lint call-paths dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -126,6 +126,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+call-paths: install  ## files and two-way pairs of six ways through the system; WAY=drain lists one of them
+	WAY=$(WAY) $(BIN)/python -m pytest -n0 tests/call_paths/test_call_paths.py $(if $(WAY),-k test_$(subst -,_,$(WAY)))
 
 $(PROMETHEUS)/.installed:
 	@echo "Unpacking Debian's Prometheus into $(PROMETHEUS) (once, 19 MB to fetch; no root is wanted) …"

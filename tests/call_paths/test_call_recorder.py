@@ -1,0 +1,188 @@
+"""The recorder: which calls between two files it sees, whatever defers them."""
+
+import asyncio
+import importlib.util
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from call_recorder import CallRecorder
+
+CALLER = """
+import asyncio
+
+def call(function):
+    function()
+
+def lend(run, function):
+    run(lambda: function())
+
+def nothing():
+    pass
+
+def defer(function):
+    asyncio.get_running_loop().call_soon(function)
+
+def defer_for_long(function):
+    asyncio.get_running_loop().call_later(0.001, function)
+
+def complete(function):
+    future = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: function())
+    future.set_result(None)
+
+def begin(coroutine):
+    return asyncio.ensure_future(coroutine)
+
+async def in_a_thread(function):
+    await asyncio.to_thread(function)
+
+def put(queue):
+    queue.put_nowait(1)
+
+def set_event(event):
+    event.set()
+
+def set_result(future):
+    future.set_result(1)
+"""
+CALLED = """
+def run(function=None):
+    if function is not None:
+        function()
+
+async def work():
+    pass
+
+async def get(queue):
+    return await queue.get()
+
+async def wait(event):
+    await event.wait()
+
+async def result(future):
+    return await future
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> list[Any]:
+    """Two files: the first one calls the second one."""
+    made: list[ModuleType] = []
+    for name, source in (("caller", CALLER), ("called", CALLED)):
+        path = tmp_path / "ours" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        made.append(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(made[-1])
+    return made
+
+
+async def _queue(a: Any, b: Any) -> None:
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    getting = asyncio.ensure_future(b.get(queue))
+    await asyncio.sleep(0)
+    a.put(queue)
+    await getting
+
+
+async def _queue_later(a: Any, b: Any) -> None:
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    a.put(queue)
+    await b.get(queue)
+
+
+async def _event(a: Any, b: Any) -> None:
+    event = asyncio.Event()
+    waiting = asyncio.ensure_future(b.wait(event))
+    await asyncio.sleep(0)
+    a.set_event(event)
+    await waiting
+
+
+async def _future(a: Any, b: Any) -> None:
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(b.result(future))
+    await asyncio.sleep(0)
+    a.set_result(future)
+    await waiting
+
+
+async def _plainly(a: Any, b: Any) -> None:
+    a.call(b.run)
+
+
+async def _by_lambda(a: Any, b: Any) -> None:
+    a.lend(b.run, b.run)
+
+
+async def _back_by_lambda(a: Any, b: Any) -> None:
+    a.lend(b.run, a.nothing)
+
+
+async def _soon(a: Any, b: Any) -> None:
+    a.defer(b.run)
+
+
+async def _later(a: Any, b: Any) -> None:
+    a.defer_for_long(b.run)
+
+
+async def _completed(a: Any, b: Any) -> None:
+    a.complete(b.run)
+
+
+async def _task(a: Any, b: Any) -> None:
+    await a.begin(b.work())
+
+
+async def _thread(a: Any, b: Any) -> None:
+    await a.in_a_thread(b.run)
+
+
+FORTH, BACK = ("ours/caller.py", "ours/called.py"), ("ours/called.py", "ours/caller.py")
+
+
+@pytest.mark.parametrize(
+    ("act", "edges"),
+    [
+        (_plainly, {FORTH}),
+        (_by_lambda, {FORTH}),
+        (_back_by_lambda, {FORTH, BACK}),
+        (_soon, {FORTH}),
+        (_later, {FORTH}),
+        (_completed, {FORTH}),
+        (_task, {FORTH}),
+        (_thread, {FORTH}),
+        (_queue, {FORTH}),
+        (_queue_later, {FORTH}),
+        (_event, {FORTH}),
+        (_future, set()),  # it returns
+    ],
+)
+async def test_a_call_is_seen_whatever_defers_it(
+    modules: list[Any], tmp_path: Path, act: Callable[[Any, Any], Awaitable[None]], edges: set[Any]
+) -> None:
+    with CallRecorder(tmp_path, ["ours"]).installed() as recorder:
+        async with recorder.recording() as way:
+            await act(*modules)
+    assert set(way.edges) == edges
+    assert way.pairs == ([BACK] if BACK in edges else [])
+
+
+async def test_a_timer_that_was_set_before_runs_after_the_recording(
+    modules: list[Any], tmp_path: Path
+) -> None:
+    called = modules[1]
+    runs: list[bool] = []
+    with CallRecorder(tmp_path, ["ours"]).installed() as recorder:
+        asyncio.get_running_loop().call_later(0.001, lambda: (called.run(), runs.append(True)))
+        async with recorder.recording() as way:
+            pass
+        assert not way.files
+        await asyncio.sleep(0)
+    assert runs == [True]
