@@ -2,9 +2,9 @@
 
 # (files, two-way pairs), as measured. They go down to the targets, and never up.
 LIMITS = {
-    "completion": (84, 4),
-    "conviction": (99, 3),
-    "drain": (141, 7),
+    "completion": (76, 1),
+    "conviction": (88, 0),
+    "drain": (136, 5),
     "canary": (43, 1),
     "projection": (25, 0),
     "what-if": (48, 1),
