@@ -8,7 +8,7 @@ from events.journal.port import Journal
 from workers.config.worker import WorkerConfig
 from workers.engines.engine import EngineDead
 from workers.falls import Broken, broken
-from workers.migration.trust import Trust
+from workers.output import StreamOutput
 
 DEVICES_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
 
@@ -42,14 +42,14 @@ class WorkerGpus:
         config: WorkerConfig,
         devices: Devices | None,
         journal: Journal,
-        trust: Trust,
+        output: StreamOutput,
         fail: Callable[[EngineDead], None],
     ) -> None:
         """`fail` ends the worker."""
         self._config = config
         self._devices = devices
         self._journal = journal
-        self._trust = trust
+        self._output = output
         self._fail = fail
 
     @property
@@ -88,9 +88,9 @@ class WorkerGpus:
     def _doubt(self, reason: str) -> None:
         """Send nobody a KV cache from a GPU that has a fatal fault, until none has."""
         if reason:
-            self._trust.lose("device", f"the source is not trusted: {reason}")
+            self._output.distrust("device", f"the source is not trusted: {reason}")
         else:
-            self._trust.regain("device")
+            self._output.regain("device")
 
     def _died(self, reason: str) -> None:
         """Go with a GPU that the engine computes on: nothing that is in its memory can be trusted any more."""

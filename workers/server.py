@@ -1,44 +1,126 @@
 """The request plane's server: streams of many frontends over one engine.
 
-All of this lives on one event loop; only `deliver` may be called from another thread. `output` says where the engine's words
-go, `heartbeats` when a frontend is owed a sign of life, `drain_state` what is refused.
+All of this lives on one event loop; only `deliver` may be called from another thread. `FrontendProtocol` reads frames, and
+`WorkerServer` does what they ask for; below it, `StreamOutput` sends what the engine computes.
 """
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import structlog
 
-from events.fleet_key import FleetKey
+from events import wire
+from events.fleet_key import FleetKey, Stranger, WorkerHandshake
 from events.nats.channels import Channels
-from events.wire import Cancel, Chunk, Declined, Generate, Hello, Reserve, Ship, Stay, Welcome
-from workers.connection import FrontendConnection, Patience
-from workers.counters import Ends, WorkerCounters
+from events.wire import Cancel, Chunk, Declined, Generate, Hello, Proof, Reserve, Ship, Stay, Welcome
+from workers.counters import DrainState, Ends, Refusal, WorkerCounters
 from workers.engines.engine import Engine
+from workers.frontends import (
+    FrontendConnection,
+    FrontendConnections,
+    FrontendLimits,
+    Heartbeats,
+    Patience,
+)
 from workers.listening import BACKLOG, listening
 from workers.migration.moves import WorkerMigrations
 from workers.migration.settings import KvMoveSettings
-from workers.serving.drain_state import DrainState, Refusal
-from workers.serving.frontends import FrontendConnections, FrontendLimits
-from workers.serving.heartbeats import Heartbeats
-from workers.serving.output import StreamOutput
+from workers.output import FaultReport, StreamOutput
 from workers.streams import RequestOrigin, Stream, StreamTable
 
 STREAMS_PER_CONNECTION_MAX = 4096
-FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors that are the engine's own
+HELLO_BYTES_MAX = 4096  # of a frame of a connection that has sent no hello
 LEAVES = "engine_shutdown: this worker is leaving"
 
 log = structlog.get_logger(__name__)
 
 
 class FrontendListener(Protocol):
-    """What lets frontends in."""
+    """What accepts connections."""
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more."""
+
+
+class FrontendProtocol(asyncio.Protocol):
+    """The receiving end of one frontend's connection: frames in, calls of the server out."""
+
+    def __init__(self, server: "WorkerServer") -> None:
+        self.connection: FrontendConnection | None = None  # until it is made
+        self._server = server
+        self._handshake = WorkerHandshake(server.connections.key)
+        self._splitter = wire.Splitter(HELLO_BYTES_MAX)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.connection = FrontendConnection(transport, self._server.patience)
+        self._server.connections.add(self.connection)
+
+    def data_received(self, data: bytes) -> None:
+        connection = self.connection
+        assert connection is not None
+        if connection.blackholed:
+            connection.tainted = True
+            return
+        try:
+            for body in self._splitter.feed(data):
+                self._take(connection, wire.to_worker.decode(body))
+        except (wire.BadFrame, msgspec.MsgspecError) as error:
+            log.warning("bad_frame", frontend=connection.frontend, error=str(error))
+            connection.abort()
+        except Stranger as error:
+            self._server.strange(str(error))
+            connection.abort()
+
+    def eof_received(self) -> bool:
+        return False  # the frontend has closed: let the transport close
+
+    def pause_writing(self) -> None:
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume_writing(self) -> None:
+        if self.connection is not None:
+            self.connection.resume()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.connection is not None:
+            self.connection.lost()
+            self._server.closed(self.connection)
+
+    def _take(self, connection: FrontendConnection, frame: wire.ToWorker) -> None:
+        match frame:
+            case Generate() if connection.frontend:
+                self._server.generate(connection, frame)
+            case Cancel() if connection.frontend:
+                self._server.cancel(connection, frame)
+            case Reserve() if connection.frontend:
+                self._server.reserve(connection, frame)
+            case Ship() if connection.frontend:
+                self._server.ship(connection, frame)
+            case Stay() if connection.frontend:
+                self._server.stay(connection, frame)
+            case Hello() if not connection.frontend and frame.version == wire.VERSION:
+                challenge = self._handshake.challenge(frame)
+                if challenge is None:
+                    self._welcome(connection, frame)
+                else:
+                    connection.send(challenge)
+            case Proof() if not connection.frontend:
+                self._welcome(connection, self._handshake.proven(frame))
+            case Hello():
+                raise wire.BadFrame(
+                    f"hello of version {frame.version}; this worker speaks {wire.VERSION}, once"
+                )
+            case _:
+                raise wire.BadFrame("a frame before hello")
+
+    def _welcome(self, connection: FrontendConnection, hello: Hello) -> None:
+        connection.frontend = hello.frontend or "unnamed"
+        self._splitter.frame_bytes_max = wire.FRAME_BYTES_MAX
+        self._server.greeted(connection)
 
 
 class WorkerServer:
@@ -52,37 +134,27 @@ class WorkerServer:
         engine: Engine,
         patience: Patience | None = None,
         kv_moves: KvMoveSettings | None = None,
-        on_fault: Callable[[str], None] | None = None,
+        faults: FaultReport | None = None,
         key: FleetKey | None = None,
         limits: FrontendLimits | None = None,
     ) -> None:
-        """`kv_moves`: how KV caches come and go. `on_fault` is told of each engine error that a stream ends with. `key`: which
-        frontends must know, too; None: anybody may come. `limits`: how many frontends may connect."""
+        """`kv_moves`: how KV caches come and go. `faults` reports engine errors that streams end with. `key`: which frontends
+        must know, too; None: any frontend may connect. `limits`: how many frontends may connect."""
         self.worker, self.instance = worker, instance
         self.patience = patience or Patience()
-        self.blackholed = False
         self.address = ("", 0)
         self.counters = WorkerCounters()
         self.connections = FrontendConnections(worker, self.counters, limits or FrontendLimits(), key)
-        self.streams = StreamTable()
         self.engine = engine
-        self._on_fault = on_fault
         self._drain = DrainState(self.counters)
         self._heartbeats = Heartbeats(engine, self.connections, self._drain)
+        self.streams = StreamTable(self._heartbeats)
+        self.moves = WorkerMigrations(engine, instance, self.streams, self.counters, kv_moves)
         self.output = StreamOutput(
-            engine,
-            self.streams,
-            self.connections,
-            self.counters,
-            began=self._heartbeats.hasten,
-            ended=self._ended,
-            is_moving=lambda key: key in self.moves.source,
+            engine, self.streams, self.connections, self._heartbeats, self.counters, self.moves, faults
         )
         self.deliver = self.output.deliver  # for the engine
-        self.moves = WorkerMigrations(
-            engine, instance, self.output, self.counters, self.output.stays, kv_moves
-        )
-        self._outgoing, self._incoming, self._trust = self.moves.source, self.moves.target, self.moves.trust
+        self._outgoing, self._incoming = self.moves.source, self.moves.target
         self._keys = itertools.count(1)
         self._listener: FrontendListener | None = None
 
@@ -91,17 +163,15 @@ class WorkerServer:
         sock = listening(host, port)
         self._begin()
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: FrontendConnection(self, self.connections.key), sock=sock, backlog=BACKLOG
+            lambda: FrontendProtocol(self), sock=sock, backlog=BACKLOG
         )
         self.address = sock.getsockname()[:2]
         return self.address
 
     async def start_behind(self, channels: Channels, subject: str) -> None:
-        """Let frontends in through the broker, on this subject."""
+        """Accept frontends through the broker, on this subject."""
         self._begin()
-        self._listener = await channels.listen(
-            subject, lambda: FrontendConnection(self, self.connections.key)
-        )
+        self._listener = await channels.listen(subject, lambda: FrontendProtocol(self))
 
     def _begin(self) -> None:
         self.output.start()
@@ -125,14 +195,10 @@ class WorkerServer:
             self._listener.close()
         self.connections.abort()
 
-    # --- what connections tell
+    # --- frames of frontends
 
-    def opened(self, connection: FrontendConnection) -> None:
-        """Take a connection in, or break one if there are too many."""
-        self.connections.add(connection)
-
-    def greeted(self, connection: FrontendConnection, hello: Hello) -> None:
-        """Answer a hello: who this is, and how it fares."""
+    def greeted(self, connection: FrontendConnection) -> None:
+        """Answer a hello with this worker's names, and a beat."""
         connection.used_at = asyncio.get_running_loop().time()
         if not self.connections.greeted(connection):
             return
@@ -141,17 +207,17 @@ class WorkerServer:
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())
 
-    def strange(self, connection: FrontendConnection, why: str) -> None:
+    def strange(self, why: str) -> None:
         """Count a connection that is refused because it does not know the fleet's key."""
         count = self.counters.strangers = self.counters.strangers + 1
-        if str(count).strip("0") == "1":  # the first, the tenth, the hundredth: he may come again and again
+        if str(count).strip("0") == "1":  # the first, the tenth, the hundredth: there may be many
             log.warning("stranger_refused", worker=self.worker, why=why, so_far=count)
 
     def closed(self, connection: FrontendConnection) -> None:
         """Take a lost connection's streams out of the engine."""
         self.connections.remove(connection)
         for key in list(connection.streams.values()):
-            self._drop(key, "gone")
+            self.output.drop(key, "gone")
 
     def cancel(self, connection: FrontendConnection, frame: Cancel) -> None:
         """Take one stream out of the engine."""
@@ -160,7 +226,7 @@ class WorkerServer:
             return
         if frame.why == "drained":
             self._drain.taken_away_by(connection.frontend)
-        self._drop(key, frame.why)
+        self.output.drop(key, frame.why)
 
     def generate(self, connection: FrontendConnection, request: Generate) -> None:
         """Hand a request to the engine, or say at once why not."""
@@ -171,10 +237,9 @@ class WorkerServer:
             return
         key, now = next(self._keys), asyncio.get_running_loop().time()
         connection.used_at = now
-        asked, turn = RequestOrigin.of(request), self._trust.turns
+        asked, turn = RequestOrigin.of(request), self.moves.trust.turns
         self.streams.begin(key, Stream(connection, request.stream, request.canary, now, asked, turn))
         self.counters.requests += not request.canary
-        self._heartbeats.hasten()
         self.engine.submit(key, request)
 
     def _objection(self, connection: FrontendConnection, request: Generate, number: int) -> str:
@@ -187,17 +252,6 @@ class WorkerServer:
             return f"overloaded: {STREAMS_PER_CONNECTION_MAX} streams on one connection"
         return ""
 
-    def _drop(self, key: int, why: str) -> None:
-        if key in self._incoming:  # it is freed once nothing is copied into it any more
-            self._incoming.drop(key)
-            return
-        moved = self._outgoing.forget(key)
-        self.engine.cancel(key)
-        stream = self.streams.by_key[key]
-        if not (moved or stream.canary):
-            self.counters.dropped(why, asyncio.get_running_loop().time() - stream.begun)
-        self.streams.end(key)
-
     # --- planned moves: docs/kv-transfer.md
 
     def reserve(self, connection: FrontendConnection, frame: Reserve) -> None:
@@ -206,7 +260,7 @@ class WorkerServer:
         if not error and self._drain.deregistered:
             error = LEAVES
         if not error:
-            self._incoming.reserve(next(self._keys), connection, frame)
+            self.output.take_in(next(self._keys), connection, frame)
         else:
             self.counters.moved("in", "declined")
             connection.send(Declined(frame.stream, error))
@@ -218,30 +272,12 @@ class WorkerServer:
         if stream is None:
             connection.send(Declined(frame.stream, "there is no such stream here, or no longer"))
         else:
-            self._outgoing.ship(key, stream, frame.grants)
+            self.output.ship(key, stream, frame.grants)
 
     def stay(self, connection: FrontendConnection, frame: Stay) -> None:
         """Break a shipment off. The stream goes on here; if it is over, nothing is left to do."""
         self._outgoing.stay(connection.streams.get(frame.stream, 0))
         self.output.stays()
-
-    # --- what the engine says
-
-    def _ended(self, key: int, stream: Stream, error: str | None) -> None:
-        """Count a stream whose last chunk is on its way, and forget it."""
-        if error is not None and error.startswith(FAULTS) and self._on_fault is not None:
-            self._on_fault(error)
-        if error is not None and error.startswith("overloaded") and self.engine.load().closed_s:
-            self._heartbeats.beat_all()  # before the error: no frontend sends the request here again
-        if error is not None and error.startswith("non_finite"):
-            self._trust.lose("non_finite", error)
-        moved = self._outgoing.forget(key)
-        if not (moved or stream.canary):  # a canary is nobody's request
-            if error is None:
-                self.counters.finished(asyncio.get_running_loop().time() - stream.begun)
-            else:
-                self.counters.failed(error)
-        self.streams.end(key)
 
     # --- draining
 
@@ -282,6 +318,9 @@ class WorkerServer:
 
     def blackhole(self, on: bool) -> None:
         """Swallow everything both ways without closing. Healed, connections that lost something are broken."""
-        self.blackholed = on
-        if not on:
-            self.connections.abort_tainted()
+        self.connections.blackhole(on)
+
+    @property
+    def blackholed(self) -> bool:
+        """Whether everything is swallowed."""
+        return self.connections.blackholed

@@ -18,10 +18,9 @@ from typing import Literal
 
 import structlog
 
-from workers.counters import Ends
+from workers.counters import Ends, Refusal
 from workers.exits import exit_within
 from workers.server import WorkerServer
-from workers.serving.drain_state import Refusal
 
 DRAINING = Refusal("engine_shutdown: this worker is draining", canaries_too=False)
 LEAVING = Refusal("engine_shutdown: this worker is shutting down", canaries_too=True)

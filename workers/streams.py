@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from events.wire import Chunk, Generate, Sampling
-from workers.connection import FrontendConnection
+from workers.frontends import FrontendConnection, Heartbeats
 
 
 class RequestOrigin(NamedTuple):
@@ -30,7 +30,7 @@ class RequestOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class Stream:
-    """One open stream: whom its output goes to."""
+    """One open stream: where its output goes."""
 
     connection: FrontendConnection
     number: int  # by which its frontend knows it
@@ -38,14 +38,19 @@ class Stream:
     begun: float  # loop time, in seconds
     asked: RequestOrigin
     turn: int = 0  # of the trust in what is computed here, when it began
-    held: list[tuple[int, Chunk]] | None = None  # said before its frontend may hear it; None: nothing is held
-    decodes: bool = False  # its prompt is computed: it has said something
+    held: list[tuple[int, Chunk]] | None = (
+        None  # output before its frontend may have it; None: nothing is held
+    )
+    decodes: bool = False  # its prompt is computed: it has output
+    leaving: bool = False  # it is on its way out, with its KV cache
 
 
 class StreamTable:
     """All open streams of one worker, by the engine's keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        """`heartbeats`: those of the frontends, due sooner once a stream has begun."""
+        self._heartbeats = heartbeats
         self.by_key: dict[int, Stream] = {}
         self.users = 0  # streams that are not canaries
         self._prefills = 0  # of these, still without output
@@ -64,6 +69,7 @@ class StreamTable:
             self._prefills += 1
             self.all_ended.clear()
             self.all_decode.clear()
+        self._heartbeats.hasten()
 
     def first_output(self, stream: Stream) -> None:
         """Note that a stream's prefill is over."""

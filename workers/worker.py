@@ -26,7 +26,6 @@ from events.journal.port import Journal
 from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
-from events.wire import without_quotes
 from workers.awaiting import WaitReport
 from workers.config.worker import WorkerConfig
 from workers.control.beats import FleetBeats
@@ -37,17 +36,17 @@ from workers.control.name_check import NameCheck, NameTaken
 from workers.engines.engine import Engine, EngineChanged, EngineDead, unheard
 from workers.exits import BROKE, FELL, KILLED, RENEWED
 from workers.falls import Broken, Killed, Retired, broken
+from workers.frontends import FrontendLimits
 from workers.gpus import Devices, WorkerGpus
 from workers.kv_events.publisher import KvPublisher
 from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
+from workers.output import FaultReport
 from workers.registration import registration
 from workers.server import WorkerServer
-from workers.serving.frontends import FrontendLimits
 from workers.shutdown import CLEANUP_S, LEAVING, depart, or_exit
 
 CHECK_S = 2.0
-FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
 
 log = structlog.get_logger(__name__)
 
@@ -106,7 +105,7 @@ class InferenceWorker:
                 key=config.key,
             ),
             key=config.key,
-            on_fault=self._engine_faulted,
+            faults=FaultReport(journal, config.name, config.instance),
             limits=FrontendLimits(config.connections_max, config.connections_per_address_max),
         )
         self.faults = RehearsedFaults(config, engine, self.server, lambda: self.fail(Killed()), devices)
@@ -116,14 +115,13 @@ class InferenceWorker:
         self._channels = channels
         self._kv = kv
         self._deadlines = deadlines or WorkerDeadlines()
-        self._gpus = WorkerGpus(config, devices, journal, self.server.moves.trust, self.fail)
+        self._gpus = WorkerGpus(config, devices, journal, self.server.output, self.fail)
         self._beats = FleetBeats(config, engine, self.server, self.commands, bus)
         self._listener = CommandListener(config, bus, self.commands)
         self._waits = WaitReport(config, engine, journal)
         self._name = NameCheck(config, bus, journal)
         self._dead: asyncio.Future[EngineDead] | None = None
         self._told = asyncio.Event()  # a flag: the fleet's operator wants it to stop
-        self._fault_said_at = float("-inf")
         self._about: dict[str, Any] = {"worker": config.name, "instance": config.instance}
         self._log = log.bind(**self._about)
 
@@ -351,15 +349,6 @@ class InferenceWorker:
         """End this worker: its engine or device is dead, or it is Broken. The first reason stands; exit code 1."""
         if self._dead is not None and not self._dead.done():
             self._dead.set_result(reason)
-
-    def _engine_faulted(self, reason: str) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._fault_said_at < FAULT_SAID_EVERY_S:
-            return
-        self._fault_said_at = now
-        reason = without_quotes(reason)
-        self._log.error("engine_faulted", reason=reason)
-        self._journal.observe(EngineFaulted(**self._about, reason=reason, fatal=False))
 
 
 def say_why_not(worker: InferenceWorker, error: HoldfastError) -> None:

@@ -16,9 +16,9 @@ from events.nats.channels import Channels
 from events.observations import DrainFinished, WorkerJoined
 from events.wire import Chunk, Generate, Reserve
 from workers.config.worker import WorkerConfig
-from workers.connection import FrontendConnection
 from workers.engines.engine import Engine, EngineDead
 from workers.engines.simulated.timing import SLOWED_STEP_S
+from workers.frontends import FrontendConnection
 from workers.server import WorkerServer
 from workers.worker import InferenceWorker
 

@@ -13,14 +13,14 @@ from plain_frontend import PlainFrontend
 from simulated_kit import generate, run
 
 from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
-from workers.connection import FrontendConnection, Patience
 from workers.counters import Ends
 from workers.engines.engine import Announce, Deliver, EngineIdentity, Immovable, Phase, unheard
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.server import WorkerServer
+from workers.frontends import Patience
+from workers.server import FrontendProtocol, WorkerServer
 from workers.shutdown import DRAINING, LEAVING, drain
 
 Dial = Callable[..., Awaitable[PlainFrontend]]
@@ -187,9 +187,11 @@ async def test_a_slow_reader_gets_every_token_in_fewer_frames(
 
 async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_said() -> None:
     line, server = Line(), WorkerServer(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE))
-    connection = FrontendConnection(server)
-    connection.connection_made(line)
-    connection.pause_writing()
+    protocol = FrontendProtocol(server)
+    protocol.connection_made(line)
+    connection = protocol.connection
+    assert connection is not None
+    protocol.pause_writing()
     for chunk in (
         Chunk(1, [300, 301], None, None, [Logprob(-1.0, [])] * 2, cached_tokens=4),
         Chunk(2, [], cached_tokens=None),
@@ -205,7 +207,7 @@ async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_sai
         connection.batch.append(chunk)
         connection.flush()
     assert not line.said
-    connection.resume_writing()
+    protocol.resume_writing()
     (body,) = Splitter().feed(bytes(line.said))
     logprobs = [Logprob(-1.0, []), Logprob(-1.0, []), Logprob(-2.0, [])]
     assert to_frontend.decode(body) == Step(
@@ -216,10 +218,10 @@ async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_sai
             Chunk(3, [305, 306], "stop"),
         ]
     )
-    connection.pause_writing()
+    protocol.pause_writing()
     connection.batch.append(Chunk(4, [307]))
     connection.flush()
-    connection.resume_writing()
+    protocol.resume_writing()
     assert [to_frontend.decode(body) for body in Splitter().feed(bytes(line.said))][1:] == [
         Step([Chunk(4, [307])])
     ], "what has left is forgotten"

@@ -14,11 +14,11 @@ from listening import FrontendRoute, narrow
 from plain_frontend import PlainFrontend
 
 from events.wire import Generate, Load, Sampling
-from workers.connection import Patience
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
+from workers.frontends import Patience
 from workers.server import WorkerServer
 from workers.shutdown import DRAINING
 

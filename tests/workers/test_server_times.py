@@ -11,12 +11,11 @@ from plain_frontend import PlainFrontend
 
 from benchmarks.virtual_loop import VirtualLoop
 from events.wire import Beat, Chunk, Hello, Splitter, Step, to_frontend
-from workers.connection import FrontendConnection, Patience
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.server import WorkerServer
-from workers.serving.heartbeats import LOAD_S, TICK_S
+from workers.frontends import LOAD_S, TICK_S, Patience
+from workers.server import FrontendProtocol, WorkerServer
 
 LOOP = VirtualLoop
 SHAPE = EngineShape(kv_blocks=65_536)
@@ -96,8 +95,10 @@ async def test_steps_of_one_burst_leave_together_and_what_begins_or_ends_at_once
         Line(),
         WorkerServer(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE), patience=patience),
     )
-    connection = FrontendConnection(server)
-    connection.connection_made(line)
+    protocol = FrontendProtocol(server)
+    protocol.connection_made(line)
+    connection = protocol.connection
+    assert connection is not None
     splitter = Splitter()
 
     def say(*chunks: Chunk) -> None:
@@ -136,17 +137,17 @@ async def test_steps_of_one_burst_leave_together_and_what_begins_or_ends_at_once
     say(Chunk(4, [602], "stop"))
     assert said() == [Step([Chunk(4, [601, 602], "stop")])]
     say(Chunk(1, [307]))
-    connection.pause_writing()
+    protocol.pause_writing()
     await asyncio.sleep(0.4)
     assert said() == [], "the frontend has stopped reading meanwhile"
     say(Chunk(1, [308], "stop"))
     assert said() == []
-    connection.resume_writing()
+    protocol.resume_writing()
     assert said() == [Step([Chunk(1, [307, 308], "stop")])]
     say(Chunk(3, [500]))
     connection.close()
     assert said() == [Step([Chunk(3, [500])])]
     say(Chunk(3, [501]))
-    connection.connection_lost(None)
+    protocol.connection_lost(None)
     await asyncio.sleep(0.4)
     assert said() == []

@@ -11,8 +11,8 @@ from plain_frontend import PlainFrontend
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
+from workers.frontends import FrontendLimits
 from workers.server import WorkerServer
-from workers.serving.frontends import FrontendLimits
 
 SECONDS = 20.0
 

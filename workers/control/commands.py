@@ -150,11 +150,12 @@ class WorkerCommands:
         """Send no KV cache to anybody, and use none of what was computed before: the fleet has convicted this worker of
         wrong answers. Without a reason: it may again, for what it computes from now on."""
         self._check_instance(body)
-        trust, reason = self._server.moves.trust, str(body.get("reason") or "")
+        trust, output = self._server.moves.trust, self._server.output
+        reason = str(body.get("reason") or "")
         if bool(reason) is not (CONVICTED in trust.doubts):
             self._engine.trust(not reason)
         if reason:
-            trust.lose(CONVICTED, f"the source is convicted: {reason}")
+            output.distrust(CONVICTED, f"the source is convicted: {reason}")
         else:
             trust.regain(CONVICTED)
         return {"convicted": CONVICTED in trust.doubts}

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from events.observations import KvLayout
 from workers.counters import WorkerCounters
@@ -12,8 +12,9 @@ from workers.kv_transfer.transport import Transport
 from workers.migration.landing import Landing
 from workers.migration.settings import KvMoveSettings
 from workers.migration.source import OutgoingMigrations
-from workers.migration.target import IncomingMigrations, IncomingOutput
+from workers.migration.target import IncomingMigrations
 from workers.migration.trust import Trust
+from workers.streams import StreamTable
 
 CLOSE_S_MAX = 0.9
 
@@ -41,20 +42,18 @@ class WorkerMigrations:
         self,
         engine: Engine,
         instance: str,
-        output: IncomingOutput,
+        streams: StreamTable,
         counters: WorkerCounters,
-        stays: Callable[[], None],
         settings: KvMoveSettings | None = None,
     ) -> None:
-        """Move streams of this engine. `stays` is told of each that was to leave and stays after all."""
         settings = settings or KvMoveSettings()
         self._make_transport = settings.transport
         self._transport: Transport | None = None
-        self.trust = Trust(self._distrusted, lambda: self._transport, settings.key)
+        self.trust = Trust(lambda: self._transport, settings.key)
         self.landing = Landing(instance, lambda: engine.kv, settings, lambda: self._transport)
-        self.source = OutgoingMigrations(engine, self.trust, counters, stays, settings.piece_bytes)
+        self.source = OutgoingMigrations(engine, self.trust, counters, settings.piece_bytes)
         self.target = IncomingMigrations(
-            engine, self.trust, self.landing, output, counters, settings.take_bytes
+            engine, self.trust, self.landing, streams, counters, settings.take_bytes
         )
         self._engine = engine
 
@@ -67,9 +66,6 @@ class WorkerMigrations:
         """Load the transport that is wanted, if one is: it takes seconds, and no move is to wait for it."""
         if self._make_transport is not None:
             self._transport = await asyncio.to_thread(self._make_transport)
-
-    def _distrusted(self, reason: str) -> None:
-        self.source.break_off(reason)
 
     async def close(self) -> None:
         """End all, and free what they had: threads, connections, files."""

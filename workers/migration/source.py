@@ -13,7 +13,7 @@ Two attempts may then decode at once, here and at the target: the frontend accep
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
@@ -44,17 +44,19 @@ class CannotShip(HoldfastError):
 
 
 @dataclass(slots=True, eq=False)
-class _Leaving:
-    """A stream under way."""
+class OutgoingStream:
+    """A stream on its way out."""
 
     key: int
     stream: Stream
     export: Export
+    trusted: TrustedSender
+    grants: list[Grant]
     task: "asyncio.Task[None] | None" = None
     stopping: "asyncio.Future[Stopped] | None" = None
     handed: bool = False  # all was sent, and the target may decode already
     bytes: int = 0
-    over: bool = False  # nobody asks any more what becomes of it
+    over: bool = False  # its frontend needs no answer any more
     shipments: list[OutgoingShipment] = field(default_factory=list)
 
 
@@ -66,16 +68,13 @@ class OutgoingMigrations:
         engine: Engine,
         trust: Trust,
         counters: WorkerCounters,
-        stays: Callable[[], None],
         piece_bytes: int,
     ) -> None:
-        """Ship streams of this engine. `stays` is told when one that was to leave stays after all.
-        `piece_bytes` are copied out of the engine at once, for each shard."""
+        """`piece_bytes` are copied out of the engine at once, for each shard."""
         self._engine = engine
         self._trust = trust
         self._counters = counters
-        self._leaving: dict[int, _Leaving] = {}
-        self._stays = stays
+        self._leaving: dict[int, OutgoingStream] = {}
         self._piece_bytes = piece_bytes
 
     def __len__(self) -> int:
@@ -89,19 +88,25 @@ class OutgoingMigrations:
         """Return how many streams may be on their way at once: each shard of each has a thread."""
         return max(1, min(MOVES_MAX, THREADS_MAX // max(1, shards)))
 
-    def ship(self, key: int, stream: Stream, grants: Sequence[bytes]) -> None:
-        """Begin to ship a stream to who gave these grants, or say why not."""
+    def under_way(self) -> list[OutgoingStream]:
+        """Return the streams that are on their way out."""
+        return list(self._leaving.values())
+
+    def begin(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream | None:
+        """Return a stream for `ship`, or None once its frontend is told why it cannot be shipped."""
         try:
             leaving = self._begun(key, stream, grants)
         except HoldfastError as refusal:
             self._counters.moved("out", "declined")
             log.info("ship_declined", reason=str(refusal))
             stream.connection.send(Declined(stream.number, str(refusal)))
-            return
+            return None
         self._leaving[key] = leaving
+        stream.leaving = True
+        return leaving
 
-    def _begun(self, key: int, stream: Stream, grants: Sequence[bytes]) -> _Leaving:
-        """Return a stream whose shipment has begun. Raise HoldfastError."""
+    def _begun(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream:
+        """Return a stream whose shipment may begin. Raise HoldfastError."""
         if not self._engine.kv:
             raise CannotShip("this engine sends no KV cache")
         trusted = TrustedSender(self._trust)
@@ -115,9 +120,7 @@ class OutgoingMigrations:
         export = self._engine.export(key)
         if export is None:
             raise CannotShip("the stream does not decode yet, or too many are on their way")
-        leaving = _Leaving(key, stream, export)
-        leaving.task = asyncio.ensure_future(self._go(leaving, trusted, read))
-        return leaving
+        return OutgoingStream(key, stream, export, trusted, read)
 
     def _read(self, grants: Sequence[bytes]) -> list[Grant]:
         """Return grants for all shards of this engine, in the order of the ranks. Raise CannotShip."""
@@ -141,18 +144,16 @@ class OutgoingMigrations:
 
     def stay(self, key: int) -> None:
         """Break a stream's shipment off and let it go on, even if it has stopped."""
-        if (leaving := self._leaving.pop(key, None)) is not None:
-            leaving.over = True
+        if (leaving := self._remove(key)) is not None:
             self._counters.moved("out", "failed")
             log.info("ship_given_up", request=leaving.stream.asked.request)
             self._part(leaving, goes_on=True)
 
     def forget(self, key: int) -> bool:
         """Let go of a stream that is over here; return whether it has moved."""
-        leaving = self._leaving.pop(key, None)
+        leaving = self._remove(key)
         if leaving is None:
             return False
-        leaving.over = True
         self._counters.moved("out", "committed" if leaving.handed else "failed", leaving.bytes)
         self._part(leaving, goes_on=False)
         return leaving.handed
@@ -163,24 +164,23 @@ class OutgoingMigrations:
             self.stay(key)
         self._trust.close()
 
-    def break_off(self, reason: str) -> None:
-        """Let all that are under way go on here: nothing that was shipped of them may be believed."""
-        for leaving in list(self._leaving.values()):
-            self._decline(leaving, reason)
-
-    def _decline(self, leaving: _Leaving, reason: str) -> None:
-        """Let a stream go on here, and say why it did not move."""
-        if self._leaving.pop(leaving.key, None) is None:
-            return
-        leaving.over = True
+    def decline(self, leaving: OutgoingStream, reason: str) -> bool:
+        """Let a stream continue here, and tell its frontend why it did not move; False if it is not on its way any more."""
+        if self._remove(leaving.key) is None:
+            return False
         self._counters.moved("out", "failed")
         stream = leaving.stream
         log.warning("ship_failed", request=stream.asked.request, reason=reason)
         self._part(leaving, goes_on=True)
         stream.connection.send(Declined(stream.number, reason))
-        self._stays()
+        return True
 
-    def _part(self, leaving: _Leaving, goes_on: bool) -> None:
+    def _remove(self, key: int) -> OutgoingStream | None:
+        if (leaving := self._leaving.pop(key, None)) is not None:
+            leaving.over, leaving.stream.leaving = True, False
+        return leaving
+
+    def _part(self, leaving: OutgoingStream, goes_on: bool) -> None:
         """Let go of a stream's blocks. A stop that the engine has not come to yet is waited for, then undone."""
         if leaving.task is not None and leaving.task is not asyncio.current_task():
             leaving.task.cancel()
@@ -200,12 +200,13 @@ class OutgoingMigrations:
 
     # --- how it goes
 
-    async def _go(self, leaving: _Leaving, trusted: TrustedSender, grants: list[Grant]) -> None:
-        reason = ""
+    async def ship(self, leaving: OutgoingStream) -> bool:
+        """Ship a stream that `begin` returned, until it ends; return whether it stays here after all."""
+        reason, grants = "", leaving.grants
         try:
             async with asyncio.timeout(min(grant.seconds for grant in grants)) as timer:
                 with ExitStack() as stack:
-                    await self._open(leaving, trusted, grants, stack)
+                    await self._open(leaving, stack)
                     sent = await self._ship_full(leaving, grants[0].first_block)
                     await self._ship_rest(leaving, sent, timer)
                 await asyncio.Event().wait()  # for Cancel or Stay, which end this task
@@ -216,19 +217,16 @@ class OutgoingMigrations:
         except Exception as error:  # the stream goes on all the same
             log.exception("ship_broke")
             reason = f"the engine failed: {error!r}"
-        if not leaving.over:
-            self._decline(leaving, reason)
+        return not leaving.over and self.decline(leaving, reason)
 
-    async def _open(
-        self, leaving: _Leaving, trusted: TrustedSender, grants: list[Grant], stack: ExitStack
-    ) -> None:
-        for grant in grants:
-            shipment = await trusted.shipment(grant, grant.description)
+    async def _open(self, leaving: OutgoingStream, stack: ExitStack) -> None:
+        for grant in leaving.grants:
+            shipment = await leaving.trusted.shipment(grant, grant.description)
             stack.callback(shipment.close)
             leaving.shipments.append(shipment)
         await together(one.open() for one in leaving.shipments)
 
-    async def _ship_full(self, leaving: _Leaving, first: int) -> int:
+    async def _ship_full(self, leaving: OutgoingStream, first: int) -> int:
         """Ship full blocks while the stream decodes, until next to none is left; return how many went or were there."""
         sent, before = first, 0
         while (missing := leaving.export.full_blocks() - sent) > 0:
@@ -241,7 +239,7 @@ class OutgoingMigrations:
             await asyncio.sleep(min(time.monotonic() - began, SETTLE_S_MAX))
         return sent
 
-    async def _ship_rest(self, leaving: _Leaving, sent: int, timer: asyncio.Timeout) -> None:
+    async def _ship_rest(self, leaving: OutgoingStream, sent: int, timer: asyncio.Timeout) -> None:
         """Stop the stream, and ship what is left of it."""
         loop = asyncio.get_running_loop()
         leaving.stopping = asyncio.ensure_future(leaving.export.stop())
@@ -257,13 +255,13 @@ class OutgoingMigrations:
         leaving.handed = True
         await together(one.finish(b"", tokens, computed, state) for one in leaving.shipments)
 
-    async def _send(self, leaving: _Leaving, first: int, count: int) -> None:
+    async def _send(self, leaving: OutgoingStream, first: int, count: int) -> None:
         """Send so many blocks of every shard."""
         if count > 0:
             shards = range(len(leaving.shipments))
             await together(self._send_shard(leaving, shard, first, count) for shard in shards)
 
-    async def _send_shard(self, leaving: _Leaving, shard: int, first: int, count: int) -> None:
+    async def _send_shard(self, leaving: OutgoingStream, shard: int, first: int, count: int) -> None:
         """Send so many blocks of a shard, piece by piece; while one travels the next is copied out of the engine."""
         most, end = max(1, self._piece_bytes // self._engine.kv[shard].block_bytes), first + count
 

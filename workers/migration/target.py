@@ -16,52 +16,41 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
 
 from events.errors import HoldfastError
 from events.wire import Committed, Declined, Reserve, Reserved
-from workers.connection import FrontendConnection
 from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
+from workers.frontends import FrontendConnection
 from workers.kv_transfer.messages import Grant, TransferRefused
 from workers.kv_transfer.receiver import Arrived, Receiver
 from workers.migration.landing import Landing
 from workers.migration.state import RequestMigrationState, difference, unpacked_state
 from workers.migration.trust import Trust
-from workers.streams import RequestOrigin, Stream
+from workers.streams import RequestOrigin, Stream, StreamTable
 
 COMMIT_S_MAX = 10.0  # the engine is between two steps before; longer is a hang
 
 log = structlog.get_logger(__name__)
 
 
-class IncomingOutput(Protocol):
-    """What sends a stream's output to its frontend, as it takes one in."""
-
-    def expect(self, key: int, stream: Stream) -> None:
-        """Expect a stream's first words; hold them."""
-
-    def release(self, key: int) -> None:
-        """Say what was held, and go on."""
-
-    def give_up(self, key: int) -> None:
-        """Expect it no more."""
-
-
 @dataclass(slots=True, eq=False)
-class _Incoming:
+class IncomingStream:
     """A stream that is to come."""
 
     key: int
+    room: Import
+    room_tokens: int
     connection: FrontendConnection
     number: int  # of the stream, by which its frontend knows it
     asked: RequestOrigin
     known: list[int]  # its tokens so far
     grants: list[Grant] = field(default_factory=list)
-    gone: bool = False  # nobody waits for it any more
+    gone: bool = False  # its frontend has given it up
     why: str = ""  # it was given up
 
 
@@ -73,20 +62,19 @@ class IncomingMigrations:
         engine: Engine,
         trust: Trust,
         landing: Landing,
-        output: IncomingOutput,
+        streams: StreamTable,
         counters: WorkerCounters,
         take_bytes: int,
     ) -> None:
-        """Take streams in for this engine; `output` hears from them once they decode here. `take_bytes` are copied into the
-        engine at once, for each shard."""
+        """`take_bytes` are copied into the engine at once, for each shard."""
         self._engine = engine
         self._trust = trust
         self._landing = landing
-        self._output = output
+        self._streams = streams
         self._counters = counters
         self._take_bytes = take_bytes
-        self._incoming: dict[int, _Incoming] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._incoming: dict[int, IncomingStream] = {}
+        self.tasks: set[asyncio.Task[None]] = set()  # one for each stream
 
     def __len__(self) -> int:
         return len(self._incoming)
@@ -99,22 +87,22 @@ class IncomingMigrations:
         """How many of them have not been given up."""
         return sum(not incoming.why for incoming in self._incoming.values())
 
-    def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
-        """Keep room for a stream under this key of the engine's, or say why not."""
+    def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> IncomingStream | None:
+        """Keep room for a stream under this key of the engine's, for `arrive`; None once its frontend is told why not."""
         asked = RequestOrigin.of(frame.request)
-        incoming = _Incoming(key, connection, frame.stream, asked, frame.request.tokens)
         room = self._room(key, frame)
         if isinstance(room, str):
             self._counters.moved("in", "declined")
             log.info("reserve_declined", request=asked.request, reason=room)
             connection.send(Declined(frame.stream, room))
-            return
+            return None
+        room_tokens = min(frame.room_tokens, self._engine.identity.context_tokens)
+        incoming = IncomingStream(
+            key, room, room_tokens, connection, frame.stream, asked, frame.request.tokens
+        )
         self._incoming[key] = incoming
         connection.streams[frame.stream] = key
-        room_tokens = min(frame.room_tokens, self._engine.identity.context_tokens)
-        task = asyncio.ensure_future(self._host(incoming, room, room_tokens))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return incoming
 
     def _room(self, key: int, frame: Reserve) -> Import | str:
         request = frame.request
@@ -132,18 +120,18 @@ class IncomingMigrations:
         return self._engine.reserve(key, request, frame.room_tokens)
 
     def drop(self, key: int, why: str = "") -> None:
-        """Give a stream up: nobody waits for it any more, or, with a reason, who asked is told it."""
+        """Give a stream up. With a reason: its frontend is told it."""
         if (incoming := self._incoming.get(key)) is not None:
             incoming.gone = incoming.gone or not why
             self._give_up(incoming, why or "the frontend gave it up")
 
     def drop_all(self, why: str) -> None:
-        """Give up all that are on their way, and tell why."""
+        """Give up all that are on their way, and tell their frontends why."""
         for key in list(self._incoming):
             self.drop(key, why)
 
-    def _give_up(self, incoming: _Incoming, why: str) -> None:
-        """Let a stream's reservations go; whoever copies from them hears of it. Off the loop: they may be gigabytes."""
+    def _give_up(self, incoming: IncomingStream, why: str) -> None:
+        """Free a stream's reservations; what copies from them fails. Off the loop: they may be gigabytes."""
         incoming.why = incoming.why or why
         if incoming.grants:
             asyncio.get_running_loop().run_in_executor(
@@ -152,49 +140,57 @@ class IncomingMigrations:
 
     # --- how it goes
 
-    async def _host(self, incoming: _Incoming, room: Import, room_tokens: int) -> None:
+    async def arrive(self, incoming: IncomingStream) -> bool:
+        """Take a stream in that has room; return whether it decodes here, and its frontend is told so."""
         try:
-            await self._reserve(incoming, room, room_tokens)
-            arrived = await self._arrive(incoming, room)
-            await self._commit(incoming, room, arrived)
+            await self._reserve(incoming)
+            arrived = await self._arrive(incoming)
+            await self._commit(incoming, arrived)
         except HoldfastError as error:
-            self._end(incoming, room, incoming.why or str(error))
+            self._end(incoming, incoming.why or str(error))
         except Exception as error:
             log.exception("move_in_broke")
-            self._end(incoming, room, f"the engine failed: {error!r}")
+            self._end(incoming, f"the engine failed: {error!r}")
+        else:
+            return True
+        return False
 
-    def _end(self, incoming: _Incoming, room: Import, why: str) -> None:
-        """Free all that a stream had here; tell who waits for it."""
+    async def free(self, incoming: IncomingStream) -> None:
+        """Free what the KV cache of a stream came in."""
+        await asyncio.to_thread(self._landing.release, incoming.grants)
+
+    def _end(self, incoming: IncomingStream, why: str) -> None:
+        """Free all that a stream had here, and tell its frontend."""
         self._give_up(incoming, why)
-        room.abort()
+        incoming.room.abort()
         self._forget(incoming)
         self._counters.moved("in", "failed")
         log.warning("move_in_failed", request=incoming.asked.request, reason=why)
         if not incoming.gone:
             incoming.connection.send(Declined(incoming.number, why))
 
-    def _forget(self, incoming: _Incoming) -> None:
+    def _forget(self, incoming: IncomingStream) -> None:
         self._incoming.pop(incoming.key, None)
         connection = incoming.connection
         if connection.streams.get(incoming.number) == incoming.key:
             del connection.streams[incoming.number]
 
-    async def _reserve(self, incoming: _Incoming, room: Import, room_tokens: int) -> None:
-        """Have every shard's source a place to send to, and hand out the grants."""
-        own = self._engine.kv[0]
+    async def _reserve(self, incoming: IncomingStream) -> None:
+        """Reserve memory for every shard, and send the grants."""
+        own, room = self._engine.kv[0], incoming.room
         first = room.cached_tokens // own.block_size
-        blocks = max(1, own.blocks(room_tokens) - first)
+        blocks = max(1, own.blocks(incoming.room_tokens) - first)
         incoming.grants = await self._landing.grants(blocks, incoming.known, first)
         if incoming.why:  # meanwhile
             raise MoveRefused(incoming.why)
         grants = [msgspec.msgpack.encode(grant) for grant in incoming.grants]
         incoming.connection.send(Reserved(incoming.number, grants, room.cached_tokens))
 
-    async def _arrive(self, incoming: _Incoming, room: Import) -> list[Arrived]:
+    async def _arrive(self, incoming: IncomingStream) -> list[Arrived]:
         """Take every shard in while it comes; return what came. Raise MoveRefused when all that runs has ended."""
         shards = range(len(incoming.grants))
         came = await asyncio.gather(
-            *(self._arrive_shard(incoming, room, shard) for shard in shards), return_exceptions=True
+            *(self._arrive_shard(incoming, shard) for shard in shards), return_exceptions=True
         )
         failed = next((one for one in came if isinstance(one, BaseException)), None)
         if failed is not None:
@@ -209,30 +205,31 @@ class IncomingMigrations:
                 raise MoveRefused("the shards do not belong together")
         return arrived
 
-    async def _arrive_shard(self, incoming: _Incoming, room: Import, shard: int) -> Arrived:
+    async def _arrive_shard(self, incoming: IncomingStream, shard: int) -> Arrived:
         receiver, grant = self._landing.receiver, incoming.grants[shard]
         assert receiver is not None
         try:
-            return await _taken(receiver, grant, shard, room, self._take_bytes)
+            return await _taken(receiver, grant, shard, incoming.room, self._take_bytes)
         except BaseException as error:  # the others need not come any more
             self._give_up(incoming, str(error))
             raise
 
-    async def _commit(self, incoming: _Incoming, room: Import, arrived: list[Arrived]) -> None:
-        """Begin to decode, tell who asked, and then let the stream speak."""
+    async def _commit(self, incoming: IncomingStream, arrived: list[Arrived]) -> None:
+        """Begin to decode, and tell the frontend. The output is held until then."""
         came_at, first = time.monotonic(), arrived[0]
         state = _state(incoming, first)
         bytes_, blocks = sum(len(one.memory) for one in arrived), self._blocks(arrived)
         begun = asyncio.get_running_loop().time()
         turn = self._trust.turns
         stream = Stream(incoming.connection, incoming.number, False, begun, incoming.asked, turn, held=[])
-        self._output.expect(incoming.key, stream)
+        self._streams.begin(incoming.key, stream)
+        self._streams.first_output(stream)
         try:
-            await _within(COMMIT_S_MAX, room.commit(first.tokens, first.computed))
+            await _within(COMMIT_S_MAX, incoming.room.commit(first.tokens, first.computed))
             if incoming.why:  # meanwhile; the engine is told to forget it, as it decodes already
                 raise MoveRefused(incoming.why)
         except BaseException:
-            self._output.give_up(incoming.key)
+            self._streams.end(incoming.key)
             self._engine.cancel(incoming.key)
             raise
         self._incoming.pop(incoming.key)
@@ -242,10 +239,8 @@ class IncomingMigrations:
             state.link or first.link if first.link == "shm" else first.link
         )  # who writes here himself knows how
         incoming.connection.send(Committed(incoming.number, said, bytes_, blocks, link, round(stopped_ms, 3)))
-        self._output.release(incoming.key)
         self._counters.moved("in", "committed", bytes_, stopped_ms / 1e3)
         log.info("moved_in", request=incoming.asked.request, bytes=bytes_, link=link)
-        await asyncio.to_thread(self._landing.release, incoming.grants)
 
     def _blocks(self, arrived: list[Arrived]) -> int:
         return sum(len(a.memory) // own.block_bytes for a, own in zip(arrived, self._engine.kv, strict=True))
@@ -254,8 +249,8 @@ class IncomingMigrations:
         """Give everything up, and wait until it is freed."""
         self.drop_all("this worker is shutting down")
         await self._landing.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self.tasks:
+            await asyncio.wait(self.tasks)
 
 
 async def _within(seconds: float, commit: Coroutine[Any, Any, None]) -> None:
@@ -266,7 +261,7 @@ async def _within(seconds: float, commit: Coroutine[Any, Any, None]) -> None:
         raise MoveRefused(f"the engine did not take it over within {seconds:g} s") from None
 
 
-def _state(incoming: _Incoming, arrived: Arrived) -> RequestMigrationState:
+def _state(incoming: IncomingStream, arrived: Arrived) -> RequestMigrationState:
     """Return the state that came along. Raise MoveRefused if it is of another request."""
     try:
         state = unpacked_state(arrived.state)

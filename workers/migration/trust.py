@@ -73,15 +73,13 @@ class Trust:
 
     def __init__(
         self,
-        lost: Callable[[str], None],
         transport: Callable[[], Transport | None] = lambda: None,
         key: FleetKey | None = None,
     ) -> None:
-        """Trust it. `lost` is told why, at each new doubt. `transport`: by which to send to targets that have it too, besides
-        shared memory and sockets. `key`: the fleet's, which targets must know."""
+        """Trust it. `transport`: by which to send to targets that have it too, besides shared memory and sockets. `key`: the
+        fleet's, which targets must know."""
         self.losses = 0
         self.turns = 0  # doubts that came, and that went: two equal numbers have no doubt in between
-        self._lost = lost
         self._transport = transport
         self._key = key
         self._doubts: dict[str, str] = {}
@@ -111,17 +109,17 @@ class Trust:
         if self._doubts:
             raise SenderDistrusted(self.reason)
 
-    def lose(self, cause: str, reason: str) -> None:
-        """Doubt what this worker computes. A cause that is known already changes nothing."""
+    def lose(self, cause: str, reason: str) -> bool:
+        """Doubt what this worker computes, and break off all shipments; False if the cause is known already."""
         if cause in self._doubts:
-            return
+            return False
         self._doubts[cause] = reason
         self.losses += 1
         self.turns += 1
         log.error("distrusted", cause=cause, reason=reason, shipments=len(self._shipments))
         for one in list(self._shipments):
             one.cancel()
-        self._lost(reason)
+        return True
 
     def regain(self, cause: str) -> None:
         """Take a doubt back: what is computed from now on may be sent. What was under way stays broken off."""

@@ -54,7 +54,7 @@ async def engine_has_ended(way: Road, move: Move) -> None:
 
 
 async def distrust(way: Road, move: Move) -> None:
-    way.source.server.moves.trust.lose("corrupt", "a canary has convicted this worker")
+    way.source.server.output.distrust("corrupt", "a canary has convicted this worker")
 
 
 async def drain_there(way: Road, move: Move) -> None:

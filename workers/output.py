@@ -1,0 +1,211 @@
+"""The output of a worker's engine: from the engine's keys to the frontends' streams, and streams that leave or arrive.
+
+The engine knows keys, frontends know stream numbers; a `Stream` ties the two together, and output for a key whose stream is
+over is dropped here. Only `deliver` may be called from another thread than the loop's.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import structlog
+
+from events.journal.port import Journal
+from events.observations import EngineFaulted
+from events.wire import Chunk, Reserve, without_quotes
+from workers.counters import WorkerCounters
+from workers.engines.engine import Engine
+from workers.frontends import FrontendConnection, FrontendConnections, Heartbeats
+from workers.migration.moves import WorkerMigrations
+from workers.migration.source import OutgoingStream
+from workers.migration.target import IncomingStream
+from workers.streams import Stream, StreamTable
+
+FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors that are the engine's own
+REPORT_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
+
+log = structlog.get_logger(__name__)
+
+
+class FaultReport:
+    """The facts and log lines about engine errors that end a stream, at most one in 10 s."""
+
+    def __init__(self, journal: Journal, worker: str, instance: str) -> None:
+        self._journal = journal
+        self._worker, self._instance = worker, instance
+        self._at = float("-inf")  # of the newest report, in loop time
+
+    def report(self, reason: str) -> None:
+        """Record an engine error, unless another was recorded lately."""
+        now = asyncio.get_running_loop().time()
+        if now - self._at < REPORT_EVERY_S:
+            return
+        self._at = now
+        reason = without_quotes(reason)
+        log.error("engine_faulted", worker=self._worker, instance=self._instance, reason=reason)
+        self._journal.observe(
+            EngineFaulted(worker=self._worker, instance=self._instance, reason=reason, fatal=False)
+        )
+
+
+class StreamOutput:
+    """The way of one worker's output to the frontends, and the end of every stream that the engine ends."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        streams: StreamTable,
+        connections: FrontendConnections,
+        heartbeats: Heartbeats,
+        counters: WorkerCounters,
+        moves: WorkerMigrations,
+        faults: FaultReport | None,
+    ) -> None:
+        """`faults` reports each engine error that a stream ends with."""
+        self._engine = engine
+        self._streams = streams
+        self._connections = connections
+        self._heartbeats = heartbeats
+        self._counters = counters
+        self._outgoing, self._incoming, self._trust = moves.source, moves.target, moves.trust
+        self._faults = faults
+        self._sending_on = ""  # why streams that decode are sent elsewhere; "": they are not
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+
+    def start(self) -> None:
+        """Deliver on the running loop, in this thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
+    def deliver(self, out: list[tuple[int, Chunk]]) -> None:
+        """Take one step's output, from any thread, and send each frontend its part as one frame."""
+        if threading.get_ident() == self._thread:
+            self._deliver(out)
+        elif self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, out)
+
+    def _deliver(self, out: list[tuple[int, Chunk]]) -> None:
+        streams, tokens, prefilled = self._streams.by_key, 0, False
+        for key, chunk in out:
+            stream = streams.get(key)
+            if stream is None:
+                continue
+            if stream.held is not None:
+                stream.held.append((key, chunk))
+                continue
+            chunk.stream = stream.number
+            connection = stream.connection
+            connection.batch.append(chunk)
+            tokens += len(chunk.tokens)
+            if not stream.decodes and (chunk.tokens or chunk.text):
+                self._streams.first_output(stream)
+                prefilled = True
+            if chunk.finish is not None or chunk.error is not None:
+                self._end(key, stream, chunk.error)
+        self._counters.tokens += tokens
+        if prefilled and self._sending_on:
+            self._send_on()
+        for connection in self._connections.open:
+            if connection.batch:
+                connection.flush()
+
+    def _end(self, key: int, stream: Stream, error: str | None) -> None:
+        """Count a stream whose last chunk is in its batch, and forget it."""
+        if error is not None:
+            self._react(error)
+        moved = stream.leaving and self._outgoing.forget(key)
+        if not (moved or stream.canary):  # a canary is not a user's request
+            if error is None:
+                self._counters.finished(asyncio.get_running_loop().time() - stream.begun)
+            else:
+                self._counters.failed(error)
+        self._streams.end(key)
+
+    def _react(self, error: str) -> None:
+        """Do what a stream's error calls for, besides its end."""
+        if error.startswith(FAULTS) and self._faults is not None:
+            self._faults.report(error)
+        if error.startswith("overloaded") and self._engine.load().closed_s:
+            self._heartbeats.beat_all()  # before the error: no frontend sends the request here again
+        if error.startswith("non_finite"):
+            self.distrust("non_finite", error)
+
+    def drop(self, key: int, why: str) -> None:
+        """Take a stream out of the engine that its frontend reads no more."""
+        if key in self._incoming:  # it is freed once nothing is copied into it any more
+            self._incoming.drop(key)
+            return
+        moved = self._outgoing.forget(key)
+        self._engine.cancel(key)
+        stream = self._streams.by_key[key]
+        if not (moved or stream.canary):
+            self._counters.dropped(why, asyncio.get_running_loop().time() - stream.begun)
+        self._streams.end(key)
+
+    # --- streams that arrive with their KV cache
+
+    def take_in(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
+        """Keep room for a stream, and continue it once its KV cache is here; or answer why not."""
+        if (incoming := self._incoming.reserve(key, connection, frame)) is not None:
+            task = asyncio.ensure_future(self._take_in(incoming))
+            self._incoming.tasks.add(task)
+            task.add_done_callback(self._incoming.tasks.discard)
+
+    async def _take_in(self, incoming: IncomingStream) -> None:
+        if await self._incoming.arrive(incoming):
+            self._counters.requests += 1
+            stream = self._streams.by_key[incoming.key]
+            held, stream.held = stream.held, None
+            self._deliver(held or [])
+            await self._incoming.free(incoming)
+
+    # --- streams that are to go elsewhere
+
+    def ship(self, key: int, stream: Stream, grants: Sequence[bytes]) -> None:
+        """Ship a stream's KV cache to the target that gave these grants, or answer why not."""
+        if (leaving := self._outgoing.begin(key, stream, grants)) is not None:
+            leaving.task = asyncio.ensure_future(self._ship(leaving))
+
+    async def _ship(self, leaving: OutgoingStream) -> None:
+        if await self._outgoing.ship(leaving):
+            self.stays()
+
+    def distrust(self, cause: str, reason: str) -> None:
+        """Doubt what this worker computes: nothing of it is shipped, and what is under way stays here."""
+        if self._trust.lose(cause, reason):
+            for leaving in self._outgoing.under_way():
+                if self._outgoing.decline(leaving, reason):
+                    self.stays()
+
+    def regain(self, cause: str) -> None:
+        """Take a doubt back: what is computed from now on may be shipped."""
+        self._trust.regain(cause)
+
+    def end_all(self, error: str) -> None:
+        """End every stream with an error. New ones are refused already, and those that were to come have been given up."""
+        keys = list(self._streams.by_key)
+        for key in keys:
+            self._engine.cancel(key)
+        self._deliver([(key, Chunk(0, [], error=error)) for key in keys])
+
+    def send_on(self, error: str) -> None:
+        """End every user's stream that decodes, with an error; from now on, each as soon as its prefill is over. Those
+        that are on their way to another worker with their KV cache continue."""
+        self._sending_on = error
+        self._send_on()
+        self._connections.flush()
+
+    def stays(self) -> None:
+        """Send a stream elsewhere whose move has failed, if streams are sent elsewhere."""
+        if self._sending_on:
+            self.send_on(self._sending_on)
+
+    def _send_on(self) -> None:
+        for key, stream in list(self._streams.by_key.items()):
+            if not stream.decodes or stream.canary or stream.held is not None or stream.leaving:
+                continue
+            self._engine.cancel(key)
+            connection = stream.connection
+            connection.batch.append(Chunk(stream.number, [], error=self._sending_on))
+            self._end(key, stream, self._sending_on)
