@@ -1,4 +1,4 @@
-"""The connections of frontends to one worker: buffered writes, bounds on their number, and beats.
+"""The frontends of one worker: their connections, streams and beats, and the bounds on them.
 
     connects ── hello ──▶ a frontend         too many, of all or of one address: the oldest connection without a hello
         └── a stranger until then            makes room, or else, once the new one has proved itself, the frontend without
@@ -15,6 +15,9 @@ backlog is bounded in bytes and in time; past either bound the connection is cut
 A frame goes to each frontend at least every 100 ms while that frontend has streams open, every second otherwise, to all of
 those at once. Where no step has been sent, that is a beat; while steps are, one comes every 0.25 s. A beat carries the
 engine's phase and its age, because a stuck engine behind a live loop shows only there.
+
+A stream begins in its prefill, decodes from its first output on, and ends. Canaries are not users' requests: they have
+streams, and are not counted.
 """
 
 import asyncio
@@ -22,13 +25,13 @@ import socket
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import structlog
 
 from events import wire
 from events.fleet_key import FleetKey
-from events.wire import Beat, Chunk, Step, ToFrontend
+from events.wire import Beat, Chunk, Generate, Sampling, Step, ToFrontend
 from workers.counters import DrainState, WorkerCounters
 from workers.engines.engine import Engine
 
@@ -412,3 +415,84 @@ def _tune(sock: socket.socket | None) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+class RequestOrigin(NamedTuple):
+    """What a request was when it came here, without its tokens."""
+
+    request: str
+    prompt_tokens: int
+    replayed: int  # tokens of the answer that it brought along
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, request: Generate) -> "RequestOrigin":
+        """Return what is remembered of a request."""
+        prompt = request.prompt_tokens
+        return cls(request.request, prompt, len(request.tokens) - prompt, request.sampling)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One open stream: where its output goes."""
+
+    connection: FrontendConnection
+    number: int  # by which its frontend knows it
+    canary: bool
+    begun: float  # loop time, in seconds
+    asked: RequestOrigin
+    turn: int = 0  # of the trust in what is computed here, when it began
+    held: list[tuple[int, Chunk]] | None = (
+        None  # output before its frontend may have it; None: nothing is held
+    )
+    decodes: bool = False  # its prompt is computed: it has output
+    leaving: bool = False  # it is on its way out, with its KV cache
+
+
+class StreamTable:
+    """All open streams of one worker, by the engine's keys."""
+
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        """`heartbeats`: those of the frontends, due sooner once a stream has begun."""
+        self._heartbeats = heartbeats
+        self.by_key: dict[int, Stream] = {}
+        self.users = 0  # streams that are not canaries
+        self._prefills = 0  # of these, still without output
+        self.all_ended = asyncio.Event()  # a flag: no user's stream is open
+        self.all_ended.set()
+        self.all_decode = asyncio.Event()  # a flag: no user's stream is in its prefill
+        self.all_decode.set()
+
+    def begin(self, key: int, stream: Stream) -> None:
+        """Take a stream in, for its frontend too."""
+        connection = stream.connection
+        self.by_key[key] = stream
+        connection.streams[stream.number] = key
+        if not stream.canary:
+            self.users += 1
+            self._prefills += 1
+            self.all_ended.clear()
+            self.all_decode.clear()
+        self._heartbeats.hasten()
+
+    def first_output(self, stream: Stream) -> None:
+        """Note that a stream's prefill is over."""
+        stream.decodes = True
+        if not stream.canary:
+            self._prefills -= 1
+            if not self._prefills:
+                self.all_decode.set()
+
+    def end(self, key: int) -> None:
+        """Forget a stream that is over. Unknown keys are ignored."""
+        stream = self.by_key.pop(key, None)
+        if stream is None:
+            return
+        connection = stream.connection
+        connection.streams.pop(stream.number, None)
+        if not stream.decodes:
+            self.first_output(stream)
+        if not stream.canary:
+            self.users -= 1
+            if not self.users:
+                self.all_ended.set()

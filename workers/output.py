@@ -15,11 +15,10 @@ from events.observations import EngineFaulted
 from events.wire import Chunk, Reserve, without_quotes
 from workers.counters import WorkerCounters
 from workers.engines.engine import Engine
-from workers.frontends import FrontendConnection, FrontendConnections, Heartbeats
+from workers.frontends import FrontendConnection, FrontendConnections, Heartbeats, Stream, StreamTable
 from workers.migration.moves import WorkerMigrations
 from workers.migration.source import OutgoingStream
 from workers.migration.target import IncomingStream
-from workers.streams import Stream, StreamTable
 
 FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors that are the engine's own
 REPORT_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request

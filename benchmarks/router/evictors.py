@@ -24,8 +24,7 @@ from controller.trace import chat
 from controller.trace.rows import BLOCK_TOKENS, BadTrace, read
 from controller.trace.synthesis import synthesize
 from events.kv import Removed
-from workers.engines.simulated.kv.evictors import EvictorKind
-from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.kv_cache import EvictorKind, KvManager
 
 PERCENT = (1, 5, 10, 25, 50)
 CHAT_REQUESTS = 5_000

@@ -42,9 +42,8 @@ from controller.router.selection.score import USUAL, Pricing
 from controller.router.selection.selector import Mode
 from controller.trace.rows import BadTrace, encode
 from controller.trace.rows import TraceRow as Recorded
-from workers.engines.simulated.perf_model import POLYNOMIALS
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.timing import ModelTiming
+from workers.engines.simulated.timing import POLYNOMIALS, ModelTiming
 
 ROOT = Path(__file__).parents[2]
 TRACE = ROOT.parent / "shared" / "data" / "mooncake_conversation.jsonl"

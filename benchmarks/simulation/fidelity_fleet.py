@@ -15,8 +15,7 @@ from controller.demo.fleet import DemoFleet
 from controller.processes.children import die_with
 from events.errors import HoldfastError
 from events.observations import WorkerJoined
-from workers.engines.simulated.perf_model import Interpolated
-from workers.engines.simulated.plan import StepPlan
+from workers.engines.simulated.timing import Interpolated, StepPlan
 from workers.engines.tiny import CONFIG, VOCABULARY, write_model
 
 REAL, SIMULATED = "transformers", "simulated"

@@ -170,9 +170,8 @@ def _profile(args: argparse.Namespace) -> Profile:
 
 def measured(path: Path, args: argparse.Namespace) -> Profile:
     """Return what a worker would register that is as fast as was measured. Raise BadProfile."""
-    from workers.engines.simulated.perf_model import Interpolated
     from workers.engines.simulated.sequence import EngineShape
-    from workers.engines.simulated.timing import ModelTiming
+    from workers.engines.simulated.timing import Interpolated, ModelTiming
 
     tokens = args.kv_blocks * args.block_tokens
     shape = EngineShape(

@@ -14,8 +14,7 @@ from controller.profiler.points import (
     TooFewPoints,
     arrays,
 )
-from workers.engines.simulated.perf_model import Interpolated
-from workers.engines.simulated.plan import StepPlan
+from workers.engines.simulated.timing import Interpolated, StepPlan
 
 PREFILL = [PrefillPoint(n, 2.0 + n / 10) for n in (64, 512, 2048)]
 

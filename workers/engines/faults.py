@@ -13,6 +13,7 @@ SLOW_TIMES = 5.0
 class EngineFaults:
     """What is wrong with an engine right now. A fresh value is a healthy engine."""
 
+    healthy: bool = True  # every pass succeeds and gives the right tokens, however slowly
     error: bool = False
     errors_left: int = 0  # 0: until healed
     corrupt_one_in: int = 0
@@ -36,6 +37,7 @@ class EngineFaults:
                 self.dead = True
             case _:
                 return False
+        self._check()
         return True
 
     def end(self, fault: str) -> None:
@@ -49,6 +51,10 @@ class EngineFaults:
                 self.drift = 0.0
             case "sampler":
                 self.sampler = False
+        self._check()
+
+    def _check(self) -> None:
+        self.healthy = not (self.error or self.corrupt_one_in or self.drift)
 
     def raised(self, requests: int) -> int:
         """Return how many of `requests` the raising engine takes down now, and count them."""
@@ -59,6 +65,7 @@ class EngineFaults:
         taken = min(requests, self.errors_left)
         self.errors_left -= taken
         self.error = self.errors_left > 0
+        self._check()
         return taken
 
     def struck(self) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from events.observations import KvLayout
 from workers.counters import WorkerCounters
 from workers.engines.engine import Engine
+from workers.frontends import StreamTable
 from workers.kv_transfer.messages import Description
 from workers.kv_transfer.transport import Transport
 from workers.migration.landing import Landing
@@ -14,7 +15,6 @@ from workers.migration.settings import KvMoveSettings
 from workers.migration.source import OutgoingMigrations
 from workers.migration.target import IncomingMigrations
 from workers.migration.trust import Trust
-from workers.streams import StreamTable
 
 CLOSE_S_MAX = 0.9
 

@@ -25,11 +25,11 @@ from events.errors import HoldfastError
 from events.wire import Declined
 from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Export, Stopped
+from workers.frontends import Stream
 from workers.kv_transfer.messages import Buffer, Grant
 from workers.migration.state import packed_state
 from workers.migration.together import together
 from workers.migration.trust import THREADS_MAX, OutgoingShipment, SenderDistrusted, Trust, TrustedSender
-from workers.streams import Stream
 
 STOPPED_S_MAX = 2.0  # for the tail to travel, and for the frontend to say Cancel or Stay
 STOP_S_MAX = 10.0  # an engine's step; longer is a hang

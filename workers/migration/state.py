@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from events.wire import Sampling
+from workers.frontends import RequestOrigin
 from workers.kv_transfer.messages import STATE_BYTES_MAX
-from workers.streams import RequestOrigin
 
 
 class SamplingState(msgspec.Struct, array_like=True, frozen=True):

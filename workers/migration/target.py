@@ -25,13 +25,12 @@ from events.errors import HoldfastError
 from events.wire import Committed, Declined, Reserve, Reserved
 from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
-from workers.frontends import FrontendConnection
+from workers.frontends import FrontendConnection, RequestOrigin, Stream, StreamTable
 from workers.kv_transfer.messages import Grant, TransferRefused
 from workers.kv_transfer.receiver import Arrived, Receiver
 from workers.migration.landing import Landing
 from workers.migration.state import RequestMigrationState, difference, unpacked_state
 from workers.migration.trust import Trust
-from workers.streams import RequestOrigin, Stream, StreamTable
 
 COMMIT_S_MAX = 10.0  # the engine is between two steps before; longer is a hang
 

@@ -19,9 +19,8 @@ from benchmarks.router.virtual.router import Router, workers
 from benchmarks.router.virtual.trace import Request
 from controller.router.selection.selector import Mode
 from events.observations import WorkerJoined
-from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.timing import Timing
+from workers.engines.simulated.timing import StepPlan, Timing
 
 
 def shortened(requests: Sequence[Request], found: Sequence[int]) -> list[Request]:

@@ -17,10 +17,9 @@ from benchmarks.router.virtual.router import Router
 from benchmarks.router.virtual.trace import Request
 from events.kv import KvEvent
 from events.slots import SlotBatch
-from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.timing import Timing
+from workers.engines.simulated.timing import StepPlan, Timing
 
 WINDOW_S = 10.0
 BATCH_S = 0.001  # what frontends tell each other is gathered for so long

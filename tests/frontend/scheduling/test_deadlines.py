@@ -32,9 +32,8 @@ from events.observations import (
     RequestsRejected,
     WorkerLeft,
 )
-from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.timing import ConstantTiming
+from workers.engines.simulated.timing import ConstantTiming, StepPlan
 
 LOOP = VirtualLoop
 SHAPE = EngineShape(context_tokens=16_384, kv_blocks=4096, batch_max=2, waiting_max=64)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from events.wire import Generate, Sampling
-from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.kv_cache import KvManager
 from workers.engines.simulated.scheduler import Scheduler
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from events.wire import Generate, Sampling
 from workers.engines.admission import RequestLimit
 from workers.engines.openai.places import Places
-from workers.engines.simulated.sequence import SimulatedSequence
-from workers.engines.simulated.waiting import WaitingQueue
+from workers.engines.simulated.sequence import SimulatedSequence, WaitingQueue
 
 PRIORITIES = st.lists(st.integers(0, 3), max_size=20)
 

@@ -24,38 +24,59 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-async def rings(alarm: Alarm, after_s: float) -> float:
+def watched(alarm: Alarm) -> asyncio.Event:
+    """Return a flag that is set when the alarm expires."""
+    rung = asyncio.Event()
+
+    def ring() -> None:
+        if alarm.expired():
+            rung.set()
+
+    asyncio.get_running_loop().add_reader(alarm.file, ring)
+    return rung
+
+
+async def rings(alarm: Alarm, rung: asyncio.Event, after_s: float) -> float:
     """Return how late it rings; below 0: early."""
-    rung, due = asyncio.Event(), time.monotonic() + after_s
-    alarm.set(due, rung.set)
+    due = time.monotonic() + after_s
+    rung.clear()
+    alarm.set(due)
     async with asyncio.timeout(20):
         await rung.wait()
     return time.monotonic() - due
 
 
+def close(alarm: Alarm) -> None:
+    asyncio.get_running_loop().remove_reader(alarm.file)
+    alarm.close()
+
+
 def test_it_never_rings_early_and_not_long_after_its_time() -> None:
     async def main() -> None:
-        alarm = Alarm(asyncio.get_running_loop())
-        assert all([0 <= await rings(alarm, step * 0.00037) < LATE_S for step in range(12)])
-        assert await rings(alarm, -5.0) < 5.0 + LATE_S  # what is over rings at once
-        alarm.close()
+        alarm = Alarm()
+        rung = watched(alarm)
+        assert all([0 <= await rings(alarm, rung, step * 0.00037) < LATE_S for step in range(12)])
+        assert await rings(alarm, rung, -5.0) < 5.0 + LATE_S  # what is over rings at once
+        close(alarm)
 
     run(main())
 
 
 def test_what_is_set_again_or_cancelled_does_not_ring() -> None:
     async def main() -> None:
-        alarm, rung = Alarm(asyncio.get_running_loop()), list[str]()
-        alarm.set(time.monotonic() + 0.001, lambda: rung.append("first"))
-        alarm.set(time.monotonic() + 0.002, lambda: rung.append("second"))
+        alarm, began = Alarm(), time.monotonic()
+        rung = watched(alarm)
+        alarm.set(began + 0.001)
+        alarm.set(began + 0.02)
         async with asyncio.timeout(20):
-            while not rung:  # noqa: ASYNC110 (it has no flag)
-                await asyncio.sleep(0.001)
-        alarm.set(time.monotonic() + 0.001, lambda: rung.append("third"))
+            await rung.wait()
+        assert time.monotonic() - began >= 0.02, "not at the first time"
+        rung.clear()
+        alarm.set(time.monotonic() + 0.001)
         alarm.cancel()
         await asyncio.sleep(0.02)
-        assert rung == ["second"]
-        alarm.close()
+        assert not rung.is_set()
+        close(alarm)
 
     run(main())
 

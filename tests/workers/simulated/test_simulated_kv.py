@@ -10,9 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulated_kit import Listener
 
 from events.kv import Cleared, Removed, Stored, Tier
-from workers.engines.simulated.kv.evictors import CLASSES, EvictorKind, Lineage, Lru, MultiLru, evictor
-from workers.engines.simulated.kv.kv_manager import KvManager
-from workers.engines.simulated.kv.tiers import SlowTiers, TierTraffic
+from workers.engines.simulated.kv_cache import (
+    CLASSES,
+    EvictorKind,
+    KvManager,
+    Lineage,
+    Lru,
+    MultiLru,
+    SlowTiers,
+    TierTraffic,
+    evictor,
+)
 
 KINDS: tuple[EvictorKind, ...] = ("lru", "multi-lru", "lineage")
 

@@ -13,14 +13,12 @@ from simulated_kit import Listener
 from events import blocks
 from events.kv import KvEvent, Removed, Stored, Tier
 from events.wire import Chunk, Generate, Sampling, join
-from workers.engines.simulated.kv.evictors import EvictorKind
-from workers.engines.simulated.kv.tiers import TierTraffic
+from workers.engines.simulated.kv_cache import EvictorKind, TierTraffic
 from workers.engines.simulated.language import EOS_BELOW, as_bytes, open_sequence
-from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, EngineShape, Preemption
 from workers.engines.simulated.stats import stats
-from workers.engines.simulated.timing import ConstantTiming, TieredTiming
+from workers.engines.simulated.timing import ConstantTiming, StepPlan, TieredTiming
 
 FAULTS = ("error", "corrupt", "drift", "heal")
 Asked = list[tuple[int, int, int, bool]]  # when, prompt, answer, canary

@@ -22,13 +22,20 @@ from workers.cli import add_arguments
 from workers.config.settings_check import load_settings
 from workers.engines.build import build_engine
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.kv.kv_size import BadConfig
-from workers.engines.simulated.kv.tiers import TierTraffic
-from workers.engines.simulated.perf_model import BYTES_MAX, POLYNOMIALS, BadProfile, Interpolated
-from workers.engines.simulated.plan import StepPlan
+from workers.engines.simulated.kv_cache import TierTraffic
+from workers.engines.simulated.kv_size import BadConfig
 from workers.engines.simulated.reasoning import BadReasoning, Reasoning
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.timing import ConstantTiming, ModelTiming, TieredTiming
+from workers.engines.simulated.timing import (
+    BYTES_MAX,
+    POLYNOMIALS,
+    BadProfile,
+    ConstantTiming,
+    Interpolated,
+    ModelTiming,
+    StepPlan,
+    TieredTiming,
+)
 from workers.migration import moves
 
 

@@ -1,13 +1,11 @@
-"""Rings at a moment, to a fraction of a millisecond: uvloop's own timers know whole ones only, and a step of a small model takes
-three. Linux has such timers as files (timerfd); elsewhere the loop's own must do.
+"""A sub-millisecond timer. uvloop rounds timers to whole milliseconds, and a step of a small model takes three; on Linux this
+uses a timerfd, which a loop watches as it watches a socket.
 """
 
-import asyncio
 import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable
 
 _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
@@ -22,44 +20,41 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """One alarm of one loop: setting it again forgets the moment before. Raise OSError where there are none."""
+    """One timer: setting it again forgets the time before. Raises OSError where there is no timerfd."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
             raise OSError("this system has no timerfd")
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._file = self._libc.timerfd_create(time.CLOCK_MONOTONIC, _FLAGS)
-        if self._file < 0:
+        self.file = self._libc.timerfd_create(time.CLOCK_MONOTONIC, _FLAGS)
+        if self.file < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
-        self._loop = loop
-        self._then: Callable[[], None] | None = None
-        loop.add_reader(self._file, self._ring)
+        self._set = False
 
-    def set(self, at: float, then: Callable[[], None]) -> None:
-        """Call `then` at a moment of the loop's time, or at once if it is over."""
-        self._then = then
+    def set(self, at: float) -> None:
+        """Let the file become readable at a monotonic time in seconds, or at once if it is over."""
+        self._set = True
         self._arm(max(1, round(at * 1e9)))
 
     def cancel(self) -> None:
-        """Forget the moment."""
-        self._then = None
+        """Forget the time."""
+        self._set = False
         self._arm(0)
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._then = None
-        self._loop.remove_reader(self._file)
-        os.close(self._file)
+        """Close the file, which no loop watches any more."""
+        self._set = False
+        os.close(self.file)
 
     def _arm(self, at_ns: int) -> None:
         setting = _Setting(_Time(0, 0), _Time(*divmod(at_ns, 1_000_000_000)))
-        self._libc.timerfd_settime(self._file, _ABSOLUTE, ctypes.byref(setting), None)
+        self._libc.timerfd_settime(self.file, _ABSOLUTE, ctypes.byref(setting), None)
 
-    def _ring(self) -> None:
+    def expired(self) -> bool:
+        """Return whether the time has come, once for each `set`; for the reader of the file."""
         try:
-            os.read(self._file, 8)
+            os.read(self.file, 8)
         except BlockingIOError:  # it has been set again meanwhile
-            return
-        if (then := self._then) is not None:
-            self._then = None
-            then()
+            return False
+        expired, self._set = self._set, False
+        return expired

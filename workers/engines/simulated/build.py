@@ -8,13 +8,14 @@ from workers.config.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
 from workers.engines.simulated import reasoning
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.fatal import read_fatal
-from workers.engines.simulated.kv.kv_size import kv_bytes_per_token
-from workers.engines.simulated.perf_model import POLYNOMIALS, Interpolated
+from workers.engines.simulated.kv_size import kv_bytes_per_token
 from workers.engines.simulated.rank import TURN_TOKENS
 from workers.engines.simulated.sequence import KV_BLOCK_BYTES, EngineShape
 from workers.engines.simulated.timing import (
+    POLYNOMIALS,
     PREFILL_TOKENS_PER_S,
     ConstantTiming,
+    Interpolated,
     ModelTiming,
     TieredTiming,
     Timing,

@@ -38,7 +38,6 @@ class SimulatedEngine:
         self.announces = shape.prefix_caching
         self.each = tuple(SimulatedRank(number, shape, timing, turn_tokens) for number in range(dp))
         self._start_s = start_s
-        self._deliver: Deliver | None = None
         self.identity = EngineIdentity(
             model=shape.model,
             revision=revision,
@@ -58,7 +57,6 @@ class SimulatedEngine:
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
         await asyncio.sleep(self._start_s)
-        self._deliver = deliver
         for rank in self.each:
             rank.start(deliver, announce)
 
@@ -68,19 +66,25 @@ class SimulatedEngine:
     def submit(self, key: int, request: Generate) -> None:
         if isinstance(rank := self._of(request), SimulatedRank):
             rank.submit(key, request)
-        elif self._deliver is not None:
-            self._deliver([(key, Chunk(request.stream, [], error=f"not_serving: {rank}"))])
+        else:
+            self.each[0].refuse(key, Chunk(request.stream, [], error=f"not_serving: {rank}"))
 
     def cancel(self, key: int) -> None:
         for rank in self.each:
             rank.cancel(key)
 
     def export(self, key: int) -> SimulatedExport | None:
-        return next((found for rank in self.each if (found := rank.export(key)) is not None), None)
+        for rank in self.each:
+            if (departure := rank.transit.depart(key)) is not None:
+                return SimulatedExport(rank, departure)
+        return None
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedImport | str:
         rank = self._of(request)
-        return rank.reserve(key, request, room_tokens) if isinstance(rank, SimulatedRank) else rank
+        if isinstance(rank, str):
+            return rank
+        arrival = rank.reserve(key, request, room_tokens)
+        return arrival if isinstance(arrival, str) else SimulatedImport(rank, arrival)
 
     def trust(self, trusted: bool) -> None:
         for rank in self.each:

@@ -10,18 +10,9 @@ from workers.engines.simulated.language import FIRST, SPAN
 class SimulatedFaults(EngineFaults):
     """What is wrong with the simulated engine right now."""
 
+    slow: float = 1.0  # how many times longer a step takes: all ranks wait for the slowest
     slowness: dict[int, float] = field(default_factory=dict)  # by rank
     raising_rank: int = 0
-
-    @property
-    def healthy(self) -> bool:
-        """Whether every pass goes through and gives the right tokens, however slowly."""
-        return not (self.error or self.corrupt_one_in or self.drift)
-
-    @property
-    def slow(self) -> float:
-        """How many times longer a step takes: all ranks wait for the slowest."""
-        return max(self.slowness.values()) if self.slowness else 1.0
 
     def inject(self, fault: str, argument: float, rank: int = 0) -> bool:
         """Begin one fault, or `heal` all; False if there is no such fault. An argument of 0 takes the fault's default."""
@@ -36,14 +27,19 @@ class SimulatedFaults(EngineFaults):
                 if fault == "error":
                     self.raising_rank = rank
                 return self.begin(fault, argument)
+        self._slow_down()
         return True
 
     def heal(self, fault: str, rank: int = 0) -> None:
         """End one fault. All but `slow` strike the ranks that compute together as one. Who is dead stays so."""
         if fault == "slow":
             self.slowness.pop(rank, None)
+            self._slow_down()
         else:
             self.end(fault)
+
+    def _slow_down(self) -> None:
+        self.slow = max(self.slowness.values(), default=1.0)
 
     def altered(self, token: int) -> int:
         """Return the token as the sick engine says it: one in k is another one."""

@@ -1,55 +1,88 @@
 """The simulated engine's `Export` and `Import`: requests that move with the bytes of their KV blocks.
 
-The bytes are made and compared on the loop, in slices that are shorter than a flat-out step: a thread would only fight
-the loop for the interpreter lock.
+    a block    [token][filler], zeros where no token is yet
+    a token    the hash of the whole prefix up to it and of the rank, over and over
+
+So a byte that was lost, doubled, altered or put into another place, block, rank or request shows, as do tokens that
+differ anywhere before it. The bytes are not stored: they are made where a block leaves, and again where it arrived, on the
+loop, in slices that are shorter than a flat-out step: a thread would only contend for the interpreter lock.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+
+import xxhash
 
 from workers.engines.arrival import objection
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
-from workers.engines.simulated.contents import Contents
-from workers.engines.simulated.language import VOCABULARY
+from workers.engines.simulated import language
+from workers.engines.simulated.language import TOKEN_BYTES, VOCABULARY
+from workers.engines.simulated.rank import SimulatedRank
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.transit import SimulatedArrival, SimulatedDeparture, SimulatedTransit
+from workers.engines.simulated.transit import SimulatedArrival, SimulatedDeparture
 from workers.kv_transfer.messages import Buffer
 
+_DIGEST_BYTES = 16
+
+
+class Contents:
+    """The tokens of one sequence, and the bytes of its blocks. Both grow with it."""
+
+    def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
+        """Begin with these tokens."""
+        self.tokens: list[int] = []
+        self._shape = shape
+        self._token_bytes = shape.kv_block_bytes // shape.block_tokens
+        self._hash = language.open_sequence(shape.model, ())
+        self._prefixes: list[bytes] = []  # of each token, with it
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Go on with these tokens."""
+        for token in tokens:
+            self._add(token)
+
+    def grow(self, length: int, unusual: Mapping[int, int]) -> None:
+        """Say on until there are so many tokens: at each position its plain one, or what `unusual` has there."""
+        for place in range(len(self.tokens), length):
+            token = unusual.get(place)
+            self._add(language.plain_token(self._hash.intdigest()) if token is None else token)
+
+    def block(self, rank: int, index: int, computed: int) -> bytes:
+        """Return a block of one rank, when the KV of the first `computed` tokens is there."""
+        first, size = index * self._shape.block_tokens, self._shape.block_tokens
+        times = -(-self._token_bytes // _DIGEST_BYTES)
+        held = [
+            (xxhash.xxh3_128_digest(prefix, seed=rank) * times)[: self._token_bytes]
+            for prefix in self._prefixes[first : min(first + size, computed)]
+        ]
+        return b"".join(held).ljust(self._shape.kv_block_bytes, b"\0")
+
+    def _add(self, token: int) -> None:
+        self._hash.update(TOKEN_BYTES[token])
+        self._prefixes.append(self._hash.digest())
+        self.tokens.append(token)
+
+
 SLICE_BYTES = 128 * 1024
-
-
-class MovingEngine(Protocol):
-    """The engine, as a move needs it."""
-
-    shape: EngineShape
-    transit: SimulatedTransit
-
-    async def hold(self, departure: SimulatedDeparture) -> None:
-        """Hold a request at the present step's end. Raise MoveEnded if the engine stops meanwhile."""
-        ...
-
-    def kick(self) -> None:
-        """Begin to step if there is something to do."""
-        ...
 
 
 class SimulatedExport:
     """A request on its way out."""
 
-    def __init__(self, host: MovingEngine, departure: SimulatedDeparture) -> None:
-        self._host, self._transit = host, host.transit
+    def __init__(self, rank: SimulatedRank, departure: SimulatedDeparture) -> None:
+        self._rank, self._transit = rank, rank.transit
         self._departure = departure
-        sequence, shape = departure.sequence, host.shape
+        sequence, shape = departure.sequence, rank.shape
         self._contents = Contents(shape, sequence.tokens)
 
     def full_blocks(self) -> int:
-        return 0 if self._departure.lost else self._departure.computed // self._host.shape.block_tokens
+        return 0 if self._departure.lost else self._departure.computed // self._rank.shape.block_tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
         """Return made-up bytes that follow from the tokens. Raise MoveEnded if it is over, or has no such blocks."""
         self._check()
-        shape, computed = self._host.shape, self._departure.computed
+        shape, computed = self._rank.shape, self._departure.computed
         there = -(-computed // shape.block_tokens) if self._departure.held else self.full_blocks()
         if not (0 <= shard < shape.tp and 0 <= first <= first + count <= there):
             raise MoveEnded(f"blocks {first} to {first + count} of shard {shard} were wanted of {there}")
@@ -65,18 +98,18 @@ class SimulatedExport:
     async def stop(self) -> Stopped:
         self._check()
         if not self._departure.held:
-            await self._host.hold(self._departure)
+            await self._rank.hold(self._departure)
         self._check()
         self._grow()
         return Stopped(list(self._contents.tokens), self._departure.computed)
 
     def resume(self) -> None:
         self._transit.resume(self._departure)
-        self._host.kick()
+        self._rank.kick()
 
     def close(self) -> None:
         self._transit.close(self._departure)
-        self._host.kick()
+        self._rank.kick()
 
     def _grow(self) -> None:
         sequence = self._departure.sequence
@@ -94,16 +127,16 @@ class SimulatedImport:
     take longer where more has come; the others wait for the commit, which says their tokens.
     """
 
-    def __init__(self, host: MovingEngine, arrival: SimulatedArrival) -> None:
-        self._host, self._transit = host, host.transit
+    def __init__(self, rank: SimulatedRank, arrival: SimulatedArrival) -> None:
+        self._rank, self._transit = rank, rank.transit
         self._arrival = arrival
-        self._contents = Contents(host.shape, arrival.request.tokens)
+        self._contents = Contents(rank.shape, arrival.request.tokens)
         self.cached_tokens = arrival.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
         """Compare what came, as far as its tokens are known. Raise MoveRefused if there is no room for it."""
         self._check()
-        shape, view = self._host.shape, memoryview(data).cast("B")
+        shape, view = self._rank.shape, memoryview(data).cast("B")
         size = shape.kv_block_bytes
         last, known = first + len(view) // size, len(self._contents.tokens) // shape.block_tokens
         room = -(-self._arrival.room_tokens // shape.block_tokens)
@@ -127,7 +160,7 @@ class SimulatedImport:
         """Compare the rest, and begin to decode. Raise MoveRefused if anything is not what it must be."""
         self._check()
         try:
-            arrival, context = self._arrival, self._host.shape.context_tokens
+            arrival, context = self._arrival, self._rank.shape.context_tokens
             against = objection(
                 arrival.request, arrival.room_tokens, tokens, computed, context=context, vocabulary=VOCABULARY
             )
@@ -139,15 +172,15 @@ class SimulatedImport:
             raise
         self._transit.settle(self._arrival, list(tokens))
         self._arrival.taken.clear()
-        self._host.kick()
+        self._rank.kick()
 
     def abort(self) -> None:
         self._transit.abort(self._arrival)
-        self._host.kick()
+        self._rank.kick()
 
     async def _difference(self, tokens: Sequence[int], computed: int) -> str:
         """Say where what came is not what must be there; empty if nowhere."""
-        shape, taken, contents = self._host.shape, self._arrival.taken, self._contents
+        shape, taken, contents = self._rank.shape, self._arrival.taken, self._contents
         contents.extend(tokens[len(contents.tokens) :])
         cached, end = self.cached_tokens // shape.block_tokens, -(-computed // shape.block_tokens)
         compared = 0

@@ -7,7 +7,6 @@ time at all and give nothing but tokens may be taken many to a turn: turns cost 
 
 import asyncio
 import contextlib
-from functools import partial
 
 import uvloop
 
@@ -15,13 +14,10 @@ from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, unheard
 from workers.engines.simulated.alarm import Alarm
 from workers.engines.simulated.fatal import contains, crash
-from workers.engines.simulated.moving import SimulatedExport, SimulatedImport
-from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.scheduler import Scheduler
-from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.speech import Output
-from workers.engines.simulated.timing import SLOWED_STEP_S, Timing
-from workers.engines.simulated.transit import SimulatedDeparture
+from workers.engines.simulated.sequence import EngineShape, Output
+from workers.engines.simulated.timing import SLOWED_STEP_S, StepPlan, Timing
+from workers.engines.simulated.transit import SimulatedArrival, SimulatedDeparture
 
 SHORT_S = 0.02  # a step that is so short has its end measured finer than the loop does: to many engines it would cost
 LATE_S = 0.005  # a step that is due this long ago is not caught up with
@@ -47,6 +43,7 @@ class SimulatedRank:
         self._turn_tokens = turn_tokens
         self._next: asyncio.Handle | Alarm | None = None  # the callback that goes on; None while idle
         self._alarm: Alarm | None = None  # of loops whose own timers are coarse
+        self._due = 0.0  # when it is to ring
         self.stepping = False  # a step runs that takes time
         self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # from the step's end on
         self._deliver: Deliver = _nowhere
@@ -63,7 +60,8 @@ class SimulatedRank:
         """Stop stepping and forget everything."""
         if self._next is not None:
             self._next.cancel()
-        if self._alarm is not None:
+        if self._alarm is not None and self._loop is not None:
+            self._loop.remove_reader(self._alarm.file)
             self._alarm.close()
         self._next, self._loop, self._alarm = None, None, None
         self.scheduler.drop_all()
@@ -93,17 +91,16 @@ class SimulatedRank:
         """Let no more than this share of the batch run at once, from the next step on."""
         self.scheduler.batch_limit = max(1, int(self.shape.batch_max * share))
 
-    def export(self, key: int) -> SimulatedExport | None:
-        """Prepare to move a request that decodes here."""
-        departure = self.transit.depart(key)
-        return None if departure is None else SimulatedExport(self, departure)
+    def refuse(self, key: int, refusal: Chunk) -> None:
+        """Deliver what refuses a request that no rank has."""
+        self._deliver([(key, refusal)])
 
-    def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedImport | str:
+    def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
         """Take the blocks for a request that comes with its KV cache, or say why not."""
         arrival = self.scheduler.reserve(key, request, room_tokens)
         if self._next is None:
             self._tell()  # no step will end soon
-        return arrival if isinstance(arrival, str) else SimulatedImport(self, arrival)
+        return arrival
 
     def load(self) -> Load:
         """Return its load."""
@@ -161,17 +158,23 @@ class SimulatedRank:
         self.phase = Phase("prefill" if plan.prefill_tokens else "decode", at, plan.prefill_tokens)
         due = at + lasts
         if lasts < SHORT_S and (alarm := self._fine()) is not None:
-            alarm.set(due, partial(self._finish, due))
+            self._due = due
+            alarm.set(due)
             self._next = alarm
         else:
             self._next = self._loop.call_at(due, self._finish, due)
 
     def _fine(self) -> Alarm | None:
-        """Return what rings finer than the loop's timers; None where those will do, or nothing else is there."""
+        """Return a finer timer than the loop's; None where the loop's is fine enough, or there is no other."""
         if self._alarm is None and isinstance(self._loop, uvloop.Loop):
             with contextlib.suppress(OSError):
-                self._alarm = Alarm(self._loop)
+                self._alarm = Alarm()
+                self._loop.add_reader(self._alarm.file, self._rung)
         return self._alarm
+
+    def _rung(self) -> None:
+        if self._alarm is not None and self._alarm.expired():
+            self._finish(self._due)
 
     def _step_s(self, plan: StepPlan) -> float:
         lasts, slow = self.timing.step_s(plan), self._faults.slow

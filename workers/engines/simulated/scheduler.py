@@ -1,17 +1,17 @@
-"""What does one rank of the simulated engine do next, and what does a pass yield? No clock, no asyncio: a driver spends
-the time.
+"""The scheduler of one simulated rank: which requests run, and the forward pass over them. No clock, no asyncio.
 
-    waiting ── admit ──▶ prefill ── whole prompt computed ──▶ batch ── finish, cancel, error ──▶ gone
-       ▲  a place, KV blocks, tokens    │  a chunk a pass       │
-       └──────── preempted, when blocks run out ────────────────┘   `transit` has those on the move
+    submit ──▶ waiting ──▶ prefill ── prompt computed ──▶ batch ── finish, cancel, error ──▶ gone
+                  ▲  a place, KV blocks, tokens   a chunk a pass   │
+                  └──────── preempted, when blocks run out ────────┘   `transit` has those on the move
 
-One `plan` and one `step` are one forward pass: the plan admits and says what the pass works on, the step gives one token
-to everyone in the batch. A preempted sequence keeps what it said; it only pays its prefill again.
+One `plan` and one `step` are one forward pass: the plan admits and lists what the pass works on, the step gives one token
+to each sequence of the batch. A preempted sequence keeps its tokens; it only pays its prefill again.
 
-A `mute` scheduler counts tokens and does not say them. Where nothing but that would happen, `skip` takes many passes at
+A `mute` scheduler counts tokens and does not choose them. Where nothing but that would happen, `skip` takes many passes at
 once: fleets of thousands run so in virtual time.
 """
 
+from collections import deque
 from collections.abc import Sequence as Sequential
 from itertools import chain
 from typing import cast
@@ -19,24 +19,158 @@ from typing import cast
 from events.kv import KvEvent
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import CANARIES_MAX
-from workers.engines.simulated.batch import DecodeBatch
 from workers.engines.simulated.faults import SimulatedFaults
-from workers.engines.simulated.growth import BlockGrowth
-from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.kv_cache import KvManager
 from workers.engines.simulated.language import prompt_logprobs
-from workers.engines.simulated.plan import StepPlan as Plan  # part of what a scheduler says
-from workers.engines.simulated.prefill import Prefill
 from workers.engines.simulated.sequence import (
+    DecodeBatch,
     EngineShape,
+    Output,
     Silent,
     SimulatedSequence,
     Spoken,
+    WaitingQueue,
+    next_pass,
+    next_passes,
     refusal,
     too_large,
 )
-from workers.engines.simulated.speech import Output, speak, speak_on
+from workers.engines.simulated.timing import StepPlan as Plan
 from workers.engines.simulated.transit import SimulatedArrival, SimulatedTransit
-from workers.engines.simulated.waiting import WaitingQueue
+
+HIT_RATE_OF = 1000  # requests admitted last
+
+
+class Prefill:
+    """The requests whose prompts are being computed. Who is through enters the batch."""
+
+    def __init__(self, shape: EngineShape, kv: KvManager, batch: DecodeBatch) -> None:
+        self._shape = shape
+        self._kv = kv
+        self._batch = batch
+        self.trusted = True  # blocks get names, so that others can find them
+        self.begun: dict[int, SimulatedSequence] = {}  # a chunk of each of them has been computed
+        self.through: list[SimulatedSequence] = []  # those that say their first token in the present pass
+        self._hits: deque[float] = deque(maxlen=HIT_RATE_OF)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that the requests admitted last found in the prefix cache."""
+        return sum(self._hits) / len(self._hits) if self._hits else 0.0
+
+    def names(self, sequence: SimulatedSequence) -> bool:
+        """Whether a sequence's full blocks get names, so that others can find them."""
+        return self._shape.prefix_caching and self.trusted and not sequence.canary
+
+    def admit(self, sequence: SimulatedSequence, budget: int, *, alone: bool) -> int:
+        """Take a sequence's blocks and begin its prefill; return the tokens of its first chunk, 0 if it must wait.
+
+        The blocks that the chunk fills have their names from now on: whoever is admitted in the same pass finds them.
+        `alone`: nobody else's prompt is part of this pass.
+        """
+        shape, kv = self._shape, self._kv
+        length, size = sequence.length, shape.block_tokens
+        sequence.named = self.names(sequence)
+        names = sequence.name_blocks(size) if sequence.named else []
+        here = kv.cached(names)
+        found = here + kv.fetchable(names[here:])
+        cached = min(found * size, length - 1)
+        left, count = length - cached, -(-length // size)
+        if not shape.chunked_prefill and not alone and left > budget:
+            return 0
+        keep = int(shape.watermark * kv.total) if kv.used else 0
+        if kv.used + kv.wanted(names[:here]) + count - here > kv.total - keep:
+            return 0
+        chunk = min(left, budget) if shape.chunked_prefill else left
+        full = min((cached + chunk) // size, len(names))
+        kv.fetch(names[here:found])
+        blocks = names[:full] + kv.partials(count - full)
+        taken = kv.use(blocks)
+        assert taken, "the room was counted before"
+        self._hits.append(cached / length)
+        sequence.blocks, sequence.cached, sequence.computed = blocks, cached, cached + chunk
+        sequence.fresh = True
+        self._put(sequence)
+        return chunk
+
+    def go_on(self, sequence: SimulatedSequence, budget: int) -> int:
+        """Compute the next chunk of a prompt; return its tokens."""
+        size, before = self._shape.block_tokens, sequence.computed
+        chunk = min(sequence.length - before, budget)
+        sequence.computed = before + chunk
+        first, last = before // size, sequence.computed // size
+        if sequence.named and first < last:
+            names, blocks = sequence.names, sequence.blocks
+            parent = names[first - 1] if first else None
+            self._kv.promote_all(blocks[first:last], names[first:last], parent)
+            blocks[first:last] = names[first:last]
+        self._put(sequence)
+        return chunk
+
+    def _put(self, sequence: SimulatedSequence) -> None:
+        if sequence.computed < sequence.length:
+            self.begun[sequence.key] = sequence
+            return
+        self.begun.pop(sequence.key, None)
+        self.through.append(sequence)
+        self._batch.enter(sequence)
+
+
+class BlockGrowth:
+    """The blocks of the sequences that decode, as they fill. All but the shape is the scheduler's own."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        kv: KvManager,
+        batch: DecodeBatch,
+        prefill: Prefill,
+        transit: SimulatedTransit,
+        waiting: WaitingQueue,
+    ) -> None:
+        self.preemptions = 0
+        self._shape = shape
+        self._kv = kv
+        self._batch = batch
+        self._prefill = prefill
+        self._transit = transit
+        self._waiting = waiting
+
+    def name_full(self, sequence: SimulatedSequence) -> None:
+        """Name the last block of a sequence if all its tokens have been computed: the last one said has not been."""
+        size, blocks = self._shape.block_tokens, sequence.blocks
+        if sequence.named and blocks[-1] < 0 and not (sequence.length - 1) % size:
+            parent = sequence.names[-1] if sequence.names else None
+            name = sequence.name_next(size)
+            self._kv.promote(blocks[-1], name, parent)
+            blocks[-1] = name
+
+    def extend(self, sequence: SimulatedSequence) -> None:
+        """Give a sequence its next block; where there is none, somebody goes back to waiting. Those that are about to leave
+        stay: where all are, this one goes, because the others' blocks are pinned and nobody would gain by theirs."""
+        while sequence.batch is not None:
+            if partial := self._kv.take():
+                sequence.blocks.append(partial)
+                self._batch.look(sequence)
+                return
+            self._preempt(self._victim() or sequence)
+
+    def _victim(self) -> SimulatedSequence | None:
+        """Return who is preempted next: by default the newest, as real engines do."""
+        running = self._batch.sequences.values()
+        late = self._prefill.begun.values()
+        newest = self._shape.preemption == "newest"
+        order = chain(reversed(late), reversed(running)) if newest else chain(running, late)
+        return next((one for one in order if not self._transit.leaving(one.key)), None)
+
+    def _preempt(self, sequence: SimulatedSequence) -> None:
+        if sequence.batch is not None:
+            self._batch.leave(sequence.key)
+        else:
+            del self._prefill.begun[sequence.key]
+        self._transit.release(sequence, "it has been preempted")
+        self._waiting.put_back(sequence)
+        self.preemptions += 1
 
 
 class Scheduler:
@@ -220,7 +354,7 @@ class Scheduler:
         else:
             for sequence in chain(gone, self.prefill.through):
                 cast(Spoken, sequence).quick = False
-            out, stopped = speak(cast(dict[int, Spoken], batch.sequences), batch.passes + 1, self.faults)
+            out, stopped = next_pass(cast(dict[int, Spoken], batch.sequences), batch.passes + 1, self.faults)
             gone += stopped
         self.prefill.through.clear()
         batch.passes += 1
@@ -253,7 +387,7 @@ class Scheduler:
         blocks = len(spoken) * (passes // self.shape.block_tokens + 1)  # that they need, at most
         if passes <= 0 or self.kv.used + blocks > self.kv.total:
             return []
-        said = speak_on(spoken, passes)
+        said = next_passes(spoken, passes)
         if not said[0]:
             return []
         self._pass(len(said[0]))

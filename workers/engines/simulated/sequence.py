@@ -1,18 +1,33 @@
-"""One request inside the simulated engine, and the bounds it lives in."""
+"""The requests of one simulated rank: a sequence and its bounds, the waiting queue, the running batch, and its next tokens.
 
-from collections.abc import Mapping
+Each sequence of the batch gets one token in each pass, so tokens are not counted one by one: a sequence's length follows
+from the pass in which it entered. A sequence that must be visited again (its answer ends, its block is full) is in a
+calendar, by pass. Until the next entry all passes are alike.
+
+The waiting queue is ordered by priority, oldest first; canaries and preempted requests go before.
+
+Nearly always the next token is that of the hash and nothing else happens: that path is short, because it is taken a
+million times a second.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from heapq import heappop, heappush
+from itertools import chain
+from math import inf
+from typing import Literal
 
 import xxhash
 
 from events import blocks
 from events.errors import UsageError
-from events.wire import Generate, Logprob, Sampling
+from events.wire import Chunk, Generate, Logprob, Sampling
 from workers.engines.simulated import language
-from workers.engines.simulated.kv.evictors import EvictorKind
-from workers.engines.simulated.language import EOS, EOS_BELOW, TOKEN_BYTES, VOCABULARY
+from workers.engines.simulated.faults import SimulatedFaults
+from workers.engines.simulated.kv_cache import EvictorKind
+from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKEN_BYTES, VOCABULARY
 from workers.engines.simulated.reasoning import Reasoning
 
 Preemption = Literal["newest", "oldest"]
@@ -64,12 +79,6 @@ class EngineShape:
             raise BadShape(f"a watermark is at least 0 and below 1, not {self.watermark:g}")
 
 
-class Passing(Protocol):
-    """The batch that a sequence is in, as the sequence sees it."""
-
-    passes: int  # that have ended
-
-
 class SimulatedSequence:
     """What the scheduler knows of a request: how long it is, when that matters, and which KV blocks it holds.
 
@@ -93,7 +102,7 @@ class SimulatedSequence:
         self.priority = priority  # of those that wait the least goes first
         self.since = self.due = 0
         self.last = False  # its answer ends when it is due
-        self.batch: Passing | None = None
+        self.batch: DecodeBatch | None = None
         self.named = False  # its full blocks have names, so that others can find them
         self.names: list[int] = []
         self.blocks: list[int] = []
@@ -290,3 +299,240 @@ def _seed(request: Generate) -> int:
     if request.sampling.seed is not None:
         return request.sampling.seed
     return xxhash.xxh64_intdigest(request.request.encode())
+
+
+class DecodeBatch:
+    """The sequences that decode, in the order in which they came."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.passes = 0  # that have ended
+        self._block_tokens = block_tokens
+        self.sequences: dict[int, SimulatedSequence] = {}
+        self._calendar: dict[int, list[SimulatedSequence]] = {}
+        self._next: list[int] = []  # a heap of the calendar's passes
+        self._offset = 0  # the sum of their lengths is this and one for each of them and pass
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all of them have, prompts and all."""
+        return self._offset + self.passes * len(self.sequences)
+
+    def lengths(self) -> list[int]:
+        """Return how many tokens each of them has."""
+        return [one.length for one in self.sequences.values()]
+
+    def enter(self, sequence: SimulatedSequence) -> None:
+        """Let a sequence say a token in each pass from now on."""
+        sequence.since, sequence.batch = self.passes, self
+        self.sequences[sequence.key] = sequence
+        self._offset += sequence.start - self.passes
+        self.look(sequence)
+
+    def look(self, sequence: SimulatedSequence) -> None:
+        """Have a sequence looked at when its answer ends or it needs another block."""
+        size, length = self._block_tokens, sequence.start + self.passes - sequence.since
+        left, room = sequence.end - length, size - (length - 1) % size
+        sequence.last = left <= room
+        due = sequence.due = self.passes + (left if left <= room else room)
+        found = self._calendar.get(due)
+        if found is None:
+            self._calendar[due] = [sequence]
+            heappush(self._next, due)
+        else:
+            found.append(sequence)
+
+    def leave(self, key: int) -> SimulatedSequence:
+        """Take a sequence out."""
+        sequence = self.sequences.pop(key)
+        self._offset -= sequence.start - sequence.since
+        sequence.start += self.passes - sequence.since
+        sequence.batch = None
+        waited_for = self._calendar.get(sequence.due)
+        if waited_for and sequence in waited_for:
+            waited_for.remove(sequence)
+        return sequence
+
+    def due(self) -> list[SimulatedSequence]:
+        """Return whom the present pass makes due, in the order in which they were entered into the calendar."""
+        if self.passes + 1 not in self._calendar:
+            return []
+        heappop(self._next)
+        return self._calendar.pop(self.passes + 1)
+
+    def ahead(self) -> int:
+        """Return how many passes will end before anybody is due; 0 if nobody decodes."""
+        while self._next:
+            if self._calendar[self._next[0]]:
+                return self._next[0] - self.passes - 1
+            del self._calendar[heappop(self._next)]
+        return 0
+
+
+BEFORE = -inf  # all priorities
+
+
+class WaitingQueue:
+    """The requests of one rank that are not admitted, or no longer."""
+
+    def __init__(self) -> None:
+        self._lines: dict[float, OrderedDict[int, SimulatedSequence]] = {
+            BEFORE: OrderedDict()
+        }  # by priority, the least first
+        self._of: dict[int, OrderedDict[int, SimulatedSequence]] = {}  # by key
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._of
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through their keys, the next one first."""
+        return chain.from_iterable(self._lines.values())
+
+    @property
+    def first(self) -> SimulatedSequence:
+        """Who is next. Somebody waits."""
+        return next(line[next(iter(line))] for line in self._lines.values() if line)
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        """Take a new request in."""
+        if sequence.canary:  # what finds a sick worker must not wait for a hundred others
+            self.put_back(sequence)
+            return
+        line = self._lines.get(sequence.priority)
+        if line is None:
+            line = self._lines[sequence.priority] = OrderedDict()
+            self._lines = dict(sorted(self._lines.items()))
+        line[sequence.key] = sequence
+        self._of[sequence.key] = line
+
+    def put_back(self, sequence: SimulatedSequence) -> None:
+        """Take one in again that was preempted: it is next."""
+        line = self._of[sequence.key] = self._lines[BEFORE]
+        line[sequence.key] = sequence
+        line.move_to_end(sequence.key, last=False)
+
+    def remove(self, key: int) -> None:
+        """Take one out. Unknown keys are ignored."""
+        if (line := self._of.pop(key, None)) is not None:
+            del line[key]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._lines = {BEFORE: OrderedDict()}
+        self._of.clear()
+
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Return the lengths in tokens of those that have said nothing yet, and of the preempted ones."""
+        lengths: tuple[list[int], list[int]] = [], []
+        for one in chain.from_iterable(line.values() for line in self._lines.values()):
+            lengths[one.made > 0].append(one.length)
+        return lengths
+
+
+Output = list[tuple[int, Chunk]]
+
+
+def next_pass(
+    sequences: Mapping[int, Spoken], passes: int, faults: SimulatedFaults
+) -> tuple[Output, list[Spoken]]:
+    """Give one token to each, in the pass that makes so many; return what each gets, and whose answer has ended before its
+    length. Whoever has said nothing yet, or reaches its length with this pass, is not quick."""
+    out: Output = []
+    stopped: list[Spoken] = []
+    healthy = faults.healthy
+    for key, sequence in sequences.items():
+        digest = sequence.digest()
+        if sequence.quick and digest >= sequence.ends_below and healthy:
+            token = FIRST + digest % SPAN
+            piece = TOKEN_BYTES[token]
+            sequence.update(piece)
+            sequence.note(piece)
+            out.append((key, Chunk(0, [token])))
+            continue
+        chunk = _next_chunk(sequence, digest, faults, healthy)
+        if sequence.last and sequence.due == passes:
+            chunk.finish = chunk.finish or "length"
+        elif chunk.finish is not None:
+            stopped.append(sequence)
+        out.append((key, chunk))
+    return out, stopped
+
+
+def next_passes(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
+    """Give so many tokens to each, or as many as there are before a pass that might end an answer; return what each has said.
+    All of them are quick, and the engine is healthy.
+
+    One sequence after the other, each on a copy of its hash: the pass at which they stop is known when all have spoken.
+    """
+    said = []
+    for sequence in sequences:
+        running, tokens = sequence.hash.copy(), []
+        digest, update, ends_below = running.intdigest, running.update, sequence.ends_below
+        for _ in range(passes):
+            place = digest()
+            if place < ends_below:
+                break
+            token = FIRST + place % SPAN
+            update(TOKEN_BYTES[token])
+            tokens.append(token)
+        passes = len(tokens)
+        said.append((running, tokens))
+    for sequence, (running, tokens) in zip(sequences, said, strict=True):
+        if len(tokens) > passes:
+            del tokens[passes:]
+            running = sequence.hash
+            running.update(language.as_bytes(tokens))
+        sequence.listen(running)
+        sequence.tail += [TOKEN_BYTES[token] for token in tokens]
+    return [tokens for _, tokens in said]
+
+
+def _next_chunk(sequence: Spoken, digest: int, faults: SimulatedFaults, healthy: bool) -> Chunk:
+    """Let a sequence say its next token, and whether that ends the answer."""
+    place = sequence.length
+    cached = sequence.cached if sequence.fresh and not sequence.made else None
+    sequence.fresh = False
+    if healthy and sequence.plain and digest >= sequence.ends_below and place not in sequence.marks:
+        token = FIRST + digest % SPAN
+        chunk = Chunk(0, [token], cached_tokens=cached)
+    else:
+        chunk = _sampled(sequence, digest, faults)
+        chunk.cached_tokens = cached
+        token = chunk.tokens[0]
+    if sequence.before:
+        chunk.logprobs, sequence.before = [*sequence.before, *(chunk.logprobs or ())], []
+    piece = TOKEN_BYTES[token]
+    sequence.update(piece)
+    sequence.note(piece)
+    sequence.quick = sequence.plain and place + 1 >= sequence.thought
+    return chunk
+
+
+def _sampled(sequence: Spoken, digest: int, faults: SimulatedFaults) -> Chunk:
+    """Choose a token with everything considered: sampling, penalties, stops, logprobs, thoughts, faults."""
+    sampling, place = sequence.request.sampling, sequence.length
+    early = sequence.made < sampling.min_tokens or place < sequence.thought
+    ranked = language.candidates(digest, eos=not early and not sampling.ignore_eos)
+    luck = language.luck_at(sequence.seed, digest) if sampling.temperature > 0 else 0.0
+    bias = sampling.logit_bias
+    open_to = language.with_biased(ranked, digest, bias) if bias else ranked
+    token = language.choose(open_to, sampling, sequence.counts, sequence.banned if early else (), luck)
+    if token >= FIRST and faults.sampler:
+        token = faults.drawn(token, sampling.temperature)
+    token = sequence.marks.get(place, token)
+    if token >= FIRST and faults.corrupt_one_in:
+        token = faults.altered(token)
+    if token != language.plain_token(digest):
+        sequence.unusual[place] = token
+    if penalises(sampling):
+        sequence.counts[token] = sequence.counts.get(token, 0) + 1
+    logprobs: list[Logprob] | None = None
+    if sampling.logprobs:
+        logprobs = [language.logprobs(ranked, token, sampling.logprobs, faults.drift)]
+    finish = "stop" if not early and token in sequence.ends else None
+    return Chunk(0, [token], finish, None, logprobs)

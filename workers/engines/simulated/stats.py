@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from statistics import pvariance
 from typing import NamedTuple
 
-from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.scheduler import Scheduler
+from workers.engines.simulated.timing import StepPlan
 
 
 class Stats(NamedTuple):

@@ -13,9 +13,14 @@ from dataclasses import dataclass, field
 
 from events.wire import Generate
 from workers.engines.engine import MOVES_MAX
-from workers.engines.simulated.batch import DecodeBatch
-from workers.engines.simulated.kv.kv_manager import KvManager
-from workers.engines.simulated.sequence import EngineShape, SimulatedSequence, Spoken, prefix_names
+from workers.engines.simulated.kv_cache import KvManager
+from workers.engines.simulated.sequence import (
+    DecodeBatch,
+    EngineShape,
+    SimulatedSequence,
+    Spoken,
+    prefix_names,
+)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""How many bytes of KV cache is a token, by its model's `config.json`?"""
+"""The size of a token's KV cache in bytes, from a model's `config.json`."""
 
 import json
 from collections.abc import Mapping

@@ -1,0 +1,487 @@
+"""The KV cache of one simulated rank: its blocks, the order of their eviction, and the slower tiers below the device.
+
+    absent ── use ──▶ active (counted) ── deref to 0 ──▶ inactive ── evicted ──▶ absent, or a slower tier
+                        │    ▲                              │
+                        │    └───────────── use ────────────┘
+                        └── destroy ──▶ absent
+
+    device ── evicted ──▶ host ── its oldest, when it is full ──▶ disk ── its oldest, when it is full ──▶ absent
+       ▲                   │                                        │
+       └──── fetched ──────┴────────────────────────────────────────┘   the copy below stays, as the newest
+
+A block is full, and named by its sequence hash (`events.blocks`), or partial: it fills, belongs to one request, and is
+promoted when it is full. Partial blocks are numbers below 0, which no hash is. Active and inactive blocks together never
+exceed the capacity. Full blocks cause events, as in a real engine: stored once for each stretch of new ones, removed when
+blocks are evicted or destroyed; none when blocks come into use again or fall idle.
+
+A block lies on at most one of the two slower tiers. One whose prefix is nowhere any more is not kept: no prompt could be
+served with it. Which inactive block is evicted first:
+
+    lru        the one that has been idle longest
+    multi-lru  the one idle longest among those used least often: four classes, by how often a block came into use
+    lineage    the one idle longest among those that nothing idle builds on: no block goes before what comes after it
+
+The first two take the same time however many blocks there are; lineage takes the logarithm, because a block that
+becomes a leaf again takes the place that its own idle time gives it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence, Set
+from heapq import heapify, heappop, heappush
+from typing import Literal, NamedTuple, Protocol
+
+from events.kv import Cleared, KvEvent, Removed, Stored, Tier
+
+EvictorKind = Literal["lru", "multi-lru", "lineage"]
+CLASSES = (2, 4, 8)  # a block that came into use so often is in the next class
+
+
+class Evictor(Protocol):
+    """The blocks that nobody uses, in the order in which they go. `parent` is the block before one, if there is any."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, block: object) -> bool: ...
+
+    def insert(self, block: int, parent: int | None = None) -> None:
+        """Take a block in that has just become idle. If it is here already, it is as if it came now."""
+        ...
+
+    def remove(self, block: int) -> bool:
+        """Take a block out because it is used again. False: it is not here."""
+        ...
+
+    def evict(self) -> int | None:
+        """Take out the block that goes first; None if there is none."""
+        ...
+
+
+class Lru:
+    """The one that has been idle longest."""
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._idle
+
+    def insert(self, block: int, parent: int | None = None) -> None:
+        idle = self._idle
+        if block in idle:
+            idle.move_to_end(block)
+        else:
+            idle[block] = None
+
+    def remove(self, block: int) -> bool:
+        return self._idle.pop(block, _ABSENT) is None
+
+    def evict(self) -> int | None:
+        return self._idle.popitem(last=False)[0] if self._idle else None
+
+
+class MultiLru:
+    """Classes by how often a block came into use; within each, the one that has been idle longest.
+
+    Uses are counted from a block's first idleness to its eviction; what comes back after that begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._classes = tuple(Lru() for _ in range(len(CLASSES) + 1))
+        self._class_of: dict[int, int] = {}
+        self.uses: dict[int, int] = {}  # also of blocks that are in use now
+
+    def __len__(self) -> int:
+        return len(self._class_of)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._class_of
+
+    def insert(self, block: int, parent: int | None = None) -> None:
+        before = self._class_of.get(block)
+        if before is not None:
+            self._classes[before].remove(block)
+        uses = self.uses.setdefault(block, 1)
+        place = self._class_of[block] = sum(uses >= least for least in CLASSES)
+        self._classes[place].insert(block)
+
+    def remove(self, block: int) -> bool:
+        held = self._class_of.pop(block, None)
+        if held is None:
+            return False
+        self.uses[block] += 1
+        return self._classes[held].remove(block)
+
+    def evict(self) -> int | None:
+        for one in self._classes:
+            if (block := one.evict()) is not None:
+                del self._class_of[block], self.uses[block]
+                return block
+        return None
+
+
+class Lineage:
+    """Leaves first: of the blocks that no idle block builds on, the one that has been idle longest."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, tuple[int, int | None]] = {}  # block -> (idle since, its parent)
+        self._below: dict[int, int] = {}  # how many of those that are here build on it, itself here or not
+        self._leaves: list[tuple[int, int]] = []  # a heap of (idle since, block), some no leaves any more
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._idle
+
+    @property
+    def remembered(self) -> int:
+        """How many entries it keeps for its blocks, stale ones included."""
+        return len(self._leaves) + len(self._below)
+
+    def insert(self, block: int, parent: int | None = None) -> None:
+        self.remove(block)
+        self._now += 1
+        self._idle[block] = self._now, parent
+        if parent is not None:
+            self._below[parent] = self._below.get(parent, 0) + 1
+        if block not in self._below:
+            self._add_leaf(block)
+
+    def remove(self, block: int) -> bool:
+        held = self._idle.pop(block, None)
+        if held is None:
+            return False
+        parent = held[1]
+        if parent is not None:
+            self._below[parent] -= 1
+            if not self._below[parent]:
+                del self._below[parent]
+                if parent in self._idle:
+                    self._add_leaf(parent)
+        return True
+
+    def evict(self) -> int | None:
+        while self._leaves:
+            since, block = heappop(self._leaves)
+            if self._is_leaf(since, block):
+                self.remove(block)
+                return block
+        return None
+
+    def _is_leaf(self, since: int, block: int) -> bool:
+        held = self._idle.get(block)
+        return held is not None and held[0] == since and block not in self._below
+
+    def _add_leaf(self, block: int) -> None:
+        heappush(self._leaves, (self._idle[block][0], block))
+        if len(self._leaves) > 4 * len(self._idle) + 64:
+            self._leaves = [leaf for leaf in set(self._leaves) if self._is_leaf(*leaf)]
+            heapify(self._leaves)
+
+
+_ABSENT = object()
+_KINDS: Mapping[EvictorKind, Callable[[], Evictor]] = {"lru": Lru, "multi-lru": MultiLru, "lineage": Lineage}
+
+
+def evictor(kind: EvictorKind) -> Evictor:
+    """Return an empty evictor of this kind."""
+    return _KINDS[kind]()
+
+
+class TierTraffic(NamedTuple):
+    """Blocks that went between the tiers."""
+
+    from_host: int = 0
+    from_disk: int = 0
+    to_host: int = 0
+    to_disk: int = 0
+
+
+class SlowTiers:
+    """The host's memory and the disk, behind one rank's device."""
+
+    def __init__(
+        self,
+        host_blocks: int,
+        disk_blocks: int,
+        say: Callable[[KvEvent], None],
+        on_device: Callable[[int], bool],
+    ) -> None:
+        self._rooms = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
+        # The oldest first; each with its parent.
+        self._held: dict[Tier, OrderedDict[int, int | None]] = {tier: OrderedDict() for tier in self._rooms}
+        self._moved = dict.fromkeys(("from_host", "from_disk", "to_host", "to_disk"), 0)
+        self._say = say
+        self._on_device = on_device
+
+    def __contains__(self, block: int) -> bool:
+        return any(block in held for held in self._held.values())
+
+    def count(self, tier: Tier) -> int:
+        """Return how many blocks lie on a tier."""
+        return len(self._held[tier])
+
+    def blocks(self, tier: Tier) -> Sequence[int]:
+        """Return the blocks of a tier, the oldest first."""
+        return tuple(self._held[tier])
+
+    def offload(self, block: int, parent: int | None) -> None:
+        """Keep a block that the device gives up."""
+        for held in self._held.values():
+            if block in held:
+                held.move_to_end(block)
+                return
+        tier = next(tier for tier, room in self._rooms.items() if room)
+        self._put(tier, block, parent)
+
+    def fetch(self, names: Sequence[int]) -> None:
+        """Copy blocks to the device, in the order of their prompt. All of them lie here."""
+        for name in reversed(names):  # a prefix outlives what builds on it
+            tier = next(tier for tier, held in self._held.items() if name in held)
+            self._held[tier].move_to_end(name)
+            self._moved["from_host" if tier is Tier.HOST else "from_disk"] += 1
+
+    def take_traffic(self) -> TierTraffic:
+        """Return what went between the tiers since the last call."""
+        moved = TierTraffic(**self._moved)
+        if any(moved):
+            self._moved = dict.fromkeys(self._moved, 0)
+        return moved
+
+    def clear(self) -> None:
+        """Forget everything, and say nothing."""
+        for held in self._held.values():
+            held.clear()
+
+    def _put(self, tier: Tier, block: int, parent: int | None) -> None:
+        held = self._held[tier]
+        while len(held) >= self._rooms[tier]:
+            oldest, before = held.popitem(last=False)
+            if tier is Tier.HOST and self._rooms[Tier.DISK]:
+                self._put(Tier.DISK, oldest, before)
+            self._say(Removed([oldest], tier))
+        if not (parent is None or self._on_device(parent) or parent in self):
+            return
+        held[block] = parent
+        self._moved["to_host" if tier is Tier.HOST else "to_disk"] += 1
+        self._say(Stored([block], parent, tier))
+
+
+_NO_TRAFFIC = TierTraffic()
+
+
+class KvManager:
+    """The blocks of one rank."""
+
+    def __init__(
+        self, total: int, kind: EvictorKind = "lru", *, host_blocks: int = 0, disk_blocks: int = 0
+    ) -> None:
+        if total < 1:
+            raise ValueError(f"a pool holds at least one block, not {total}")
+        self.total = total
+        self.heard = False  # whether anybody takes the events
+        self.active: dict[int, int] = {}  # how many requests hold each
+        self.inactive = evictor(kind)
+        self._kind: EvictorKind = kind
+        self._parents: dict[int, int | None] = {}  # of the full blocks that are active or inactive
+        self._events: list[KvEvent] = []
+        self._made = 0  # partial blocks so far
+        self.slow: SlowTiers | None = None
+        if host_blocks or disk_blocks:
+            self.slow = SlowTiers(host_blocks, disk_blocks, self._say, self._parents.__contains__)
+
+    @property
+    def used(self) -> int:
+        """Blocks that requests hold; what is only kept can be evicted and does not count."""
+        return len(self.active)
+
+    @property
+    def named(self) -> Set[int]:
+        """The full blocks on the device, in use or kept."""
+        return self._parents.keys()
+
+    def partials(self, count: int) -> list[int]:
+        """Return names of so many blocks that nobody else can use. They are nowhere yet."""
+        first = self._made = self._made + count
+        return list(range(-first, count - first))
+
+    def cached(self, names: Sequence[int]) -> int:
+        """Return how many of the first of these blocks are on the device."""
+        found, active, inactive = 0, self.active, self.inactive
+        for name in names:
+            if name not in active and name not in inactive:
+                break
+            found += 1
+        return found
+
+    def fetchable(self, names: Sequence[int]) -> int:
+        """Return how many of the first of these blocks are on any tier."""
+        if self.slow is None:
+            return 0
+        found = 0
+        for name in names:
+            if name not in self.slow and name not in self.active and name not in self.inactive:
+                break
+            found += 1
+        return found
+
+    def fetch(self, names: Sequence[int]) -> None:
+        """Copy those of these blocks to the device that are on slower tiers only. They have to be taken with `use`."""
+        if self.slow is not None and names:
+            self.slow.fetch([name for name in names if name not in self.active and name not in self.inactive])
+
+    def wanted(self, names: Sequence[int]) -> int:
+        """Return how many blocks become active if these, which are on the device, are used."""
+        return sum(name not in self.active for name in names)
+
+    def use(self, blocks: Sequence[int], parent: int | None = None) -> bool:
+        """Take blocks for a request, in the order of its sequence; the first comes right after `parent`. False, and
+        nothing is taken, if there is no room for all of them.
+
+        One that is active is held once more, an inactive one becomes active, an absent one takes the place of the
+        inactive one that goes first.
+        """
+        active, inactive = self.active, self.inactive
+        room = self.total - len(active)
+        if len(blocks) > room and sum(block not in active for block in {*blocks}) > room:
+            return False
+        # All that is here is taken out of the evictor's reach first: making room for one block must not evict another.
+        absent = [False] * len(blocks)
+        for place, block in enumerate(blocks):
+            held = active.get(block)
+            if held is not None:
+                active[block] = held + 1
+            else:
+                absent[place] = not inactive.remove(block)
+                active[block] = 1
+        if (over := len(active) + len(inactive) - self.total) > 0:
+            self._evict(over)
+        self._store(blocks, absent, parent)
+        return True
+
+    def take(self) -> int:
+        """Take one partial block; return its name, or 0 if there is no room for it. `use` of one, in a hurry."""
+        active = self.active
+        if len(active) >= self.total:
+            return 0
+        self._made += 1
+        active[-self._made] = 1
+        if len(active) + len(self.inactive) > self.total:
+            self._evict(1)
+        return -self._made
+
+    def deref(self, blocks: Sequence[int]) -> None:
+        """Let go of blocks, in this order: of those that nobody holds then the full ones are idle, the first of them longest,
+        and the partial ones are gone. Raise KeyError for one not in use."""
+        active, parents, insert = self.active, self._parents, self.inactive.insert
+        for block in blocks:
+            left = active[block] - 1
+            if left:
+                active[block] = left
+            else:
+                del active[block]
+                if block >= 0:
+                    insert(block, parents[block])
+
+    def destroy(self, blocks: Sequence[int]) -> None:
+        """Drop blocks that are in use, whoever holds them. Raise KeyError for one that is not."""
+        gone = []
+        for block in blocks:
+            del self.active[block]
+            if block >= 0:
+                del self._parents[block]
+                gone.append(block)
+        if gone:
+            self._say(Removed(gone))
+
+    def promote(self, partial: int, name: int, parent: int | None) -> None:
+        """Name a block that has become full, right after `parent`.
+
+        If the same block is here already, that one is used, and ours is free again. Raise KeyError if it is not in use."""
+        active = self.active
+        del active[partial]
+        held = active.get(name)
+        if held is not None:
+            active[name] = held + 1
+            return
+        active[name] = 1
+        if not self.inactive.remove(name):
+            self._parents[name] = parent
+            if self.heard:
+                self._events.append(Stored([name], parent))
+
+    def promote_all(self, partials: Sequence[int], names: Sequence[int], parent: int | None) -> None:
+        """Name consecutive blocks that have become full together: one event for each stretch of new ones."""
+        active, absent = self.active, []
+        for partial, name in zip(partials, names, strict=True):
+            del active[partial]
+            held = active.get(name)
+            active[name] = 1 if held is None else held + 1
+            absent.append(held is None and not self.inactive.remove(name))
+        self._store(names, absent, parent)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of all blocks of a request, its last one first: a prefix outlives what builds on it."""
+        self.deref(blocks[::-1])
+
+    def forget(self) -> dict[int, int]:
+        """Let no block be found any more. Return what those in use are called now: partial ones, as many hold them as
+        before."""
+        full = [block for block in self.active if block >= 0]
+        renamed = dict(zip(full, self.partials(len(full)), strict=True))
+        self.active = {renamed.get(block, block): held for block, held in self.active.items()}
+        self.inactive = evictor(self._kind)
+        self._parents.clear()  # the slower tiers look here, too
+        if self.slow is not None:
+            self.slow.clear()
+        self._events = [Cleared()] if self.heard else []
+        return renamed
+
+    def take_events(self) -> list[KvEvent]:
+        """Return what has become of full blocks since the last call, in order."""
+        if not self._events:
+            return []
+        said, self._events = self._events, []
+        return said
+
+    def take_traffic(self) -> TierTraffic:
+        """Return what went between the tiers since the last call."""
+        return self.slow.take_traffic() if self.slow is not None else _NO_TRAFFIC
+
+    def _store(self, blocks: Sequence[int], absent: Sequence[bool], parent: int | None) -> None:
+        """Remember whom the new ones of these blocks follow, and say each stretch of them."""
+        new: list[int] = []
+        after = parent  # what comes before the first of `new`
+        for block, is_new in zip(blocks, absent, strict=True):
+            if block < 0:
+                continue
+            if is_new:
+                self._parents[block] = parent
+                new.append(block)
+            else:
+                if new:
+                    self._say(Stored(new, after))
+                    new = []
+                after = block
+            parent = block
+        if new:
+            self._say(Stored(new, after))
+
+    def _evict(self, count: int) -> None:
+        gone, parents, evict = [], self._parents, self.inactive.evict
+        for _ in range(count):
+            block = evict()
+            assert block is not None, "the room was counted before"
+            parent = parents.pop(block)
+            if self.slow is not None:
+                self.slow.offload(block, parent)
+            gone.append(block)
+        self._say(Removed(gone))
+
+    def _say(self, event: KvEvent) -> None:
+        if self.heard:
+            self._events.append(event)
