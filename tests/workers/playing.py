@@ -1,6 +1,6 @@
 """A KV transport between two parts of one process."""
 
-from workers.kv_transfer.errors import TransferFailed
+from workers.kv_transfer.messages import TransferFailed
 from workers.kv_transfer.transport import Remote
 
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from events.errors import UsageError
-from workers.kv_transfer.chunks import CHUNK_BYTES
-from workers.kv_transfer.errors import TransferFailed
+from workers.kv_transfer.ledger import CHUNK_BYTES
+from workers.kv_transfer.messages import TransferFailed
 
 POLL_S = 50e-6
 FORSAKEN_MAX = 256  # each has a file descriptor

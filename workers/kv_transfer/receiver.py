@@ -4,12 +4,13 @@ One thread accepts, ends what is over its time, and gives memory back; one more 
 a deadline: that of its reservation, or before a source has said for which it came, `OPEN_S`.
 """
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -17,9 +18,7 @@ from typing import TypeVar, cast
 import xxhash
 
 from events.fleet_key import FleetKey
-from workers.kv_transfer.errors import TransferFailed
 from workers.kv_transfer.ledger import KvReservation, ReservationPolicy, TransferReservations
-from workers.kv_transfer.line import TransferSocket
 from workers.kv_transfer.messages import (
     Accepted,
     Description,
@@ -29,7 +28,9 @@ from workers.kv_transfer.messages import (
     Open,
     Opened,
     TransferAddress,
+    TransferFailed,
     TransferRefused,
+    TransferSocket,
     unpacked,
 )
 from workers.kv_transfer.regions import Region, Regions
@@ -40,6 +41,31 @@ OPEN_S = 2.0
 TICK_S = 0.1
 STOP_S = 5.0
 T = TypeVar("T")
+
+
+class ArrivalProgress:
+    """A flag of the running loop that more of a transfer has arrived, which the receiver's threads set."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._more = asyncio.Event()
+
+    def set(self) -> None:
+        """Set it, from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._more.set)
+
+    def settled(self, _: object) -> None:
+        """Set it, on the loop, once the transfer is over."""
+        self._more.set()
+
+    async def wait(self) -> None:
+        """Wait until it is set."""
+        await self._more.wait()
+
+    def clear(self) -> None:
+        """Unset it."""
+        self._more.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +93,7 @@ class _ReservedRoom:
         False  # the source has said that it writes no more; before Open is read it may write already
     )
     why: str = ""  # it ended
-    progress: Callable[[], None] | None = None
+    progress: ArrivalProgress | None = None
 
 
 class Receiver:
@@ -173,8 +199,8 @@ class Receiver:
             found, room = self._ledger.get(ticket), self._rooms.get(ticket)
             return room.region.memory[: found.coverage.prefix] if found and room else memoryview(b"")
 
-    def watch(self, ticket: str, progress: Callable[[], None]) -> None:
-        """Call this, in the transfer's thread, whenever more has been verified; not for what already was."""
+    def watch(self, ticket: str, progress: ArrivalProgress) -> None:
+        """Set this, in the transfer's thread, whenever more has been verified; not for what already was."""
         with self._lock:
             if (room := self._rooms.get(ticket)) is not None:
                 room.progress = progress
@@ -317,7 +343,7 @@ class Receiver:
         with self._lock:
             _or_fail(self._ledger.mark(room.ticket, chunk, xxh3, time.monotonic()))
         if room.progress is not None:
-            room.progress()
+            room.progress.set()
 
     def _commit(self, line: TransferSocket, room: _ReservedRoom, ending: Ending) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from workers.kv_transfer.errors import RegionTaken
+from workers.kv_transfer.messages import RegionTaken
 
 ROOT = Path("/dev/shm")
 PREFIX = "holdfast-kv-"

@@ -1,9 +1,10 @@
-"""The source's side: ships the blocks of one request while its engine goes on, then the rest, and waits for the answer.
+"""The source's side of a KV transfer: ships the blocks of one request while it decodes, then the rest, and waits for the answer.
 
-It blocks, and is meant for a thread of its own (shipment.py has it for an event loop). Each call returns when the
-bytes have left the caller's memory. Any failure, a refusal too, is TransferFailed, and ends the transfer.
+`Sender` blocks, and needs a thread; `Shipment` runs it in one, for an event loop. Each call returns when the bytes have left
+the caller's memory. Any failure, a refusal too, is TransferFailed, and ends the transfer.
 """
 
+import asyncio
 import contextlib
 import mmap
 import os
@@ -11,18 +12,17 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from events.fleet_key import FleetKey, nonce
-from workers.kv_transfer.chunks import CHUNK_BYTES
-from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.line import TransferSocket
+from workers.kv_transfer.ledger import CHUNK_BYTES
 from workers.kv_transfer.messages import (
     Accepted,
     Buffer,
@@ -33,13 +33,35 @@ from workers.kv_transfer.messages import (
     Open,
     Opened,
     TransferAddress,
+    TransferFailed,
     TransferRefused,
+    TransferSocket,
     digest,
     packed,
 )
 from workers.kv_transfer.regions import PREFIX, SPARE_BYTES_MAX
-from workers.kv_transfer.remote import Bytes, Mapped
 from workers.kv_transfer.transport import Remote, Transport
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Mapped:
+    """A region on this host."""
+
+    def __init__(self, memory: Bytes) -> None:
+        """Write into this mapping."""
+        self._memory = memory
+
+    def write(self, offset: int, data: memoryview) -> None:
+        # numpy copies without the GIL, which a memoryview does not
+        self._memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def break_off(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
 
 CONNECT_S = 2.0
 REASON_S = 0.5  # to hear why the target broke off
@@ -291,3 +313,93 @@ def _connected(endpoint: TransferAddress) -> socket.socket:
         return socket.create_connection((endpoint.host, endpoint.port), CONNECT_S)
     except OSError as error:
         raise TransferFailed(f"the target cannot be reached: {error}") from error
+
+
+QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a millisecond
+
+
+class Shipment:
+    """One transfer from this worker.
+
+    async with Shipment(grant, description, mappings, threads) as shipment:
+        await shipment.send(blocks)
+        await shipment.finish(tail, tokens, computed, state)
+
+    An await that is cancelled cancels the transfer, and ends when the caller's memory is read no more. A shipment uses
+    one of `threads` at a time, until its target answers or its grant's time is up: have one for each shipment.
+    """
+
+    def __init__(
+        self,
+        grant: Grant,
+        description: Description,
+        mappings: Mappings | None = None,
+        threads: ThreadPoolExecutor | None = None,
+        transport: Transport | None = None,
+        key: FleetKey | None = None,
+    ) -> None:
+        """Prepare to use a grant, whose time runs from now. Without `threads` it makes one for itself."""
+        self._sender = Sender(grant, description, mappings, transport, key)
+        self._own = ThreadPoolExecutor(1, thread_name_prefix="kv-send") if threads is None else None
+        self._threads = threads or self._own
+        self._turn = threading.Lock()  # one call after the other: a socket is not closed while it is used
+
+    @property
+    def way(self) -> str:
+        """Over what the bytes go: shm, socket, or the transport's name. Known once it is open."""
+        return self._sender.way
+
+    async def __aenter__(self) -> "Shipment":
+        try:
+            await self.open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def open(self) -> None:
+        """Connect to the target. Raise TransferFailed. Who calls it calls `close` too, whatever came of it."""
+        await self._do(self._sender.open)
+
+    def close(self) -> None:
+        """Let go of the connection. Before the target has committed it ends the transfer."""
+        self._sender.cancel()
+        assert self._threads is not None
+        try:
+            self._threads.submit(self._in_turn, self._sender.close)
+        except RuntimeError:  # the threads are gone, and nobody uses the connection
+            self._sender.close()
+        if self._own is not None:
+            self._own.shutdown(wait=False)
+
+    async def send(self, blocks: Buffer) -> None:
+        """Ship whole blocks that follow those before. Raise TransferFailed."""
+        await self._do(lambda: self._sender.send(blocks))
+
+    async def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
+        """Ship the last blocks and the state; return when the target has committed. Raise TransferFailed."""
+        await self._do(lambda: self._sender.finish(tail, tokens, computed, state))
+
+    def cancel(self) -> None:
+        """Break the transfer off: the await that runs fails with TransferFailed."""
+        self._sender.cancel()
+
+    async def _do(self, call: Callable[[], None]) -> None:
+        running = asyncio.get_running_loop().run_in_executor(self._threads, self._in_turn, call)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._sender.cancel()
+            await asyncio.wait([running], timeout=QUIET_S)
+            if running.done():
+                running.exception()  # it was cancelled: nobody else asks
+            raise
+        finally:
+            del running  # else it and its error would keep each other, and all that was to be sent
+
+    def _in_turn(self, call: Callable[[], None]) -> None:
+        with self._turn:
+            call()

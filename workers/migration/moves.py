@@ -10,10 +10,9 @@ from workers.engines.engine import Engine
 from workers.frontends import StreamTable
 from workers.kv_transfer.messages import Description
 from workers.kv_transfer.transport import Transport
-from workers.migration.landing import Landing
 from workers.migration.settings import KvMoveSettings
 from workers.migration.source import OutgoingMigrations
-from workers.migration.target import IncomingMigrations
+from workers.migration.target import IncomingMigrations, Landing
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.9

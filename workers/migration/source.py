@@ -13,10 +13,11 @@ Two attempts may then decode at once, here and at the target: the frontend accep
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import msgspec
 import structlog
@@ -28,8 +29,32 @@ from workers.engines.engine import MOVES_MAX, Engine, Export, Stopped
 from workers.frontends import Stream
 from workers.kv_transfer.messages import Buffer, Grant
 from workers.migration.state import packed_state
-from workers.migration.together import together
 from workers.migration.trust import THREADS_MAX, OutgoingShipment, SenderDistrusted, Trust, TrustedSender
+
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all of these at once. The first failure ends the others, and is raised when they have ended.
+
+    No TaskGroup: in Python 3.11 it swallows a cancellation that meets a failure.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        failed = [one for one in tasks if one.done() and not one.cancelled() and one.exception()]
+        if ending := [one for one in tasks if not one.done()]:
+            for one in ending:
+                one.cancel()
+            await asyncio.wait(ending)
+            for one in ending:
+                if not one.cancelled():
+                    one.exception()  # the first one counts
+    try:
+        for one in failed or tasks:
+            one.result()
+    finally:  # else they and their errors would keep each other, and what they worked on
+        del one, tasks, failed, ending
+
 
 STOPPED_S_MAX = 2.0  # for the tail to travel, and for the frontend to say Cancel or Stay
 STOP_S_MAX = 10.0  # an engine's step; longer is a hang

@@ -14,23 +14,120 @@ is cancelled: a stream that is given up loses its reservations, its copies come 
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import structlog
+import xxhash
 
 from events.errors import HoldfastError
 from events.wire import Committed, Declined, Reserve, Reserved
 from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
 from workers.frontends import FrontendConnection, RequestOrigin, Stream, StreamTable
-from workers.kv_transfer.messages import Grant, TransferRefused
-from workers.kv_transfer.receiver import Arrived, Receiver
-from workers.migration.landing import Landing
+from workers.kv_transfer.messages import Description, Grant, RegionTaken, TransferRefused
+from workers.kv_transfer.receiver import ArrivalProgress, Arrived, Receiver
+from workers.kv_transfer.regions import NAME, Regions
+from workers.kv_transfer.transport import Transport
+from workers.migration.settings import KvMoveSettings
 from workers.migration.state import RequestMigrationState, difference, unpacked_state
 from workers.migration.trust import Trust
+
+CLOSE_S_MAX = 0.7
+
+
+class Landing:
+    """The receiver of one worker, or none yet. A worker that takes nothing in has no port, thread or file for it."""
+
+    def __init__(
+        self,
+        instance: str,
+        own: Callable[[], Sequence[Description]],
+        settings: KvMoveSettings | None = None,
+        transport: Callable[[], Transport | None] = lambda: None,
+    ) -> None:
+        """Receive for this instance, whose shards `own` describes. `transport`: by which sources may send that have it too,
+        besides shared memory and sockets; asked when the first one comes."""
+        self.receiver: Receiver | None = None
+        self._instance = instance
+        self._own = own
+        self._settings = settings or KvMoveSettings()
+        self._transport = transport
+        self._closed = False
+        self._making = asyncio.Lock()
+
+    async def grants(self, blocks: int, tokens: Sequence[int], first_block: int) -> list[Grant]:
+        """Reserve so many blocks for each shard, all or none. Raise MoveRefused."""
+        receiver = await self._made()
+        made = await asyncio.to_thread(self._reserve, receiver, blocks, tokens, first_block)
+        if isinstance(made, TransferRefused):
+            raise MoveRefused(made.reason)
+        return made
+
+    def _reserve(
+        self, receiver: Receiver, blocks: int, tokens: Sequence[int], first_block: int
+    ) -> list[Grant] | TransferRefused:
+        made: list[Grant] = []
+        for description in self._own():
+            grant = receiver.reserve(description, blocks, tokens, first_block)
+            if isinstance(grant, TransferRefused):
+                for one in made:
+                    receiver.abort(one.ticket, grant.reason)
+                return grant
+            made.append(grant)
+        return made
+
+    async def _made(self) -> Receiver:
+        async with self._making:
+            if self._closed:
+                raise MoveRefused("this worker is shutting down")
+            if self.receiver is None:
+                self.receiver = await asyncio.to_thread(self._make)
+            return self.receiver
+
+    def _make(self) -> Receiver:
+        name, settings = self._instance, self._settings
+        if not NAME.fullmatch(name):
+            name = xxhash.xxh3_128_hexdigest(name.encode())
+        try:
+            regions = Regions(name, settings.root)
+        except (OSError, RegionTaken) as error:
+            raise MoveRefused(f"no KV cache can be received: {error}") from error
+        try:
+            return Receiver(
+                tuple(self._own()),
+                regions,
+                settings.policy,
+                settings.host,
+                advertise=settings.advertise,
+                transport=self._transport(),
+                key=settings.key,
+            )
+        except OSError as error:
+            regions.close()
+            raise MoveRefused(f"no KV cache can be received: {error}") from error
+
+    def abort(self, grants: Sequence[Grant], why: str) -> None:
+        """End reservations, in whatever state they are."""
+        if self.receiver is not None:
+            for grant in grants:
+                self.receiver.abort(grant.ticket, why)
+
+    def release(self, grants: Sequence[Grant]) -> None:
+        """Free what has arrived and was copied."""
+        if self.receiver is not None:
+            for grant in grants:
+                self.receiver.release(grant.ticket)
+
+    async def close(self) -> None:
+        """Free everything: connections, threads, and files."""
+        self._closed = True
+        async with self._making:
+            if self.receiver is not None:
+                await asyncio.to_thread(self.receiver.close, CLOSE_S_MAX)
+
 
 COMMIT_S_MAX = 10.0  # the engine is between two steps before; longer is a hang
 
@@ -276,9 +373,9 @@ async def _taken(receiver: Receiver, grant: Grant, shard: int, room: Import, tak
     size = grant.description.block_bytes
     most = max(1, take_bytes // size)
     arrival = asyncio.wrap_future(receiver.arrival(grant.ticket))
-    more = asyncio.Event()
-    arrival.add_done_callback(lambda _: more.set())
-    receiver.watch(grant.ticket, _waking(more))
+    more = ArrivalProgress()
+    arrival.add_done_callback(more.settled)
+    receiver.watch(grant.ticket, more)
     taken = 0
 
     async def take(memory: memoryview) -> int:
@@ -298,14 +395,3 @@ async def _taken(receiver: Receiver, grant: Grant, shard: int, room: Import, tak
     while taken * size < len(came.memory):
         taken = await take(came.memory)
     return came
-
-
-def _waking(flag: asyncio.Event) -> Callable[[], None]:
-    """Return what sets a flag of this loop from another thread."""
-    loop = asyncio.get_running_loop()
-
-    def wake() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(flag.set)
-
-    return wake

@@ -32,7 +32,7 @@ class SenderDistrusted(HoldfastError):
 
 
 class OutgoingShipment(Protocol):
-    """A transfer from this worker, which `kv_transfer.shipment` makes once numpy is there. All but `cancel` and `close` raise
+    """A transfer from this worker, which `kv_transfer.sender` makes once numpy is there. All but `cancel` and `close` raise
     TransferFailed."""
 
     @property
@@ -131,13 +131,13 @@ class Trust:
         """Import what shipping needs, off the loop: a worker that never ships does without numpy."""
         if self._mappings is None:
             sender: Any = await asyncio.to_thread(
-                __import__, "workers.kv_transfer.shipment", fromlist=["Mappings"]
+                __import__, "workers.kv_transfer.sender", fromlist=["Mappings"]
             )
             self._mappings = self._mappings or sender.Mappings()
 
     def shipment(self, grant: Grant, description: Description) -> OutgoingShipment:
         """Prepare a transfer. Only for `TrustedSender`, after `load`."""
-        from workers.kv_transfer.shipment import Shipment
+        from workers.kv_transfer.sender import Shipment
 
         self.check()
         self._threads = self._threads or ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-send")

@@ -22,7 +22,6 @@ from events.wire import Ship
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.kv_transfer.line import framed
 from workers.kv_transfer.messages import (
     Accepted,
     Ending,
@@ -32,6 +31,7 @@ from workers.kv_transfer.messages import (
     Open,
     TransferAddress,
     TransferRefused,
+    framed,
 )
 
 SHAPE = EngineShape(context_tokens=4096, kv_blocks=2048)

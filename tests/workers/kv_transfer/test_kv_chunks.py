@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kv_transfer.chunks import CHUNK_BYTES_MAX, CHUNKS_MAX, Coverage
+from workers.kv_transfer.ledger import CHUNK_BYTES_MAX, CHUNKS_MAX, Coverage
 from workers.kv_transfer.messages import KvChunk
 
 SIZE = 12

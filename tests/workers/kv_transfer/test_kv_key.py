@@ -11,9 +11,15 @@ import pytest
 from kv_kit import BLOCKS, KV, TOKENS, WAYS, by, content, receiving
 
 from events.fleet_key import FleetKey
-from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.line import TransferSocket
-from workers.kv_transfer.messages import Grant, Open, Opened, TransferAddress, TransferRefused
+from workers.kv_transfer.messages import (
+    Grant,
+    Open,
+    Opened,
+    TransferAddress,
+    TransferFailed,
+    TransferRefused,
+    TransferSocket,
+)
 from workers.kv_transfer.receiver import Arrived, Receiver
 from workers.kv_transfer.sender import Sender
 

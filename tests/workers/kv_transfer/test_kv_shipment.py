@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 from kv_kit import BLOCKS, KV, TOKENS, content, receiving
 
-from workers.kv_transfer import shipment
-from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.messages import Grant, TransferRefused
-from workers.kv_transfer.receiver import Arrived
-from workers.kv_transfer.shipment import Shipment
+from workers.kv_transfer.messages import Grant, TransferFailed, TransferRefused
+from workers.kv_transfer.receiver import ArrivalProgress, Arrived
+from workers.kv_transfer.sender import Shipment
 
 
 async def test_the_loop_goes_on_while_blocks_travel(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
-        grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+        grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
         assert isinstance(grant, Grant)
-        waiting = asyncio.ensure_future(shipment.arrived(receiver, grant.ticket))
+        waiting = asyncio.ensure_future(asyncio.wrap_future(receiver.arrival(grant.ticket)))
         source = content(BLOCKS)
         async with Shipment(grant, KV) as sent:
             await sent.send(source[:4096])
@@ -37,12 +35,12 @@ async def test_shipments_share_threads(tmp_path: Path) -> None:
         source = content(BLOCKS)
 
         async def move() -> None:
-            grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+            grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
             assert isinstance(grant, Grant)
             async with Shipment(grant, KV, threads=threads) as sent:
                 await sent.send(source[:4096])
                 await sent.finish(source[4096:], TOKENS, 50)
-            assert isinstance(await shipment.arrived(receiver, grant.ticket), Arrived)
+            assert isinstance(await asyncio.wrap_future(receiver.arrival(grant.ticket)), Arrived)
             receiver.release(grant.ticket)
 
         async with asyncio.timeout(20):
@@ -54,29 +52,30 @@ async def test_shipments_share_threads(tmp_path: Path) -> None:
 
 async def test_leaving_a_shipment_early_frees_the_reservation(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
-        grant = await shipment.reserve(receiver, KV, BLOCKS)
+        grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS)
         assert isinstance(grant, Grant)
         async with Shipment(grant, KV) as sent:
             await sent.send(content(1))
         async with asyncio.timeout(20):
-            assert isinstance(await shipment.arrived(receiver, grant.ticket), TransferRefused)
+            assert isinstance(await asyncio.wrap_future(receiver.arrival(grant.ticket)), TransferRefused)
 
 
 async def test_a_cancelled_await_ends_soon_and_cancels_the_transfer(tmp_path: Path) -> None:
     """The target's thread is held, so that the source waits for an answer."""
     with receiving(tmp_path) as (receiver, _):
-        grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+        grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
         assert isinstance(grant, Grant)
         arrival = receiver.arrival(grant.ticket)
         async with Shipment(grant, KV) as sent:
-            held, over = asyncio.Event(), threading.Event()
-            loop = asyncio.get_running_loop()
+            over = threading.Event()
 
-            def hold() -> None:
-                loop.call_soon_threadsafe(held.set)
-                over.wait(20)
+            class Held(ArrivalProgress):
+                def set(self) -> None:
+                    super().set()
+                    over.wait(20)
 
-            receiver.watch(grant.ticket, hold)
+            held = Held()
+            receiver.watch(grant.ticket, held)
             running = asyncio.ensure_future(sent.finish(content(BLOCKS), TOKENS, 50))
             async with asyncio.timeout(20):
                 await held.wait()

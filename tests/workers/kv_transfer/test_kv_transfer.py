@@ -20,8 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_kit import BIG, BLOCKS, KV, TOKENS, WAYS, Target, by, content, receiving
 
-from workers.kv_transfer.errors import RegionTaken, TransferFailed
-from workers.kv_transfer.line import TransferSocket, framed
 from workers.kv_transfer.messages import (
     Accepted,
     Ending,
@@ -29,11 +27,15 @@ from workers.kv_transfer.messages import (
     KvChunk,
     Message,
     Open,
+    RegionTaken,
+    TransferFailed,
     TransferRefused,
+    TransferSocket,
     digest,
+    framed,
     packed,
 )
-from workers.kv_transfer.receiver import Arrived, Receiver
+from workers.kv_transfer.receiver import ArrivalProgress, Arrived, Receiver
 from workers.kv_transfer.regions import PREFIX, Regions, sweep
 from workers.kv_transfer.sender import Mappings, Sender
 
@@ -116,13 +118,24 @@ def test_more_than_was_reserved_is_not_written(tmp_path: Path) -> None:
             sender.send(content(BLOCKS + 1))
 
 
+class Grown(ArrivalProgress):
+    """How much has arrived, at each step."""
+
+    def __init__(self, receiver: Receiver, ticket: str) -> None:
+        self.sizes: list[int] = []
+        self._receiver, self._ticket = receiver, ticket
+
+    def set(self) -> None:
+        self.sizes.append(len(self._receiver.received(self._ticket)))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_only_the_blocks_that_the_target_lacks_travel(tmp_path: Path, way: str) -> None:
     with receiving(tmp_path) as (receiver, _):
         made = receiver.reserve(KV, 2, TOKENS[:48], first_block=2)
         assert isinstance(made, Grant) and (made.first_block, made.description) == (2, KV)
-        grown: list[int] = []
-        receiver.watch(made.ticket, lambda: grown.append(len(receiver.received(made.ticket))))
+        grown = Grown(receiver, made.ticket)
+        receiver.watch(made.ticket, grown)
         sender = Sender(by(way, made), KV)
         sender.open()
         source = content(BLOCKS)
@@ -131,7 +144,7 @@ def test_only_the_blocks_that_the_target_lacks_travel(tmp_path: Path, way: str) 
         got = receiver.arrival(made.ticket).result(10)
         assert isinstance(got, Arrived) and got.memory == source[2 * 4096 :]
         assert got.link == {"shared": "shm"}.get(way, way)
-        assert grown == [4096, 8192]
+        assert grown.sizes == [4096, 8192]
         receiver.release(made.ticket)
         assert receiver.live == 0
 

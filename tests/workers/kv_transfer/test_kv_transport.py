@@ -14,8 +14,7 @@ import pytest
 from kv_kit import BIG, BLOCKS, KV, TOKENS, Target, content, receiving
 from playing import Playing
 
-from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.messages import Grant, TransferRefused
+from workers.kv_transfer.messages import Grant, TransferFailed, TransferRefused
 from workers.kv_transfer.nixl import Nixl, NoNixl
 from workers.kv_transfer.receiver import Arrived, Receiver
 from workers.kv_transfer.sender import Sender
