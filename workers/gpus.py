@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from events.journal.port import Journal
 from workers.config.worker import WorkerConfig
-from workers.engines.engine import EngineDead
 from workers.falls import Broken, broken
 from workers.output import StreamOutput
+from workers.shutdown import WorkerEnd
 
 DEVICES_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
 
@@ -43,14 +43,13 @@ class WorkerGpus:
         devices: Devices | None,
         journal: Journal,
         output: StreamOutput,
-        fail: Callable[[EngineDead], None],
+        end: WorkerEnd,
     ) -> None:
-        """`fail` ends the worker."""
         self._config = config
         self._devices = devices
         self._journal = journal
         self._output = output
-        self._fail = fail
+        self._end = end
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -77,7 +76,7 @@ class WorkerGpus:
                 self._config.instance,
                 doubt=self._doubt,
                 died=self._died,
-                broke=lambda error: self._fail(broken("the device watch", error)),
+                broke=lambda error: self._end.fail(broken("the device watch", error)),
             )
 
     def stop(self) -> None:
@@ -95,4 +94,4 @@ class WorkerGpus:
     def _died(self, reason: str) -> None:
         """Go with a GPU that the engine computes on: nothing that is in its memory can be trusted any more."""
         if self._config.computes_on_gpus:
-            self._fail(Broken(reason))
+            self._end.fail(Broken(reason))

@@ -121,7 +121,7 @@ async def run_worker(settings: WorkerSettings, kept: int | None = None) -> int:
 
 def _sweep() -> None:
     """Remove the shared memory that killed workers of this host have left: nobody else does it before a reboot."""
-    from workers.kv_transfer.regions import sweep
+    from workers.kv_transfer.receiver import sweep
 
     if swept := sweep():
         log.info("regions_swept", instances=swept)

@@ -29,9 +29,8 @@ from workers.frontends import (
     StreamTable,
 )
 from workers.listening import BACKLOG, listening
-from workers.migration.moves import WorkerMigrations
 from workers.migration.settings import KvMoveSettings
-from workers.output import FaultReport, StreamOutput
+from workers.output import FaultReport, StreamOutput, WorkerMigrations
 
 STREAMS_PER_CONNECTION_MAX = 4096
 HELLO_BYTES_MAX = 4096  # of a frame of a connection that has sent no hello

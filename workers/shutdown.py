@@ -19,6 +19,7 @@ from typing import Literal
 import structlog
 
 from workers.counters import Ends, Refusal
+from workers.engines.engine import EngineDead
 from workers.exits import exit_within
 from workers.server import WorkerServer
 
@@ -31,6 +32,24 @@ DEREGISTERED_S = 0.5  # until then, what frontends sent before they heard of it 
 
 SecondSignal = Literal["ignore", "hurry"]
 log = structlog.get_logger(__name__)
+
+
+class WorkerEnd:
+    """Why one worker ends: it was told to stop, or it failed. The first failure stands."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()  # a flag: the fleet's operator wants it to stop
+        self.failed: asyncio.Future[EngineDead] | None = None  # since `begin`
+
+    def begin(self) -> asyncio.Future[EngineDead]:
+        """Return what becomes the reason of the failure; what failed before is not taken."""
+        self.failed = asyncio.get_running_loop().create_future()
+        return self.failed
+
+    def fail(self, reason: EngineDead) -> None:
+        """End the worker: its engine or device is dead, or it is Broken. Exit code 1."""
+        if self.failed is not None and not self.failed.done():
+            self.failed.set_result(reason)
 
 
 class Stop:

@@ -26,13 +26,9 @@ from events.journal.port import Journal
 from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
-from workers.awaiting import WaitReport
 from workers.config.worker import WorkerConfig
-from workers.control.beats import FleetBeats
-from workers.control.chaos import RehearsedFaults
-from workers.control.commands import WorkerCommands
-from workers.control.listener import CommandListener
-from workers.control.name_check import NameCheck, NameTaken
+from workers.control.commands import CommandListener, RehearsedFaults, WorkerCommands
+from workers.control.membership import FleetBeats, NameCheck, NameTaken, WaitReport, registration
 from workers.engines.engine import Engine, EngineChanged, EngineDead, unheard
 from workers.exits import BROKE, FELL, KILLED, RENEWED
 from workers.falls import Broken, Killed, Retired, broken
@@ -42,9 +38,8 @@ from workers.kv_events.publisher import KvPublisher
 from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
 from workers.output import FaultReport
-from workers.registration import registration
 from workers.server import WorkerServer
-from workers.shutdown import CLEANUP_S, LEAVING, depart, or_exit
+from workers.shutdown import CLEANUP_S, LEAVING, WorkerEnd, depart, or_exit
 
 CHECK_S = 2.0
 
@@ -108,20 +103,21 @@ class InferenceWorker:
             faults=FaultReport(journal, config.name, config.instance),
             limits=FrontendLimits(config.connections_max, config.connections_per_address_max),
         )
-        self.faults = RehearsedFaults(config, engine, self.server, lambda: self.fail(Killed()), devices)
-        self.commands = WorkerCommands(config, engine, self.server, journal, self, self.faults)
+        self._ending = WorkerEnd()
+        self.beats = FleetBeats(config, engine, self.server, bus)
+        self.faults = RehearsedFaults(config, engine, self.server, self._ending, devices)
+        self.commands = WorkerCommands(
+            config, engine, self.server, journal, self.beats, self._ending, self.faults
+        )
         self.serving = asyncio.Event()  # a flag
         self._journal = journal
         self._channels = channels
         self._kv = kv
         self._deadlines = deadlines or WorkerDeadlines()
-        self._gpus = WorkerGpus(config, devices, journal, self.server.output, self.fail)
-        self._beats = FleetBeats(config, engine, self.server, self.commands, bus)
+        self._gpus = WorkerGpus(config, devices, journal, self.server.output, self._ending)
         self._listener = CommandListener(config, bus, self.commands)
         self._waits = WaitReport(config, engine, journal)
         self._name = NameCheck(config, bus, journal)
-        self._dead: asyncio.Future[EngineDead] | None = None
-        self._told = asyncio.Event()  # a flag: the fleet's operator wants it to stop
         self._about: dict[str, Any] = {"worker": config.name, "instance": config.instance}
         self._log = log.bind(**self._about)
 
@@ -130,14 +126,14 @@ class InferenceWorker:
 
         Once `hurried` is set, the grace of a stop is over.
         """
-        self._dead = asyncio.get_running_loop().create_future()
+        dead = self._ending.begin()
         if not await self._started(stop):
             return 0
         async with asyncio.TaskGroup() as group:
-            works = {"beat": self._beats.run(), "watch": self._watch(), "listen": self._listen()}
+            works = {"beat": self.beats.run(), "watch": self._watch(dead), "listen": self._listen()}
             services = [group.create_task(self._critical(name, work)) for name, work in works.items()]
             try:
-                code = await self._until_over(stop, hurried or asyncio.Event())
+                code = await self._until_over(dead, stop, hurried or asyncio.Event())
             except Exception as error:  # a mistake of ours, on the way out: it ends all the same, and says so
                 code = await self._fall(broken("shutdown", error))
             for service in services:
@@ -216,29 +212,30 @@ class InferenceWorker:
 
     # --- until it is over
 
-    async def _until_over(self, stop: asyncio.Event, hurried: asyncio.Event) -> int:
-        assert self._dead is not None
-        wishes = [asyncio.ensure_future(flag.wait()) for flag in (stop, self._told)]
-        over: list[asyncio.Future[Any]] = [*wishes, self._dead]
+    async def _until_over(
+        self, dead: asyncio.Future[EngineDead], stop: asyncio.Event, hurried: asyncio.Event
+    ) -> int:
+        wishes = [asyncio.ensure_future(flag.wait()) for flag in (stop, self._ending.told)]
+        over: list[asyncio.Future[Any]] = [*wishes, dead]
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         self.commands.stop()
         told = any(wish.done() for wish in wishes)
         for wish in wishes:
             wish.cancel()
         if not told:
-            return await self._fall(self._dead.result())
+            return await self._fall(dead.result())
         leaving = asyncio.ensure_future(self._leave(hurried))
-        over = [leaving, self._dead]
+        over = [leaving, dead]
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             return leaving.result()
         leaving.cancel()  # what it waits for will not come
         await asyncio.wait((leaving,))
-        return await self._fall(self._dead.result())
+        return await self._fall(dead.result())
 
     async def _leave(self, hurried: asyncio.Event) -> int:
         """Go in good order: told to, and with time to finish what runs."""
-        grace_s, reason = self.config.grace_s, "operator" if self._told.is_set() else "signal"
+        grace_s, reason = self.config.grace_s, "operator" if self._ending.told.is_set() else "signal"
         self._log.info("shutdown_began", grace_s=grace_s, in_flight=self.server.in_flight)
         self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason=reason))
         graceful = self.config.graceful_shutdown or self.config.migration_limit == 0  # they could not move
@@ -320,10 +317,9 @@ class InferenceWorker:
             await self.kv.hear()
         await self._listener.run()
 
-    async def _watch(self) -> None:
-        """Ask the engine every so often whether it can go on."""
-        assert self._dead is not None
-        while not self._dead.done():
+    async def _watch(self, dead: asyncio.Future[EngineDead]) -> None:
+        """Check the engine every 2 s, until the worker is dead."""
+        while not dead.done():
             try:
                 async with asyncio.timeout(self._deadlines.check_s):
                     await self.engine.check()
@@ -333,22 +329,9 @@ class InferenceWorker:
                 self.fail(error)
             await asyncio.sleep(CHECK_S)
 
-    async def say_beat(self) -> None:
-        """Tell the fleet how it fares, now and not only when the next heartbeat is due."""
-        await self._beats.say()
-
-    def retire(self) -> None:
-        """End: the fleet holds this instance for dead."""
-        self.fail(Retired())
-
-    def told_to_stop(self) -> None:
-        """Shut down in good order, as at SIGTERM."""
-        self._told.set()
-
     def fail(self, reason: EngineDead) -> None:
         """End this worker: its engine or device is dead, or it is Broken. The first reason stands; exit code 1."""
-        if self._dead is not None and not self._dead.done():
-            self._dead.set_result(reason)
+        self._ending.fail(reason)
 
 
 def say_why_not(worker: InferenceWorker, error: HoldfastError) -> None:

@@ -41,7 +41,7 @@ from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.kv_transfer.regions import PREFIX, ROOT
+from workers.kv_transfer.receiver import PREFIX, ROOT
 
 Verb = Literal["kill", "hang", "drain", "error", "move"]
 WORKERS = 6

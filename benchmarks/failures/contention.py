@@ -31,8 +31,7 @@ from controller.migration.links import Lane, LinkSpec, LinkTable
 from events.observations import Profile
 from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.messages import Description, Grant, TransferAddress
-from workers.kv_transfer.receiver import Arrived, Receiver
-from workers.kv_transfer.regions import Regions
+from workers.kv_transfer.receiver import Arrived, Receiver, Regions
 from workers.kv_transfer.sender import Sender
 
 BLOCK_TOKENS = 16

@@ -23,8 +23,7 @@ import numpy as np
 
 from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.messages import Description, Grant, TransferAddress
-from workers.kv_transfer.receiver import Arrived, Receiver
-from workers.kv_transfer.regions import ROOT, Regions
+from workers.kv_transfer.receiver import ROOT, Arrived, Receiver, Regions
 from workers.kv_transfer.sender import Mappings, Sender
 
 BLOCK_BYTES = 1 << 20

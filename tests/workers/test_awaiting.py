@@ -9,8 +9,8 @@ from worker_life import ABOUT, Begin, begin
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerAwaited, WorkerJoined, WorkerLeft
-from workers.awaiting import AGAIN_S, CHANGED_S, WaitReport
 from workers.config.worker import WorkerConfig
+from workers.control.membership import AGAIN_S, CHANGED_S, WaitReport
 from workers.engines.engine import Announce, Awaits, Deliver, unheard
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape

@@ -10,7 +10,7 @@ from events import subjects
 from events.journal.memory import MemoryJournal
 from events.observations import WorkerAwaited, WorkerJoined
 from workers.config.worker import WorkerConfig
-from workers.control.name_check import NameTaken
+from workers.control.membership import NameTaken
 from workers.engines.engine import Announce, Deliver, unheard
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape

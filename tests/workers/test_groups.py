@@ -12,7 +12,7 @@ from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import DeviceFaulted, DeviceRecovered, EngineFaulted, ShutdownBegan, WorkerJoined
 from workers.config.worker import WorkerConfig
-from workers.control.body import BadRequest
+from workers.control.commands import BadRequest
 from workers.devices.simulated import SimulatedDevices
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape

@@ -17,13 +17,13 @@ from events.codec import new_id
 from events.nats.bus import NatsBus
 from events.process.presence import present
 from workers import keeper
-from workers.kv_transfer.regions import ROOT as SHARED
+from workers.kv_transfer.receiver import ROOT as SHARED
 
 Eventually = Callable[..., Awaitable[None]]
 
 OWNER = """
 import sys
-from workers.kv_transfer.regions import Regions
+from workers.kv_transfer.receiver import Regions
 regions = Regions(sys.argv[1])
 regions.take(1 << 20)
 print("here", flush=True)

@@ -379,10 +379,10 @@ async def test_a_worker_in_a_blackhole_is_not_heard_on_the_bus_either(
     await eventually(lambda: life.beats)
     await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
     before = len(life.beats)
-    await life.worker.say_beat()
+    await life.worker.beats.beat()
     assert len(life.beats) == before
     await life.bus.request(subjects.chaos("w0"), {"fault": "heal"})
-    await life.worker.say_beat()
+    await life.worker.beats.beat()
     assert len(life.beats) == before + 1
 
 

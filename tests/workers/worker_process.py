@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from events.journal.nats import NatsJournal
-from workers.kv_transfer.regions import PREFIX
-from workers.kv_transfer.regions import ROOT as SHARED
+from workers.kv_transfer.receiver import PREFIX
+from workers.kv_transfer.receiver import ROOT as SHARED
 
 ROOT = Path(__file__).parents[2]
 START_S = 20.0

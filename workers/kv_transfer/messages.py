@@ -25,6 +25,14 @@ import xxhash
 
 from events.errors import HoldfastError
 
+VERSION = 1
+Buffer = bytes | bytearray | memoryview
+Words = bytes  # for messages with a field of that name
+STATE_BYTES_MAX = 1 << 20
+FRAME_BYTES_MAX = 8 << 20  # the ending has all tokens of the request and the state
+_HEADER = struct.Struct("<IQ")
+_encoder = msgspec.msgpack.Encoder()
+
 
 class TransferFailed(HoldfastError):
     """The KV cache could not be transferred. The stream continues by re-prefill, or where it is."""
@@ -32,12 +40,6 @@ class TransferFailed(HoldfastError):
 
 class RegionTaken(HoldfastError):
     """Another live process serves this instance's KV regions. Every instance needs its own name."""
-
-
-VERSION = 1
-Buffer = bytes | bytearray | memoryview
-Words = bytes  # for messages with a field of that name
-STATE_BYTES_MAX = 1 << 20
 
 
 class Description(msgspec.Struct, array_like=True, frozen=True):
@@ -165,9 +167,6 @@ def digest(packed_tokens: bytes) -> bytes:
     return xxhash.xxh3_128_digest(packed_tokens)
 
 
-FRAME_BYTES_MAX = 8 << 20  # the ending has all tokens of the request and the state
-_HEADER = struct.Struct("<IQ")
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
     Open | Opened | KvChunk | Ending | Accepted | TransferRefused
 )

@@ -39,10 +39,17 @@ from workers.kv_transfer.messages import (
     digest,
     packed,
 )
-from workers.kv_transfer.regions import PREFIX, SPARE_BYTES_MAX
+from workers.kv_transfer.receiver import PREFIX, SPARE_BYTES_MAX
 from workers.kv_transfer.transport import Remote, Transport
 
 Bytes = npt.NDArray[np.uint8]
+CONNECT_S = 2.0
+REASON_S = 0.5  # to hear why the target broke off
+MAPPINGS_MAX = 4
+SHIPPERS = (
+    2  # threads that hash and copy into shared memory: one takes a third longer, if processors are free
+)
+QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a millisecond
 
 
 class Mapped:
@@ -61,14 +68,6 @@ class Mapped:
 
     def close(self) -> None:
         pass
-
-
-CONNECT_S = 2.0
-REASON_S = 0.5  # to hear why the target broke off
-MAPPINGS_MAX = 4
-SHIPPERS = (
-    2  # threads that hash and copy into shared memory: one takes a third longer, if processors are free
-)
 
 
 class Mappings:
@@ -313,9 +312,6 @@ def _connected(endpoint: TransferAddress) -> socket.socket:
         return socket.create_connection((endpoint.host, endpoint.port), CONNECT_S)
     except OSError as error:
         raise TransferFailed(f"the target cannot be reached: {error}") from error
-
-
-QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a millisecond
 
 
 class Shipment:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from events.fleet_key import FleetKey
 from workers.kv_transfer.ledger import ReservationPolicy
-from workers.kv_transfer.regions import ROOT
+from workers.kv_transfer.receiver import ROOT
 from workers.kv_transfer.transport import Transport
 
 

@@ -31,6 +31,13 @@ from workers.kv_transfer.messages import Buffer, Grant
 from workers.migration.state import packed_state
 from workers.migration.trust import THREADS_MAX, OutgoingShipment, SenderDistrusted, Trust, TrustedSender
 
+STOPPED_S_MAX = 2.0  # for the tail to travel, and for the frontend to say Cancel or Stay
+STOP_S_MAX = 10.0  # an engine's step; longer is a hang
+SETTLE_S_MAX = 0.05  # for the target to take in what was sent, before the stream stops
+_grants = msgspec.msgpack.Decoder(Grant)
+
+log = structlog.get_logger(__name__)
+
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Do all of these at once. The first failure ends the others, and is raised when they have ended.
@@ -54,14 +61,6 @@ async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
             one.result()
     finally:  # else they and their errors would keep each other, and what they worked on
         del one, tasks, failed, ending
-
-
-STOPPED_S_MAX = 2.0  # for the tail to travel, and for the frontend to say Cancel or Stay
-STOP_S_MAX = 10.0  # an engine's step; longer is a hang
-SETTLE_S_MAX = 0.05  # for the target to take in what was sent, before the stream stops
-
-log = structlog.get_logger(__name__)
-_grants = msgspec.msgpack.Decoder(Grant)
 
 
 class CannotShip(HoldfastError):

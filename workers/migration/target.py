@@ -28,14 +28,16 @@ from workers.counters import WorkerCounters
 from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
 from workers.frontends import FrontendConnection, RequestOrigin, Stream, StreamTable
 from workers.kv_transfer.messages import Description, Grant, RegionTaken, TransferRefused
-from workers.kv_transfer.receiver import ArrivalProgress, Arrived, Receiver
-from workers.kv_transfer.regions import NAME, Regions
+from workers.kv_transfer.receiver import NAME, ArrivalProgress, Arrived, Receiver, Regions
 from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
 from workers.migration.state import RequestMigrationState, difference, unpacked_state
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.7
+COMMIT_S_MAX = 10.0  # the engine is between two steps before; longer is a hang
+
+log = structlog.get_logger(__name__)
 
 
 class Landing:
@@ -127,11 +129,6 @@ class Landing:
         async with self._making:
             if self.receiver is not None:
                 await asyncio.to_thread(self.receiver.close, CLOSE_S_MAX)
-
-
-COMMIT_S_MAX = 10.0  # the engine is between two steps before; longer is a hang
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)

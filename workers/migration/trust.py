@@ -22,6 +22,7 @@ from events.fleet_key import FleetKey
 from workers.kv_transfer.messages import Buffer, Description, Grant
 from workers.kv_transfer.transport import Transport
 
+CONVICTED = "convicted"  # a doubt: the fleet has convicted this worker of wrong answers
 THREADS_MAX = 32  # each shipment under way has one
 
 log = structlog.get_logger(__name__)

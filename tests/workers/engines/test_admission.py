@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from controller.router.endpoints import Endpoint
 from workers.config.settings_check import load_settings
 from workers.config.worker import WorkerConfig
+from workers.control.membership import registration
 from workers.engines.admission import AT_CAPACITY, LimitedEngine, RequestLimit
 from workers.engines.build import build_engine
 from workers.engines.engine import CANARIES_MAX, Engine, MoveRefused
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.registration import registration
 
 SMALL = EngineShape(context_tokens=2048, kv_blocks=512)
 

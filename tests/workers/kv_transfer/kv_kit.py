@@ -15,8 +15,7 @@ from events.fleet_key import FleetKey
 from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.messages import Description, Grant, TransferAddress
 from workers.kv_transfer.nixl import Nixl
-from workers.kv_transfer.receiver import Arrived, Receiver
-from workers.kv_transfer.regions import Regions
+from workers.kv_transfer.receiver import Arrived, Receiver, Regions
 from workers.kv_transfer.transport import Transport
 
 ROOT = Path(__file__).parents[3]

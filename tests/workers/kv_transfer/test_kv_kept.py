@@ -10,9 +10,8 @@ import pytest
 from kv_kit import KV, TOKENS
 
 from workers.kv_transfer.messages import Grant
-from workers.kv_transfer.receiver import Receiver
-from workers.kv_transfer.regions import ROOT as SHARED
-from workers.kv_transfer.regions import SPARES_MAX, Region, Regions
+from workers.kv_transfer.receiver import ROOT as SHARED
+from workers.kv_transfer.receiver import SPARES_MAX, Receiver, Region, Regions
 from workers.kv_transfer.sender import MAPPINGS_MAX, Mappings
 
 MB = 1 << 20

@@ -35,8 +35,7 @@ from workers.kv_transfer.messages import (
     framed,
     packed,
 )
-from workers.kv_transfer.receiver import ArrivalProgress, Arrived, Receiver
-from workers.kv_transfer.regions import PREFIX, Regions, sweep
+from workers.kv_transfer.receiver import PREFIX, ArrivalProgress, Arrived, Receiver, Regions, sweep
 from workers.kv_transfer.sender import Mappings, Sender
 
 MAPPINGS = Mappings()
@@ -448,8 +447,8 @@ def test_regions_may_be_closed_by_two_threads_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     regions, closed = Regions("a", tmp_path), list[int]()
-    monkeypatch.setattr("workers.kv_transfer.regions.os.close", closed.append)
-    monkeypatch.setattr("workers.kv_transfer.regions.shutil.rmtree", lambda *_, **__: regions.close())
+    monkeypatch.setattr("workers.kv_transfer.receiver.os.close", closed.append)
+    monkeypatch.setattr("workers.kv_transfer.receiver.shutil.rmtree", lambda *_, **__: regions.close())
     regions.close()  # the other thread is as far as this one
     assert len(closed) == 1
     monkeypatch.undo()

@@ -12,8 +12,7 @@ from road import Declined, road
 from events.wire import Generate, Sampling
 from workers.engines.engine import MoveRefused
 from workers.kv_transfer.messages import STATE_BYTES_MAX, Description, Grant
-from workers.kv_transfer.regions import Regions
-from workers.migration.moves import layout
+from workers.kv_transfer.receiver import Regions
 from workers.migration.settings import KvMoveSettings
 from workers.migration.source import together
 from workers.migration.state import (
@@ -24,6 +23,7 @@ from workers.migration.state import (
     unpacked_state,
 )
 from workers.migration.target import Landing
+from workers.output import layout
 
 KV = Description("tiny", "main", "float32", 2, 2, 8, 16, 4096)
 SAMPLING = Sampling(40, temperature=0.5, seed=3, stop_token_ids=[9, 4])

@@ -16,7 +16,7 @@ from road import SAMPLING, Cancel, Committed, Declined, alone
 from worker_process import Process, Spawn
 
 from events.wire import Generate, Reserve, Reserved, Sampling, Ship
-from workers.kv_transfer.regions import PREFIX, ROOT, sweep
+from workers.kv_transfer.receiver import PREFIX, ROOT, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm: run it on Linux")
 COUNT = 1500

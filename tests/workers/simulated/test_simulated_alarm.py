@@ -10,8 +10,8 @@ import pytest
 import uvloop
 
 from events.wire import Generate, Sampling
-from workers.engines.simulated.alarm import Alarm
 from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.rank import Alarm
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 

@@ -34,6 +34,7 @@ from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 
 EvictorKind = Literal["lru", "multi-lru", "lineage"]
 CLASSES = (2, 4, 8)  # a block that came into use so often is in the next class
+_ABSENT = object()
 
 
 class Evictor(Protocol):
@@ -183,7 +184,6 @@ class Lineage:
             heapify(self._leaves)
 
 
-_ABSENT = object()
 _KINDS: Mapping[EvictorKind, Callable[[], Evictor]] = {"lru": Lru, "multi-lru": MultiLru, "lineage": Lineage}
 
 

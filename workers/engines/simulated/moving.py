@@ -23,6 +23,7 @@ from workers.engines.simulated.transit import SimulatedArrival, SimulatedDepartu
 from workers.kv_transfer.messages import Buffer
 
 _DIGEST_BYTES = 16
+SLICE_BYTES = 128 * 1024
 
 
 class Contents:
@@ -62,9 +63,6 @@ class Contents:
         self._hash.update(TOKEN_BYTES[token])
         self._prefixes.append(self._hash.digest())
         self.tokens.append(token)
-
-
-SLICE_BYTES = 128 * 1024
 
 
 class SimulatedExport:

@@ -12,7 +12,7 @@ once: fleets of thousands run so in virtual time.
 """
 
 from collections import deque
-from collections.abc import Sequence as Sequential
+from collections.abc import Sequence
 from itertools import chain
 from typing import cast
 
@@ -219,7 +219,7 @@ class Scheduler:
             self.waiting.add(sequence)
         return None
 
-    def submit_silent(self, key: int, prompt: int, answer: int, names: Sequential[int]) -> str | None:
+    def submit_silent(self, key: int, prompt: int, answer: int, names: Sequence[int]) -> str | None:
         """Take in a request of which only the numbers of tokens are known, at least one each, and its blocks' names; or say
         why not.
 

@@ -12,7 +12,6 @@ million times a second.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
@@ -35,6 +34,8 @@ KV_BLOCK_BYTES = 4096
 PROMPT_LOGPROBS_MAX = (
     4096  # tokens of a prompt whose logprobs are wanted: 20 µs each, for which everybody waits
 )
+BEFORE = -inf  # all priorities
+Output = list[tuple[int, Chunk]]
 
 
 class BadShape(UsageError):
@@ -143,7 +144,7 @@ class Silent(SimulatedSequence):
     __slots__ = ("_given", "_salt")
 
     def __init__(
-        self, key: int, prompt: int, answer: int, names: Sequential[int], *, canary: bool = False
+        self, key: int, prompt: int, answer: int, names: Sequence[int], *, canary: bool = False
     ) -> None:
         super().__init__(key, prompt, prompt + answer, canary=canary)
         self._given = names
@@ -256,7 +257,7 @@ def too_large(prompt: int, shape: EngineShape) -> str | None:
     return f"invalid_request: {prompt} tokens leave no room in a context of {shape.context_tokens}"
 
 
-def prefix_names(tokens: Sequential[int], request: Generate, block_tokens: int) -> list[int]:
+def prefix_names(tokens: Sequence[int], request: Generate, block_tokens: int) -> list[int]:
     """Return the names of the full blocks of these tokens of a request."""
     own = blocks.local_hashes(tokens, block_tokens, blocks.seed(namespace=request.cache_salt))
     return blocks.sequence_hashes(own)
@@ -371,9 +372,6 @@ class DecodeBatch:
         return 0
 
 
-BEFORE = -inf  # all priorities
-
-
 class WaitingQueue:
     """The requests of one rank that are not admitted, or no longer."""
 
@@ -432,9 +430,6 @@ class WaitingQueue:
         for one in chain.from_iterable(line.values() for line in self._lines.values()):
             lengths[one.made > 0].append(one.length)
         return lengths
-
-
-Output = list[tuple[int, Chunk]]
 
 
 def next_pass(

@@ -27,6 +27,17 @@ from events.observations import Profile
 from workers.engines.simulated.kv_cache import TierTraffic
 from workers.engines.simulated.sequence import EngineShape
 
+AXES = ("prefill_isl", "decode_active_kv_tokens", "decode_context_length")
+KEYS = (*AXES, "prefill_ttft_ms", "decode_itl")
+PASS = "pass_ms"  # not in every profile
+DECODE_MS_MIN = 1.0
+NUMBER_MAX = 1e12  # tokens, or milliseconds: thirty years
+BYTES_MAX = 16 << 20  # of a profile, unpacked; `holdfast profile` writes 30 kB
+PREFILL_TOKENS_PER_S = 200_000.0  # where steps take time: about an 8B model on a recent GPU
+FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about what a core does
+FLAT_OUT_TOKEN_MS = 0.001
+SLOWED_STEP_S = 0.001  # what a step that takes no time is taken for when it is slowed
+
 
 class StepPlan(NamedTuple):
     """What one pass works on."""
@@ -46,14 +57,6 @@ class StepPlan(NamedTuple):
     @property
     def idle(self) -> bool:
         return not self.prefill_tokens and not self.decodes
-
-
-AXES = ("prefill_isl", "decode_active_kv_tokens", "decode_context_length")
-KEYS = (*AXES, "prefill_ttft_ms", "decode_itl")
-PASS = "pass_ms"  # not in every profile
-DECODE_MS_MIN = 1.0
-NUMBER_MAX = 1e12  # tokens, or milliseconds: thirty years
-BYTES_MAX = 16 << 20  # of a profile, unpacked; `holdfast profile` writes 30 kB
 
 
 class BadProfile(UsageError):
@@ -203,12 +206,6 @@ def _numbers(key: str, array: Any) -> Any:
     if not ((found >= 0) & (found <= NUMBER_MAX)).all():  # NaN is neither
         raise BadProfile(f"{key} holds a number that is below 0, above {NUMBER_MAX:g} or not finite")
     return found
-
-
-PREFILL_TOKENS_PER_S = 200_000.0  # where steps take time: about an 8B model on a recent GPU
-FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about what a core does
-FLAT_OUT_TOKEN_MS = 0.001
-SLOWED_STEP_S = 0.001  # what a step that takes no time is taken for when it is slowed
 
 
 class Timing(Protocol):

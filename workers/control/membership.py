@@ -1,0 +1,230 @@
+"""A worker's membership of the fleet: that it waits to join, the fact that it joined, its heartbeats, and the check of its name.
+
+    engine.start … ── it waits for something ──▶ WorkerAwaited ── another reason, or two minutes ──▶ WorkerAwaited …
+
+An engine that starts at once is not awaited, and causes no such fact.
+
+A fleet believes the newest life of a name and retires the older one. So a second worker of one name would end the first. The
+second one listens for the first one's heartbeats from its start until it registers, and leaves if it receives one: another
+newcomer may have begun to load its engine at the same time, and registered first.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import structlog
+
+from events import subjects
+from events.errors import HoldfastError
+from events.journal.port import Journal
+from events.nats.bus import Bus, Subscription
+from events.nats.connection import DISCONNECTED
+from events.observations import Topology, WorkerAwaited, WorkerJoined, WorkerLeft, canary_key
+from workers.config.worker import WorkerConfig
+from workers.engines.engine import Engine
+from workers.migration.trust import CONVICTED
+from workers.output import layout
+from workers.server import WorkerServer
+
+LOOK_S = 0.1
+CHANGED_S = 10.0  # between two reasons: one that flaps is a few facts a minute
+AGAIN_S = 120.0  # who has not said it for ten minutes is awaited no more
+BEAT_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+def registration(
+    config: WorkerConfig, engine: Engine, url: str, gpus: tuple[str, ...], *, kv_events: bool
+) -> WorkerJoined:
+    """Return the fact by which all others know a worker, whose engine has started: where frontends reach it, what it serves and
+    how fast, and what lies near it."""
+    i = engine.identity
+    kind: dict[str, Any] = {
+        "model": i.model, "revision": i.revision, "tokenizer": i.tokenizer, "engine": i.engine,
+        "engine_version": i.engine_version, "dtype": i.dtype, "tp": i.tp, "device": i.device,
+        "lineage": i.lineage,
+    }  # fmt: skip
+    return WorkerJoined(
+        worker=config.name,
+        instance=config.instance,
+        **kind,
+        url=url,
+        profile=i.profile,
+        canary_key=canary_key(**kind),
+        pid=os.getpid(),
+        topology=Topology(
+            host=socket.gethostname(),
+            nvlink_domain=config.nvlink_domain,
+            rail=config.rail,
+            gpus=gpus,
+        ),
+        migration_limit=config.migration_limit,
+        context_tokens=i.context_tokens,
+        exact=i.exact,
+        root=i.root,
+        also_served=i.also_served,
+        generation_config=i.generation_config,
+        kv=layout(engine.kv),
+        dp=i.dp,
+        kv_events=kv_events,
+        waiting_max=i.waiting_max,
+        spare=config.spare,
+        server=i.server,
+        account=config.account,
+    )
+
+
+class WaitReport:
+    """What is said of one worker until it joins."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine, journal: Journal) -> None:
+        self._about = {"worker": config.name, "instance": config.instance}
+        self._engine = engine
+        self._journal = journal
+        self._said: tuple[str, str] | None = None  # reason, model
+        self._said_at = float("-inf")  # by the loop's clock
+
+    @contextlib.asynccontextmanager
+    async def telling(self) -> AsyncIterator[None]:
+        """Say what the engine waits for, as long as this lasts."""
+        looking = asyncio.create_task(self._look_again())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.wait((looking,))
+
+    async def _look_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self.look(loop.time())
+            await asyncio.sleep(LOOK_S)
+
+    def look(self, now: float) -> None:
+        """Say what the engine waits for, if that is due. `now`: seconds, of any clock that only goes forward."""
+        awaits = self._engine.awaits()
+        if awaits is None:
+            return
+        due_s = AGAIN_S if self._said == (awaits.reason, awaits.model) else CHANGED_S
+        if now - self._said_at < due_s:
+            return
+        self._said, self._said_at = (awaits.reason, awaits.model), now
+        self._journal.observe(WorkerAwaited(**self._about, reason=awaits.reason, model=awaits.model))
+
+    def leave(self) -> None:
+        """Say that it is not to be waited for any longer: it was told to stop."""
+        if self._said is not None:
+            self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
+
+
+class NameTaken(HoldfastError):
+    """Another live worker of the fleet has this name."""
+
+
+class NameCheck:
+    """One worker's check of its own name. Without a broker nothing is checked."""
+
+    def __init__(self, config: WorkerConfig, bus: Bus | None, journal: Journal) -> None:
+        self._config = config
+        self._bus = bus
+        self._journal = journal
+        self._subscription: Subscription | None = None
+        self._heard = asyncio.Event()  # a flag: another worker has said a heartbeat
+        self._other = ""  # its instance
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Listen for `name_check_s`, and on until this is left. Raise NameTaken if another worker of this name lives."""
+        try:
+            await self._first_check()
+            yield
+        finally:
+            subscription, self._subscription = self._subscription, None
+            if subscription is not None:
+                with contextlib.suppress(*DISCONNECTED):
+                    await subscription.cancel()
+
+    async def again(self) -> None:
+        """Check once more, by what was heard up to now. Raise NameTaken. A broker that was away before is listened to first."""
+        if self._subscription is None:
+            await self._first_check()
+        elif self._heard.is_set():
+            raise self._taken()
+
+    async def _first_check(self) -> None:
+        config, bus = self._config, self._bus
+        if bus is None or bus.since is None or not config.name_check_s:
+            return
+        try:
+            self._subscription = await bus.subscribe(subjects.beat(config.name), self._on_beat)
+        except DISCONNECTED:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(config.name_check_s):
+                await self._heard.wait()
+            raise self._taken()
+
+    def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
+        other = str(body.get("instance") or "")
+        if other and other != self._config.instance:
+            self._other = other
+            self._heard.set()
+
+    def _taken(self) -> NameTaken:
+        name, other = self._config.name, self._other
+        log.error("name_taken", worker=name, instance=self._config.instance, other=other)
+        reason = f"another live worker is named {name} (instance {other})"
+        self._journal.observe(
+            WorkerAwaited(worker=name, instance=self._config.instance, reason=reason, name_taken_by=other)
+        )
+        return NameTaken(f"{reason}; it stays in service. Choose another --name, or stop that worker first.")
+
+
+class FleetBeats:
+    """One worker's heartbeats. Without a bus there are none."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        server: WorkerServer,
+        bus: Bus | None,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._server = server
+        self.batch_share = 1.0  # of its batch that the worker may fill
+        self._bus = bus
+        self._said = 0
+
+    async def run(self) -> None:
+        """Beat for ever."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(BEAT_S)
+
+    async def beat(self) -> None:
+        """Send one heartbeat, unless a rehearsal swallows it."""
+        server = self._server
+        if self._bus is None or server.blackholed:
+            return
+        self._said += 1
+        trust = server.moves.trust
+        body = {
+            "worker": self._config.name,
+            "instance": self._config.instance,
+            "seq": self._said,
+            "load": msgspec.structs.asdict(self._engine.load()),
+            "draining": server.draining,
+            "convicted": CONVICTED in trust.doubts,
+            "batch": self.batch_share,
+            "at": datetime.now(UTC).isoformat(),
+        }
+        await self._bus.publish(subjects.beat(self._config.name), body)
