@@ -1,6 +1,6 @@
-"""What a worker counts of its own work: plain numbers, turned into metrics only when somebody asks.
+"""The counts of a worker's own work, which become metrics at scrape time, and the account of a drain.
 
-Canaries are nobody's requests and are not counted; their tokens are.
+Canaries are not users' requests and are not counted; their tokens are.
 """
 
 from bisect import bisect_left
@@ -29,7 +29,7 @@ class Ends:
 
     completed: int = 0
     migrated: int = 0  # they went on elsewhere, or were told to
-    cancelled: int = 0  # nobody read them any more
+    cancelled: int = 0  # no frontend read them any more
     failed: int = 0  # with an error
 
     def __sub__(self, earlier: "Ends") -> "Ends":

@@ -85,7 +85,7 @@ class WorkerGpus:
             self._devices.stop()
 
     def _doubt(self, reason: str) -> None:
-        """Send nobody a KV cache from a GPU that has a fatal fault, until none has."""
+        """Send no KV cache from a GPU that has a fatal fault, until none has."""
         if reason:
             self._output.distrust("device", f"the source is not trusted: {reason}")
         else:

@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 class WorkerDeadlines:
     """How long a worker waits for what may never come, in seconds."""
 
-    start_s: float = 1860.0  # loading weights: more than an engine gives itself, whose words say why
+    start_s: float = 1860.0  # loading weights: more than an engine gives itself, and its error has the reason
     check_s: float = 10.0  # a check that takes longer is a dead engine
     stop_s: float = (
         2.0  # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it makes the cleanup's 5 s
@@ -191,7 +191,7 @@ class InferenceWorker:
 
     @property
     def kv(self) -> KvPublisher | None:
-        """What publishes the engine's KV events; None where nobody does, or there are none."""
+        """What publishes the engine's KV events; None where there is none, or no events."""
         return self._kv if self.engine.announces else None
 
     async def _let_in(self) -> str:
@@ -277,7 +277,7 @@ class InferenceWorker:
         self._journal.observe(WorkerLeft(**self._about, mode=mode, exit=code))
 
     async def _vanish(self) -> int:
-        """Go as if the process had been killed: nobody is told, and nothing that is still to be sent leaves."""
+        """Go as if the process had been killed: no frontend is told, and nothing that is still to be sent leaves."""
         self._log.warning("worker_killed", in_flight=self.server.in_flight)
         self.server.abort()
         await self._end()
@@ -335,6 +335,6 @@ class InferenceWorker:
 
 
 def say_why_not(worker: InferenceWorker, error: HoldfastError) -> None:
-    """Say why a worker does not start: to who reads the log, and to who typed the command."""
+    """Report why a worker does not start: in the log, and on stderr for the command line."""
     log.error("worker_failed", worker=worker.config.name, reason=str(error))
     print(f"holdfast worker: {error}", file=sys.stderr)

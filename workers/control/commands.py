@@ -32,7 +32,7 @@ from workers.shutdown import DRAINING, WorkerEnd, drain
 DEVICE_FAULTS = ("xid", "nvlink")
 OF_A_PROCESS = ("kill", "hang", "unhang")
 Struck = tuple[str, int, int]  # a fault, where, and which of a device's
-KILL_AFTER_S = 0.05  # whoever asked for it has said so by then: causes stand before their effects
+KILL_AFTER_S = 0.05  # its cause is on the journal by then, before the effect
 DRAIN_S = 60.0  # where the request names no deadline
 LISTEN_RETRY_S = 0.2
 
@@ -195,7 +195,7 @@ class WrongInstance(HoldfastError):
 
 
 class HeardTooLate(HoldfastError):
-    """This worker has heard of it too late: who asked for it was told that it failed."""
+    """The command arrived after its deadline: its sender was told that it failed."""
 
 
 class WorkerCommands:
@@ -248,7 +248,7 @@ class WorkerCommands:
             raise HeardTooLate
 
     def stop(self) -> None:
-        """Leave a drain to whoever ends the worker now."""
+        """Leave a drain to what ends the worker now."""
         if self._drain is not None:
             self._drain.cancel()
         self._faults.stop()
@@ -294,7 +294,7 @@ class WorkerCommands:
         return {"stopping": True, "in_flight": self._server.in_flight}
 
     def on_distrust(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send no KV cache to anybody, and use none of what was computed before: the fleet has convicted this worker of
+        """Send no KV cache anywhere, and use none of what was computed before: the fleet has convicted this worker of
         wrong answers. Without a reason: it may again, for what it computes from now on."""
         self._check_instance(body)
         trust, output = self._server.moves.trust, self._server.output

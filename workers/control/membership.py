@@ -34,7 +34,7 @@ from workers.server import WorkerServer
 
 LOOK_S = 0.1
 CHANGED_S = 10.0  # between two reasons: one that flaps is a few facts a minute
-AGAIN_S = 120.0  # who has not said it for ten minutes is awaited no more
+AGAIN_S = 120.0  # one that has not repeated it for ten minutes is awaited no more
 BEAT_S = 1.0
 
 log = structlog.get_logger(__name__)

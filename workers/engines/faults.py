@@ -41,7 +41,7 @@ class EngineFaults:
         return True
 
     def end(self, fault: str) -> None:
-        """End such a fault. Who is dead stays so."""
+        """End such a fault. A dead engine stays dead."""
         match fault:
             case "error":
                 self.error, self.errors_left = False, 0

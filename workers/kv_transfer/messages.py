@@ -239,7 +239,8 @@ class TransferSocket:
         return bool(poll.poll(0))
 
     def break_off(self, how: int = socket.SHUT_RDWR) -> None:
-        """Wake whoever waits on this line, from any thread: it fails there. After SHUT_RD it can still be told why."""
+        """Make the call that waits on this socket fail, from any thread. After SHUT_RD
+        the other side can still be sent the reason."""
         with contextlib.suppress(OSError):  # it is broken already
             self._socket.shutdown(how)
 
@@ -254,7 +255,7 @@ class TransferSocket:
                 while True:
                     self.fill(scratch)
         except (OSError, TransferFailed):
-            pass  # nobody listens
+            pass  # the other side has closed
         finally:
             self._socket.close()
 

@@ -5,8 +5,8 @@
         0, 1, 2, …                     one file a region; a name is never used twice
 
 A new file costs the kernel a page fault for every 4 KiB on either side (measured: 2 to 4 GB/s, against 15 GB/s), so
-that regions are used again, up to `spare_bytes_max`. Only those whose source has said that it writes no more: a slow
-source of a reservation that ended must write into nobody's memory, and so its file is unlinked and forgotten.
+that regions are used again, up to `spare_bytes_max`. Only those whose source has ended its writes: a slow
+source of a reservation that ended must not write into memory in use, and so its file is unlinked and forgotten.
 
 Where there is no such folder, or no room in it, a region is plain memory and its bytes come over the socket.
 
@@ -81,7 +81,7 @@ class Region:
 
     def empty(self) -> None:
         """Give the memory back to the kernel, wherever it is still mapped. A gigabyte takes 0.1 to 0.3 s, which would else
-        be spent by whoever lets go of it last."""
+        be spent by its last holder."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # not every file system can
                 self._mapped.madvise(mmap.MADV_REMOVE)
@@ -143,7 +143,7 @@ class Regions:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
     def give_back(self, region: Region, quiet: bool) -> Region | None:
-        """Free a region. `quiet`: its source writes no more, and nobody here reads it. Return one that is not kept, for
+        """Free a region. `quiet`: its source writes no more, and nothing here reads it. Return one that is not kept, for
         the caller to empty."""
         kept = sum(one.size for one in self._spares)
         if quiet and region.path and kept + region.size <= self._spare_bytes_max and self._held is not None:
@@ -289,7 +289,7 @@ class Receiver:
         self._key = key
         self._ledger = TransferReservations(own, policy)
         self._rooms: dict[str, _ReservedRoom] = {}
-        self._lock = threading.RLock()  # who waits for an arrival may call back when it is settled
+        self._lock = threading.RLock()  # a waiter may call back when its arrival is settled
         self._places = threading.BoundedSemaphore(2 * policy.live_max * len(own))
         self._lines: set[TransferSocket] = set()
         self._gone: deque[Region] = deque()
@@ -348,7 +348,7 @@ class Receiver:
                 self._give_back(region, quiet=True)
                 return TransferRefused("the reservation's time is up")
             self._rooms[made.ticket] = room = _ReservedRoom(made.ticket, region, Future())
-            room.arrival.set_running_or_notify_cancel()  # who awaits it may go; it is settled all the same
+            room.arrival.set_running_or_notify_cancel()  # its waiter may go; it is settled all the same
         left_s = made.deadline_s - time.monotonic()
         return Grant(
             made.ticket, self.endpoint, made.size, left_s, description, region.path, made.first_block, offer
@@ -402,7 +402,7 @@ class Receiver:
         self.regions.close()
 
     def _free(self, ended: KvReservation | None, why: str, read: bool) -> None:
-        """Free what belongs to a reservation that the ledger has ended. `read`: somebody may still read its memory."""
+        """Free what belongs to a reservation that the ledger has ended. `read`: its memory may still be read."""
         room = self._rooms.pop(ended.ticket, None) if ended else None
         if room is None or ended is None:
             return

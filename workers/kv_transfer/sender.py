@@ -357,7 +357,7 @@ class Shipment:
         self.close()
 
     async def open(self) -> None:
-        """Connect to the target. Raise TransferFailed. Who calls it calls `close` too, whatever came of it."""
+        """Connect to the target. Raise TransferFailed. The caller calls `close` too, also after a failure."""
         await self._do(self._sender.open)
 
     def close(self) -> None:
@@ -366,7 +366,7 @@ class Shipment:
         assert self._threads is not None
         try:
             self._threads.submit(self._in_turn, self._sender.close)
-        except RuntimeError:  # the threads are gone, and nobody uses the connection
+        except RuntimeError:  # the threads are gone, and none uses the connection
             self._sender.close()
         if self._own is not None:
             self._own.shutdown(wait=False)
@@ -391,7 +391,7 @@ class Shipment:
             self._sender.cancel()
             await asyncio.wait([running], timeout=QUIET_S)
             if running.done():
-                running.exception()  # it was cancelled: nobody else asks
+                running.exception()  # it was cancelled: no other caller asks
             raise
         finally:
             del running  # else it and its error would keep each other, and all that was to be sent

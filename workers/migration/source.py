@@ -307,6 +307,6 @@ class OutgoingMigrations:
 
 
 def _seen(copying: "asyncio.Future[Buffer]") -> None:
-    """Nobody asks any more how a copy went."""
+    """Retrieve the error of a copy that is not needed any more, so that asyncio logs none."""
     if not copying.cancelled():
         copying.exception()

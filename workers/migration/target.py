@@ -2,7 +2,7 @@
 
     Reserve ──▶ reserved ── every shard has arrived ──▶ committing ──▶ decoding: a stream like any other
        │           │                                        │
-       ▼           └── Cancel, deadline, cut, damaged ──────┴──▶ all freed; Declined, unless who asked has gone
+       ▼           └── Cancel, deadline, cut, damaged ──────┴──▶ all freed; Declined, unless the frontend has gone
     Declined: no room, …
 
 All or nothing: every shard arrives, or all shards and the engine's room are freed. What is verified is copied into the
@@ -330,7 +330,7 @@ class IncomingMigrations:
         said = first.tokens[len(incoming.known) :]
         link = (
             state.link or first.link if first.link == "shm" else first.link
-        )  # who writes here himself knows how
+        )  # a source that writes here itself knows how
         incoming.connection.send(Committed(incoming.number, said, bytes_, blocks, link, round(stopped_ms, 3)))
         self._counters.moved("in", "committed", bytes_, stopped_ms / 1e3)
         log.info("moved_in", request=incoming.asked.request, bytes=bytes_, link=link)

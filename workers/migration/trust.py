@@ -49,7 +49,7 @@ class OutgoingShipment(Protocol):
 
 
 class TrustedSender:
-    """What its holder may send. Made by a `Trust`, and by nobody else."""
+    """The permission to send. Made only for a `Trust`."""
 
     def __init__(self, trust: "Trust") -> None:
         """Hold for as long as that trust has no new doubt. Raise SenderDistrusted if it has one already."""

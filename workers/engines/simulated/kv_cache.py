@@ -38,7 +38,7 @@ _ABSENT = object()
 
 
 class Evictor(Protocol):
-    """The blocks that nobody uses, in the order in which they go. `parent` is the block before one, if there is any."""
+    """The idle blocks, in the order of their eviction. `parent` is the block before one, if there is any."""
 
     def __len__(self) -> int: ...
 
@@ -283,7 +283,7 @@ class KvManager:
         if total < 1:
             raise ValueError(f"a pool holds at least one block, not {total}")
         self.total = total
-        self.heard = False  # whether anybody takes the events
+        self.heard = False  # whether the events are taken
         self.active: dict[int, int] = {}  # how many requests hold each
         self.inactive = evictor(kind)
         self._kind: EvictorKind = kind
@@ -305,7 +305,7 @@ class KvManager:
         return self._parents.keys()
 
     def partials(self, count: int) -> list[int]:
-        """Return names of so many blocks that nobody else can use. They are nowhere yet."""
+        """Return names of so many blocks that no other request can use. They are nowhere yet."""
         first = self._made = self._made + count
         return list(range(-first, count - first))
 
@@ -375,7 +375,7 @@ class KvManager:
         return -self._made
 
     def deref(self, blocks: Sequence[int]) -> None:
-        """Let go of blocks, in this order: of those that nobody holds then the full ones are idle, the first of them longest,
+        """Release blocks, in this order: of those that no request holds then the full ones are idle, the first of them longest,
         and the partial ones are gone. Raise KeyError for one not in use."""
         active, parents, insert = self.active, self._parents, self.inactive.insert
         for block in blocks:
@@ -388,7 +388,7 @@ class KvManager:
                     insert(block, parents[block])
 
     def destroy(self, blocks: Sequence[int]) -> None:
-        """Drop blocks that are in use, whoever holds them. Raise KeyError for one that is not."""
+        """Drop blocks that are in use, by any request. Raise KeyError for one that is not."""
         gone = []
         for block in blocks:
             del self.active[block]
@@ -453,7 +453,7 @@ class KvManager:
         return self.slow.take_traffic() if self.slow is not None else _NO_TRAFFIC
 
     def _store(self, blocks: Sequence[int], absent: Sequence[bool], parent: int | None) -> None:
-        """Remember whom the new ones of these blocks follow, and say each stretch of them."""
+        """Record the parents of the new ones of these blocks, and announce each stretch of them."""
         new: list[int] = []
         after = parent  # what comes before the first of `new`
         for block, is_new in zip(blocks, absent, strict=True):

@@ -139,7 +139,7 @@ class SimulatedRank:
         self.kick()
 
     def trust(self, trusted: bool) -> None:
-        """Let nobody find what is here, nor, until it is trusted, what comes."""
+        """Hide the blocks that are here, and until it is trusted those that come, from other requests."""
         self.scheduler.trust(trusted)
         self._tell()
 

@@ -42,7 +42,7 @@ HIT_RATE_OF = 1000  # requests admitted last
 
 
 class Prefill:
-    """The requests whose prompts are being computed. Who is through enters the batch."""
+    """The requests whose prompts are being computed. A request whose prompt is computed enters the batch."""
 
     def __init__(self, shape: EngineShape, kv: KvManager, batch: DecodeBatch) -> None:
         self._shape = shape
@@ -65,8 +65,8 @@ class Prefill:
     def admit(self, sequence: SimulatedSequence, budget: int, *, alone: bool) -> int:
         """Take a sequence's blocks and begin its prefill; return the tokens of its first chunk, 0 if it must wait.
 
-        The blocks that the chunk fills have their names from now on: whoever is admitted in the same pass finds them.
-        `alone`: nobody else's prompt is part of this pass.
+        The blocks that the chunk fills have their names from now on: a request that is admitted in the same pass finds them.
+        `alone`: no other prompt is part of this pass.
         """
         shape, kv = self._shape, self._kv
         length, size = sequence.length, shape.block_tokens
@@ -146,8 +146,8 @@ class BlockGrowth:
             blocks[-1] = name
 
     def extend(self, sequence: SimulatedSequence) -> None:
-        """Give a sequence its next block; where there is none, somebody goes back to waiting. Those that are about to leave
-        stay: where all are, this one goes, because the others' blocks are pinned and nobody would gain by theirs."""
+        """Give a sequence its next block; where there is none, a request goes back to waiting. Those that are about to leave
+        stay: where all are, this one goes, because the others' blocks are pinned and would not become free."""
         while sequence.batch is not None:
             if partial := self._kv.take():
                 sequence.blocks.append(partial)
@@ -156,7 +156,7 @@ class BlockGrowth:
             self._preempt(self._victim() or sequence)
 
     def _victim(self) -> SimulatedSequence | None:
-        """Return who is preempted next: by default the newest, as real engines do."""
+        """Return the sequence that is preempted next: by default the newest, as real engines do."""
         running = self._batch.sequences.values()
         late = self._prefill.begun.values()
         newest = self._shape.preemption == "newest"
@@ -179,7 +179,7 @@ class Scheduler:
     def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
         self.shape = shape
         self.mute = mute
-        self.batch_limit = shape.batch_max  # places that may be taken now; who has one keeps it
+        self.batch_limit = shape.batch_max  # places that may be taken now; a request that has one keeps it
         self.kv = KvManager(
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
@@ -191,7 +191,7 @@ class Scheduler:
         self._canaries: set[int] = set()  # keys: those that are over are forgotten when they are counted
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
         self._growth = BlockGrowth(shape, self.kv, self.batch, self.prefill, self.transit, self.waiting)
-        self._stalled: tuple[int, int, int, int] | None = None  # why nobody could be admitted
+        self._stalled: tuple[int, int, int, int] | None = None  # why no request could be admitted
 
     # --- requests
 
@@ -256,7 +256,7 @@ class Scheduler:
         self.waiting.clear()
 
     def trust(self, trusted: bool) -> None:
-        """Let nobody find what was computed up to now, nor, until it is trusted, what is computed for those who come."""
+        """Hide what was computed up to now, and until it is trusted what is computed from now on, from other requests."""
         self.prefill.trusted = self.transit.trusted = trusted
         renamed = self.kv.forget()
         for sequence in [*self.batch.sequences.values(), *self.prefill.begun.values()]:
@@ -289,7 +289,7 @@ class Scheduler:
     # --- one pass
 
     def plan(self) -> Plan:
-        """Admit who can be admitted, oldest first, and say what the next pass works on. A step must follow, unless the
+        """Admit what can be admitted, oldest first, and return what the next pass works on. A step must follow, unless the
         plan is idle."""
         self.planned = plan = self._plan()
         return plan
@@ -325,7 +325,7 @@ class Scheduler:
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
 
     def _overload(self, *, canary: bool = False) -> str | None:
-        """Say why nobody more is taken, if so: the batch and those who may wait are all there. Canaries take nobody's room, and a
+        """Return why no more requests are taken, if so: the batch and the queue are full. Canaries take no room, and a
         few of them are always taken: a full worker is checked, too."""
         canaries, waiting = self._living_canaries(), len(self.waiting)
         full = self._seats() + waiting - canaries >= self.shape.batch_max + self.shape.waiting_max
@@ -343,8 +343,8 @@ class Scheduler:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def step(self) -> Output:
-        """Give one token to every sequence of the batch; return what each gets, in one list. Mute: who says its first
-        token or its last, and nothing else."""
+        """Give one token to every sequence of the batch; return what each gets, in one list. Mute: only the first
+        and the last token of each."""
         if self.faults.error:
             return self._raise()
         batch, due = self.batch, self.batch.due()
@@ -378,7 +378,7 @@ class Scheduler:
         return out
 
     def _take_plain(self, tokens: int) -> list[list[int]]:
-        """Take passes in which everybody says a token and nobody comes or goes, up to so many tokens, and plan the next one.
+        """Take passes in which each sequence gets a token and none comes or goes, up to so many tokens, and plan the next one.
         Return what each of the batch has said; an empty list if there was no such pass."""
         spoken = cast(list[Spoken], list(self.batch.sequences.values()))
         if not spoken or not self._alone() or not all(sequence.quick for sequence in spoken):
@@ -395,7 +395,7 @@ class Scheduler:
         return said
 
     def _pass(self, left: int) -> None:
-        """Let so many passes go by, in which blocks fill and nobody comes or goes."""
+        """Count so many passes, in which blocks fill and no sequence comes or goes."""
         batch = self.batch
         while left > (ahead := batch.ahead()):
             batch.passes += ahead
@@ -415,7 +415,7 @@ class Scheduler:
         return self.transit.empty and self.faults.healthy
 
     def _count(self, gone: list[SimulatedSequence]) -> Output:
-        """Let everybody say a token that nobody hears; return who says its first one or its last."""
+        """Count a token of each sequence; return a chunk for each first and last one."""
         out = {
             one.key: Chunk(0, [], cached_tokens=one.cached) for one in self.prefill.through if not one.made
         }
@@ -439,8 +439,8 @@ class Scheduler:
     # --- many passes at once
 
     def steady(self) -> int:
-        """Return how many passes lie ahead in which tokens are said and nothing else happens: nobody is admitted or ends, and
-        no block fills. 0 also where a pass has begun with somebody's first token, or nobody decodes."""
+        """Return how many passes lie ahead in which tokens are made and nothing else happens: no sequence is admitted or ends,
+        and no block fills. 0 also where a pass has begun with a first token, or no sequence decodes."""
         if self.prefill.through or self.prefill.begun:
             return 0
         if self.waiting:

@@ -32,7 +32,7 @@ from workers.engines.simulated.reasoning import Reasoning
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
 PROMPT_LOGPROBS_MAX = (
-    4096  # tokens of a prompt whose logprobs are wanted: 20 µs each, for which everybody waits
+    4096  # tokens of a prompt whose logprobs are wanted: 20 µs each, which delay all requests
 )
 BEFORE = -inf  # all priorities
 Output = list[tuple[int, Chunk]]
@@ -59,7 +59,7 @@ class EngineShape:
     watermark: float = 0.01  # the share of the blocks that no new request may take, while others run
     prefix_caching: bool = True
     chunked_prefill: bool = True  # over several passes; otherwise a long prompt has one of its own
-    preemption: Preemption = "newest"  # who goes back to waiting when blocks run out
+    preemption: Preemption = "newest"  # what goes back to waiting when blocks run out
     evictor: EvictorKind = "lru"
     host_kv_blocks: int = 0  # a tier below the device
     disk_kv_blocks: int = 0  # a tier below that
@@ -84,7 +84,7 @@ class SimulatedSequence:
     """What the scheduler knows of a request: how long it is, when that matters, and which KV blocks it holds.
 
     `start` is its length when it last came into the batch, or is now if it is not there; the batch knows how much it has
-    said since. `names` are the names of its full blocks, as far as anybody needs them.
+    said since. `names` are the names of its full blocks, as far as they are needed.
     """
 
     __slots__ = (
@@ -124,7 +124,7 @@ class SimulatedSequence:
         return self.length - self.prompt
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Go on with blocks that nobody else can find."""
+        """Continue with blocks that no other request can find."""
         self.named = False
         self.blocks = [renamed.get(block, block) for block in self.blocks]
 
@@ -138,7 +138,7 @@ class SimulatedSequence:
 
 
 class Silent(SimulatedSequence):
-    """A request whose tokens nobody wants: it is only counted. `names` may go on into the answer; what they do not name
+    """A request whose tokens are only counted. `names` may go on into the answer; what they do not name
     gets a name that no other request has."""
 
     __slots__ = ("_given", "_salt")
@@ -169,7 +169,7 @@ class Silent(SimulatedSequence):
 
 
 class Spoken(SimulatedSequence):
-    """A request whose tokens are said.
+    """A request whose tokens are chosen.
 
     `tokens` are those that it came with, also where they come after the request's because its KV cache came along. `unusual`
     are the tokens said here that are not their position's plain one; `marks` those that begin and end its thought, which goes
@@ -357,14 +357,14 @@ class DecodeBatch:
         return sequence
 
     def due(self) -> list[SimulatedSequence]:
-        """Return whom the present pass makes due, in the order in which they were entered into the calendar."""
+        """Return the sequences that the present pass makes due, in the order in which they were entered into the calendar."""
         if self.passes + 1 not in self._calendar:
             return []
         heappop(self._next)
         return self._calendar.pop(self.passes + 1)
 
     def ahead(self) -> int:
-        """Return how many passes will end before anybody is due; 0 if nobody decodes."""
+        """Return how many passes will end before a sequence is due; 0 if none decodes."""
         while self._next:
             if self._calendar[self._next[0]]:
                 return self._next[0] - self.passes - 1
@@ -393,7 +393,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> SimulatedSequence:
-        """Who is next. Somebody waits."""
+        """The next one. The queue is not empty."""
         return next(line[next(iter(line))] for line in self._lines.values() if line)
 
     def add(self, sequence: SimulatedSequence) -> None:
@@ -435,8 +435,8 @@ class WaitingQueue:
 def next_pass(
     sequences: Mapping[int, Spoken], passes: int, faults: SimulatedFaults
 ) -> tuple[Output, list[Spoken]]:
-    """Give one token to each, in the pass that makes so many; return what each gets, and whose answer has ended before its
-    length. Whoever has said nothing yet, or reaches its length with this pass, is not quick."""
+    """Give one token to each, in the pass that makes so many; return what each gets, and the sequences whose answer has ended
+    before its length. One without output yet, or which reaches its length with this pass, is not quick."""
     out: Output = []
     stopped: list[Spoken] = []
     healthy = faults.healthy
@@ -462,7 +462,7 @@ def next_passes(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
     """Give so many tokens to each, or as many as there are before a pass that might end an answer; return what each has said.
     All of them are quick, and the engine is healthy.
 
-    One sequence after the other, each on a copy of its hash: the pass at which they stop is known when all have spoken.
+    One sequence after the other, each on a copy of its hash: the pass at which they stop is known when all are done.
     """
     said = []
     for sequence in sequences:

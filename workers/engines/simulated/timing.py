@@ -67,7 +67,7 @@ class PerfModel(Protocol):
     """How long a pass takes."""
 
     def prefill_ms(self, plan: StepPlan) -> float:
-        """Return what the prompts of a pass take, on top of those who decode; 0 for none."""
+        """Return what the prompts of a pass take, on top of its decodes; 0 for none."""
         ...
 
     def decode_ms(self, plan: StepPlan) -> float:

@@ -163,7 +163,7 @@ class SimulatedTransit:
         self._batch.enter(sequence)
 
     def forget(self, renamed: Mapping[int, int]) -> None:
-        """Go on with blocks that nobody else can find."""
+        """Continue with blocks that no other request can find."""
         for sequence in self.held.values():
             sequence.forget(renamed)
         for departure in self._out.values():
