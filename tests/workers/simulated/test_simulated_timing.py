@@ -36,7 +36,7 @@ from workers.engines.simulated.timing import (
     StepPlan,
     TieredTiming,
 )
-from workers.migration import moves
+from workers.output import layout
 
 
 def measured() -> dict[str, Any]:
@@ -279,8 +279,8 @@ def test_dynamos_defaults_are_one_flag() -> None:
 @pytest.mark.parametrize("block", [1, 4096, 10_000])
 def test_blocks_of_any_size_can_be_described_to_others(block: int) -> None:
     engine = built(engine_type="vllm", block_tokens=block)
-    layout = moves.layout(engine.kv)
-    assert layout is not None and layout.element_bytes >= 1 and layout.head_size >= 1
+    found = layout(engine.kv)
+    assert found is not None and found.element_bytes >= 1 and found.head_size >= 1
     assert engine.kv[0].block_bytes >= block == engine.kv[0].block_size
 
 
