@@ -419,7 +419,8 @@ class BufferedWriter(ResponseWriter):
 
     def finish(self, reason: str) -> None:
         self.reason = "length" if self._context is not None and self._context.silent else reason
-        self._text.append(self._detokenized().end())
+        rest = self._detokenized().end()  # first: this may make the list of texts anew
+        self._text.append(rest)
 
     def rewind(self, count: int) -> None:
         tokens, self._tokens = self._tokens[:count], []
