@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 
 from benchmarks.overload.clients import Coming
-from controller.router.admission.pool import ALONE_TIMES
+from controller.frontend.admission.pool import ALONE_TIMES
 from controller.trace.prompts import tokens
 from controller.trace.rows import BLOCK_TOKENS, TraceRow
 from workers.engines.simulated.language import VOCABULARY

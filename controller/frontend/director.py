@@ -6,10 +6,11 @@ ones. `routing` chooses workers; the request state machine, which `driver` feeds
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import random
 
 from controller.deciders.fleet import Fleet
+from controller.frontend.admission.admission import Admission
+from controller.frontend.admission.refusals import Refusals
 from controller.frontend.convictions import Convictions, Served
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.live_request import LiveRequest
@@ -28,8 +29,6 @@ from controller.frontend.openai.text.model_folders import ModelFolders
 from controller.frontend.planned_moves import PlannedMoves
 from controller.frontend.request.events import WorkerUnhealthy
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
-from controller.frontend.scheduling.admission import Admission, Reservation
-from controller.frontend.scheduling.deadlines import Deadlines
 from controller.frontend.scheduling.overload import OverloadAnswers
 from controller.frontend.scheduling.scheduler import Peers, Scheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
@@ -88,7 +87,6 @@ class Director:
         self.routing = Scheduler(
             settings, table, world.plane, self.request_metrics, self.peers, panic, now, world.dice
         )
-        pools = self.routing.pools
         answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status)
         self.running = RunningRequests()
         self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
@@ -96,11 +94,17 @@ class Director:
         self.preemption = preemption = Preemption(
             table, self.routing, self.running, reports, world.clock, settings.parks_s
         )
-        deadlines = partial(Deadlines[Reservation], settings, table, self.routing)
+        refusals = Refusals(world.name, settings.facts, table, self.routing, answers, self.traffic)
         self.admission = Admission(
-            world.name, settings, table, self.routing, self.traffic.rejected, answers, self.request_metrics.waited,
-            partial(deadlines, pools, preemption) if pools is not None else None,
-        )  # fmt: skip
+            settings,
+            table,
+            self.routing,
+            refusals,
+            answers,
+            self.request_metrics,
+            preemption,
+            self.routing.pools,
+        )
         self.placer = Placer(world.name, settings.moving, self.routing, world.plane, self.running, self.peers)
         self.poison = PoisonWatch(
             world.name, settings.poison, self.breakers, world.plane.reachable, world.observe, now

@@ -14,6 +14,8 @@ from itertools import count
 import msgspec
 import structlog
 
+from controller.frontend.admission.admission import Admission, Reservation
+from controller.frontend.admission.refusals import WaitedTooLong
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.dispatch.live_request import Dispatch, LiveRequest, terms_of
@@ -37,8 +39,6 @@ from controller.frontend.request.failures import Failure, classify
 from controller.frontend.request.state import RequestState, server_of
 from controller.frontend.request.step import is_turned_away, step
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.admission import Admission, Reservation
-from controller.frontend.scheduling.queue import WaitedTooLong
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings
 from controller.migration import live as kv

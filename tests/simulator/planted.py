@@ -13,10 +13,10 @@ from controller.deciders import fleet as deciders
 from controller.deciders.fleet import Fleet, FleetPolicy
 from controller.deciders.spares import Spare
 from controller.deciders.worker import Worker
+from controller.frontend.admission.queue import Line, QueuedRequest
 from controller.planner.plan import PlannerPolicy, Proposal
 from controller.planner.planner import Planner, PlannerOutlook
 from controller.planner.traffic import Minute, Traffic
-from controller.router.admission.line import Line, PlaceInLine
 from controller.router.endpoints import Endpoint, EndpointTable, TableChange
 from controller.simulator.world.seams import Seams, Stored
 from events.decisions import (
@@ -320,11 +320,11 @@ def _role_of_a_life(fleet: Fleet, recorded: Recorded) -> Fleet:
     return replace(after, workers={**after.workers, fact.worker: joined})
 
 
-class OneLine(Line[Any]):
+class OneLine(Line):
     """First come, first served, whatever the tier."""
 
-    def head(self, now: float) -> PlaceInLine[Any] | None:
-        return min(self, key=lambda place: place.since, default=None)
+    def head(self, now: float) -> QueuedRequest | None:
+        return min(self, key=lambda request: request.since, default=None)
 
 
 def _planning(**changed: Any) -> Callable[..., Planner]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from controller.frontend.admission.admission import Reservation
 from controller.frontend.dispatch.continuation import Continuation
 from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.dispatch.output_stats import OutputStats
@@ -16,7 +17,6 @@ from controller.frontend.openai.completion import Choice, Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
 from controller.frontend.openai.text.tokenizer import load_tokens
 from controller.frontend.request.state import AnswerProgress, RequestState, RequestTerms, stays
-from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause
 from controller.router.endpoints import Endpoint

@@ -14,13 +14,14 @@ What a reader would get wrong: a frontend puts off its own answers alone. Those 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from controller.frontend.admission.admission import Admission
+from controller.frontend.admission.rooms import Preemptor
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.dispatch.running import RunningRequests
 from controller.frontend.request.events import Event, MovedOnPurpose
 from controller.frontend.request.failures import PREEMPTED, Failure
 from controller.frontend.request.state import Move, server_of
-from controller.frontend.scheduling.admission import Admission
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.ports import Clock
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
@@ -42,7 +43,7 @@ class _PutOff:
     comment_at: float
 
 
-class Preemption:
+class Preemption(Preemptor):
     """The answers of one frontend that are put off."""
 
     def __init__(

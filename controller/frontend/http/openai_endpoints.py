@@ -10,6 +10,8 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from controller.frontend.admission.admission import Reservation
+from controller.frontend.admission.deadlines import WantedRequest, WantedTokens
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.api_keys import ApiKeys
@@ -25,8 +27,6 @@ from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.openai.writers import ResponseFormat, event
 from controller.frontend.request.routing_overrides import RoutingOverrides, read_overrides
-from controller.frontend.scheduling.admission import Reservation
-from controller.frontend.scheduling.deadlines import Deadlines, WantedRequest, WantedTokens
 from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
 from events.blocks import BlockNames, seed
@@ -89,7 +89,7 @@ class OpenAiEndpoints:
                 overrides = head.overrides
             else:
                 overrides = read_overrides(given.raw_headers, self._director.settings.router)
-                if self._admission.deadlines is not None:
+                if self._admission.by_deadline:
                     head = msgspec.structs.replace(head, asked=read_admission(given.raw_headers))
             parsed: ParsedRequest
             if (
@@ -151,10 +151,8 @@ class OpenAiEndpoints:
             )
             self._unanswered.add(stream)
         try:
-            if (deadlines := self._admission.deadlines) is not None:
-                admitted, tokens, reservation = await self._in_time(
-                    deadlines, head, parsed, id, overrides, arrived
-                )
+            if self._admission.by_deadline:
+                admitted, tokens, reservation = await self._in_time(head, parsed, id, overrides, arrived)
             else:
                 reservation = await self._admission.admit(parsed.model, head.tier)
                 try:
@@ -192,7 +190,6 @@ class OpenAiEndpoints:
 
     async def _in_time(
         self,
-        deadlines: Deadlines[Reservation],
         head: Head,
         parsed: ParsedRequest,
         id: str,
@@ -203,13 +200,13 @@ class OpenAiEndpoints:
         director = self._director
         client = head.asked.client(director.settings.admission.fairness_by, parsed.user)
         wanted = WantedRequest(parsed.model, head.tier, head.asked, client, arrived, head.id)
-        lineage = self._admission.look(deadlines, wanted)
+        lineage = self._admission.look(wanted)
         admitted, tokens = await self._admitted(head, parsed, id, lineage, overrides, arrived)
         most = 0
         for prompt, _, _ in admitted.prompts:  # what is mistaken does not stand in line
             most = max(most, sampling(parsed, len(prompt), admitted.group, 0, 0).max_tokens)
         asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
-        reservation, until = await self._admission.enter(deadlines, wanted, lineage, asked)
+        reservation, until = await self._admission.enter(wanted, lineage, asked)
         reservation.free()
         return msgspec.structs.replace(admitted, first_token_by=until), tokens, reservation
 

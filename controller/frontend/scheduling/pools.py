@@ -1,79 +1,60 @@
-"""What does one frontend know of how fast each of its pools takes requests, and how long first tokens take there? A pool are the
-workers of one model and lineage.
+"""The times to first token of each pool, as this frontend measures them. A pool is the workers of one model and lineage.
 
-The scheduler tells it what is sent and read; admission by deadlines asks it.
+The scheduler reports what is sent and when first tokens arrive; admission by deadlines reads the predictions.
 """
 
-import asyncio
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
 
 from controller.deciders.capacity import tpot_ms
-from controller.router.admission.pool import WorkerPool
-from controller.router.admission.work import reading_s
 from controller.router.endpoints import Endpoint, Lineage
+from controller.router.load.first_tokens import FirstTokens
+from controller.router.load.work import reading_s
 
 PoolName = tuple[str, Lineage]
 
 
-class _Sent(NamedTuple):
-    """A request whose first token has not come yet."""
-
-    pool: PoolName
-    worker: str
-    at: float
-    ahead_s: float
-    own_s: float
-    step_s: float
-
-
 class Pools:
-    """One frontend's."""
+    """The pools of one frontend."""
 
-    def __init__(self, now: Callable[[], float], frontends: Callable[[], int]) -> None:
-        """`frontends` returns how many share the workers: each reckons with its part of them until it has seen what it gets."""
+    def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self._frontends = frontends
-        self._pools: dict[PoolName, WorkerPool[asyncio.Future[Any]]] = {}
-        self._sent: dict[int, _Sent] = {}  # by the router's number
+        self._pools: dict[PoolName, FirstTokens] = {}
+        # By the router's number: pool, worker, when it was sent, time to read what was ahead and itself, time of a step.
+        self._sent: dict[int, tuple[PoolName, str, float, float, float, float]] = {}
 
-    def of(self, model: str, lineage: Lineage) -> WorkerPool[asyncio.Future[Any]]:
-        """Return the pool of a model's workers of this lineage."""
+    def of(self, model: str, lineage: Lineage) -> FirstTokens:
+        """Return what is known of the first tokens of a model's workers of this lineage."""
         pool = self._pools.get((model, lineage))
         if pool is None:
-            pool = self._pools[model, lineage] = WorkerPool(self.now(), 1.0 / max(1, self._frontends()))
+            pool = self._pools[model, lineage] = FirstTokens()
         return pool
 
     def sent(self, slot: int, endpoint: Endpoint, ahead_tokens: float, own_tokens: float) -> None:
-        """A request was sent to a worker, one of whose ranks has so much to read before it."""
+        """Note that a request was sent to a rank of a worker that reads `ahead_tokens` before it."""
         profile = endpoint.joined.profile
         ahead_s, own_s = reading_s(ahead_tokens, profile), reading_s(own_tokens, profile)
         name = (endpoint.model, endpoint.lineage)
-        self._sent[slot] = _Sent(name, endpoint.worker, self.now(), ahead_s, own_s, step_s(endpoint))
-        self.of(*name).first.sent(ahead_s)
+        self._sent[slot] = name, endpoint.worker, self.now(), ahead_s, own_s, step_s(endpoint)
+        self.of(*name).sent(ahead_s)
 
     def read(self, slot: int) -> None:
-        """Its first token has come."""
-        sent = self._sent.pop(slot, None)
-        if sent is not None:
-            took_s = self.now() - sent.at
-            first = self.of(*sent.pool).first
-            first.came(sent.worker, sent.ahead_s, sent.own_s, sent.step_s, took_s)
+        """Note that its first token has arrived."""
+        if (sent := self._sent.pop(slot, None)) is not None:
+            name, worker, at, ahead_s, own_s, steps_s = sent
+            self.of(*name).came(worker, ahead_s, own_s, steps_s, self.now() - at)
 
     def end(self, slot: int) -> None:
-        """It is over there."""
+        """Forget a request that has left its worker."""
         self._sent.pop(slot, None)
 
-    def keep(self, names: set[PoolName], workers: set[str]) -> None:
-        """Forget the pools that are gone and before which nobody waits, and workers that are."""
-        self._pools = {
-            name: pool for name, pool in self._pools.items() if name in names or len(pool.line) > 0
-        }
+    def keep(self, names: Collection[PoolName], workers: set[str]) -> None:
+        """Forget all but these pools and workers."""
+        self._pools = {name: pool for name, pool in self._pools.items() if name in names}
         for pool in self._pools.values():
-            pool.first.forget(workers)
+            pool.forget(workers)
 
 
 def step_s(endpoint: Endpoint) -> float:
-    """Return how long a step of a worker takes whose batch is full, by what it registered; 0 where it does not say."""
+    """Return how long a step of a worker with a full batch takes, as registered; 0 if it is not."""
     found = tpot_ms(endpoint.joined.profile, max(1, endpoint.max_batch)) / 1000
     return found if found < 10.0 else 0.0

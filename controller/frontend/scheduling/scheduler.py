@@ -140,9 +140,8 @@ class Scheduler:
         self._guesses = ApproximateCache(ttl_s=router.ttl_secs)
         self.slots = ActiveSequences(track_output=router.track_output_blocks)
         self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
-        self.pools = (
-            Pools(now, peers.frontends) if settings.by_deadline else None
-        )  # are told what is sent and read
+        self.pools = Pools(now)
+        self._pools = self.pools if settings.by_deadline else None  # else nothing asks how fast they are
         self._chooser, self._picker = Chooser(self.slots), Picker()
         self._others = None if router.replica_sync else plane  # else they tell our tracker
         self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
@@ -336,7 +335,7 @@ class Scheduler:
         request, holder, unread = choice.request, choice.holder, choice.prefill_tokens
         prompt, now = request.prompt, request.now
         self._meter.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
-        pools = self.pools
+        pools = self._pools
         ahead = 0.0 if pools is None else self.slots.work(holder, now=self.now()).prefill_tokens
         slot = self._add(choice.endpoint, holder, plan, output, unread, now, prompt)
         if pools is not None:
@@ -382,14 +381,14 @@ class Scheduler:
 
     def read(self, slot: int) -> None:
         """Its first token is here."""
-        if self.pools is not None:
-            self.pools.read(slot)
+        if self._pools is not None:
+            self._pools.read(slot)
         self.slots.prefill_done(slot, now=self.now())
 
     def end(self, slot: int) -> None:
         """It is over there, however it ended."""
-        if self.pools is not None:
-            self.pools.end(slot)
+        if self._pools is not None:
+            self._pools.end(slot)
         self.slots.free(slot, now=self.now())
 
     def unread(self, endpoint: Endpoint) -> float:

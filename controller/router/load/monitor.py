@@ -21,9 +21,9 @@ from math import floor
 from typing import Protocol
 
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.router.admission.work import AnswerLengths
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.load.active_sequences import ActiveSequences
+from controller.router.load.work import AnswerLengths
 from events.blocks import BlockNames
 from events.wire import Load
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.deciders import fleet
+from controller.frontend.admission.queue import Line
 from controller.planner.planner import Planner
-from controller.router.admission.line import Line
 from controller.router.endpoints import EndpointTable
 from events.fact import Decision, Observation
 from events.order import Last, Order, Position
@@ -81,7 +81,7 @@ class Seams:
     table: Callable[[], EndpointTable] = EndpointTable
     knobs: Callable[..., Any] = knobs
     planner: Callable[..., Planner] = Planner
-    lines: Callable[[], Line[Any]] = Line
+    lines: type[Line] = Line
     refusal: Callable[[], str] = refusal
     leaves_late: Callable[[], bool] = leaves_late
     wakes: Callable[[], bool] = wakes

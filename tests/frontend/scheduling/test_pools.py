@@ -1,6 +1,5 @@
-"""What one frontend knows of its pools: told by the scheduler, kept as long as there are workers or somebody waits."""
+"""The times to first token of one frontend's pools, as the scheduler reports them."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,6 @@ from frontend_kit import PROFILE, joined
 from scripted_worker import ScriptedWorker
 
 from controller.frontend.scheduling.pools import Pools, step_s
-from controller.router.admission.line import PlaceInLine
 from controller.router.endpoints import Endpoint
 
 
@@ -16,15 +14,10 @@ def endpoint(name: str = "w1", **profile: object) -> Endpoint:
     return Endpoint(joined(ScriptedWorker(name), profile=replace(PROFILE, **profile)), weight=1.0)  # type: ignore[arg-type]
 
 
-def test_a_frontend_among_others_begins_with_its_part_of_the_workers() -> None:
-    assert Pools(lambda: 0.0, lambda: 4).of("m", ("r", "t")).drain.rate(8.0) == 2.0
-    assert Pools(lambda: 0.0, lambda: 0).of("m", ("r", "t")).drain.rate(8.0) == 8.0
-
-
 def test_first_tokens_are_learned_of_and_requests_that_end_without_one_are_forgotten() -> None:
     now = [0.0]
-    pools, worker = Pools(lambda: now[0], lambda: 1), endpoint(prefill_tokens_per_s=1000.0)
-    first = pools.of(worker.model, worker.lineage).first
+    pools, worker = Pools(lambda: now[0]), endpoint(prefill_tokens_per_s=1000.0)
+    first = pools.of(worker.model, worker.lineage)
     for slot in range(60):
         pools.sent(slot, worker, 100.0, 100.0)  # 0.2 s by its profile
         now[0] += 0.4 + step_s(worker)
@@ -39,16 +32,16 @@ def test_first_tokens_are_learned_of_and_requests_that_end_without_one_are_forgo
     assert first.predicted_s("w1", 0.1, 0.1, 0.0) == pytest.approx(0.4, rel=0.02)
 
 
-def test_a_pool_is_forgotten_with_its_workers_but_not_while_somebody_waits() -> None:
-    async def go() -> None:
-        pools = Pools(lambda: 0.0, lambda: 1)
-        one, other = pools.of("m", ("r1", "t")), pools.of("m", ("r2", "t"))
-        other.push(PlaceInLine(asyncio.get_running_loop().create_future(), 0, "", 1.0, 0.0, 1.0), 0.0)
-        pools.keep(set(), set())
-        assert pools.of("m", ("r2", "t")) is other
-        assert pools.of("m", ("r1", "t")) is not one
-
-    asyncio.run(go())
+def test_pools_and_workers_that_are_not_kept_are_forgotten() -> None:
+    pools = Pools(lambda: 0.0)
+    one, other = pools.of("m", ("r1", "t")), pools.of("m", ("r2", "t"))
+    other.came("w1", 0.0, 0.1, 0.0, 0.4)
+    learned = other.alone_s(0.1, 0.0)
+    pools.keep({("m", ("r2", "t"))}, {"w2"})
+    assert pools.of("m", ("r2", "t")) is other
+    assert pools.of("m", ("r1", "t")) is not one
+    other.came("w2", 0.0, 0.1, 0.0, 0.01)
+    assert other.alone_s(0.1, 0.0) != learned
 
 
 @pytest.mark.parametrize(

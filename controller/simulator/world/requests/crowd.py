@@ -1,8 +1,8 @@
 """Requests before workers that take only so many at once: who finds no room waits in a line, until his time is over.
 
-The lines are production's (`controller.router.admission.line`), and so is the filter that says who has room. What others have at
-a worker is known as of its last report. A worker that has no room after all refuses: that is nobody's fault, and the request goes
-back, before all who wait.
+The queue is production's (`controller.frontend.admission.queue`), and so is the filter that finds room. What other frontends have
+at a worker is known as of its last report. A worker that has no room after all refuses: that is no failure, and the request is
+sent back, before all that wait.
 """
 
 from random import Random

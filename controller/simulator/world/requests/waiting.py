@@ -1,63 +1,60 @@
-"""Who waits for a worker before one frontend: production's lines by tier, and before them who was let in before."""
+"""The requests that wait for a worker before one frontend: production's queue."""
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from controller.router.admission.line import Line, PlaceInLine
+from controller.frontend.admission.queue import Line, Queue, QueuedRequest
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.requests.traffic import WaitingRequest
 
 
 class WaitingLines:
-    """One frontend's."""
+    """The queue of one frontend, by the simulator's requests."""
 
-    def __init__(self, make: Callable[[], Line[Any]]) -> None:
-        """`make` makes a line."""
-        self._make = make
-        self._lines: dict[str, Line[WaitingRequest]] = {}  # by model
-        self._places: dict[WaitingRequest, PlaceInLine[WaitingRequest]] = {}
-        self._back: dict[str, deque[WaitingRequest]] = {}  # those who were let in before, by model
+    def __init__(self, line: type[Line]) -> None:
+        self._queue = Queue(line=line)
+        self._numbers = itertools.count()
+        self._waiting: dict[int, WaitingRequest] = {}
+        self._queued: dict[WaitingRequest, QueuedRequest] = {}
 
     def __iter__(self) -> Iterator[WaitingRequest]:
-        """Yield all who wait."""
-        for back in self._back.values():
-            yield from back
-        yield from self._places
+        """Yield all waiting requests."""
+        return iter([*self._queued])
 
     def push(self, waiting: WaitingRequest, client: str) -> None:
-        """Let one stand in line."""
+        """Add a request."""
         since, latest = waiting.since / SECOND, waiting.latest / SECOND
-        place = PlaceInLine(waiting, waiting.rank, client, 1.0, since, latest)
-        self._lines.setdefault(waiting.model, self._make()).push(place)
-        self._places[waiting] = place
+        self._add(waiting, QueuedRequest(waiting.model, None, waiting.rank, client, 1.0, since, latest))
 
     def push_back(self, waiting: WaitingRequest) -> None:
-        """Let one wait before all in line: its worker had no room."""
-        self._back.setdefault(waiting.model, deque()).append(waiting)
+        """Add a request, before all in line: its worker had no room."""
+        self._add(waiting, QueuedRequest(waiting.model, sent_back=True))
+
+    def _add(self, waiting: WaitingRequest, queued: QueuedRequest) -> None:
+        queued.number = next(self._numbers)
+        self._waiting[queued.number], self._queued[waiting] = waiting, queued
+        self._queue.line_of(queued).push(queued)
 
     def best(self, model: str) -> int | None:
-        """Return the best tier of which anybody stands in line; None: nobody does."""
-        return min((one.rank for one in self._places if one.model == model), default=None)
+        """Return the best tier of the requests in line; None: there are none."""
+        return min((queued.tier for line in self._queue.lines(model) for queued in line), default=None)
 
     def let_in(self, model: str, now_s: float, goes: Callable[[WaitingRequest], bool]) -> None:
-        """Ask `goes` of those who were let in before whether they go now, then of each who is next, until one does not."""
-        for waiting in [*self._back.get(model, ())]:
-            if goes(waiting):
-                self._back[model].remove(waiting)
-        line = self._lines.get(model)
-        while line is not None and (place := line.head(now_s)) is not None:
-            if not goes(place.who):
-                return
-            del self._places[place.who]
-            line.served(place)
+        """Ask `goes` whether each request that was sent back leaves now, then the head of each line, until one does not."""
+        for queued in self._queue.sent_back(model):
+            if goes(self._waiting[queued.number]):
+                self._remove(queued, served=True)
+        for line in self._queue.lines(model):
+            while (head := line.head(now_s)) is not None and goes(self._waiting[head.number]):
+                self._remove(head, served=True)
+
+    def _remove(self, queued: QueuedRequest, *, served: bool) -> None:
+        del self._queued[self._waiting.pop(queued.number)]
+        self._queue.line_of(queued).remove(queued, served=served)
 
     def leave(self, waiting: WaitingRequest) -> bool:
-        """Take one out. False: it does not wait."""
-        if (place := self._places.pop(waiting, None)) is not None:
-            return self._lines[waiting.model].remove(place)
-        back = self._back.get(waiting.model, deque())
-        if waiting not in back:
-            return False
-        back.remove(waiting)
-        return True
+        """Remove a request. False: it does not wait."""
+        queued = self._queued.get(waiting)
+        if queued is not None:
+            self._remove(queued, served=False)
+        return queued is not None

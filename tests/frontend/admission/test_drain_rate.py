@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.router.admission.drain import FADES_S, LEAST, MOST, WINDOW_S, DrainRate, Inflow
+from controller.frontend.admission.pool import FADES_S, LEAST, MOST, WINDOW_S, DrainRate, Inflow
 
 
 def serve(drain: DrainRate, since: float, seconds: float, rate: float, capacity: float) -> float:

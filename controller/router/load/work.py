@@ -1,12 +1,11 @@
-"""How much of a worker does a request take? Its prompt has to be read, and then it has a place in the batch until its answer
+"""Estimates the work of a request, in seconds of a worker: its prompt is read, then it has a place in the batch until its answer
 is over.
 
     work = tokens to be read / prefill rate  +  expected answer x time per token x share of the worker
     share of the worker = 1 / batch, or what it holds of the KV cache, whichever is more
 
-In seconds of a whole worker: what a worker does in a second is one. Where that is not quite so (prompts are read beside answers,
-answers are longer than was expected), `DrainRate` has measured it. Nothing here counts requests alone: ten short ones may be less
-than one long one.
+A worker does one second of work in a second. `DrainRate` measures the deviation (prompts are read beside answers, answers are
+longer than expected). Work is not a count of requests: ten short ones may be less than one long one.
 """
 
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from math import isfinite
 from controller.deciders.capacity import tpot_ms
 from events.observations import Profile
 
-ANSWER_TOKENS = 512.0  # of an answer, before any has ended: what the objectives reckon with, too
+ANSWER_TOKENS = 512.0  # of an answer, before any has ended: the objectives assume it, too
 LEARNS = 0.02  # how much of the next answer goes into the mean
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one request asks for. Tokens."""
+    """The tokens of one request."""
 
     unread: float  # of its prompts, cached nowhere
     prompt: float  # of all of its prompts
@@ -30,7 +29,7 @@ class Demand:
 
 
 def reading_s(tokens: float, profile: Profile) -> float:
-    """Return how long reading so many tokens takes a worker of this profile; 0 where it does not say."""
+    """Return how long reading so many tokens takes a worker of this profile; 0 if it has no rate."""
     rate = profile.prefill_tokens_per_s
     return tokens / rate if rate > 0 else 0.0
 
@@ -47,13 +46,13 @@ def work_s(demand: Demand, profile: Profile, batch: int) -> float:
 
 
 class AnswerLengths:
-    """How long are a model's answers? A mean of those that have ended, of which the last ones count more."""
+    """The mean length of each model's answers, recent ones weighted more."""
 
     def __init__(self) -> None:
         self._mean: dict[str, float] = {}
 
     def ended(self, model: str, tokens: int) -> None:
-        """An answer is over."""
+        """Count an answer that is over."""
         mean = self._mean.get(model)
         self._mean[model] = float(tokens) if mean is None else mean + LEARNS * (tokens - mean)
 
@@ -62,5 +61,5 @@ class AnswerLengths:
         return min(float(most), self._mean.get(model, ANSWER_TOKENS))
 
     def known(self, model: str) -> float:
-        """Return how many tokens its answers have had; 0: none has ended."""
+        """Return the mean tokens of its answers; 0: none has ended."""
         return self._mean.get(model, 0.0)

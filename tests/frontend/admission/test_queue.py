@@ -1,54 +1,78 @@
-"""The line before busy workers: its order, its bound, its deadline, and who leaves it. In virtual time."""
+"""The queue before busy workers, through `Admission`: its order, its bound, its time limit, and how requests leave it. In virtual
+time. The pure queue alone: `test_pure_queue`.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from frontend_kit import joined
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_worker import ScriptedWorker
 
 from benchmarks.virtual_loop import VirtualLoop
-from controller.frontend.scheduling.queue import LOOKS_MAX, Queue, QueueFull, WaitedTooLong
+from controller.frontend.admission.admission import LOOKS_MAX, Admission, Reservation
+from controller.frontend.admission.refusals import Refusals, WaitedTooLong
+from controller.frontend.admission.rooms import Preemptor
+from controller.frontend.errors import ApiError
+from controller.frontend.scheduling.overload import OverloadAnswers
+from controller.frontend.scheduling.pools import Pools
+from controller.frontend.settings import AdmissionSettings, FrontendSettings
+from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
+from controller.router.load.monitor import NOTHING
 from controller.router.selection.filter import AllBusy, NoneRoutable
 
 LOOP = VirtualLoop
+ELSEWHERE = (("other", "1"),)  # a request that must not go there finds no room
 
 
 class Workers:
-    """So many places, and who had one."""
+    """A worker with so many places, and the admission before it. Implements what is asked of the router, the load monitor, the
+    traffic report and the metrics."""
 
-    def __init__(self, places: int) -> None:
-        self.free, self.dead = places, False
+    asked = NOTHING
+
+    def __init__(self, places: int, queue_s: float = 5.0) -> None:
+        self.places, self.dead, self.looks = places, False, 0
+        self.endpoint = Endpoint(joined(ScriptedWorker("w1")))
         self.ended: list[tuple[str, str]] = []
-        self.queue: Queue[Taken] = Queue(self.take, 3, lambda model, how, s: self.ended.append((model, how)))
+        self.monitor: Any = self
+        me: Any = self
+        given = FrontendSettings(admission=AdmissionSettings(queue_max=3, queue_s=queue_s))
+        answers = OverloadAnswers(lambda: 0.0, lambda: 0.5, 30, 503)
+        table = EndpointTable()
+        refusals = Refusals("f1", given.facts, table, me, answers, me)
+        self.queue = Admission(given, table, me, refusals, answers, me, Preemptor(), Pools(lambda: 0.0))
 
-    def take(self, model: str) -> "Taken":
+    @property
+    def free(self) -> int:
+        return self.places - self.endpoint.kept.requests
+
+    def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
+        self.looks += 1
         if self.dead:
             raise NoneRoutable
-        if not self.free:
+        if without or not self.free:
             raise AllBusy
-        self.free -= 1
-        return Taken(self, model)
+        return self.endpoint
 
-    def again(
-        self, deadline_s: float = 5.0, take: "Callable[[], Taken] | None" = None
-    ) -> "asyncio.Future[Taken]":
-        return self.queue.again("m", deadline_s, take or (lambda: self.take("m")))
+    def overloaded(self, model: str) -> bool:
+        return False
 
-    def enter(self, model: str = "m", deadline_s: float = 5.0) -> "asyncio.Task[Taken]":
-        return asyncio.create_task(self.queue.enter(model, deadline_s))
+    def rejected(self, fact: object) -> None:
+        pass
 
+    def waited(self, model: str, outcome: str, seconds: float) -> None:
+        self.ended.append((model, outcome))
 
-class Taken:
-    """One place that was taken."""
+    def again(self, wait_s: float = 5.0, without: Collection[Key] = ()) -> "asyncio.Future[Reservation]":
+        return self.queue.again("m", self.endpoint.lineage, wait_s, without)
 
-    def __init__(self, workers: Workers, model: str) -> None:
-        self.workers, self.model = workers, model
-
-    def free(self) -> None:
-        self.workers.free += 1
-        self.workers.queue.wake(self.model)
+    def enter(self, model: str = "m") -> "asyncio.Task[Reservation]":
+        return asyncio.create_task(self.queue.admit(model, "standard"))
 
 
 async def turns(count: int = 4) -> None:
@@ -61,7 +85,7 @@ async def turns(count: int = 4) -> None:
 def nobody_left(workers: Workers, places: int) -> Iterator[None]:
     """At the end nobody waits, and no place is lost."""
     yield
-    assert workers.queue.length("m") == 0
+    assert workers.queue.queued("m") == 0
     assert workers.free == places
 
 
@@ -71,7 +95,7 @@ async def test_who_comes_first_is_served_first_also_where_places_become_free_at_
         one, two = await w.enter(), await w.enter()
         waiting = [w.enter() for _ in range(3)]
         await turns()
-        assert w.queue.length("m") == 3
+        assert w.queue.queued("m") == 3
         one.free()
         two.free()
         assert not any(task.done() for task in waiting), "in this turn the room may still be taken over"
@@ -95,26 +119,28 @@ async def test_room_that_is_taken_over_in_the_same_turn_is_nobodys() -> None:
     waiting = w.enter()
     await turns()
     one.free()
-    w.free -= 1  # its generations are launched
+    w.places -= 1  # its generations are launched
     await turns()
     assert not waiting.done()
-    w.free += 1
+    w.places += 1
     w.queue.wake()
     (await waiting).free()
 
 
 async def test_a_line_that_is_full_and_a_wait_that_is_over_are_refused() -> None:
-    w = Workers(1)
+    w = Workers(1, queue_s=0.01)
     with nobody_left(w, 1):
         one = await w.enter()
-        waiting = [w.enter(deadline_s=0.01) for _ in range(3)]
+        waiting = [w.enter() for _ in range(3)]
         await turns()
-        with pytest.raises(QueueFull, match="3 requests wait for a worker already"):
+        with pytest.raises(ApiError, match="3 requests wait for a worker already") as full:
             await w.enter()
+        assert full.value.code == "queue_full"
         for task in waiting:
-            with pytest.raises(WaitedTooLong, match=r"within 0\.01 s"):
+            with pytest.raises(ApiError, match=r"within 0\.01 s") as late:
                 await task
-        assert w.queue.length("m") == 0, "who was refused does not stand in line any more"
+            assert late.value.code == "queue_timeout"
+        assert w.queue.queued("m") == 0, "who was refused does not stand in line any more"
         one.free()
     assert w.ended == [("m", "timeout")] * 3
 
@@ -142,8 +168,9 @@ async def test_a_line_whose_workers_are_gone_is_told_at_once() -> None:
     w.dead = True
     w.queue.wake()
     for task in waiting:
-        with pytest.raises(NoneRoutable):
+        with pytest.raises(ApiError) as refused:
             await task
+        assert refused.value.code == NoneRoutable.code
     one.free()
 
 
@@ -151,7 +178,7 @@ async def test_models_do_not_wait_for_one_another() -> None:
     w = Workers(0)
     busy = w.enter("a")
     await turns()
-    w.free = 1
+    w.places = 1
     (await w.enter("b")).free()
     await turns()
     assert not busy.done(), "the room was for the other model"
@@ -181,13 +208,9 @@ async def test_who_was_in_already_comes_before_the_others() -> None:
 
 async def test_who_was_in_already_and_is_bound_to_a_busy_worker_holds_up_nobody() -> None:
     w = Workers(0)
-
-    def bound() -> Taken:
-        raise AllBusy
-
-    back, waiting = w.again(take=bound), w.enter()
+    back, waiting = w.again(without=ELSEWHERE), w.enter()
     await turns()
-    w.free = 1
+    w.places = 1
     w.queue.wake("m")
     (await waiting).free()
     (await w.enter()).free()
@@ -209,23 +232,18 @@ async def test_a_second_wait_ends_by_its_deadline_by_the_workers_end_and_by_the_
             await back
         w.dead = False
         back = w.again()
-        w.queue.send_away("over")
-        with pytest.raises(WaitedTooLong, match="over"):
+        w.queue.send_away()
+        with pytest.raises(WaitedTooLong, match="before this frontend shut down"):
             await back
         await turns()
     assert w.ended == [("m", "timeout"), ("m", "no_worker"), ("m", "timeout")]
 
 
 async def test_many_that_cannot_come_back_in_cost_little_at_a_time() -> None:
-    w, looks = Workers(0), []
-
-    def bound() -> Taken:
-        looks.append(1)
-        raise AllBusy
-
-    back = [w.again(take=bound) for _ in range(100)]
+    w = Workers(0)
+    back = [w.again() for _ in range(100)]
     await turns()
-    assert len(looks) == LOOKS_MAX
+    assert w.looks == LOOKS_MAX
     for turn in back:
         turn.cancel()
     await turns()
@@ -240,8 +258,8 @@ def test_places_are_kept_and_the_order_holds_whatever_happens(steps: list[str]) 
 
 async def play(steps: list[str]) -> None:
     w = Workers(2)
-    tasks: list[asyncio.Task[Taken]] = []
-    held: list[Taken] = []
+    tasks: list[asyncio.Task[Reservation]] = []
+    held: list[Reservation] = []
     for step in steps:
         if step == "enter":
             tasks.append(w.enter())
@@ -260,13 +278,13 @@ async def play(steps: list[str]) -> None:
     for task in tasks:
         task.cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for place in held + [one for one in ended if isinstance(one, Taken)]:
+    for place in held + [one for one in ended if isinstance(one, Reservation)]:
         place.free()
     await turns()
     assert w.free == 2
-    assert w.queue.length("m") == 0
+    assert w.queue.queued("m") == 0
 
 
-def failed(task: "asyncio.Task[Taken]") -> bool:
+def failed(task: "asyncio.Task[Reservation]") -> bool:
     """Return whether a task that is over has no place."""
     return task.cancelled() or task.exception() is not None

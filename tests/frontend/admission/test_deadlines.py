@@ -17,9 +17,10 @@ from benchmarks.overload.world import LIFE, Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
 from controller.config.flags import gather
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
+from controller.frontend.admission.queue import QueuedRequest
+from controller.frontend.admission.retries import REPEATS_LEAST
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
 from controller.frontend.settings import FrontendSettings
-from controller.router.admission.retries import REPEATS_LEAST
 from controller.router.load.monitor import AHEAD_S
 from events.errors import BadSetting
 from events.fact import Fact, Recorded
@@ -215,10 +216,7 @@ async def test_who_leaves_the_line_by_his_own_wish_makes_nobody_else_s_predictio
     async with world(machines(), settings()) as (one,):
         places = await busy(one)
         (endpoint,) = one.director.table.endpoints.values()
-        deadlines = one.director.admission.deadlines
-        assert deadlines is not None
-        pools = deadlines.pools
-        pool = pools.of(endpoint.model, endpoint.lineage)
+        pool = one.director.admission.deadlines.pool(endpoint.model, endpoint.lineage)
         before = pool.margin(1)
         for _ in range(5):
             assert (await answer(one, deadline_s=60.0, line_s=0.5, max_tokens=1)).status == 429
@@ -226,6 +224,29 @@ async def test_who_leaves_the_line_by_his_own_wish_makes_nobody_else_s_predictio
         assert (await answer(one, deadline_s=0.5, max_tokens=1)).status == 429, "this one was late"
         assert pool.margin(1) < before
         await ended(places)
+
+
+async def test_a_pool_is_forgotten_with_its_workers_but_not_while_requests_wait() -> None:
+    async with world(machines(), settings()) as (one,):
+        admission = one.director.admission
+        (endpoint,) = one.director.table.endpoints.values()
+        model, lineage = endpoint.model, endpoint.lineage
+        pool = admission.deadlines.pool(model, lineage)
+        tasks = await busy(one, 3)
+        assert one.waiting() == 1
+        one.director.table.set_static([])
+        admission.forget()
+        assert admission.deadlines.pool(model, lineage) is pool
+        await ended(tasks)
+        admission.forget()
+        assert admission.deadlines.pool(model, lineage) is not pool
+
+
+async def test_a_frontend_among_others_begins_with_its_part_of_the_workers() -> None:
+    async with world(machines(), settings(), frontends=4) as (one, *_):
+        await asyncio.sleep(0.5)
+        pool = one.director.admission.deadlines.pool("sim", ("r", "t"))
+        assert pool.wait_s(QueuedRequest("sim", tier=1, client="c", work=2.0), 0.0, 8.0) == pytest.approx(0.5)
 
 
 async def test_repeats_are_refused_first_where_there_are_too_many_and_told_not_to_come_back() -> None:

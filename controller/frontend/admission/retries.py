@@ -1,16 +1,16 @@
-"""Is this a repeat of what was refused, and are there too many of them? In an overload each refusal that is asked again is a
-request more: with two retries an overload of 2 becomes one of 6.
+"""Limits repeats of refused requests. Pure. In an overload each refusal that is retried is one more request: two retries turn an
+overload of 2 into one of 6.
 
-    a repeat     the client says so (`X-Stainless-Retry-Count` of OpenAI's own), or a request with this id was refused lately
-    too many     repeats > 20 % of what is no repeat, over the last 10 s (after Envoy's retry budget)
+    a repeat     the client says so (`X-Stainless-Retry-Count` of OpenAI's own), or a request with this id was refused recently
+    too many     repeats > 20 % of the other requests, over the last 10 s (after Envoy's retry budget)
 """
 
 from collections import OrderedDict
 
-from controller.router.admission.drain import WINDOW_S, Inflow
+from controller.frontend.admission.pool import WINDOW_S, Inflow
 
 SHARE = 0.2
-REPEATS_LEAST = 3.0  # in a window, however little else there is
+REPEATS_LEAST = 3.0  # in a window, however few other requests there are
 IDS_MAX = 8192
 IDS_S = 120.0
 
@@ -23,31 +23,30 @@ class RetryBudget:
         self._fresh, self._again = Inflow(), Inflow()
 
     def used_up(self, now: float) -> bool:
-        """Say whether one repeat more would be too many."""
+        """Return whether one more repeat would be too many."""
         fresh, again = self._fresh.rate(now) * WINDOW_S, self._again.rate(now) * WINDOW_S
         return again + 1.0 > max(REPEATS_LEAST, self._share * fresh)
 
     def note(self, now: float, *, repeat: bool) -> None:
-        """A request has come, and was not refused for being a repeat."""
+        """Count a request that was not refused as a repeat."""
         (self._again if repeat else self._fresh).add(1.0, now)
 
 
 class RefusedIds:
-    """The ids of requests that were refused lately, as far as their clients gave them one."""
+    """The ids of recently refused requests, if their clients sent any. Bounded."""
 
     def __init__(self) -> None:
         self._at: OrderedDict[str, float] = OrderedDict()
 
     def add(self, id: str, now: float) -> None:
-        """A request was refused."""
+        """Remember a refused request."""
         if id:
             self._at.pop(id, None)
             self._at[id] = now
             if len(self._at) > IDS_MAX:
                 self._at.popitem(last=False)
 
-    def __contains__(self, asked: tuple[str, float]) -> bool:
-        """Say whether a request with this id was refused lately, at this time."""
-        id, now = asked
+    def knows(self, id: str, now: float) -> bool:
+        """Return whether a request with this id was refused recently."""
         at = self._at.get(id)
         return at is not None and now - at <= IDS_S

@@ -6,19 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.router.admission.line import PlaceInLine
-from controller.router.admission.pool import (
+from controller.frontend.admission.pool import (
     ALONE_TIMES,
     MARGIN,
     MARGIN_MAX,
     MARGIN_MIN,
     AdmissionVerdict,
-    Asked,
     WorkerPool,
 )
-from controller.router.admission.retries import IDS_MAX, IDS_S, REPEATS_LEAST, RefusedIds, RetryBudget
-from controller.router.admission.ttft import EXTRA_MAX_S, FACTOR_MAX, FirstTokens
-from controller.router.admission.work import AnswerLengths, Demand, reading_s, work_s
+from controller.frontend.admission.queue import Line, QueuedRequest
+from controller.frontend.admission.retries import IDS_MAX, IDS_S, REPEATS_LEAST, RefusedIds, RetryBudget
+from controller.router.load.first_tokens import EXTRA_MAX_S, FACTOR_MAX, FirstTokens
+from controller.router.load.work import AnswerLengths, Demand, reading_s, work_s
 from events.observations import Profile
 
 PROFILE = Profile(
@@ -28,19 +27,29 @@ PROFILE = Profile(
     prefill_tokens_per_s=10_000,
     tpot_ms=((1, 10.0), (10, 20.0)),
 )
-WANTED = Asked(tier=1, client="b", deadline_s=1.0, work=1.0, own_s=0.1)
+WANTED = QueuedRequest("m", tier=1, client="b", deadline_s=1.0, work=1.0, reading_s=0.1)
 
 
-def pool_with(work: float, tier: int = 1, client: str = "b") -> WorkerPool[str]:
+def empty_pool() -> WorkerPool:
+    return WorkerPool(Line(), FirstTokens(), 0.0)
+
+
+def queued(
+    number: int, tier: int, client: str, work: float, since: float = 0.0, latest: float = 99.0
+) -> QueuedRequest:
+    return QueuedRequest("m", None, tier, client, work, since, latest, number=number)
+
+
+def pool_with(work: float, tier: int = 1, client: str = "b") -> WorkerPool:
     """Return a pool in whose line so much work waits."""
-    pool: WorkerPool[str] = WorkerPool(0.0)
-    for _ in range(int(work * 10)):
-        pool.line.push(PlaceInLine("x", tier, client, 0.1, 0.0, 99.0))
+    pool = empty_pool()
+    for number in range(int(work * 10)):
+        pool.line.push(queued(number, tier, client, 0.1))
     return pool
 
 
 def judged(
-    pool: WorkerPool[str], asked: Asked, *, room: bool = False, capacity: float = 10.0
+    pool: WorkerPool, asked: QueuedRequest, *, room: bool = False, capacity: float = 10.0
 ) -> AdmissionVerdict:
     return pool.judge(asked, 0.0, capacity, 0.0, room=room)
 
@@ -162,25 +171,24 @@ def test_a_little_is_left_of_the_deadline_because_what_comes_is_not_what_was_pre
 
 
 def test_about_one_of_a_hundred_becomes_late_and_no_more_in_each_tier_by_itself() -> None:
-    pool: WorkerPool[str] = WorkerPool(0.0)
+    pool = empty_pool()
     late = served = 0
     for number in range(20_000):
-        one = PlaceInLine(str(number), 1, "b", 0.1, 0.0, 99.0)
-        pool.push(one, 0.0)
+        one = queued(number, 1, "b", 0.1)
+        pool.arrived(one, 0.0)
         if number * 0.618034 % 1 < pool.margin(1) ** 6:  # the nearer to its deadline, the likelier
             late += 1
-            pool.late(one)
+            pool.timed_out(one)
         else:
             served += 1
             pool.served(one)
     assert 0.005 < late / served < 0.02
     assert MARGIN_MIN < pool.margin(1) < MARGIN_MAX == pool.margin(0)
     assert pool.margin(2) == MARGIN, "each tier by itself"
-    assert len(pool.line) == 0
 
 
 def test_the_time_since_it_arrived_counts() -> None:
-    assert judged(pool_with(4), replace(WANTED, waited_s=0.3)).reason == "deadline"
+    assert judged(pool_with(4), replace(WANTED, since=-0.3)).reason == "deadline"
 
 
 def test_worse_tiers_are_not_in_its_way_and_better_ones_are() -> None:
@@ -192,12 +200,12 @@ def test_what_comes_for_better_tiers_meanwhile_is_in_its_way() -> None:
     pool = pool_with(3)
     assert judged(pool, WANTED).reason == ""
     for step in range(1000):
-        pool.came(0, 0.08, step / 100)  # 8 a second, of 10
+        pool.arrived(queued(step, 0, "b", 0.08), step / 100)  # 8 a second, of 10
     assert pool.judge(WANTED, 10.0, 10.0, 0.0, room=False).reason == "deadline"
 
 
 def test_a_deadline_that_nobody_could_keep_is_refused_where_the_client_has_set_it() -> None:
-    long = replace(WANTED, own_s=3.0)
+    long = replace(WANTED, reading_s=3.0)
     assert judged(pool_with(0), replace(long, own_deadline=True), room=True).reason == "deadline_unattainable"
     usual = judged(pool_with(0), long, room=True)
     assert usual.reason == "" and usual.deadline_s == pytest.approx(ALONE_TIMES * 3.0)
@@ -238,43 +246,45 @@ def test_the_ids_of_the_refused_are_known_for_a_while_and_bounded() -> None:
     ids = RefusedIds()
     ids.add("one", 0.0)
     ids.add("", 0.0)
-    assert ("one", IDS_S) in ids and ("one", IDS_S + 1) not in ids
-    assert ("", 0.0) not in ids and ("two", 0.0) not in ids
+    assert ids.knows("one", IDS_S) and not ids.knows("one", IDS_S + 1)
+    assert not ids.knows("", 0.0) and not ids.knows("two", 0.0)
     for n in range(IDS_MAX):
         ids.add(str(n), 1.0)
-    assert ("one", 1.0) not in ids and ("0", 1.0) in ids
+    assert not ids.knows("one", 1.0) and ids.knows("0", 1.0)
 
 
 # --- whatever comes ---------------------------------------------------------------------------------------------------
 
 SECONDS = st.floats(0.0, 5.0)
 ASKED = st.builds(
-    Asked,
+    QueuedRequest,
+    model=st.just("m"),
     tier=st.integers(0, 2),
     client=st.sampled_from("abc"),
     deadline_s=st.floats(0.05, 10.0),
     own_deadline=st.booleans(),
     work=st.floats(0.0, 3.0),
-    own_s=st.floats(0.0, 2.0),
-    waited_s=SECONDS,
+    reading_s=st.floats(0.0, 2.0),
     line_s=st.one_of(st.just(float("inf")), SECONDS),
 )
 STEPS = st.lists(
-    st.tuples(ASKED, st.floats(0.0, 2.0), st.sampled_from(["stays", "served", "late"])), max_size=40
+    st.tuples(ASKED, SECONDS, st.floats(0.0, 2.0), st.sampled_from(["stays", "served", "late"])), max_size=40
 )
 
 
 @given(STEPS, st.floats(0.1, 20.0))
 def test_who_may_wait_is_predicted_to_be_in_time_and_who_may_not_has_a_reason(
-    steps: list[tuple[Asked, float, str]], capacity: float
+    steps: list[tuple[QueuedRequest, float, float, str]], capacity: float
 ) -> None:
-    pool: WorkerPool[int] = WorkerPool(0.0)
+    pool = empty_pool()
     now = 0.0
-    for number, (asked, passes, then) in enumerate(steps):
+    for number, (asked, waited_s, passes, then) in enumerate(steps):
         now += passes
-        pool.pass_time(now, capacity)
+        pool.capacity = capacity
+        pool.pass_time(now)
+        asked = replace(asked, number=number, since=now - waited_s)
         verdict = pool.judge(asked, now, capacity, 0.0, room=False)
-        assert verdict.wait_s >= 0.0 and verdict.first_s >= asked.waited_s
+        assert verdict.wait_s >= 0.0 and verdict.first_s >= now - asked.since
         assert MARGIN_MIN <= pool.margin(asked.tier) <= MARGIN_MAX
         better = pool.judge(replace(asked, tier=0), now, capacity, 0.0, room=False)
         assert better.wait_s <= verdict.wait_s, "nobody waits longer for being in a better tier"
@@ -286,11 +296,14 @@ def test_who_may_wait_is_predicted_to_be_in_time_and_who_may_not_has_a_reason(
             )
             continue
         assert verdict.first_s <= pool.margin(asked.tier) * verdict.deadline_s
-        pool.push(PlaceInLine(number, asked.tier, asked.client, asked.work, now, now + verdict.latest_s), now)
+        asked.work, asked.since, asked.latest = max(asked.work, 1e-6), now, now + verdict.latest_s
+        pool.line.push(asked)
+        pool.arrived(asked, now)
         head = pool.line.head(now)
-        assert head is not None and all(head.tier <= place.tier for place in pool.line)
+        assert head is not None and all(head.tier <= other.tier for other in pool.line)
         if then != "stays":
-            (pool.served if then == "served" else pool.late)(head)
+            pool.line.remove(head, served=then == "served")
+            (pool.served if then == "served" else pool.timed_out)(head)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 0.5)), max_size=200), st.floats(0.0, 1.0))

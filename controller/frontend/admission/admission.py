@@ -1,0 +1,330 @@
+"""Admission control of one frontend: admits a request, queues it until a worker has room, or refuses it.
+
+    admit ─┬─ no new requests, or its tier is shed, or all workers are busy by the thresholds ──▶ refused
+    look ──┘ its deadline cannot be met (`Deadlines`) ──▶ refused
+    enter    no request before it, and a worker has room ──▶ admitted
+             └──▶ queued (`Queue`) ── its turn, and a worker has room ──▶ admitted ── no room there after all ──▶ `again`: queued
+                    ├── the queue is full, or its time is over, or the frontend shuts down ──▶ refused         before all others
+                    ├── no worker can serve the model any more ──▶ refused
+                    └── its client disconnects ──▶ removed
+
+Each refusal says when to retry, and is counted in `RequestsRejected` (`Refusals`). Each model has its own lines, so requests for
+one model hold up none for another.
+
+Room that becomes free is given away at the end of the turn of the event loop, never at once: a request that was just admitted
+launches its generations in that turn, and they take over its room.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from controller.frontend.admission.deadlines import Deadlines, WantedRequest, WantedTokens
+from controller.frontend.admission.queue import Queue, QueuedRequest
+from controller.frontend.admission.refusals import NotAdmitted, QueueFull, Refusals, WaitedTooLong
+from controller.frontend.admission.rooms import Preemptor, RoomFinder
+from controller.frontend.errors import ApiError
+from controller.frontend.request_metrics import RequestMetrics
+from controller.frontend.scheduling.overload import OverloadAnswers
+from controller.frontend.scheduling.pools import Pools
+from controller.frontend.scheduling.scheduler import Scheduler
+from controller.frontend.settings import FrontendSettings
+from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
+from controller.router.load.monitor import NOTHING, WantedRoom
+from controller.router.selection.filter import AllBusy, NoWorker
+
+LOOKS_MAX = 16  # at requests that were sent back, in vain, at one time
+LATEST_S = 86_400.0  # no timer is set for later
+WORK_LEAST = 1e-6
+CLOCK_S = 0.005  # by which a timer may be early
+
+
+class Reservation:
+    """Room for one request, from its admission until it is launched: its prompt may take a while to be read."""
+
+    __slots__ = ("_admission", "_blocks", "_endpoint", "_wanted", "lineage")
+
+    def __init__(self, admission: "Admission", endpoint: Endpoint, wanted: WantedRoom = NOTHING) -> None:
+        """Keep room at an endpoint. `wanted`: how much, if that is known already."""
+        self._admission = admission
+        self._endpoint = endpoint
+        self._wanted = wanted
+        self._blocks = wanted.held / endpoint.block_tokens
+        self.lineage = endpoint.lineage  # the request is bound to it from now on
+        endpoint.admit(wanted.unread, self._blocks)
+
+    def again(self) -> "Reservation":
+        """Keep the room that was given back, for a generation that could not be sent yet."""
+        return Reservation(self._admission, self._endpoint, self._wanted)
+
+    def free(self) -> None:
+        """Give the room to the request's generations; queued requests may take what is left."""
+        self._endpoint.release(self._wanted.unread, self._blocks)
+        self._admission.wake(self._endpoint.joined.model)
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """The wait of one queued request."""
+
+    request: QueuedRequest
+    room: asyncio.Future[Reservation]
+    late: asyncio.TimerHandle
+    began: float
+    wanted: WantedRoom
+    without: Collection[Key]  # endpoints that cannot serve it
+    gone: bool = False  # its client disconnected, maybe when its turn had come
+
+    @property
+    def granted(self) -> bool:
+        """Whether it has its room."""
+        return self.room.done() and not self.room.cancelled() and self.room.exception() is None
+
+
+class Admission:
+    """Admission control of one frontend."""
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        table: EndpointTable,
+        routing: Scheduler,
+        refusals: Refusals,
+        answers: OverloadAnswers,
+        meter: RequestMetrics,
+        preemptor: Preemptor,
+        first_tokens: Pools,
+    ) -> None:
+        self._queue_s = settings.admission.queue_s
+        self._table = table
+        self._monitor = routing.monitor
+        self._answers = answers
+        self._meter = meter
+        self._now = first_tokens.now
+        self._queue = queue = Queue(settings.admission.queue_max)
+        self._rooms = RoomFinder(self._queue_s, table, routing, preemptor)
+        self.deadlines = Deadlines(settings, table, routing, queue, self._rooms, first_tokens)
+        self.by_deadline = settings.by_deadline  # else requests are admitted in order of arrival
+        self._refusals = refusals
+        self.queued, self.waiting = queue.length, queue.waiting
+        self.tick, self.report = refusals.tick, refusals.report
+        self.forget = self.deadlines.keep
+        self._turns: dict[int, _Turn] = {}  # by number of their requests
+        self._numbers = itertools.count(1)
+        self._due: set[str] = set()  # models with lines that move on when this turn of the loop ends
+        self.open = True  # to new requests
+
+    # --- the way in
+
+    async def admit(self, model: str, tier: str) -> Reservation:
+        """Return room for a request, which its caller frees. Raise ApiError if it is not admitted."""
+        self._refusals.check(model, tier, draining=not self.open)
+        if self._monitor.overloaded(model):
+            raise self.refusal(AllBusy(), model, tier)
+        try:
+            if not self._wakes_sent_back(model) and not self._queue.in_line(model):
+                try:
+                    return Reservation(self, self._rooms.find(model))
+                except AllBusy:
+                    pass
+            return await self._wait(QueuedRequest(model), self._queue_s * self._table.knobs(model).latency)
+        except (NotAdmitted, NoWorker) as error:
+            raise self.refusal(error, model, tier) from None
+
+    def look(self, wanted: WantedRequest) -> Lineage:
+        """Return the lineage that a request is bound to before its texts are read. Raise ApiError if it is not admitted."""
+        self._refusals.check(wanted.model, wanted.tier, draining=not self.open)
+        try:
+            return self.deadlines.look(wanted)
+        except (NotAdmitted, NoWorker) as error:
+            raise self.refusal(error, wanted.model, wanted.tier) from None
+
+    async def enter(
+        self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
+    ) -> tuple[Reservation, float]:
+        """Return room for such a request, which its caller frees, and the time by which its first token is wanted. Raise ApiError
+        if it is not admitted."""
+        try:
+            request, takes = self.deadlines.needs(wanted, lineage, tokens)
+            room = self._room_at_once(request, takes)
+            if room is None:
+                room = await self._wait_in_time(request, takes)
+            else:
+                self.deadlines.pool(wanted.model, lineage).arrived(request, self._now())
+        except (NotAdmitted, NoWorker) as error:
+            raise self.refusal(error, wanted.model, wanted.tier) from None
+        return room, request.since + request.deadline_s
+
+    def _room_at_once(self, request: QueuedRequest, takes: WantedRoom) -> Reservation | None:
+        """Return room for a request; None: it has to wait. Raise NotAdmitted or NoWorker."""
+        room: Reservation | None = None
+        line = self._queue.line_of(request)
+        if not len(line) and not self._wakes_sent_back(request.model):
+            with suppress(AllBusy):
+                room = Reservation(self, self._rooms.for_queued(request, takes), takes)
+        try:
+            preempts = self.deadlines.judge(request, room=room is not None)
+        except BaseException:
+            if room is not None:
+                room.free()
+            raise
+        if preempts and (made := self._rooms.preempt(request, takes, first=not len(line))) is not None:
+            return Reservation(self, made, takes)
+        return room
+
+    async def _wait_in_time(self, request: QueuedRequest, takes: WantedRoom) -> Reservation:
+        request.work, now = max(request.work, WORK_LEAST), self._now()
+        leaves = min(request.latest, now + request.line_s)
+        try:
+            return await self._wait(request, min(LATEST_S, leaves - now), takes)
+        except WaitedTooLong:
+            if self._now() < leaves - CLOCK_S:
+                raise  # this frontend shuts down
+            raise self.deadlines.timed_out(request) from None
+
+    def again(
+        self, model: str, lineage: Lineage, wait_s: float, without: Collection[Key] = ()
+    ) -> asyncio.Future[Reservation]:
+        """Queue a request that was admitted and found no room, before all others, for an endpoint that is none of `without`. The
+        future becomes the room, or WaitedTooLong, or a NoWorker other than AllBusy. To withdraw the request, cancel it, or free
+        the room."""
+        turn = self._turn(QueuedRequest(model, lineage, sent_back=True), wait_s, NOTHING, without)
+        turn.room.add_done_callback(partial(self._leave, turn))
+        self.wake(model)
+        return turn.room
+
+    # --- the wait
+
+    def _wakes_sent_back(self, model: str) -> bool:
+        """Return whether requests of a model wait that were sent back. They come first: let them try."""
+        if not self._queue.sent_back(model):
+            return False
+        self.wake(model)
+        return True
+
+    def _turn(
+        self, request: QueuedRequest, wait_s: float, wanted: WantedRoom, without: Collection[Key] = ()
+    ) -> _Turn:
+        loop, request.number = asyncio.get_running_loop(), next(self._numbers)
+        self._queue.line_of(request).push(request)
+        room: asyncio.Future[Reservation] = loop.create_future()
+        late = loop.call_later(wait_s, _refuse, room, f"no worker became free within {wait_s:g} s")
+        turn = self._turns[request.number] = _Turn(request, room, late, loop.time(), wanted, without)
+        return turn
+
+    async def _wait(self, request: QueuedRequest, wait_s: float, wanted: WantedRoom = NOTHING) -> Reservation:
+        """Return room for a request when its turn has come. Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy."""
+        if self._queue.full(request.model):
+            raise QueueFull(f"{self._queue.in_line(request.model)} requests wait for a worker already")
+        if request.lineage is not None:
+            self.deadlines.pool(request.model, request.lineage).arrived(request, self._now())
+        turn = self._turn(request, wait_s, wanted)
+        try:
+            return await turn.room
+        except asyncio.CancelledError:
+            turn.gone = True
+            raise
+        finally:
+            self._leave(turn, turn.room)
+
+    def _leave(self, turn: _Turn, room: "asyncio.Future[Reservation]") -> None:
+        """Remove a request that waits no longer."""
+        model = turn.request.model
+        turn.late.cancel()
+        self._take_out(turn)
+        del self._turns[turn.request.number]
+        if turn.gone or room.cancelled() or not room.done():
+            outcome = "gone"
+            if turn.granted:
+                room.result().free()
+            self.wake(model)  # the requests behind it may have waited for it
+        elif (error := room.exception()) is None:
+            outcome = "admitted"
+        else:
+            outcome = "timeout" if isinstance(error, WaitedTooLong) else "no_worker"
+        self._meter.waited(model, outcome, asyncio.get_running_loop().time() - turn.began)
+
+    def _take_out(self, turn: _Turn) -> None:
+        """Take a request out of the queue, if it is still there."""
+        request, room, granted = turn.request, turn.room, turn.granted
+        if not request.queued:
+            return
+        if request.lineage is not None and not request.sent_back:
+            pool = self.deadlines.pool(request.model, request.lineage)
+            if granted:
+                pool.served(request)
+            elif room.done() and not room.cancelled() and self._now() >= request.latest - CLOCK_S:
+                pool.timed_out(request)
+        self._queue.line_of(request).remove(request, served=granted)
+
+    # --- which is next
+
+    def wake(self, model: str | None = None) -> None:
+        """Let queued requests try when this turn of the loop is over: a worker may have become free."""
+        for name in (model,) if model is not None else self._queue.models():
+            if self._queue.length(name) and name not in self._due:
+                self._due.add(name)
+                asyncio.get_running_loop().call_soon(self._move_on, name)
+
+    def _move_on(self, model: str) -> None:
+        """Admit as many requests as there is room for, each line in its own order."""
+        self._due.discard(model)
+        in_vain = 0
+        for request in self._queue.sent_back(model):
+            turn = self._turns[request.number]
+            if not turn.room.done() and not self._grant(turn):
+                in_vain += 1
+                if in_vain == LOOKS_MAX:
+                    break
+        for line in self._queue.lines(model):
+            while (head := line.head(self._now())) is not None:
+                turn = self._turns[head.number]
+                if not turn.room.done() and not self._grant(turn):
+                    break
+                self._take_out(turn)
+
+    def _grant(self, turn: _Turn) -> bool:
+        """Give a request its room, or the error that there will be none. False: all workers are busy."""
+        request, wanted = turn.request, turn.wanted
+        try:
+            if request.sent_back:
+                found = self._rooms.find(request.model, request.lineage, without=turn.without)
+            else:
+                found = self._rooms.for_head(request, wanted, self._now())
+            turn.room.set_result(Reservation(self, found, wanted))
+        except AllBusy:
+            return False
+        except NoWorker as error:
+            turn.room.set_exception(error)
+        return True
+
+    # --- what the others report and ask
+
+    def best_waiting(self, model: str, lineage: Lineage) -> int | None:
+        """Return the best tier of the requests in line for a worker of this lineage; None: none waits, or lines have no tiers."""
+        head = self._queue.line(model, lineage).head(self._now()) if self.by_deadline else None
+        return head.tier if head is not None else None
+
+    def ended(self, model: str, tokens: int) -> None:
+        """Count an answer that had begun and is over: from how many are, refused clients are told when to retry."""
+        self._answers.ended(model)
+        if self.by_deadline:
+            lengths = self._monitor.lengths
+            lengths.ended(model, tokens)
+
+    def send_away(self) -> None:
+        """Refuse all queued requests: this frontend shuts down."""
+        for turn in self._turns.values():
+            _refuse(turn.room, "no worker became free before this frontend shut down")
+
+    def refusal(self, error: NotAdmitted | NoWorker, model: str, tier: str) -> ApiError:
+        """Return the error that a client gets for a refused request, and count it."""
+        return self._refusals.of(error, model, tier, self._queue.length(model))
+
+
+def _refuse(room: asyncio.Future[Reservation], why: str) -> None:
+    if not room.done():
+        room.set_exception(WaitedTooLong(why))

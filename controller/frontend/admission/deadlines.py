@@ -1,0 +1,216 @@
+"""Judges requests by the deadline of their first token: may this one be admitted, may it wait, or is it refused at once?
+
+    look     before its texts are read: the requests in line already take longer than it has ──▶ refused
+    judge    a worker has room ──▶ admitted
+             it would be served in time ──▶ it may wait
+             a running answer of the last tier may be preempted for it ──▶ room is made
+             else ──▶ refused at once, with the wait that is predicted
+
+The work ahead of a request is prompt tokens that are cached nowhere, and places in batches for as long as answers take. How fast
+it is served was measured while requests waited (`WorkerPool`). If too many requests repeat refused ones, they are refused first.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from operator import itemgetter
+
+from controller.frontend.admission.pool import WorkerPool
+from controller.frontend.admission.queue import Queue, QueuedRequest
+from controller.frontend.admission.refusals import TooLate
+from controller.frontend.admission.retries import RefusedIds, RetryBudget
+from controller.frontend.admission.rooms import RoomFinder
+from controller.frontend.openai.request_head import AdmissionHeaders
+from controller.frontend.scheduling.pools import Pools, step_s
+from controller.frontend.scheduling.scheduler import Scheduler
+from controller.frontend.settings import FrontendSettings
+from controller.router.endpoints import Endpoint, EndpointTable, Lineage
+from controller.router.load.monitor import WantedRoom
+from controller.router.load.work import Demand, reading_s, work_s
+from controller.router.selection.filter import AllBusy, NotServed, NoWorker
+from events.blocks import BlockNames
+
+CAPACITY_S = 0.05  # for which the capacity of a pool is not computed again
+ONE_WORKER = 1.0  # the weight of one that serves fully
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRequest:
+    """One request, before its texts are read."""
+
+    model: str
+    tier: str
+    asked: AdmissionHeaders
+    client: str
+    arrived: float  # by the frontend's monotonic clock
+    id: str = ""  # given by its client
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """The tokens of a request after its texts are read."""
+
+    prompts: Sequence[tuple[int, BlockNames]]  # tokens, and the names of their blocks
+    answers: int  # to each
+    answer_tokens: int  # of each, at most
+
+
+@dataclass(eq=False)
+class Deadlines:
+    """The judge of one frontend, with what it knows of each pool."""
+
+    settings: FrontendSettings
+    table: EndpointTable
+    routing: Scheduler
+    queue: Queue
+    rooms: RoomFinder
+    first_tokens: Pools
+    _pools: dict[tuple[str, Lineage], WorkerPool] = field(default_factory=dict)
+    _budgets: dict[str, RetryBudget] = field(default_factory=dict)
+    _refused: RefusedIds = field(default_factory=RefusedIds)
+    _models: Mapping[str, Sequence[Endpoint]] = field(default_factory=dict)  # the table's, when read for
+    _lineages: dict[str, list[Lineage]] = field(default_factory=dict)
+
+    # --- what is known of pools
+
+    def pool(self, model: str, lineage: Lineage) -> WorkerPool:
+        """Return the pool of a model's workers of this lineage, which has accounted for the time until now."""
+        pool, now = self._pools.get((model, lineage)), self.first_tokens.now()
+        if pool is None:
+            # Each frontend assumes its share of the workers until it has measured what it gets.
+            first, share = self.first_tokens.of(model, lineage), 1.0 / max(1, self.routing.frontends())
+            pool = WorkerPool(self.queue.line(model, lineage), first, now, share)
+            self._pools[model, lineage] = pool
+        if now >= pool.capacity_until:
+            monitor, pool.capacity_until = self.routing.monitor, now + CAPACITY_S
+            pool.capacity = monitor.weight(model, lineage)
+        pool.pass_time(now)
+        return pool
+
+    def keep(self) -> None:
+        """Forget the pools without workers and without requests in line, and workers that are gone."""
+        endpoints = self.table.endpoints.values()
+        names = {(e.model, e.lineage) for e in endpoints}
+        names |= {name for name, pool in self._pools.items() if len(pool.line) > 0}
+        self._pools = {name: pool for name, pool in self._pools.items() if name in names}
+        self.first_tokens.keep(names, {e.worker for e in endpoints})
+        for pool in self._pools.values():
+            pool.capacity_until = 0.0
+
+    # --- what a request needs
+
+    def look(self, wanted: WantedRequest) -> Lineage:
+        """Return the lineage that a request is bound to, if it may still be admitted. Raise TooLate or NoWorker."""
+        model, now = wanted.model, self.first_tokens.now()
+        lineage = self._lineage(model)
+        contended = len(self.queue.line(model, lineage)) > 0
+        budget = self._budgets.setdefault(model, RetryBudget(self.settings.admission.retry_budget))
+        repeat = wanted.asked.retries > 0 or self._refused.knows(wanted.id, now)
+        if repeat and contended and budget.used_up(now):
+            self._refused.add(wanted.id, now)
+            why = "too many requests are repeats of refused ones: please retry later"
+            raise TooLate("retry_budget", why, inf, should_retry=False)
+        budget.note(now, repeat=repeat)
+        if contended:
+            self.judge(self._request(wanted, lineage, 0.0, 0.0))
+        return lineage
+
+    def _lineage(self, model: str) -> Lineage:
+        """Return the lineage that a new request is bound to. Raise NoWorker."""
+        if self._models is not self.table.models:
+            self._models = models = self.table.models
+            self._lineages = {name: [*dict.fromkeys(e.lineage for e in models[name])] for name in models}
+        lineages = self._lineages.get(model, [])
+        if not lineages:
+            raise NotServed
+        if len(lineages) == 1:
+            return lineages[0]
+        try:
+            return self.routing.lineage(model)
+        except NoWorker:
+            for lineage in lineages:
+                with suppress(NoWorker):
+                    self._soon(model, lineage)
+                    return lineage
+            raise
+
+    def _soon(self, model: str, lineage: Lineage) -> float:
+        """Return the capacity that a pool without a serving worker will have soon: one worker, be it a suspect that is about to
+        serve as the last one, or one with a server that is closed for a moment. Raise NoWorker if none will serve."""
+        with suppress(AllBusy):
+            self.rooms.find(model, lineage)
+        return ONE_WORKER
+
+    def _request(
+        self, wanted: WantedRequest, lineage: Lineage, work: float, reading_s: float
+    ) -> QueuedRequest:
+        """Return a request with its deadline: the client's, else its tier's, else the model's objective."""
+        model, tier, asked = wanted.model, self.table.urgency(wanted.tier), wanted.asked
+        deadline_s, own = asked.deadline_s, asked.deadline_s is not None
+        if deadline_s is None:
+            usual_ms = self.settings.ttft_deadlines.get(wanted.tier, self.table.slo(model).slo_ttft_ms)
+            deadline_s = inf if usual_ms is None else usual_ms / 1000 * self.table.knobs(model).latency
+        line_s = asked.line_s
+        if line_s is None:
+            line_s = inf if isfinite(deadline_s) else self.settings.admission.queue_s
+        return QueuedRequest(
+            model, lineage, tier, wanted.client, work, wanted.arrived,
+            deadline_s=deadline_s, own_deadline=own, reading_s=reading_s, line_s=line_s, id=wanted.id,
+        )  # fmt: skip
+
+    def needs(
+        self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
+    ) -> tuple[QueuedRequest, WantedRoom]:
+        """Return a request as it is judged and queued, and the room that it takes at a worker. Raise NoWorker."""
+        model, answer_max = wanted.model, tokens.answer_tokens
+        group = self.routing.group(model, lineage)
+        monitor, scheduler, example = self.routing.monitor, self.routing, group.endpoints[0]
+        unread = sum(scheduler.uncached(group, names, count) for count, names in tokens.prompts)
+        longest, names = max(tokens.prompts, key=itemgetter(0))
+        prompt = sum(count for count, _ in tokens.prompts)
+        expected = monitor.lengths.expected(model, answer_max)
+        demand = Demand(unread, prompt, tokens.answers * len(tokens.prompts), expected)
+        batch = max(1, int(example.max_batch * self.table.knobs(model).batch_size))
+        profile = example.joined.profile
+        work, read_s = work_s(demand, profile, batch), reading_s(unread, profile)
+        room = monitor.wanted(model, longest, answer_max, names, unread)
+        return self._request(wanted, lineage, work, read_s), room
+
+    # --- the verdict
+
+    def judge(self, request: QueuedRequest, *, room: bool = False) -> bool:
+        """Set a request's deadline and until when it may wait. Return whether room has to be made for it. `room`: it has some.
+        Raise TooLate if it may not be admitted, or NoWorker if no worker serves or will soon."""
+        model, lineage = request.model, request.lineage
+        assert lineage is not None
+        pool = self.pool(model, lineage)
+        capacity = pool.capacity if pool.capacity > 0 else self._soon(model, lineage)
+        step = step_s(self.routing.group(model, lineage).endpoints[0])
+        verdict = pool.judge(request, self.first_tokens.now(), capacity, step, room=room)
+        deadline_s, first_s = verdict.deadline_s, verdict.first_s
+        request.deadline_s, request.latest = deadline_s, request.since + verdict.latest_s
+        if not verdict.reason:
+            return False
+        if not room and verdict.in_time_with_room and self.rooms.may_preempt(request):
+            return True
+        if verdict.reason == "deadline_unattainable":
+            self._refused.add(request.id, self.first_tokens.now())
+            why = f"the first token cannot come within the deadline of {deadline_s:g} s: reading this prompt takes longer"
+            raise TooLate(verdict.reason, why, inf, should_retry=False)
+        shown = f"{first_s:.3g} s" if isfinite(first_s) else "too long"
+        why = f"the first token would take {shown}, with a deadline of {deadline_s:g} s"
+        raise self._too_late(request, why, first_s - pool.margin(request.tier) * deadline_s)
+
+    def timed_out(self, request: QueuedRequest) -> TooLate:
+        """Return the error for a request that has stood in line until its time was over."""
+        assert request.lineage is not None
+        pool = self.pool(request.model, request.lineage)
+        why = f"no worker became free in time for the deadline of {request.deadline_s:g} s"
+        return self._too_late(request, why, pool.wait_s(request, self.first_tokens.now(), pool.capacity))
+
+    def _too_late(self, request: QueuedRequest, why: str, wait_s: float) -> TooLate:
+        now = self.first_tokens.now()
+        self._refused.add(request.id, now)
+        again = not self._budgets[request.model].used_up(now)
+        return TooLate("deadline", f"{why}: please retry later", wait_s, should_retry=again)

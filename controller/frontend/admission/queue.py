@@ -1,0 +1,246 @@
+"""The admission queue: which of the requests that wait for a worker is next. Pure: numbers instead of futures, time as argument.
+
+    push ──▶ in line ── its turn, and a worker has room ──▶ served ── no room there after all ──▶ sent back: pushed once more
+                └── its time is over, or its client disconnects ──▶ removed
+
+    next    requests that were sent back, in order of their return: each may be bound to some workers, so none holds up others
+            then the head of each line: of the best tier with requests
+                └── the client with the least work served ── the oldest of its requests,
+                                                          └── or the newest, while the tier is over its target
+    over its target    the oldest of the tier has used up 0.9 of the time that it may wait, for 0.1 s on end (after CoDel)
+
+FIFO is the special case of one tier, one client and no deadline: requests are served in order of arrival.
+
+Fairness is by work, not by requests: each client's account grows by the work that is served, and a client that returns after a
+while begins at the account of the client served last, not at its own old one.
+
+Serving the newest first admits no request that would have been refused. A request is judged on arrival as if all were served in
+order of arrival; the order only decides which requests are late when workers are suddenly fewer: those that are late anyway.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from controller.router.endpoints import Lineage
+
+USED_UP = 0.9  # of the time that a request may wait
+INTERVAL_S = 0.1
+OWED_MAX = 4096  # accounts of clients without a request in line that were served more than the others
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """One request that waits for a worker, or asks to. Seconds."""
+
+    model: str
+    lineage: Lineage | None = None  # None: a worker of any lineage may serve it
+    tier: int = 0  # 0 is the best
+    client: str = ""
+    work: float = 1.0  # of a worker; > 0 in a line
+    since: float = 0.0  # its arrival
+    latest: float = inf  # sent to a worker later, its first token misses its deadline
+    sent_back: bool = False  # it was admitted, and found no room at its worker
+    deadline_s: float = inf  # from its arrival to its first token
+    own_deadline: bool = False  # its client has set it
+    reading_s: float = 0.0  # to read the part of its prompt that is cached nowhere, by the profile
+    line_s: float = inf  # the longest that it may stand in line
+    id: str = ""  # given by its client
+    number: int = 0  # unique in its queue
+    queued: bool = False
+
+    def used_up(self, now: float) -> float:
+        """Return the share used up of the time that it may wait."""
+        return (now - self.since) / max(self.latest - self.since, 1e-9)
+
+
+class _Client:
+    """The requests of one client in one tier."""
+
+    __slots__ = ("had", "requests", "work")
+
+    def __init__(self, had: float) -> None:
+        self.had = had  # work served, on the tier's account
+        self.work = 0.0  # of its requests in line
+        self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
+
+
+class _Tier:
+    """The requests of one tier."""
+
+    def __init__(self) -> None:
+        self.work = 0.0
+        self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()  # in order of arrival
+        self._clients: dict[str, _Client] = {}  # those with requests in line
+        self._owed: dict[str, float] = {}  # accounts of other clients that are ahead of `_stands`
+        self._stands = 0.0  # the account of the client served last
+        self._turns: list[tuple[float, int, str]] = []  # a heap; what differs from its account is void
+        self._numbered = 0
+        self._over_since: float | None = None
+
+    def push(self, request: QueuedRequest) -> None:
+        client = self._clients.get(request.client)
+        if client is None:
+            had = max(self._owed.pop(request.client, 0.0), self._stands)
+            client = self._clients[request.client] = _Client(had)
+            self._turn(request.client, had)
+        client.requests[request.number] = self.requests[request.number] = request
+        client.work += request.work
+        self.work += request.work
+
+    def head(self, now: float) -> QueuedRequest:
+        """Return the next of its requests, of which there is at least one."""
+        newest = self._over_target(now)
+        while True:
+            had, _, name = self._turns[0]
+            client = self._clients.get(name)
+            if client is not None and client.had == had:
+                requests = client.requests
+                return requests[next(reversed(requests) if newest else iter(requests))]
+            heappop(self._turns)
+
+    def remove(self, request: QueuedRequest, *, served: bool) -> None:
+        client = self._clients[request.client]
+        if served:
+            self._stands = max(self._stands, client.had)
+            client.had += request.work
+            self._turn(request.client, client.had)
+        del client.requests[request.number], self.requests[request.number]
+        client.work -= request.work
+        self.work -= request.work
+        if not client.requests:
+            del self._clients[request.client]
+            if client.had > self._stands:
+                self._owe(request.client, client.had)
+        if not self.requests:  # all clients begin with equal accounts again
+            self.work = self._stands = 0.0
+            self._owed.clear()
+            self._turns.clear()
+            self._over_since = None
+
+    def before(self, name: str) -> float:
+        """Return the work served before the next request of this client: its own, and what others get meanwhile."""
+        mine = self._clients.get(name)
+        had = mine.had if mine is not None else max(self._owed.get(name, 0.0), self._stands)
+        own = mine.work if mine is not None else 0.0
+        until, before = had + own, own
+        for other in self._clients.values():
+            if other is not mine and other.had <= until:  # one of its requests may be next already
+                before += min(other.work, until - other.had + other.work / len(other.requests))
+        return before
+
+    def _over_target(self, now: float) -> bool:
+        if next(iter(self.requests.values())).used_up(now) < USED_UP:
+            self._over_since = None
+            return False
+        if self._over_since is None:
+            self._over_since = now
+        return now - self._over_since >= INTERVAL_S
+
+    def _turn(self, name: str, had: float) -> None:
+        self._numbered += 1
+        heappush(self._turns, (had, self._numbered, name))
+
+    def _owe(self, name: str, had: float) -> None:
+        self._owed[name] = had
+        if len(self._owed) > OWED_MAX:
+            self._owed = {one: owed for one, owed in self._owed.items() if owed > self._stands}
+            while len(self._owed) > OWED_MAX:
+                del self._owed[next(iter(self._owed))]
+
+
+class Line:
+    """The requests that wait for the same workers, of all tiers."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[int, _Tier] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        for rank in sorted(self._tiers):
+            yield from self._tiers[rank].requests.values()
+
+    def push(self, request: QueuedRequest) -> None:
+        """Add a request."""
+        self._tiers.setdefault(request.tier, _Tier()).push(request)
+        self._length += 1
+        request.queued = True
+
+    def head(self, now: float) -> QueuedRequest | None:
+        """Return the next request; None: none waits."""
+        for rank in sorted(self._tiers):
+            if (tier := self._tiers[rank]).requests:
+                return tier.head(now)
+        return None
+
+    def remove(self, request: QueuedRequest, *, served: bool = False) -> None:
+        """Remove a request, if it is in line. `served`: its work is charged to its client's account."""
+        if request.queued:
+            self._tiers[request.tier].remove(request, served=served)
+            self._length -= 1
+            request.queued = False
+
+    def before(self, tier: int, client: str) -> float:
+        """Return how much work is served before the next request of this client in this tier. Seconds of a worker."""
+        better = sum(self._tiers[rank].work for rank in self._tiers if rank < tier)
+        own = self._tiers.get(tier)
+        return better + (own.before(client) if own is not None else 0.0)
+
+
+class Queue:
+    """The lines of each model, and before them the requests that were sent back."""
+
+    def __init__(self, requests_max: float = inf, line: type[Line] = Line) -> None:
+        """`requests_max`: in all lines of a model. What is sent back is not refused."""
+        self._max = requests_max
+        self._make_line = line
+        self._lines: dict[str, dict[Lineage | None, Line]] = {}
+        self._back: dict[str, Line] = {}  # in order of their return
+
+    def models(self) -> list[str]:
+        """Return the models that requests have waited for."""
+        return [*self._lines | self._back]
+
+    def line(self, model: str, lineage: Lineage | None = None) -> Line:
+        """Return the line before a model's workers of this lineage, or before all of them."""
+        lines = self._lines.setdefault(model, {})
+        line = lines.get(lineage)
+        if line is None:
+            line = lines[lineage] = self._make_line()
+        return line
+
+    def lines(self, model: str) -> list[Line]:
+        """Return all lines of a model."""
+        return [*self._lines.get(model, {}).values()]
+
+    def line_of(self, request: QueuedRequest) -> Line:
+        """Return the line to which a request belongs."""
+        if request.sent_back:
+            return self._back.setdefault(request.model, self._make_line())
+        return self.line(request.model, request.lineage)
+
+    def sent_back(self, model: str) -> list[QueuedRequest]:
+        """Return the requests of a model that were sent back, the first to return first."""
+        return [*self._back.get(model, ())]
+
+    def in_line(self, model: str) -> int:
+        """Return how many requests are in the lines of a model."""
+        lines = self._lines.get(model)
+        return sum(map(len, lines.values())) if lines else 0
+
+    def length(self, model: str) -> int:
+        """Return how many requests wait for a worker of this model."""
+        return self.in_line(model) + len(self._back.get(model, ()))
+
+    def waiting(self) -> dict[str, int]:
+        """Return the models for which requests wait, and how many."""
+        return {model: count for model in self.models() if (count := self.length(model))}
+
+    def full(self, model: str) -> bool:
+        """Return whether no more requests of this model may wait."""
+        return self.in_line(model) >= self._max

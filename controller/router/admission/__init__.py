@@ -1,1 +1,0 @@
-"""Who is let in before workers that have enough to do, and who is served first? By deadlines, pure."""
