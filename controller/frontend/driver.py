@@ -16,9 +16,10 @@ import structlog
 
 from controller.frontend.admission.admission import Admission, Reservation
 from controller.frontend.admission.refusals import WaitedTooLong
+from controller.frontend.dispatch.attempt_record import Dispatch
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.kv_move import KvMove
-from controller.frontend.dispatch.live_request import Dispatch, LiveRequest, terms_of
+from controller.frontend.dispatch.live_request import LiveRequest, terms_of
 from controller.frontend.dispatch.output_check import check_logprobs
 from controller.frontend.dispatch.output_stats import OutputStats
 from controller.frontend.dispatch.placement import Placer
@@ -27,7 +28,7 @@ from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.dispatch.waiting import WaitingRequests
 from controller.frontend.dispatch.worker_refusal import as_api_error
-from controller.frontend.errors import internal
+from controller.frontend.errors import ApiError, internal
 from controller.frontend.health.exposure import Exposures
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FaultMetrics
@@ -97,7 +98,8 @@ class RequestSink(LiveRequest):
         if chunk.tokens:
             if not self.state.has_output:
                 check_tokens(chunk.tokens, self.continuation.tokens.size)
-            self.note_cached(chunk)
+            if chunk.cached_tokens is not None and self.stats.cached_tokens is None:
+                self.note_cached(chunk)
         if (chunk.tokens or chunk.text is not None) and not self.state.has_output:
             driver.feed(self, _FIRST_TOKEN)
         stopped = False
@@ -122,7 +124,7 @@ class RequestSink(LiveRequest):
         """Count and write what one turn of the loop has brought."""
         if self.over:
             return  # it was written as the answer ended
-        self.count(self._driver.now(), self._driver.tracker)
+        self.count(self._driver.now())
         self.writer.flush()
         if self.kv_move is not None:
             self._source_advanced()
@@ -187,7 +189,7 @@ class Driver:
         self.now = now
         self.request_metrics = parts.request_metrics
         self.exposures = parts.exposures
-        self.tracker = routing.slots if settings.router.track_output_blocks else None
+        self._tracker = routing.slots if settings.router.track_output_blocks else None
         self.move_ended: Callable[[LiveRequest, do.TransferOver], None] | None = None  # of the planned moves
         self._table = table
         self._routing = routing
@@ -229,7 +231,7 @@ class Driver:
         answer.number = number = next(self._numbers)
         now, request, limit = self.now(), answer.request, self.settings.migration_max_seq_len
         metrics = self.request_metrics.of(request.model)
-        stats = OutputStats(now, number, request, metrics, self.exposures, limit)
+        stats = OutputStats(now, number, request, metrics, self.exposures, limit, self._tracker)
         state = RequestState(terms_of(answer, self.settings), now)
         live = self.live[number] = RequestSink(self, answer, completion, state, stats)
         return live
@@ -290,12 +292,14 @@ class Driver:
                     live.stats.first_output(self.now())
                     self.waiting.started(live)
                     self._admission.wake(live.request.model)
+            case do.Complete(finish, alone) if dispatch is not None:
+                self._leave_worker(live, dispatch)
+                dispatcher.served(live, dispatch, self.now(), alone=alone)
+                self._end(live, finish)
+            case do.End(finish, error):
+                self._end(live, finish, error)
             case do.LeaveWorker() if dispatch is not None:
                 self._leave_worker(live, dispatch)
-            case do.NoteServed(alone) if live.last_dispatch is not None:
-                dispatcher.served(live, live.last_dispatch, self.now(), alone=alone)
-            case do.End():
-                self._end(live, effect)
             case do.Judge(failure, begun) if dispatch is not None:
                 return on.Judged(dispatcher.judge(live, dispatch, failure, begun=begun))
             case do.CancelStream(why) if dispatch is not None:
@@ -328,7 +332,7 @@ class Driver:
                 error = self._admission.refusal(none, request.model, request.tier)
                 if abandoned:
                     self._reports.abandoned(live, none.code)
-                self._end(live, do.End(error=error))
+                self._end(live, error=error)
             case _ if move is not None:
                 return self._advance_move(live, move, effect)
         return None
@@ -343,7 +347,7 @@ class Driver:
             self.waiting.sent(live)
 
     def _leave_worker(self, live: LiveRequest, dispatch: Dispatch) -> None:
-        live.count(self.now(), self.tracker)
+        live.count(self.now())
         live.dispatch = None
         live.stats.leave()
         self._dispatcher.end(live, dispatch)
@@ -355,11 +359,12 @@ class Driver:
             longest = self.waiting.longest(model, self.now())
             if longest is not None:
                 self.feed(longest, on.Woken())
-        for live, endpoint in self._preemption.resume(self._admission, model):
-            if endpoint is not None:
-                self._resume(live, endpoint)
-            else:
-                self.feed(live, on.NoneLeft())
+        if len(self._preemption):
+            for live, endpoint in self._preemption.resume(self._admission, model):
+                if endpoint is not None:
+                    self._resume(live, endpoint)
+                else:
+                    self.feed(live, on.NoneLeft())
         if model is not None:
             self._admission.wake(model)
 
@@ -450,7 +455,7 @@ class Driver:
         source = live.dispatch
         assert source is not None
         move.target.release()
-        live.count(self.now(), self.tracker)
+        live.count(self.now())
         live.stats.hand_over()
         self._dispatcher.end(live, source)
         self._freed(live.request.model)
@@ -463,14 +468,14 @@ class Driver:
 
     # --- the end
 
-    def _end(self, live: LiveRequest, effect: do.End) -> None:
-        answer, model, finish = live.answer, live.request.model, effect.finish
+    def _end(self, live: LiveRequest, finish: str | None = None, error: ApiError | None = None) -> None:
+        answer, model = live.answer, live.request.model
         if finish is not None and finish != "cancelled":
             live.writer.finish(finish)
         live.over = True
-        answer.finish, answer.error = finish, effect.error
+        answer.finish, answer.error = finish, error
         del self.live[answer.number]
-        well = effect.error is None and finish != "cancelled"
+        well = error is None and finish != "cancelled"
         live.stats.ended(self.now(), len(live.accepted), well=well)
         if live.state.begun:
             self._admission.ended(model, len(live.accepted))

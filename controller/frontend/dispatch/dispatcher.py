@@ -7,7 +7,8 @@ from collections.abc import Collection
 from math import inf
 from typing import Any
 
-from controller.frontend.dispatch.live_request import Dispatch, LiveRequest
+from controller.frontend.dispatch.attempt_record import Dispatch
+from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.dispatch.running import RunningRequests
 from controller.frontend.health.poison import PoisonWatch, Way, Where
 from controller.frontend.health.request_window import AnswerDraw

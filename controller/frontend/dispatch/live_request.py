@@ -5,11 +5,9 @@ A record without policy. Its state is written by the driver alone, through the r
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
-
-import msgspec
 
 from controller.frontend.admission.admission import Reservation
+from controller.frontend.dispatch.attempt_record import Dispatch
 from controller.frontend.dispatch.continuation import Continuation
 from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.dispatch.output_stats import OutputStats
@@ -20,22 +18,7 @@ from controller.frontend.request.state import AnswerProgress, RequestState, Requ
 from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause
 from controller.router.endpoints import Endpoint
-from controller.router.load.active_sequences import ActiveSequences
 from events.wire import Chunk
-
-
-class Dispatch(msgspec.Struct, eq=False):
-    """An attempt as it is counted outside the machine: where it runs, and under which numbers. It never changes."""
-
-    endpoint: Endpoint
-    rank: int | None  # the one of several DP ranks
-    stream: int  # its number on the request plane
-    slot: int  # its number in the slot tracker
-    routed_under: int  # the fleet's last decision when it was routed
-    breaker_epoch: int  # the last move of this frontend's own breakers then
-    before: "Dispatch | None"
-    claimed: int = 0  # prompt tokens that its worker said it had cached
-    explained: dict[str, Any] | None = None  # why this worker was chosen, if that was asked
 
 
 def terms_of(answer: Choice, settings: FrontendSettings) -> RequestTerms:
@@ -182,20 +165,16 @@ class LiveRequest(ABC):
     def note_cached(self, chunk: Chunk) -> None:
         """Remember how many tokens of the prompt the first worker had cached. Raise InvalidOutput."""
         stats, cached = self.stats, chunk.cached_tokens
-        if cached is None or stats.cached_tokens is not None:
-            return
+        assert cached is not None
         if not 0 <= cached <= self._prompt_tokens:
             raise InvalidOutput("a count of cached tokens that its prompt does not have")
         stats.cached_tokens = self.answer.cached_tokens = cached
 
-    def count(self, now: float, tracker: ActiveSequences | None) -> None:
-        """Count the tokens that have come since the last count; `tracker` counts them too."""
-        stats, dispatch, accepted = self.stats, self.dispatch, len(self.accepted)
-        new = accepted - stats.counted
-        if new and dispatch is not None:
-            stats.count(now, new, dispatch.endpoint.key, dispatch.rank)
-            if tracker is not None:
-                tracker.output(dispatch.slot, new)
+    def count(self, now: float) -> None:
+        """Count the tokens that have come since the last count."""
+        accepted, stats = len(self.accepted), self.stats
+        if self.dispatch is not None:
+            stats.count(now, accepted, self.dispatch)
             if accepted > stats.movable_max:
                 stats.note_length(accepted, self.state)
 

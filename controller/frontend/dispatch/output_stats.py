@@ -8,11 +8,13 @@ over: what was computed wrongly there stays wrong at the target, so a conviction
 from collections.abc import Sequence
 from math import inf
 
+from controller.frontend.dispatch.attempt_record import Dispatch
 from controller.frontend.health.exposure import Exposures, ServedSpan
 from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.state import RequestState, budget_ended
 from controller.frontend.request_metrics import ModelMetrics
 from controller.router.endpoints import Key
+from controller.router.load.active_sequences import ActiveSequences
 from events.wire import Logprob
 
 LOGPROB_FLOOR = -9.0  # one in 8,000: correct samplers draw few tokens below it, a broken one mostly such
@@ -22,8 +24,8 @@ class OutputStats:
     """When the tokens of one answer came, how many are counted, and the spans that workers served."""
 
     __slots__ = (
-        "_exposures", "_live", "_metrics", "_request", "arrived_at", "attempt_at", "began_at", "cached_tokens", "counted",
-        "first_at", "last_at", "movable_max", "own", "sources", "unlikely", "weighed",
+        "_exposures", "_live", "_metrics", "_request", "_tracker", "arrived_at", "attempt_at", "began_at", "cached_tokens",
+        "counted", "first_at", "last_at", "movable_max", "own", "sources", "unlikely", "weighed",
     )  # fmt: skip
 
     def __init__(
@@ -34,8 +36,11 @@ class OutputStats:
         metrics: ModelMetrics,
         exposures: Exposures,
         max_seq_len: int | None,
+        tracker: ActiveSequences | None,
     ) -> None:
-        """`live`: the number of the live request; `max_seq_len`: tokens of prompt and answer, beyond which it does not move."""
+        """`live`: the number of the live request; `max_seq_len`: tokens of prompt and answer, beyond which it does not move;
+        `tracker`: counts tokens too."""
+        self._tracker = tracker
         self._live = live
         self._request = request
         self._metrics = metrics
@@ -61,22 +66,28 @@ class OutputStats:
         self.weighed += len(logprobs)
         self.unlikely += sum(one.chosen < LOGPROB_FLOOR for one in logprobs)
 
-    def count(self, now: float, new: int, key: Key, rank: int | None) -> None:
-        """Count `new` tokens: all of them came from this worker, in this turn."""
-        counted, metrics, own = self.counted, self._metrics, self.own
+    def count(self, now: float, accepted: int, dispatch: Dispatch) -> None:
+        """Count the accepted tokens that are new: all of them came from this attempt, in this turn."""
+        counted = self.counted
+        new = accepted - counted
+        if not new:
+            return
+        metrics, own = self._metrics, self.own
         if own is None:
-            request = self._request
+            request, key = self._request, dispatch.endpoint.key
             own = self.own = ServedSpan(
-                request.id, request.model, counted, self._live, request.traceparent, rank, key
+                request.id, request.model, counted, self._live, request.traceparent, dispatch.rank, key
             )
             self._exposures.note(own)
         own.add(now, new)
         for source in self.sources:
             source.add(now, new)
+        if self._tracker is not None:
+            self._tracker.output(dispatch.slot, new)
         metrics.tokens += new
         if counted:
             metrics.itl.add((now - self.last_at) / new, new)
-        self.counted = counted + new
+        self.counted = accepted
         self.last_at = now
 
     def note_length(self, accepted: int, state: RequestState) -> None:

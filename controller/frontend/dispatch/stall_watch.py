@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterator
 
 import structlog
 
-from controller.frontend.dispatch.live_request import Dispatch, LiveRequest
+from controller.frontend.dispatch.attempt_record import Dispatch
+from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.dispatch.output_stats import OutputStats
 from controller.frontend.dispatch.running import RunningRequests
 from controller.frontend.request.failures import Failure

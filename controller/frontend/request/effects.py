@@ -48,9 +48,10 @@ class TurnedAway(msgspec.Struct, frozen=True):
     """The worker had no room: it gets no request until it next reports its load."""
 
 
-class NoteServed(msgspec.Struct, frozen=True):
-    """The answer was completed by the present attempt."""
+class Complete(msgspec.Struct, frozen=True):
+    """The answer was completed by the present attempt: leave the worker, count it as served, and end the request."""
 
+    finish: str  # the reason that its client is given
     alone: bool  # no other attempt has brought any of it
 
 
@@ -161,7 +162,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 Effect: TypeAlias = (
-    SelectWorker | Judge | CancelStream | NoteUnjudged | TurnedAway | NoteServed | LeaveWorker | Started | Rewind | Park
+    SelectWorker | Judge | CancelStream | NoteUnjudged | TurnedAway | Complete | LeaveWorker | Started | Rewind | Park
     | QueueAgain | Reroute | ShipCache | CancelTarget | StayAtSource | SwitchToTarget | HandOver | TransferOver
     | CountFailure | CountRestored | ReportMigrated | ReportAbandoned | ReportExposure | Refuse | End
 )  # fmt: skip

@@ -57,7 +57,6 @@ _FIRST_ROUTE = (do.SelectWorker(),)
 _FIRST_TOKEN = (do.Started(first=True),)
 _LATER_TOKEN = (do.Started(first=False),)
 _LEAVE = do.LeaveWorker()
-_SERVED_ALONE, _SERVED_LAST = do.NoteServed(alone=True), do.NoteServed(alone=False)
 _ACTS: dict[live.Act, Effect] = {
     "ship": do.ShipCache(),
     "cancel": do.CancelTarget(),
@@ -482,11 +481,14 @@ def become_finished(state: RequestState, reason: str, now: float, *, cancel: boo
         state, arrived = arrive(state, now, well=True)
         effects = (*effects, *arrived)
     attempt = state.attempt
-    if attempt is not None:
-        served = _SERVED_ALONE if attempt is state.first else _SERVED_LAST
-        state, left = leave(state, failed=False)
-        effects = (*effects, *left, served)
-    return become_done(state, now, effects, finish=reason)
+    if attempt is None:
+        return become_done(state, now, effects, finish=reason)
+    if state.transfer is not None:
+        state, left = advance_transfer(state, live.SourceLeft(over=True), ())
+        effects = (*effects, *left)
+    alone = attempt is state.first
+    state = replace(state, phase="done", attempt=None, has_output=False, waits_until=inf)
+    return state, (*effects, do.Complete(reason, alone))
 
 
 def become_abandoned(

@@ -77,7 +77,7 @@ def test_an_undisturbed_request_is_routed_once_and_finishes() -> None:
     assert effects == (do.Started(first=True),)
     state, effects = play(state, on.Finished("stop"))
     assert state.phase == "done"
-    assert effects == (do.LeaveWorker(), do.NoteServed(alone=True), do.End("stop"))
+    assert effects == (do.Complete("stop", alone=True),)
 
 
 def test_a_worker_that_does_not_know_the_end_is_told() -> None:
@@ -403,6 +403,8 @@ def test_whatever_happens_each_attempt_is_left_once_and_the_request_ends_once(
                         following = on.Judged(data.draw(st.sampled_from(Suspicion)))
                     case do.LeaveWorker():
                         attached -= 1
+                    case do.Complete():
+                        attached, over = attached - 1, over + 1
                     case do.End() | do.Refuse():
                         over += 1
         assert state.phase not in ("routing", "judging"), "these are never left standing"
