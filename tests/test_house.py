@@ -36,7 +36,7 @@ RECORDS = (
 LIMITS = {
     "lines_of_a_function": 60,
     "lines_of_a_file": 600,  # an outer bound
-    "attributes_of_a_class": 28,  # goes with make call-paths; settings and what is on the wire may have more
+    "attributes_of_a_class": 29,  # goes with make call-paths; settings and what is on the wire may have more
     "methods_of_a_class": 35,  # goes with make call-paths
     "parameters_of_a_constructor": 8,
     "modules_of_a_folder": 22,

@@ -10,26 +10,23 @@ from random import random
 
 from controller.deciders.fleet import Fleet
 from controller.frontend.admission.admission import Admission
-from controller.frontend.admission.refusals import Refusals
+from controller.frontend.admission.refusals import OverloadAnswers, Refusals
 from controller.frontend.convictions import Convictions, Served
 from controller.frontend.dispatch.dispatcher import Dispatcher
-from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
-from controller.frontend.dispatch.running import RunningRequests
 from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.driver import Driver, DriverParts
 from controller.frontend.health.exposure import Exposures
-from controller.frontend.health.local_breakers import LocalBreakers
-from controller.frontend.health.panic import Panic
+from controller.frontend.health.local_breakers import LocalBreakers, Panic
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.openai.text.model_folders import ModelFolders
 from controller.frontend.planned_moves import PlannedMoves
 from controller.frontend.request.events import WorkerUnhealthy
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
-from controller.frontend.scheduling.overload import OverloadAnswers
 from controller.frontend.scheduling.scheduler import Peers, Scheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
@@ -300,7 +297,7 @@ class Director:
         self.request_metrics.settle()
         faults = self.metrics.faults
         faults.parked.set(self.driver.waiting.parked)
-        faults.put_off.set(len(self.preemption))
+        faults.put_off.set(len(self.preemption.put_off))
         for model in self.table.known:
             endpoints = self.table.models.get(model, ())
             gauge_model(

@@ -16,17 +16,15 @@ import structlog
 
 from controller.frontend.admission.admission import Admission, Reservation
 from controller.frontend.admission.refusals import WaitedTooLong
-from controller.frontend.dispatch.attempt_record import Dispatch
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.kv_move import KvMove
-from controller.frontend.dispatch.live_request import LiveRequest, terms_of
+from controller.frontend.dispatch.live_request import LiveRequest, WaitingRequests, terms_of
 from controller.frontend.dispatch.output_check import check_logprobs
-from controller.frontend.dispatch.output_stats import OutputStats
+from controller.frontend.dispatch.output_stats import Dispatch, OutputStats
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.dispatch.stall_watch import StallWatch
-from controller.frontend.dispatch.waiting import WaitingRequests
 from controller.frontend.dispatch.worker_refusal import as_api_error
 from controller.frontend.errors import ApiError, internal
 from controller.frontend.health.exposure import Exposures
@@ -359,7 +357,7 @@ class Driver:
             longest = self.waiting.longest(model, self.now())
             if longest is not None:
                 self.feed(longest, on.Woken())
-        if len(self._preemption):
+        if self._preemption.put_off:
             for live, endpoint in self._preemption.resume(self._admission, model):
                 if endpoint is not None:
                     self._resume(live, endpoint)

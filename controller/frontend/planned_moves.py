@@ -25,9 +25,8 @@ import structlog
 
 from controller.deciders.worker import replacement, spare_awaited
 from controller.frontend.dispatch.kv_move import HELD_MAX, KvMove
-from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
 from controller.frontend.dispatch.placement import Placer
-from controller.frontend.dispatch.running import RunningRequests
 from controller.frontend.driver import Driver
 from controller.frontend.request import events as on
 from controller.frontend.request.effects import TransferOver

@@ -22,7 +22,7 @@ from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.openai.completion import Choice
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource

@@ -17,12 +17,41 @@ import structlog
 from controller.adapters.request_plane.frame_budget import FRAMES, FrameBudget
 from controller.adapters.request_plane.hang import HangDetector, HangPolicy, Process
 from controller.adapters.request_plane.reported_load import ReportedLoad
-from controller.adapters.request_plane.reservations import StreamReservations
 from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUnreachable
 from events import wire
 from events.fleet_key import FleetKey, FrontendHandshake, Stranger
 from events.intrusion.reported_load import impossible_beat
 from events.intrusion.send_budget import TrafficLimit
+
+
+class StreamReservations:
+    """The streams of one connection that are being moved."""
+
+    def __init__(self) -> None:
+        self.reserved: dict[int, TransferSink] = {}  # here, and nothing of it has begun
+        self.shipping: dict[int, TransferSink] = {}  # open here, and on its way elsewhere
+
+    def take(self, frame: wire.ToFrontend) -> None:
+        """Pass on what the worker says of a move. What was given up meanwhile is dropped."""
+        if isinstance(frame, wire.Reserved) and (sink := self.reserved.get(frame.stream)):
+            sink.reserved(frame)
+        elif isinstance(frame, wire.Declined):
+            here = self.reserved.pop(frame.stream, None) or self.shipping.pop(frame.stream, None)
+            if here is not None:
+                here.declined(frame.stream, frame.reason)
+
+    def forget(self, stream: int) -> bool:
+        """Carry a stream no further. Return whether it was only reserved here."""
+        self.shipping.pop(stream, None)
+        return self.reserved.pop(stream, None) is not None
+
+    def clear(self) -> dict[int, Sink]:
+        """Forget everything: the connection is of no use any more. Return what was reserved here, to be told."""
+        self.shipping.clear()
+        reserved: dict[int, Sink] = {**self.reserved}
+        self.reserved.clear()
+        return reserved
+
 
 log = structlog.get_logger(__name__)
 

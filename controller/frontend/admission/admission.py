@@ -24,11 +24,16 @@ from functools import partial
 
 from controller.frontend.admission.deadlines import Deadlines, WantedRequest, WantedTokens
 from controller.frontend.admission.queue import Queue, QueuedRequest
-from controller.frontend.admission.refusals import NotAdmitted, QueueFull, Refusals, WaitedTooLong
+from controller.frontend.admission.refusals import (
+    NotAdmitted,
+    OverloadAnswers,
+    QueueFull,
+    Refusals,
+    WaitedTooLong,
+)
 from controller.frontend.admission.rooms import Preemptor, RoomFinder
 from controller.frontend.errors import ApiError
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.overload import OverloadAnswers
 from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.frontend.settings import FrontendSettings

@@ -7,11 +7,10 @@ from collections.abc import Collection
 from math import inf
 from typing import Any
 
-from controller.frontend.dispatch.attempt_record import Dispatch
-from controller.frontend.dispatch.live_request import LiveRequest
-from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
+from controller.frontend.dispatch.output_stats import Dispatch
+from controller.frontend.health.local_breakers import AnswerDraw
 from controller.frontend.health.poison import PoisonWatch, Way, Where
-from controller.frontend.health.request_window import AnswerDraw
 from controller.frontend.request.effects import SelectWorker
 from controller.frontend.request.events import ConnectFailed, NoWorkerFound, Sent
 from controller.frontend.request.failures import ERRORS, Failure, Suspicion

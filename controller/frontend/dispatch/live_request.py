@@ -5,20 +5,117 @@ A record without policy. Its state is written by the driver alone, through the r
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+
+import msgspec
 
 from controller.frontend.admission.admission import Reservation
-from controller.frontend.dispatch.attempt_record import Dispatch
-from controller.frontend.dispatch.continuation import Continuation
 from controller.frontend.dispatch.kv_move import KvMove
-from controller.frontend.dispatch.output_stats import OutputStats
+from controller.frontend.dispatch.output_stats import Dispatch, OutputStats
 from controller.frontend.openai.completion import Choice, Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
-from controller.frontend.openai.text.tokenizer import load_tokens
-from controller.frontend.request.state import AnswerProgress, RequestState, RequestTerms, stays
+from controller.frontend.openai.text.tokenizer import Tokens, load_tokens
+from controller.frontend.request.state import (
+    AnswerProgress,
+    GenerationRequest,
+    RequestState,
+    RequestTerms,
+    stays,
+)
 from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause
 from controller.router.endpoints import Endpoint
-from events.wire import Chunk
+from events.wire import Chunk, Generate
+
+
+class Continuation(msgspec.Struct):
+    """All that was accepted of one answer, as the next worker must be told it."""
+
+    _request: GenerationRequest
+    accepted: list[int]  # it grows with every step
+    tokens: Tokens
+    texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
+    _worded: int = 0  # accepted tokens that `texts` says
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of what was accepted."""
+        return len(self._request.prompt) + len(self.accepted)
+
+    def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
+        """Return what this worker, and of its DP ranks this one, is asked for now."""
+        asked, made = self._request, len(self.accepted)
+        sampling = asked.sampling
+        if made:
+            left = sampling.max_tokens - made
+            floor = max(0, sampling.min_tokens - made)
+            sampling = msgspec.structs.replace(
+                sampling, max_tokens=left, min_tokens=floor, prompt_logprobs=None
+            )
+        return Generate(
+            stream=0,
+            request=asked.id,
+            tokens=self._whole(),
+            prompt_tokens=len(asked.prompt),
+            sampling=sampling,
+            guided=asked.guided,
+            prompt_text=self._prompt_text() + self._text() if endpoint.joined.engine == "openai" else "",
+            traceparent=asked.traceparent,
+            cache_salt=asked.cache_salt,
+            rank=rank,
+            cache_epoch=endpoint.cache_epoch,
+            priority=asked.priority,
+        )
+
+    def take_text(self, text: str) -> int:
+        """Accept a text that came without tokens, and return of how many tokens it is."""
+        tokens = self.tokens.encode_next(text)
+        self.texts += (self._unworded(), text)
+        self.accepted += tokens
+        self._worded = len(self.accepted)
+        return len(tokens)
+
+    def rewind(self, count: int) -> None:
+        """Forget what came after the first `count` tokens."""
+        del self.accepted[count:]
+        self.texts.clear()
+        self._worded = 0
+
+    def _whole(self) -> list[int]:
+        """Return the prompt and all that was accepted.
+
+        What came as text is read anew together with the prompt: tokenizers of Llama 2's kind put a space before each
+        piece that they read by itself.
+        """
+        request = self._request
+        if self.texts:
+            encode, prompt_text = self.tokens.encode, self._prompt_text()
+            for special in (False, True):
+                if encode(prompt_text, special=special) == request.prompt:
+                    return encode(prompt_text + self._text(), special=special)
+        return request.prompt + self.accepted if self.accepted else request.prompt
+
+    def _prompt_text(self) -> str:
+        """Return the prompt as text, for engines that take nothing else."""
+        return self._request.prompt_text or self.tokens.decode(self._request.prompt)
+
+    def _text(self) -> str:
+        """Return all that was accepted as text, whether it came as text or as tokens."""
+        return "".join(self.texts) + self._unworded()
+
+    def _unworded(self) -> str:
+        """Return the text of the tokens that came after the last text, as it follows from what stands before them.
+
+        A character of which only some bytes have come is left out: who goes on in text says it whole.
+        """
+        accepted, worded = self.accepted, self._worded
+        if worded == len(accepted):
+            return ""
+        decode, prompt = self.tokens.decode, self._request.prompt
+        before, whole = decode(prompt + accepted[:worded]), decode(prompt + accepted)
+        if not whole.startswith(before):
+            before, whole = "", decode(accepted[worded:])
+        return whole[len(before) :].rstrip("\ufffd")
 
 
 def terms_of(answer: Choice, settings: FrontendSettings) -> RequestTerms:
@@ -183,3 +280,116 @@ class LiveRequest(ABC):
         self.continuation.rewind(count)
         self.stats.rewind(count)
         self.writer.rewind(count)
+
+
+class RunningRequests:
+    """The requests that were sent to a worker and have not left it. The worker's counters, which the router reads, change with
+    them."""
+
+    def __init__(self) -> None:
+        self._at: dict[Endpoint, dict[LiveRequest, int]] = {}  # with the tokens that each began with
+
+    def at(self, endpoint: Endpoint) -> Collection[LiveRequest]:
+        """Return the requests at a worker, oldest first: a view, while there are any."""
+        found = self._at.get(endpoint)
+        return found.keys() if found is not None else ()
+
+    def items(self) -> Iterator[tuple[Endpoint, Collection[LiveRequest]]]:
+        """Yield each worker with its requests: copies, since requests may leave meanwhile."""
+        for endpoint, there in list(self._at.items()):
+            yield endpoint, tuple(there)
+
+    def begin(self, live: LiveRequest, endpoint: Endpoint, tokens: int) -> None:
+        """Count a request that was sent to a worker. `tokens`: its prompt's, and those that it may generate."""
+        endpoint.begin(tokens)
+        there = self._at.get(endpoint)
+        if there is None:
+            there = self._at[endpoint] = {}
+        there[live] = tokens
+
+    def end(self, live: LiveRequest, endpoint: Endpoint) -> None:
+        """Count that a request has left a worker. Raise KeyError if it was not there."""
+        there = self._at[endpoint]
+        endpoint.end(there.pop(live))
+        if not there:
+            del self._at[endpoint]
+
+
+class WaitingRequests:
+    """One frontend's. Whatever yields requests expects that each is dealt with before the next is asked for."""
+
+    def __init__(self) -> None:
+        self._parked: dict[LiveRequest, None] = {}
+        self._unbegun: dict[LiveRequest, None] = {}
+        self._rerouting: dict[LiveRequest, None] = {}
+
+    @property
+    def parked(self) -> int:
+        """Number of requests that wait for a worker to continue with, or until they may be sent."""
+        return len(self._parked)
+
+    @property
+    def unbegun(self) -> int:
+        """Number of requests that were sent and have no first token."""
+        return len(self._unbegun)
+
+    def park(self, live: LiveRequest, *, keep_room: bool) -> None:
+        """Keep a request until a worker may take it; `keep_room`: with the room that it was admitted with."""
+        self._rerouting.pop(live, None)
+        self._parked[live] = None
+        if keep_room:
+            live.keep_room()
+
+    def unpark(self, live: LiveRequest) -> None:
+        """Take a request out of the parked ones."""
+        self._parked.pop(live, None)
+
+    def sent(self, live: LiveRequest) -> None:
+        """Wait for the first token of a request."""
+        self._unbegun[live] = None
+
+    def started(self, live: LiveRequest) -> None:
+        """The first token of a request has come, or none will."""
+        self._unbegun.pop(live, None)
+
+    def reroute(self, live: LiveRequest) -> bool:
+        """Place a request with all that lost their workers in this turn of the loop. Return whether it is the first of these."""
+        first = not self._rerouting
+        self._rerouting[live] = None
+        return first
+
+    def take_rerouting(self) -> Collection[LiveRequest]:
+        """Return those that are to be placed now."""
+        waiting, self._rerouting = self._rerouting, {}
+        return waiting
+
+    def forget(self, live: LiveRequest) -> None:
+        """A request is over."""
+        self._parked.pop(live, None)
+        self._rerouting.pop(live, None)
+
+    def due(self, now: float) -> Iterator[LiveRequest]:
+        """Yield the parked requests that may be sent again."""
+        for live in list(self._parked):
+            if live in self._parked and now >= live.state.not_before:
+                yield live
+
+    def longest(self, model: str, now: float) -> LiveRequest | None:
+        """Return the parked request of a model that has waited longest to continue, if it may be sent again."""
+        found = [
+            one
+            for one in self._parked
+            if one.request.model == model and one.state.move is not None and now >= one.state.not_before
+        ]
+        return min(found, key=lambda one: one.state.waits_until) if found else None
+
+    def late(self, now: float, first_token_s: float) -> Iterator[LiveRequest]:
+        """Yield the parked requests that have waited too long, and those that may have waited too long for their first token.
+        No limit for that is shorter than `first_token_s`."""
+        for live in list(self._parked):
+            if live in self._parked and now > live.state.waits_until:
+                yield live
+        young = now - first_token_s
+        for live in list(self._unbegun):
+            if live in self._unbegun and live.state.began_at < young:
+                yield live

@@ -7,15 +7,31 @@ over: what was computed wrongly there stays wrong at the target, so a conviction
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
-from controller.frontend.dispatch.attempt_record import Dispatch
+import msgspec
+
 from controller.frontend.health.exposure import Exposures, ServedSpan
-from controller.frontend.request.generation_request import GenerationRequest
-from controller.frontend.request.state import RequestState, budget_ended
+from controller.frontend.request.state import GenerationRequest, RequestState, budget_ended
 from controller.frontend.request_metrics import ModelMetrics
-from controller.router.endpoints import Key
+from controller.router.endpoints import Endpoint, Key
 from controller.router.load.active_sequences import ActiveSequences
 from events.wire import Logprob
+
+
+class Dispatch(msgspec.Struct, eq=False):
+    """An attempt as it is counted outside the machine: where it runs, and under which numbers. It never changes."""
+
+    endpoint: Endpoint
+    rank: int | None  # the one of several DP ranks
+    stream: int  # its number on the request plane
+    slot: int  # its number in the slot tracker
+    routed_under: int  # the fleet's last decision when it was routed
+    breaker_epoch: int  # the last move of this frontend's own breakers then
+    before: "Dispatch | None"
+    claimed: int = 0  # prompt tokens that its worker said it had cached
+    explained: dict[str, Any] | None = None  # why this worker was chosen, if that was asked
+
 
 LOGPROB_FLOOR = -9.0  # one in 8,000: correct samplers draw few tokens below it, a broken one mostly such
 

@@ -20,10 +20,8 @@ import structlog
 import xxhash
 
 from controller.deciders.capacity import tpot_ms
-from controller.frontend.dispatch.live_request import LiveRequest
-from controller.frontend.dispatch.running import RunningRequests
-from controller.frontend.request.generation_request import GenerationRequest
-from controller.frontend.request.state import closed_to
+from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
+from controller.frontend.request.state import GenerationRequest, closed_to
 from controller.frontend.scheduling.scheduler import Peers, Scheduler
 from controller.migration.cost import KvShape, MigrationCost, MigrationTarget, MovingPolicy, estimate
 from controller.migration.links import Lane, lanes

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 
 from controller.frontend.admission.admission import Admission
 from controller.frontend.admission.rooms import Preemptor
-from controller.frontend.dispatch.live_request import LiveRequest
+from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
 from controller.frontend.dispatch.reports import MigrationReports
-from controller.frontend.dispatch.running import RunningRequests
 from controller.frontend.request.events import Event, MovedOnPurpose
 from controller.frontend.request.failures import PREEMPTED, Failure
 from controller.frontend.request.state import Move, server_of
@@ -64,14 +63,10 @@ class Preemption(Preemptor):
         self._now = clock.monotonic
         self.feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
         self._park_s = park_s
-        self._put_off: dict[LiveRequest, _PutOff] = {}
+        self.put_off: dict[LiveRequest, _PutOff] = {}
         self._in_vain: dict[tuple[str, Lineage], float] = {}  # until when nothing is tried there
         self._looked_at = 0
         self._making_room = False  # for another request
-
-    def __len__(self) -> int:
-        """Return how many are put off."""
-        return len(self._put_off)
 
     # --- making room
 
@@ -99,7 +94,7 @@ class Preemption(Preemptor):
             self.feed(found, MovedOnPurpose(move, None))
         finally:
             self._making_room = False
-        self._put_off[found] = _PutOff(move, now + self._park_s - found.state.put_off_s, now + COMMENTS_S)
+        self.put_off[found] = _PutOff(move, now + self._park_s - found.state.put_off_s, now + COMMENTS_S)
         return True
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
@@ -155,10 +150,10 @@ class Preemption(Preemptor):
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Say whether an answer is put off that comes before requests of this tier."""
-        return bool(self._put_off) and any(self._before(tier, model, lineage))
+        return bool(self.put_off) and any(self._before(tier, model, lineage))
 
     def _before(self, tier: int, model: str, lineage: Lineage) -> Iterator[bool]:
-        for one, put_off in self._put_off.items():
+        for one, put_off in self.put_off.items():
             request = one.request
             if (request.model, request.lineage) == (model, lineage) and not _stale(one, put_off):
                 yield self._table.urgency(request.tier) <= tier
@@ -172,11 +167,11 @@ class Preemption(Preemptor):
             return
         full: set[tuple[str, Lineage, bool]] = set()
         now = self._now()
-        for one, put_off in list(self._put_off.items()):
+        for one, put_off in list(self.put_off.items()):
             request, due = one.request, now >= put_off.until
             pool = (request.model, request.lineage, due)
             if _stale(one, put_off):
-                del self._put_off[one]
+                del self.put_off[one]
             elif model in (None, request.model) and pool not in full:
                 best = None if due else admission.best_waiting(request.model, request.lineage)
                 if best is not None and best < self._table.urgency(request.tier):
@@ -189,18 +184,18 @@ class Preemption(Preemptor):
                     full.add(pool)
                 except NoWorker:
                     if due:
-                        del self._put_off[one]
+                        del self.put_off[one]
                         yield one, None
                 else:
-                    del self._put_off[one]
+                    del self.put_off[one]
                     yield one, endpoint
 
     def comment(self) -> None:
         """Let the clients of those that are put off know that they are not forgotten. To be called often."""
         now = self._now()
-        for one, put_off in list(self._put_off.items()):
+        for one, put_off in list(self.put_off.items()):
             if now >= put_off.comment_at and not _stale(one, put_off):
-                self._put_off[one] = replace(put_off, comment_at=now + COMMENTS_S)
+                self.put_off[one] = replace(put_off, comment_at=now + COMMENTS_S)
                 one.writer.keep_alive()
 
 

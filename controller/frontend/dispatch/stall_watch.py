@@ -18,10 +18,8 @@ from collections.abc import Collection, Iterator
 
 import structlog
 
-from controller.frontend.dispatch.attempt_record import Dispatch
-from controller.frontend.dispatch.live_request import LiveRequest
-from controller.frontend.dispatch.output_stats import OutputStats
-from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
+from controller.frontend.dispatch.output_stats import Dispatch, OutputStats
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.state import AnswerProgress, refusal
 from controller.frontend.settings import AdmissionSettings, StallSettings

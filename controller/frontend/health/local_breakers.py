@@ -9,28 +9,71 @@ A broken connection is one failure, however many streams it carried. If every wo
 one tick, it is more likely us: nobody is blamed.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
+import msgspec
 import structlog
+from prometheus_client import Gauge
 
 from controller.deciders import breaker
 from controller.deciders.breaker import Breaker, BreakerPolicy
 from controller.frontend.health.breaker_moves import BreakerMoves
-from controller.frontend.health.request_window import AnswerDraw, Window
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint, Key
 from controller.router.load.batch_growth import growth
 from events.fact import Observation
 from events.observations import (
+    PanicBegan,
+    PanicEnded,
     RequestFailed,
     RequestsServed,
     WorkerSlow,
     WorkerSlowCleared,
 )
-from events.wire import Load
+from events.wire import Load, Sampling
+
+PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
+
+
+class AnswerDraw(msgspec.Struct, frozen=True):
+    """How one answer's tokens were drawn."""
+
+    sampling: Sampling
+    weighed: int = 0  # tokens that came with logprobs
+    unlikely: int = 0  # of them: below the floor
+
+
+@dataclass(slots=True)
+class Window:
+    """What one worker has served since the last report."""
+
+    count: int = 0
+    tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    itl_ms: list[float] = field(default_factory=list)  # each request's mean
+    routed_under: int | None = None  # the smallest, so that a straggler is never taken for news
+    weighed: int = 0  # tokens with logprobs
+    unlikely: int = 0  # of them
+    drawn: dict[tuple[float, float, int], int] = field(
+        default_factory=dict
+    )  # requests by sampling parameters
+
+    def draw(self, drawn: AnswerDraw) -> None:
+        """Note how an answer's tokens were drawn, and how many of them were unlikely."""
+        self.weighed += drawn.weighed
+        self.unlikely += drawn.unlikely
+        sampling = drawn.sampling
+        how = (sampling.temperature, sampling.top_p, sampling.top_k)
+        if "temperature" in sampling.unset:
+            return  # it is the server's own default
+        if how in self.drawn:
+            self.drawn[how] += 1
+        elif len(self.drawn) < PARAMETERS_MAX:
+            self.drawn[how] = 1
+
 
 log = structlog.get_logger(__name__)
 
@@ -397,3 +440,38 @@ class LocalBreakers:
 def _running(load: Load | None) -> int:
     """Return the sequences in a worker's batch; 1 if that is not known."""
     return load.running if load is not None else 1
+
+
+class Panic:
+    """In which models this frontend ignores its own breakers."""
+
+    def __init__(
+        self,
+        frontend: str,
+        share_min: float,
+        breakers: LocalBreakers,
+        observe: Callable[[Observation], object],
+        gauge: Gauge,
+    ) -> None:
+        self._frontend = frontend
+        self._share_min = share_min
+        self.breakers = breakers
+        self._observe = observe
+        self._gauge = gauge
+        self.models: set[str] = set()  # where there was panic when it was looked at last
+
+    def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
+        """Say whether our own breakers are ignored for this model now; they may have moved since the last look."""
+        if self.breakers.any_open:
+            self.look(model, endpoints)
+        return model in self.models
+
+    def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
+        """See whether there is panic over a model, and say so when that changes."""
+        share = self.breakers.routable_share(endpoints)
+        panic = share < self._share_min
+        if panic != (model in self.models):
+            (self.models.add if panic else self.models.discard)(model)
+            kind = PanicBegan if panic else PanicEnded
+            self._observe(kind(frontend=self._frontend, model=model, routable_share=share))
+            self._gauge.labels(model).set(panic)

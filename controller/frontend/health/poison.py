@@ -33,7 +33,7 @@ import xxhash
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.request.failures import Suspicion
 from controller.frontend.request.fingerprint import fingerprint, sketch_of
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import PoisonSettings
 from controller.ports import Observe
 from controller.router.endpoints import Endpoint, Key

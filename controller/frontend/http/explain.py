@@ -14,8 +14,8 @@ from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_models import SALT_CHARS_MAX
 from controller.frontend.openai.request_parser import parse_completion, validated
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, ready_tokens
-from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.routing_overrides import RoutingOverrides, overridden
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.scheduling.scheduler import explained
 from controller.router.endpoints import Endpoint, Lineage
 from controller.router.selection.filter import AllBusy, AllClosed, NoneReachable, NotServed, NoWorker

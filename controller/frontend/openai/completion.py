@@ -18,8 +18,8 @@ from controller.frontend.openai.writers import (
     StreamingWriter,
     event,
 )
-from controller.frontend.request.generation_request import GenerationRequest
 from controller.frontend.request.routing_overrides import EXPLAIN, NO_OVERRIDES, RoutingOverrides
+from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import Endpoint, EndpointGroup, Lineage
 from events.blocks import BlockNames
 from events.wire import Sampling

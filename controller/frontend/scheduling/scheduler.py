@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from controller.frontend.health.panic import Panic
+from controller.frontend.health.local_breakers import Panic
 from controller.frontend.request.failures import smallest_limit
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.pools import Pools
 from controller.frontend.settings import FrontendSettings, RouterSettings
@@ -141,7 +141,8 @@ class Scheduler:
         self.slots = ActiveSequences(track_output=router.track_output_blocks)
         self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
         self.pools = Pools(now)
-        self._pools = self.pools if settings.by_deadline else None  # else nothing asks how fast they are
+        self._by_deadline = settings.by_deadline
+        self._pools = self.pools if self._by_deadline else None  # else nothing asks how fast they are
         self._chooser, self._picker = Chooser(self.slots), Picker()
         self._others = None if router.replica_sync else plane  # else they tell our tracker
         self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
@@ -165,7 +166,7 @@ class Scheduler:
         frontends = peers.frontends() if peers.any else 1
         # With deadlines each frontend may have one request at a worker beyond what is free of its batch, whatever the others have
         # there, and no more: what waits at a worker waits for its next place alone.
-        rules.frontends = MANY if frontends > 1 and self._settings.by_deadline else frontends
+        rules.frontends = MANY if frontends > 1 and self._by_deadline else frontends
         rules.barred = self._breakers.barred() if self._open and not self._ignoring else ()
 
     def _filter(
@@ -246,7 +247,7 @@ class Scheduler:
         """Return where a request's next attempt goes, none of `tried`, with so much room. `output` was accepted of its answer.
         Raise NoWorker."""
         among = self._filter(plan, room, tried)
-        if room is not Headroom.FRESH or not self._settings.by_deadline:
+        if room is not Headroom.FRESH or not self._by_deadline:
             return self._choose(among, plan, output)
         tokens, answer_max = len(plan.prompt) + len(output), plan.sampling.max_tokens
         monitor = self.monitor

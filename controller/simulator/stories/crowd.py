@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.openai.completion import Choice
 from controller.frontend.openai.writers import ResponseWriter
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import Lineage
 from events.blocks import BlockNames
 from events.wire import Sampling

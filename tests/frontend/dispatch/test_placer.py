@@ -17,7 +17,7 @@ from controller.frontend.driver import RequestSink
 from controller.frontend.openai.completion import Choice
 from controller.frontend.request.events import FirstToken, Launched, Resumed
 from controller.frontend.request.failures import Failure
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.scheduling.scheduler import HEARD_S, Peers
 from controller.frontend.settings import FrontendSettings
 from controller.processes.frontend import follow_peers

@@ -14,7 +14,7 @@ from frontend_kit import TOKENS, first_goes_to, frontend, joined, text_of
 from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
-from controller.frontend.dispatch.running import RunningRequests
+from controller.frontend.dispatch.live_request import RunningRequests
 from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.state import RequestState, RequestTerms

@@ -12,8 +12,7 @@ from scripted_worker import Act, ScriptedWorker
 from structlog.testing import capture_logs
 
 from controller.frontend.health.breaker_moves import MOVES_MAX
-from controller.frontend.health.local_breakers import LocalBreakers
-from controller.frontend.health.request_window import AnswerDraw
+from controller.frontend.health.local_breakers import AnswerDraw, LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint
 from events.decisions import BreakerClosed, HealthStatus

@@ -17,7 +17,7 @@ from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.poison import SETTLED_S, Held, Poisonous, PoisonWatch, Way
 from controller.frontend.request.failures import Suspicion
 from controller.frontend.request.fingerprint import fingerprint, sketch_of
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FactSettings, LocalBreakerSettings, PoisonSettings
 from controller.router.endpoints import Endpoint
 from events.blocks import BlockNames

@@ -12,7 +12,7 @@ from controller.adapters.clock import SystemClock
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet
 from controller.frontend.director import Director, World
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint
 from controller.router.selection.filter import Headroom, NoWorker

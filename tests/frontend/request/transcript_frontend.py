@@ -362,7 +362,7 @@ class TranscriptFrontend:
         found = {
             "queued": float(sum(director.admission.waiting().values())),
             "parked": float(director.driver.waiting.parked),
-            "put_off": float(len(director.preemption)),
+            "put_off": float(len(director.preemption.put_off)),
         }
         requests, histograms = director.metrics.requests, director.metrics.histograms
         faults = director.metrics.faults

@@ -260,13 +260,13 @@ async def test_a_client_that_leaves_meanwhile_is_forgotten() -> None:
         await asyncio.sleep(1.0)
         premium = asyncio.create_task(asked(one, *(coming(n, 0.0, "premium", 2.0, 0.3) for n in range(2))))
         await asyncio.sleep(0.5)
-        assert len(one.director.preemption) == 2
+        assert len(one.director.preemption.put_off) == 2
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await premium
         await asyncio.sleep(0.5)
-        assert len(one.director.preemption) == 0 and not said(one, RequestResumed)
+        assert len(one.director.preemption.put_off) == 0 and not said(one, RequestResumed)
         (endpoint,) = one.director.table.endpoints.values()
         assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
 
@@ -280,7 +280,7 @@ async def test_its_worker_may_die_meanwhile() -> None:
         await asyncio.sleep(1.0)
         premium = asyncio.create_task(asked(one, *(coming(n, 0.0, "premium", 2.0, 0.3) for n in range(2))))
         await asyncio.sleep(0.5)
-        assert len(one.director.preemption) == 2
+        assert len(one.director.preemption.put_off) == 2
         kit.kill(said(one, RequestPreempted)[0].worker)
         one.director.changed()
         await asyncio.gather(*running, premium)

@@ -17,7 +17,7 @@ from scripted_worker import ScriptedWorker
 from controller.adapters.clock import SystemClock
 from controller.commands.route import COLUMNS
 from controller.frontend.director import Director, World
-from controller.frontend.request.generation_request import GenerationRequest
+from controller.frontend.request.state import GenerationRequest
 from controller.frontend.scheduling.scheduler import pricing_of
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.router.endpoints import WorkerRank

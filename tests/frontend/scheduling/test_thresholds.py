@@ -10,7 +10,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.config.flags import gather
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.frontend.scheduling.overload import ENDS_MAX, JITTER, WINDOW_S, OverloadAnswers
+from controller.frontend.admission.refusals import ENDS_MAX, JITTER, WINDOW_S, OverloadAnswers
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 from controller.router.load.monitor import HOLDS_S
 from events.errors import BadSetting

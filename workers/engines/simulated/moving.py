@@ -19,7 +19,7 @@ from workers.engines.simulated import language
 from workers.engines.simulated.language import TOKEN_BYTES, VOCABULARY
 from workers.engines.simulated.rank import SimulatedRank
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.transit import SimulatedArrival, SimulatedDeparture
+from workers.engines.simulated.timing import SimulatedArrival, SimulatedDeparture
 from workers.kv_transfer.messages import Buffer
 
 _DIGEST_BYTES = 16

@@ -21,8 +21,13 @@ from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, unheard
 from workers.engines.simulated.fatal import contains, crash
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape, Output
-from workers.engines.simulated.timing import SLOWED_STEP_S, StepPlan, Timing
-from workers.engines.simulated.transit import SimulatedArrival, SimulatedDeparture
+from workers.engines.simulated.timing import (
+    SLOWED_STEP_S,
+    SimulatedArrival,
+    SimulatedDeparture,
+    StepPlan,
+    Timing,
+)
 
 _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC

@@ -35,8 +35,8 @@ from workers.engines.simulated.sequence import (
     refusal,
     too_large,
 )
+from workers.engines.simulated.timing import SimulatedArrival, SimulatedTransit
 from workers.engines.simulated.timing import StepPlan as Plan
-from workers.engines.simulated.transit import SimulatedArrival, SimulatedTransit
 
 HIT_RATE_OF = 1000  # requests admitted last
 
