@@ -18,9 +18,14 @@ from controller.frontend.admission.admission import Admission, Reservation
 from controller.frontend.admission.refusals import WaitedTooLong
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.kv_move import KvMove
-from controller.frontend.dispatch.live_request import LiveRequest, WaitingRequests, terms_of
+from controller.frontend.dispatch.live_request import (
+    Dispatch,
+    LiveRequest,
+    OutputStats,
+    WaitingRequests,
+    terms_of,
+)
 from controller.frontend.dispatch.output_check import check_logprobs
-from controller.frontend.dispatch.output_stats import Dispatch, OutputStats
 from controller.frontend.dispatch.placement import Placer
 from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports

@@ -2,9 +2,9 @@
 
 # (files, two-way pairs), as measured. They go down to the targets, and never up.
 LIMITS = {
-    "completion": (76, 1),
-    "conviction": (88, 0),
-    "drain": (136, 5),  # 132, 4 in most runs
+    "completion": (55, 0),
+    "conviction": (67, 0),
+    "drain": (110, 4),
     "canary": (43, 1),
     "projection": (25, 0),
     "what-if": (48, 1),

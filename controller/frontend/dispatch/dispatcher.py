@@ -7,8 +7,7 @@ from collections.abc import Collection
 from math import inf
 from typing import Any
 
-from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
-from controller.frontend.dispatch.output_stats import Dispatch
+from controller.frontend.dispatch.live_request import Dispatch, LiveRequest, RunningRequests
 from controller.frontend.health.local_breakers import AnswerDraw
 from controller.frontend.health.poison import PoisonWatch, Way, Where
 from controller.frontend.request.effects import SelectWorker

@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterator
 
 import structlog
 
-from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
-from controller.frontend.dispatch.output_stats import Dispatch, OutputStats
+from controller.frontend.dispatch.live_request import Dispatch, LiveRequest, OutputStats, RunningRequests
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.state import AnswerProgress, refusal
 from controller.frontend.settings import AdmissionSettings, StallSettings
