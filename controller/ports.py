@@ -12,7 +12,7 @@ from controller.deciders.fleet import Fleet
 from controller.read_model.errors import StoreForbidden as StoreForbidden
 from controller.read_model.errors import StoreRefused as StoreRefused
 from controller.read_model.errors import StoreUnavailable as StoreUnavailable
-from controller.router.load.monitor import ConnectedWorkers
+from controller.router.endpoints import ConnectedWorkers
 from controller.router.trust import TrustedSource
 from events.decisions import PolicyAdopted
 from events.errors import Finding, HoldfastError

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
-from controller.router.endpoints import Endpoint, EndpointTable, WorkerRank
+from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, WorkerRank
 from controller.router.index.index import KvIndex
 from controller.router.load.active_sequences import ActiveSequences
-from controller.router.load.monitor import ConnectedWorkers, LoadLimits, LoadMonitor
+from controller.router.load.monitor import LoadLimits, LoadMonitor
 from controller.router.selection.filter import Filter, Rules
 from controller.router.selection.score import ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode, Selection

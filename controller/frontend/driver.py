@@ -148,7 +148,7 @@ class RequestSink(LiveRequest):
         """The source of a KV transfer may have said more."""
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed":
-            self._driver.advance(self, kv.SourceSaid())
+            self._driver.feed(self, self.advanced(kv.SourceSaid()))
 
     def _source_lost(self, move: KvMove) -> None:
         """The source of a KV transfer is out of reach. Where the target has committed, the request needs it no more: the target
@@ -404,17 +404,18 @@ class Driver:
         turn.add_done_callback(over)
 
     def _reroute(self, live: LiveRequest, *, planned: bool) -> None:
+        """Send a request again when this turn of the loop is over; `planned`: with all that lost their workers in it."""
         self.waiting.unpark(live)
         loop = asyncio.get_running_loop()
+
+        def place() -> None:
+            for one, endpoint in self._placer.place(self.waiting.take_rerouting()):
+                self._resume(one, endpoint if endpoint is None or self._routing.takes(endpoint) else None)
+
         if not planned:
             loop.call_soon(self._resume, live)
         elif self.waiting.reroute(live):
-            loop.call_soon(self._place)
-
-    def _place(self) -> None:
-        """Send those that lost their workers in one turn of the loop."""
-        for live, endpoint in self._placer.place(self.waiting.take_rerouting()):
-            self._resume(live, endpoint if endpoint is None or self._routing.takes(endpoint) else None)
+            loop.call_soon(place)
 
     def _resume(self, live: LiveRequest, planned: Endpoint | None = None) -> None:
         live.give_back()
@@ -424,11 +425,6 @@ class Driver:
             self.fail_internally(live)
 
     # --- KV transfers
-
-    def advance(self, live: LiveRequest, event: kv.Event) -> None:
-        """Advance the KV transfer of a request."""
-        if live.kv_move is not None:
-            self.feed(live, on.TransferAdvanced(event, tuple(live.accepted[live.kv_move.base :])))
 
     def _advance_move(self, live: LiveRequest, move: KvMove, effect: do.Effect) -> on.Event | None:
         match effect:

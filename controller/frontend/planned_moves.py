@@ -104,7 +104,7 @@ class KvMoveSink(KvMove):
     def _advance(self, event: kv.Event) -> None:
         live = self.wanted.live
         if live.kv_move is self:
-            self._driver.advance(live, event)
+            self._driver.feed(live, live.advanced(event))
 
     def reserved(self, frame: Reserved) -> None:
         """The target keeps the room, and names the tokens that it has cached: let the source send, if that is still the quicker

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from controller.deciders import thresholds
 from controller.deciders.capacity import Slo, slo_of
@@ -27,6 +27,34 @@ Lineage = tuple[str, str]  # revision, tokenizer
 _USUAL = Knobs()
 ANY_NUMBER = 1 << 30  # requests, of a worker that does not say how many it can hold
 RANKS_MAX = 1024  # DP ranks of a worker that are looked at, whatever it registers
+
+
+class ConnectedWorkers(Protocol):
+    """What a router is told about workers by what connects it with them. No call waits. Here: all are there, and say nothing."""
+
+    def reachable(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is connected, and its engine not known to be stuck."""
+        return True
+
+    def recently_heard(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is reachable, and was heard as lately as one that lives is."""
+        return True
+
+    def load(self, worker: str) -> Load | None:
+        """Return the load that the worker reported last; None if it is not connected."""
+        return None
+
+    def load_by_rank(self, worker: str) -> Sequence[Load]:
+        """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
+        return ()
+
+    def external_load(self, worker: str) -> Load | None:
+        """Return what requests that are not ours load the worker with; None if it is not connected."""
+        return None
+
+    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
+        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
+        return ()
 
 
 class WorkerRank(NamedTuple):

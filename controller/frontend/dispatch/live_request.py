@@ -17,6 +17,7 @@ from controller.frontend.health.exposure import Exposures, ServedSpan
 from controller.frontend.openai.completion import Choice, Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
 from controller.frontend.openai.text.tokenizer import Tokens, load_tokens
+from controller.frontend.request.events import TransferAdvanced
 from controller.frontend.request.state import (
     AnswerProgress,
     GenerationRequest,
@@ -27,6 +28,7 @@ from controller.frontend.request.state import (
 )
 from controller.frontend.request_metrics import ModelMetrics
 from controller.frontend.settings import FrontendSettings
+from controller.migration import live as kv
 from controller.ports import LostCause
 from controller.router.endpoints import Endpoint, Key
 from controller.router.load.active_sequences import ActiveSequences
@@ -337,6 +339,11 @@ class LiveRequest(ABC):
         self._prompt_tokens = self.length
         if len(self.accepted) > self.stats.movable_max:
             self.stats.note_length(len(self.accepted), self.state)
+
+    def advanced(self, event: kv.Event) -> TransferAdvanced:
+        """Return an event of its KV transfer, for the state machine."""
+        base = self.kv_move.base if self.kv_move is not None else len(self.accepted)
+        return TransferAdvanced(event, tuple(self.accepted[base:]))
 
     def keep_room(self) -> None:
         """Keep the room that the request was admitted with, and that was given back for it."""

@@ -14,51 +14,21 @@ All comparisons are strict. A bound that cannot be computed (a rank that does no
 not say how many tokens it takes a step) is no bound.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor
-from typing import Protocol
 
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.router.endpoints import Endpoint, EndpointTable, Lineage
+from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, Lineage
 from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.work import AnswerLengths
 from events.blocks import BlockNames
-from events.wire import Load
 
 AHEAD_S = 0.1  # with deadlines: a worker gets nothing new while it has more to read than that
 NEARLY_FULL = BusyThresholds(0.95)  # with deadlines: nor with more of its KV blocks in use
 FILLED_MAX = 0.98  # of its KV blocks, with what is sent: engines keep some that no new prompt may take (vLLM's watermark is 1 %)
 HOLDS_S = 0.0002  # for each worker that was looked at: twenty times as long as the look took
-
-
-class ConnectedWorkers(Protocol):
-    """What a router is told about workers by what connects it with them. No call waits. Here: all are there, and say nothing."""
-
-    def reachable(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is connected, and its engine not known to be stuck."""
-        return True
-
-    def recently_heard(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is reachable, and was heard as lately as one that lives is."""
-        return True
-
-    def load(self, worker: str) -> Load | None:
-        """Return the load that the worker reported last; None if it is not connected."""
-        return None
-
-    def load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
-        return ()
-
-    def external_load(self, worker: str) -> Load | None:
-        """Return what requests that are not ours load the worker with; None if it is not connected."""
-        return None
-
-    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True)

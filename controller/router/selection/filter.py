@@ -15,8 +15,8 @@ from enum import Enum
 
 import msgspec
 
-from controller.router.endpoints import Endpoint, Key
-from controller.router.load.monitor import ConnectedWorkers, LoadMonitor
+from controller.router.endpoints import ConnectedWorkers, Endpoint, Key
+from controller.router.load.monitor import LoadMonitor
 from events.errors import HoldfastError
 from events.wire import Load
 

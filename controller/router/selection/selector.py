@@ -29,10 +29,9 @@ from math import inf
 import msgspec
 import numpy as np
 
-from controller.router.endpoints import Endpoint, Key, Lineage, WorkerRank
+from controller.router.endpoints import ConnectedWorkers, Endpoint, Key, Lineage, WorkerRank
 from controller.router.index.index import Depths
 from controller.router.load.active_sequences import ActiveSequences, Floats, RankLoad, Rows
-from controller.router.load.monitor import ConnectedWorkers
 from controller.router.selection.filter import TOKENS_PER_REQUEST, WEIGHT_MIN, Filter
 from controller.router.selection.score import (
     USUAL,

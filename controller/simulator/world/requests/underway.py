@@ -10,9 +10,9 @@ from typing import Protocol
 
 from controller.deciders.breaker import Breaker
 from controller.frontend.health.local_breakers import LocalBreakers
-from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, Key
 from controller.router.load.active_sequences import ActiveSequences
-from controller.router.load.monitor import ConnectedWorkers, LoadLimits, LoadMonitor
+from controller.router.load.monitor import LoadLimits, LoadMonitor
 from controller.router.selection.filter import Headroom, NoWorker, Picker, Rules
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
