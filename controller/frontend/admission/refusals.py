@@ -55,7 +55,7 @@ class OverloadAnswers:
         return min(self.longest_s, max(1, ceil(wait_s)))
 
     def error_in(self, message: str, code: str, wait_s: float, *, should_retry: bool) -> ApiError:
-        """Return what a client is told who would be let in after `wait_s`, a little less or more; inf: nobody knows when."""
+        """Return the error for a request that would be admitted after `wait_s`, with jitter; inf: the time is unknown."""
         told_s = max(SHORTEST_S, wait_s) * (1 + JITTER * (2 * self._dice() - 1))
         told_s = min(float(self.longest_s), told_s)
         again = should_retry and told_s < self.longest_s
@@ -67,7 +67,7 @@ class OverloadAnswers:
         return ApiError(self._status, str(error), code=error.code, retry_after_s=retry_after_s)
 
     def error(self, model: str, message: str, code: str, before: int) -> ApiError:
-        """Return what a client is told, where so many wait before him."""
+        """Return the overload error for a request behind `before` waiting ones."""
         return ApiError(self._status, message, code=code, retry_after_s=self.wait_s(model, before))
 
 

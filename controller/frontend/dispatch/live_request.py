@@ -246,7 +246,7 @@ class Continuation(msgspec.Struct):
     def _unworded(self) -> str:
         """Return the text of the tokens that came after the last text, as it follows from what stands before them.
 
-        A character of which only some bytes have come is left out: who goes on in text says it whole.
+        A character of which only some bytes have come is left out: a worker that continues in text gives it whole.
         """
         accepted, worded = self.accepted, self._worded
         if worded == len(accepted):

@@ -141,7 +141,7 @@ class PoisonWatch:
         self._reachable = reachable
         self._observe = observe
         self._now = now
-        self.resolved = False  # one that was waited for has been found out; whoever acts on it resets it
+        self.resolved = False  # one that was waited for is resolved; the driver resets it
         self._flights: dict[int, Flight] = {}  # by sketch
         self._proven: OrderedDict[int, None] = OrderedDict()  # sketches
         self._records: OrderedDict[str, Record] = OrderedDict()  # by fingerprint

@@ -34,9 +34,7 @@ class GenerationRequest(
     deterministic: bool
     names: BlockNames  # of the prompt's blocks
     tier: str = "standard"
-    priority: int = (
-        0  # at the worker; 0 is the best, and everybody's where requests are not let in by deadlines
-    )
+    priority: int = 0  # at the worker; 0 is the best, and that of every request without deadline admission
     arrived: float | None = (
         None  # when, by the frontend's monotonic clock; None: when it was sent to a worker first
     )
