@@ -8,93 +8,35 @@ from events.errors import HoldfastError
 
 RETRY_AFTER_SHED_S = 30
 QUOTED_MAX = 200  # characters of a client's own words in an error
-CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
-    (
-        "invalid_http",
-        "invalid_json",
-        "invalid_value",
-        "unsupported_parameter",
-        "context_length_exceeded",
-        "no_chat_template",
-        "invalid_request",
-        "invalid_api_key",
-        "admin_refused",
-        "model_not_found",
-        "starting",
-        "unknown_url",
-        "method_not_allowed",
-        "body_too_large",
-        "body_timeout",
-        "head_timeout",
-        "headers_too_large",
-        "too_many_connections",
-        "internal",
-        "engine_error",
-        "non_finite",
-        "invalid_output",
-        "disconnected",
-        "stream_incomplete",
-        "corrupt_output",
-        "capacity_shed",
-        "not_accepting",
-        "queue_full",
-        "queue_timeout",
-        "first_token_timeout",
-        "no_worker",
-        "no_routable_worker",
-        "no_reachable_worker",
-        "all_workers_failed",
-        "all_workers_busy",
-        "upstream_overloaded",
-        "cannot_connect",
-        "not_serving",
-        "engine_shutdown",
-        "overloaded",
-        "unhealthy",
-        "tokenizer_missing",
-        "draining",
-        "stalled",
-        "upstream_lost",
-        "request_poisonous",
-        "cancelled",
-        "deadline",
-        "deadline_unattainable",
-        "retry_budget",
-    )
-)
-
-
+NO_WORKER = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker"))
 OVERLOAD = frozenset(  # there are workers, and no room
     ("queue_full", "queue_timeout", "all_workers_busy", "upstream_overloaded", "deadline", "retry_budget")
 )
-NOBODY = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker"))
-REFUSALS = frozenset(  # of requests that were not begun anywhere, for another reason than want of room
-    (
-        "capacity_shed",
-        "not_accepting",
-        "draining",
-        "starting",
-        "tokenizer_missing",
-        "request_poisonous",
-        "deadline_unattainable",
-        *NOBODY,
-    )
+REFUSALS = NO_WORKER.union(  # of requests that were not begun anywhere, for another reason than lack of room
+    ("capacity_shed", "not_accepting", "draining", "starting", "tokenizer_missing"),
+    ("request_poisonous", "deadline_unattainable"),
 )
-ERROR_TYPES = {
-    400: "validation",
+CODES = OVERLOAD.union(  # what a program may rely on: each stands in docs/api.md
+    REFUSALS,
+    # the request is invalid
+    ("invalid_http", "invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
+    ("no_chat_template", "invalid_request", "model_not_found", "unknown_url", "method_not_allowed"),
+    ("invalid_api_key", "admin_refused"),
+    # it exceeds a limit
+    ("body_too_large", "body_timeout", "head_timeout", "headers_too_large", "too_many_connections"),
+    # it was begun, and has failed
+    ("internal", "engine_error", "non_finite", "invalid_output", "corrupt_output", "stream_incomplete"),
+    ("disconnected", "cannot_connect", "not_serving", "overloaded", "engine_shutdown", "unhealthy"),
+    ("stalled", "upstream_lost", "all_workers_failed", "first_token_timeout", "cancelled"),
+)
+ERROR_TYPES = dict.fromkeys((400, 405, 408, 413, 431), "validation") | {
     401: "unauthorized",
     404: "not_found",
-    405: "validation",
-    408: "validation",
-    413: "validation",
-    431: "validation",
     499: "cancelled",
     502: "backend_error",
     503: "unavailable",
     504: "response_timeout",
 }
-
-
 FAULTS = ("internal", "backend_error", "unavailable", "response_timeout", "first_token_timeout")
 """The `error_type`s that are a fault of the fleet's: what a client's own mistakes and refusals are not."""
 
@@ -126,8 +68,7 @@ class ApiError(HoldfastError):
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def refusal(self) -> str:
@@ -139,7 +80,7 @@ class ApiError(HoldfastError):
     def error_type(self) -> str:
         """What it is counted as. The words are NVIDIA Dynamo's where it has one."""
         refusal = self.refusal
-        if refusal and refusal not in NOBODY:
+        if refusal and refusal not in NO_WORKER:
             return refusal
         if self.code == "first_token_timeout":
             return self.code
@@ -152,9 +93,7 @@ class ApiError(HoldfastError):
     @property
     def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}
-        if (
-            self.retry_after_s is not None
-        ):  # whole seconds for whoever reads them; OpenAI's client reads the other one first
+        if self.retry_after_s is not None:  # OpenAI's client reads the milliseconds first
             headers["Retry-After"] = str(max(1, ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(ceil(self.retry_after_s * 1000))
         if self.refusal:
@@ -186,9 +125,8 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 def too_long(tokens: int, context: int, param: str, *, least: bool = False) -> ApiError:
     """Return the 400 for a prompt that leaves no room for an answer; `least`: it may have more tokens than these."""
-    message = (
-        f"the prompt has {'at least ' if least else ''}{tokens} tokens, the model's context is {context}"
-    )
+    shown = f"at least {tokens}" if least else tokens
+    message = f"the prompt has {shown} tokens, the model's context is {context}"
     return invalid(message, param, "context_length_exceeded")
 
 
@@ -199,12 +137,8 @@ def unsupported(param: str, why: str = "") -> ApiError:
 
 def unknown_model(model: str) -> ApiError:
     """Return the 404 for a model that nobody serves, nor will."""
-    return ApiError(
-        404,
-        f"the model {quoted(model)!r} does not exist: /v1/models lists those that do",
-        code="model_not_found",
-        param="model",
-    )
+    why = f"the model {quoted(model)!r} does not exist: /v1/models lists those that do"
+    return ApiError(404, why, code="model_not_found", param="model")
 
 
 def starting() -> ApiError:
