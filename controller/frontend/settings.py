@@ -5,21 +5,89 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from controller.deciders.thresholds import BusyThresholds
-from controller.frontend.router_settings import Mode as Mode
-from controller.frontend.router_settings import RouterSettings as RouterSettings
 from controller.migration.cost import MovingPolicy
 from controller.setting_types import NotNegative, Positive, Share, Strict
 from events.intrusion.send_budget import TrafficLimit, traffic
 
+Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
 OnCorruption = Literal["continue", "restart", "error"]
 AdmissionControl = Literal["none", "token-capacity", "deadline"]
 OverloadStatus = Literal[503, 429, 529]
 FairnessKey = Literal["header", "api_key", "user"]
 INFLIGHT_PER_BATCH = 4.0
+_PAIRS_WANTED = {
+    "ttft_deadlines": "tier=milliseconds,... is wanted, such as premium=500,standard=2000",
+    "model_aliases": "alias=model,... is wanted, such as gpt-4o=llama-70b",
+}
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@]+/?")
+
+
+class RouterSettings(Strict):
+    """How a worker is chosen for a request. The names are NVIDIA Dynamo's; docs/router.md says what each does to the cost,
+    and where our defaults are others."""
+
+    mode: Mode = Field(
+        default="kv",
+        description="how a worker is chosen: kv, round-robin, random, least-loaded, power-of-two",
+    )
+    temperature: NotNegative = Field(
+        default=0.0, description="above 0: dearer workers are chosen too, the more of them the higher it is"
+    )
+    kv_overlap_score_credit: NotNegative = Field(
+        default=5.0, description="how much a cached block of the prompt takes off the cost"
+    )
+    kv_overlap_score_credit_decay: NotNegative = Field(
+        default=0.0, description="how fast that credit shrinks on workers that have more to read than others"
+    )
+    prefill_load_scale: NotNegative = Field(
+        default=20.0, description="what a block of prompt that is still to be read weighs against one in use"
+    )
+    decode_active_request_weight: NotNegative = Field(
+        default=0.0, description="what each request in flight there adds to the cost, in blocks"
+    )
+    active_request_tokens: NotNegative = Field(
+        default=512.0, description="what each adds in prompt tokens that are still to be read"
+    )
+    recent_prefill_weight: NotNegative = Field(
+        default=0.1,
+        description="what a block of prompt that was sent there in the last 10 s weighs against one still to be read",
+    )
+    host_cache_hit_weight: NotNegative = Field(
+        default=0.75, description="what a block in the host's memory is worth of one on the device"
+    )
+    disk_cache_hit_weight: NotNegative = Field(
+        default=0.25, description="what a block on disk is worth of one on the device"
+    )
+    kv_events: bool = Field(
+        default=True,
+        description="know what workers have cached from what they say; else guess it from what was sent there",
+        json_schema_extra={"also": ["--kv-events"]},
+    )
+    ttl_secs: Positive = Field(
+        default=120.0, description="where it is guessed: how long a prompt is taken to stay cached"
+    )
+    replica_sync: bool = Field(
+        default=False, description="tell the other frontends of each request, and count theirs as our own"
+    )
+    track_active_blocks: bool = Field(default=True, description="count the blocks in use into the cost")
+    track_output_blocks: bool = Field(default=False, description="count those of answers as they grow, too")
+    track_prefill_tokens: bool = Field(
+        default=True, description="count the prompt tokens that are still to be read into the cost"
+    )
+    prefill_load_model: Literal["none", "profile"] = Field(
+        default="none",
+        description="profile: what is still to be read shrinks at the worker's registered rate until its first token",
+    )
+    assume_kv_reuse: bool = Field(
+        default=True, description="count blocks that several requests of a worker share once"
+    )
+    queue_prefill_s: Positive | None = Field(
+        default=None,
+        description="requests wait while every worker needs longer than this to read the prompts that it has already",
+    )
 
 
 class AdmissionSettings(Strict):
@@ -326,19 +394,17 @@ class FrontendSettings(Strict):
         "active_decode_blocks_threshold",
         "active_prefill_tokens_threshold",
         "active_prefill_tokens_threshold_frac",
+        "overload_status_code",
         mode="before",
     )
     @classmethod
-    def _none_is_said_in_words(cls, value: Any) -> Any:
-        """Let flags and variables say that there is no threshold: `None`, as Dynamo writes it, or nothing."""
-        return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
-
-    @field_validator("overload_status_code", mode="before")
-    @classmethod
-    def _as_a_number(cls, value: Any) -> Any:
-        if isinstance(value, str) and value.strip().lower() in ("", "none"):
+    def _number_or_none(cls, value: Any) -> Any:
+        """Let flags and variables say that there is none: `None`, as Dynamo writes it, or nothing."""
+        if not isinstance(value, str):
+            return value
+        if value.strip().lower() in ("", "none"):
             return None
-        return int(value) if isinstance(value, str) and value.isdigit() else value
+        return int(value) if value.isdigit() else value
 
     @field_validator("cors_origins")
     @classmethod
@@ -349,40 +415,27 @@ class FrontendSettings(Strict):
                 raise ValueError(f"{origin!r} is not an origin, such as https://app.example.com, or *")
         return origins
 
-    @field_validator("ttft_deadlines", mode="before")
+    @field_validator("ttft_deadlines", "model_aliases", mode="before")
     @classmethod
-    def _by_tier(cls, value: Any) -> Any:
-        """Let flags and variables say it as `premium=500,standard=2000`."""
-        return _pairs(value, "tier=milliseconds,... is wanted, such as premium=500,standard=2000")
-
-    @field_validator("model_aliases", mode="before")
-    @classmethod
-    def _by_alias(cls, value: Any) -> Any:
-        """Let flags and variables say it as `gpt-4o=llama-70b`."""
-        return _pairs(value, "alias=model,... is wanted, such as gpt-4o=llama-70b")
+    def _pairs(cls, value: Any, info: ValidationInfo) -> Any:
+        """Let flags and variables say it as `premium=500,standard=2000`, or `gpt-4o=llama-70b`."""
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if not all(name.strip() and equals and one.strip() for name, equals, one in pairs):
+            raise ValueError(_PAIRS_WANTED[info.field_name or ""])
+        return {name.strip(): one.strip() for name, _, one in pairs}
 
     @model_validator(mode="after")
-    def _a_broker_for_the_plane(self) -> "FrontendSettings":
+    def _go_together(self) -> "FrontendSettings":
         if self.static and self.request_plane == "nats":
             raise ValueError(
                 "static names workers that are reached without a broker: request_plane must be tcp"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tls_is_complete(self) -> "FrontendSettings":
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("--tls-cert and --tls-key (tls_cert, tls_key) are needed together")
-        return self
-
-    @model_validator(mode="after")
-    def _a_console_to_act_from(self) -> "FrontendSettings":
         if self.console_actions and not self.console:
             raise ValueError("console_actions are taken at the console: console must not be false")
-        return self
-
-    @model_validator(mode="after")
-    def _admission_by_deadlines(self) -> "FrontendSettings":
         for flag in ("park", "ttft_deadlines"):
             if getattr(self, flag) and not self.by_deadline:
                 named = f"--{flag.replace('_', '-')} ({flag})"
@@ -394,16 +447,6 @@ class FrontendSettings(Strict):
     def _what_is_not_set_keeps_its_default(cls, value: Any) -> Any:
         """Let one number of one link be set alone: each link has defaults of its own."""
         return laid_over(asdict(MovingPolicy()), value) if isinstance(value, Mapping) else value
-
-
-def _pairs(value: Any, wanted: str) -> Any:
-    """Read `name=value,...`. Raise ValueError with what is wanted."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-    if not all(name.strip() and equals and one.strip() for name, equals, one in pairs):
-        raise ValueError(wanted)
-    return {name.strip(): one.strip() for name, _, one in pairs}
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
