@@ -6,13 +6,7 @@ then writes it into docs/metrics.md.
 
 from prometheus_client import CollectorRegistry
 
-from controller.frontend.metric_kinds import (
-    LabelledHistogram,
-    log_spaced,
-    request_counter,
-    request_gauge,
-    token_histogram,
-)
+from controller.frontend.metric_kinds import LabelledHistogram, log_spaced, token_histogram
 from controller.metric_table import MetricTable, counter, gauge
 from events.process.exposition import written
 
@@ -23,12 +17,12 @@ PROMPT_TOKENS = log_spaced(50, 128_000, 12)
 class RequestCounts(MetricTable):
     """How many requests there are, and what became of the others."""
 
-    ended = request_counter(
+    ended = counter(
         "dynamo_frontend_requests",
         "Requests that have ended.",
         "model", "endpoint", "request_type", "status", "error_type",
     )  # fmt: skip
-    active = request_gauge(
+    active = gauge(
         "dynamo_frontend_active_requests", "Requests between their arrival and their end.", "model"
     )
     inflight = gauge("dynamo_frontend_inflight_requests", "Requests that are with a worker.", "model")

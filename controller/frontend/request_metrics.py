@@ -7,7 +7,6 @@ from itertools import product
 from math import inf
 
 from controller.frontend.errors import FAULTS
-from controller.frontend.metric_kinds import Buckets
 from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
 from controller.frontend.request.failures import CAUSES
 from controller.router.endpoints import Endpoint, shown_context
@@ -73,15 +72,15 @@ class ModelMetrics:
         self.tokens = 0
         self.rendered = 0  # of them, already in the counter
         self.decisions: Counter[str] = Counter()  # not yet in the counters, by mode
-        router, histograms = metrics.router, metrics.histograms
-        self.hit_rate: Buckets = router.hit_rate.of(model)
-        self.overlap: Buckets = router.overlap.of(model)
-        self.itl: Buckets = histograms.itl.of(model)
-        self.ttft: Buckets = histograms.ttft.of(model)
-        self.duration: Buckets = histograms.duration.of(model)
-        self.inputs: Buckets = histograms.input_tokens.of(model)
-        self.outputs: Buckets = histograms.output_tokens.of(model)
-        self.cached: Buckets = histograms.cached_tokens.of(model)
+        router, histograms = metrics.router, self._histograms
+        self.hit_rate = router.hit_rate.of(model)
+        self.overlap = router.overlap.of(model)
+        self.itl = histograms.itl.of(model)
+        self.ttft = histograms.ttft.of(model)
+        self.duration = histograms.duration.of(model)
+        self.inputs = histograms.input_tokens.of(model)
+        self.outputs = histograms.output_tokens.of(model)
+        self.cached = histograms.cached_tokens.of(model)
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
@@ -89,7 +88,7 @@ class ModelMetrics:
         for endpoint in ENDPOINTS:
             self._requests.rejections.labels(self._model, endpoint)
             for kind, fault in product(KINDS, FAULTS):
-                self._requests.ended.add(0, self._model, endpoint, kind, "error", fault)
+                self._requests.ended.labels(self._model, endpoint, kind, "error", fault)
         for begun in MIGRATION_TYPES:
             self._histograms.migration_s.of(self._model, begun, "failure")
 
@@ -128,9 +127,8 @@ class RequestMetrics:
         self._models: dict[str, ModelMetrics] = {}
         for cause in CAUSES:  # at 0, as what is shown of models
             self._histograms.resume.of(cause)
-        exposed = metrics.faults.exposed
         for action in ACTIONS:
-            exposed.labels(action)
+            metrics.faults.exposed.labels(action)
         self._kv_counted = Counts()  # of KV events, already in the counters
         self._last: dict[str, tuple[int, float, float | None]] = {}  # each worker's, not yet in the gauges
 
@@ -176,11 +174,10 @@ class RequestMetrics:
     def exposed(self, fact: FrontendObservation) -> None:
         """A request was found to have been fed by a convicted worker."""
         if isinstance(fact, RequestExposed):
-            exposed = self._metrics.faults.exposed
-            exposed.labels(fact.action).inc()
+            self._metrics.faults.exposed.labels(fact.action).inc()
 
     def settle(self) -> None:
-        """Bring the counters up to date, because somebody looks."""
+        """Bring counters and the gauges of each worker's last answer up to date, for a scrape."""
         decisions = self._metrics.router.decisions
         for model, of_model in self._models.items():
             self._requests.output_tokens.labels(model).inc(of_model.tokens - of_model.rendered)
@@ -188,8 +185,13 @@ class RequestMetrics:
             for mode, count in of_model.decisions.items():
                 decisions.labels(model, mode).inc(count)
             of_model.decisions.clear()
-        for worker, last in self._last.items():
-            gauge_last(self._metrics, worker, *last)
+        workers = self._metrics.workers
+        for worker, (prompt_tokens, ttft_s, itl_s) in self._last.items():
+            self._metrics.shown.add(worker)
+            workers.last_input.labels(worker).set(prompt_tokens)
+            workers.last_ttft.labels(worker).set(ttft_s)
+            if itl_s is not None:
+                workers.last_itl.labels(worker).set(itl_s)
         self._last.clear()
 
     def settle_kv(self, view: KvView | None, guessed: int) -> None:
@@ -250,15 +252,3 @@ def gauge_worker(
         if rank < len(loads):
             workers.waiting.labels(*labels).set(loads[rank].waiting)
             workers.decode_blocks.labels(*labels).set(loads[rank].kv_used)
-
-
-def gauge_last(
-    metrics: FrontendMetrics, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None
-) -> None:
-    """Show how a worker's last answer went."""
-    metrics.shown.add(worker)
-    workers = metrics.workers
-    workers.last_input.labels(worker).set(prompt_tokens)
-    workers.last_ttft.labels(worker).set(ttft_s)
-    if itl_s is not None:
-        workers.last_itl.labels(worker).set(itl_s)

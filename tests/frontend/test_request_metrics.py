@@ -3,11 +3,11 @@
 from frontend_kit import frontend
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import generate_latest
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.metric_kinds import LabelledCount, LabelledHistogram
+from controller.frontend.metric_kinds import LabelledHistogram, token_histogram
+from controller.frontend.metrics import FrontendMetrics
 from events.decisions import HealthStatus
 from events.observations import WorkerLeft
 
@@ -37,33 +37,27 @@ async def test_metrics_show_no_last_answer_of_a_worker_that_went_before_anybody_
         assert 'worker_id="w1"' not in kit.director.render_metrics().decode()
 
 
-def test_what_is_counted_with_each_request_reads_as_the_client_librarys_own_metrics() -> None:
-    disable_created_metrics()
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
-    counter, gauge = (
-        Counter("c", "Says.", ("a", "b"), registry=theirs),
-        Gauge("g", "So.", ("a",), registry=theirs),
-    )
-    count = LabelledCount(CounterMetricFamily, "c", "Says.", ("a", "b"))
-    level = LabelledCount(GaugeMetricFamily, "g", "So.", ("a",))
-    ours.register(count)
-    ours.register(level)
-    assert generate_latest(ours) == generate_latest(theirs), "nothing was counted yet"
+def test_the_counts_of_requests_read_as_the_client_library_writes_them() -> None:
+    metrics = FrontendMetrics()
+    requests = metrics.requests
+    assert metrics.render() == generate_latest(metrics.registry), "nothing was counted yet"
     for name in ("z", 'a"\n', "z"):
-        counter.labels(name, "").inc(9_999_999)
-        count.add(9_999_999, name, "")
-        gauge.labels(name).inc()
-        level.add(1, name)
-    gauge.labels("z").dec(2)
-    level.add(-2, "z")
-    assert generate_latest(ours) == generate_latest(theirs)
+        requests.ended.labels(name, "completions", "unary", "success", "").inc(9_999_999)
+        requests.active.labels(name).inc()
+    requests.active.labels("z").dec(2)
+    assert metrics.render() == generate_latest(metrics.registry)
+    text = metrics.render().decode()
+    assert 'dynamo_frontend_active_requests{model="z"} 0.0' in text
+    labels = 'endpoint="completions",error_type="",model="z",request_type="unary",status="success"'
+    assert f"dynamo_frontend_requests_total{{{labels}}} 1.9999998e+07" in text
 
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=40))
 def test_a_noted_value_counts_as_an_added_one_whenever_somebody_looks(
     values: list[tuple[float, bool]],
 ) -> None:
-    noted, added = (LabelledHistogram("h", "Says.", (0.5, 1, 30), ()) for _ in range(2))
+    row = token_histogram("h", "Says.", bounds=(0.5, 1, 30))
+    noted, added = row.make(row), row.make(row)
     for value, looked_at in values:
         noted.of().note(value)
         added.of().add(value)

@@ -5,6 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache
 
 import msgspec
 import structlog
@@ -54,6 +55,8 @@ class OpenAiEndpoints:
         self._serial = itertools.count(1)
         self._admission = director.admission
         self._requests = director.metrics.requests
+        self._active = cache(self._requests.active.labels)  # a look-up without the client library's lock
+        self._ended = cache(self._requests.ended.labels)
         self._tokenizer_ms = director.metrics.histograms.tokenizer_ms
         self._slow_clients = director.metrics.faults.slow_clients
 
@@ -105,7 +108,7 @@ class OpenAiEndpoints:
             if parsed.model not in self._director.table.known:
                 parsed = resolved(self._director, parsed)
             model = parsed.model
-            self._requests.active.add(1, model)
+            self._active(model).inc()
             self.answering += 1
             response, error = await self._answer(head, parsed, headers, overrides, transport, arrived)
             return response
@@ -308,12 +311,12 @@ class OpenAiEndpoints:
         """Count a request that has ended; an error after the first token too, although its status was 200."""
         requests = self._requests
         if model:
-            requests.active.add(-1, model)
+            self._active(model).dec()
             self.answering -= 1
         if error is None:
-            requests.ended.add(1, model, endpoint, kind, "success", "")
+            self._ended(model, endpoint, kind, "success", "").inc()
             return
-        requests.ended.add(1, model, endpoint, kind, "error", error.error_type)
+        self._ended(model, endpoint, kind, "error", error.error_type).inc()
         if error.status == 499:
             requests.cancellations.labels(model, endpoint, kind).inc()
             requests.disconnected.inc()
