@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, Literal
 
 from controller.frontend.http.openapi import document
+from controller.frontend.http.routes import ROUTES
 
 Kind = Literal["head", "bytes", "value", "values", "left"]
 ROUND: Sequence[Kind] = (
@@ -136,7 +137,7 @@ def odd_request(seed: int, number: int) -> Odd:
 @cache
 def fields() -> Sequence[tuple[str, str]]:
     """Return each field of the API, with the name of the schema that has it."""
-    schemas = document()["components"]["schemas"]
+    schemas = document(ROUTES)["components"]["schemas"]
     return [(name, field) for name in _GOOD for field in schemas[name]["properties"]]
 
 

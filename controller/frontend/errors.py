@@ -156,6 +156,11 @@ def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
+def tokenizer_missing(model: str) -> ApiError:
+    """Return the 503 for a model whose tokenizer cannot be read."""
+    return unavailable(f"the tokenizer of {model} cannot be read", "tokenizer_missing", 30)
+
+
 def shed(tier: str) -> ApiError:
     """Return the 503 of a request that a degradation level sheds."""
     message = f"the fleet is short of capacity and does not serve the tier {tier} now"

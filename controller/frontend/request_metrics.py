@@ -127,8 +127,9 @@ class RequestMetrics:
         self._models: dict[str, ModelMetrics] = {}
         for cause in CAUSES:  # at 0, as what is shown of models
             self._histograms.resume.of(cause)
+        self._exposed = metrics.faults.exposed
         for action in ACTIONS:
-            metrics.faults.exposed.labels(action)
+            self._exposed.labels(action)
         self._kv_counted = Counts()  # of KV events, already in the counters
         self._last: dict[str, tuple[int, float, float | None]] = {}  # each worker's, not yet in the gauges
 
@@ -174,7 +175,7 @@ class RequestMetrics:
     def exposed(self, fact: FrontendObservation) -> None:
         """A request was found to have been fed by a convicted worker."""
         if isinstance(fact, RequestExposed):
-            self._metrics.faults.exposed.labels(fact.action).inc()
+            self._exposed.labels(fact.action).inc()
 
     def settle(self) -> None:
         """Bring counters and the gauges of each worker's last answer up to date, for a scrape."""

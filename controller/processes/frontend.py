@@ -239,7 +239,7 @@ class FrontendProcess:
 
     async def drain(self, api: Api, listeners: Listeners) -> None:
         """Take no new requests, let those in flight end, and cut off what is left after the grace."""
-        api.drain()
+        api.openai.drain()
         await listeners.refuse()
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.grace_s

@@ -8,67 +8,50 @@ What is set goes onto the journal, and holds on every frontend of the fleet. Err
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 from pydantic import ValidationError
 
 from controller.deciders.thresholds import BusyThresholds
-from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, quoted
-from controller.frontend.openai.intake import Intake
+from controller.frontend.http.answers import JSON
+from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.request_models import BusyThresholdBody
 from events.observations import BusyThresholdsSet
 
-JSON = "application/json"
+
+async def thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
+    """Return the thresholds of every model that has some."""
+    monitor, known = endpoints.director.routing.monitor, endpoints.director.table.known
+    found = [(model, monitor.thresholds(model)) for model in sorted(known)]
+    return web.json_response({"thresholds": [_shown(model, one) for model, one in found if one]})
 
 
-class BusyThresholdEndpoint:
-    """Answers both methods."""
-
-    def __init__(self, director: Director, intake: Intake) -> None:
-        self._director = director
-        self._intake = intake
-
-    async def listed(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Return the thresholds of every model that has some."""
-        monitor, known = self._director.routing.monitor, self._director.table.known
-        found = [(model, monitor.thresholds(model)) for model in sorted(known)]
-        return web.json_response({"thresholds": [_shown(model, one) for model, one in found if one]})
-
-    async def set(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Set a model's thresholds, or return them."""
-        if request.content_type != JSON:
-            return _error(415, f"Expected request with `Content-Type: {JSON}`")
-        try:
-            asked = await self._intake.parsed("json", request)
-        except ApiError as error:
-            return _error(error.status, str(error))
-        try:
-            body = BusyThresholdBody.model_validate(asked)
-        except ValidationError as error:
-            return _error(422, "; ".join(_sentence(dict(one)) for one in error.errors()))
-        try:
-            given = body.given
-        except ValueError as error:
-            return _error(400, str(error))
-        monitor = self._director.routing.monitor
-        now = monitor.thresholds(body.model)
-        if not given:
-            return web.json_response(_shown(body.model, now))
-        if body.model not in self._director.table.known:
-            name = quoted(body.model)
-            return _error(404, f"Model '{name}' not found. Thresholds can only be set for discovered models.")
-        self._director.set_thresholds(
-            BusyThresholdsSet(
-                frontend="",
-                model=body.model,
-                active_decode_blocks=given.active_decode_blocks,
-                active_prefill_tokens=given.active_prefill_tokens,
-                active_prefill_tokens_frac=given.active_prefill_tokens_frac,
-            )
-        )
-        return web.json_response(_shown(body.model, given.over(now)))
+async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
+    """Set a model's thresholds, or return them."""
+    director = endpoints.director
+    if request.content_type != JSON:
+        return _error(415, f"Expected request with `Content-Type: {JSON}`")
+    try:
+        body = BusyThresholdBody.model_validate(await endpoints.intake.parsed("json", request))
+        given = body.given
+    except ApiError as error:
+        return _error(error.status, str(error))
+    except ValidationError as error:
+        return _error(422, "; ".join(_sentence(dict(one)) for one in error.errors()))
+    except ValueError as error:
+        return _error(400, str(error))
+    monitor = director.routing.monitor
+    now = monitor.thresholds(body.model)
+    if not given:
+        return web.json_response(_shown(body.model, now))
+    if body.model not in director.table.known:
+        name = quoted(body.model)
+        return _error(404, f"Model '{name}' not found. Thresholds can only be set for discovered models.")
+    director.set_thresholds(BusyThresholdsSet(frontend="", model=body.model, **asdict(given)))
+    return web.json_response(_shown(body.model, given.over(now)))
 
 
 def _shown(model: str, thresholds: BusyThresholds) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ answer before it has ended. Only the wait for a head is timed here; a body has i
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
 
@@ -16,9 +17,10 @@ from aiohttp import StreamReader, web
 from aiohttp.http import RawRequestMessage
 
 from controller.frontend.errors import ApiError
-from controller.frontend.http.api import Handler
+from controller.frontend.http.answers import refusal
 from controller.frontend.http.open_connections import OpenConnections
 
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MIB = 2**20
 AHEAD_BYTES_MAX = 2**18  # of what is sent ahead of its turn: past it reading pauses
 _END = b"\r\n\r\n"  # of a head
@@ -218,9 +220,7 @@ class ClientHandler(web.RequestHandler):
             return usual
         name = f" ({type(exc).__name__})" if exc is not None else ""
         error = ApiError(status, f"this is not a valid HTTP request{name}", code="invalid_http")
-        response = web.Response(
-            status=status, body=error.encoded(), content_type="application/json", headers=error.headers
-        )
+        response = refusal(error, {})
         response.force_close()
         return response
 

@@ -5,15 +5,16 @@ It is chosen as for a request, with what this frontend knows at this moment. In 
 
 from typing import Any
 
+from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
+from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.http.served_models import chosen_model
-from controller.frontend.openai.intake import Intake, read_prompts
+from controller.frontend.openai.intake import read_prompts
 from controller.frontend.openai.request_models import SALT_CHARS_MAX
 from controller.frontend.openai.request_parser import parse_completion, validated
-from controller.frontend.openai.text.tokenizer import TokenizerMissing, ready_tokens
 from controller.frontend.request.routing_overrides import RoutingOverrides, overridden
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.scheduling.scheduler import explained
@@ -43,20 +44,26 @@ class RoutingQuestion(BaseModel):
     router: dict[str, str] = Field(default_factory=dict)
 
 
-async def explain(director: Director, body: Any, intake: Intake) -> dict[str, Any]:
+async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[str, Any]:
     """Return which worker would get a prompt, each candidate's cost term by term, and why others are none.
 
-    `body` is the request's JSON, as `RoutingQuestion` has it. Raise ApiError: 400 for what is wrong with it, 404 for a model
-    that nobody serves, 503 where nobody can take the prompt.
+    The request's body is JSON, as `RoutingQuestion` has it. Raise ApiError: 400 for what is wrong with it, 404 for a model
+    that no worker serves, 503 where no worker can take the prompt.
     """
-    question = validated(RoutingQuestion, body)
+    director = endpoints.director
+    scheduler, models = director.routing, director.table.models
+    question = validated(RoutingQuestion, await endpoints.intake.parsed("json", request))
     if (question.prompt is None) == (question.tokens is None):
         raise invalid("either prompt, or tokens", "prompt")
     model = chosen_model(director, question.model)
     settings = overridden(director.settings.router, tuple(question.router.items()))
     try:
-        lineage = director.routing.lineage(model)
-        prompt = await _prompt(director, model, lineage, question, intake)
+        lineage = scheduler.lineage(model)
+        tokens = await endpoints.tokens_of(model, lineage)
+        given = question.prompt if question.prompt is not None else question.tokens
+        parsed = parse_completion({"model": model, "prompt": given})
+        context = scheduler.group(model, lineage).context_tokens
+        ((prompt, _),) = await read_prompts(parsed, tokens, context, endpoints.intake)
         plan = GenerationRequest(
             id="",
             model=model,
@@ -70,14 +77,12 @@ async def explain(director: Director, body: Any, intake: Intake) -> dict[str, An
             cache_salt=question.cache_salt,
             overrides=RoutingOverrides(settings, explain=True),
         )
-        found = director.routing.shortlist(plan)
+        found = scheduler.shortlist(plan)
     except NoWorker as error:
         raise unavailable(str(error), error.code, 1) from error
-    scheduler, models = director.routing, director.table.models
-    choice = scheduler.choose(found, plan)
     drawn = ", drawn: the cheaper the likelier" if settings.mode == "kv" and settings.temperature > 0 else ""
     others = [endpoint for endpoint in models.get(model, ()) if endpoint not in found]
-    return explained(choice) | {
+    return explained(scheduler.choose(found, plan)) | {
         "model": model,
         "why": WHY[settings.mode] + drawn,
         "known": scheduler.known,
@@ -85,20 +90,6 @@ async def explain(director: Director, body: Any, intake: Intake) -> dict[str, An
             {"worker": endpoint.worker, "why": _why_not(director, endpoint, lineage)} for endpoint in others
         ],
     }
-
-
-async def _prompt(
-    director: Director, model: str, lineage: Lineage, question: RoutingQuestion, intake: Intake
-) -> list[int]:
-    try:
-        tokens = await ready_tokens(lineage[1])
-    except TokenizerMissing as error:
-        raise unavailable(f"the tokenizer of {model} cannot be read", "tokenizer_missing", 30) from error
-    given = question.prompt if question.prompt is not None else question.tokens
-    parsed = parse_completion({"model": model, "prompt": given})
-    context = director.routing.group(model, lineage).context_tokens
-    ((prompt, _),) = await read_prompts(parsed, tokens, context, intake)
-    return prompt
 
 
 def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage) -> str:

@@ -13,12 +13,11 @@ its first byte, and so is all that comes after it.
 
 import asyncio
 import socket
-from email.utils import formatdate
 from typing import cast
 
 from aiohttp import web
-from aiohttp.http import SERVER_SOFTWARE
 
+from controller.frontend.http.answers import written
 from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.request_head import Head, HeadCache
@@ -196,14 +195,3 @@ class FastPathConnection(asyncio.Protocol):
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
-
-
-def written(response: web.Response) -> bytes:
-    """Return a response as aiohttp writes it on a connection that stays."""
-    body = response.body
-    assert isinstance(body, bytes)
-    headers = "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())
-    return (
-        f"HTTP/1.1 {response.status} {response.reason}\r\n{headers}Content-Length: {len(body)}\r\n"
-        f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
-    ).encode() + body

@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-from controller.frontend.http.api import Api, Handler
-from controller.frontend.http.client_handler import ClientServer
+from controller.frontend.http.api import Api
+from controller.frontend.http.client_handler import ClientServer, Handler
 from controller.frontend.http.fast_path import FastPathConnection
 from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.http.tls import Tls
@@ -34,7 +34,7 @@ class Listeners:
         """Answer with `api`, on the hosts and ports of the settings, once they are opened; `admin`: what answers on the admin
         port, if that is more than the api does there."""
         self._settings = settings
-        self._api = api
+        self._endpoints = api.openai
         self._tls = Tls.of(settings.tls_cert, settings.tls_key)
         self._context = None if self._tls is None else self._tls.context
         bounds, body_mb_max = api.director.metrics.bounds, settings.admission.body_mb_max
@@ -69,7 +69,7 @@ class Listeners:
         server = self.aiohttp
         loop = asyncio.get_running_loop()
         make = partial(
-            FastPathConnection, self._api.openai, self._heads, server, self._connections, self._clients
+            FastPathConnection, self._endpoints, self._heads, server, self._connections, self._clients
         )
         handshake_s = None if self._context is None else self._settings.connections.head_s
         return await loop.create_server(
@@ -87,7 +87,7 @@ class Listeners:
                 with socket.socket(fileno=os.dup(held.fileno())) as same:
                     same.listen(BACKLOG)
             await self._shared.start_serving()
-            self._api.listening = True
+            self._endpoints.listening = True
         except OSError as error:
             raise SharedPortTaken(
                 f"port {self._settings.port}: {error.strerror}. {SharedPortTaken.__doc__}"
@@ -132,7 +132,7 @@ class Listeners:
 
     async def refuse(self) -> None:
         """Take no new connections on the shared port: the host's other frontends get them."""
-        self._api.listening = False
+        self._endpoints.listening = False
         if self._shared is not None:
             self._shared.close()
             self._shared = None
@@ -142,7 +142,7 @@ class Listeners:
         await self.refuse()
         await asyncio.gather(self._end_all(), self._public.cleanup())
         await self._admin.cleanup()
-        await self._api.close()
+        await self._endpoints.close()
 
     async def _end_all(self) -> None:
         """Let what is answered on the fast path end, and what was written leave, for `SHUTDOWN_S`."""

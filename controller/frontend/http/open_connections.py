@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 
 from controller.frontend.errors import ApiError
+from controller.frontend.http.answers import refusal, written
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import ConnectionSettings
 
@@ -69,14 +70,6 @@ def address_of(transport: asyncio.Transport) -> str:
 
 def end(transport: asyncio.Transport, error: ApiError) -> None:
     """Answer a connection that has no request yet with an error, and close it."""
-    body = error.encoded()
-    reason = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}[
-        error.status
-    ]
-    headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
-    head = (
-        f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json; charset=utf-8\r\n{headers}"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    transport.write(head.encode() + body)
+    response = refusal(error, {"Connection": "close"})
+    transport.write(written(response))
     transport.close()

@@ -14,20 +14,28 @@ from aiohttp import web
 from controller.frontend.admission.admission import Reservation
 from controller.frontend.admission.deadlines import WantedRequest, WantedTokens
 from controller.frontend.director import Director
-from controller.frontend.errors import ApiError, internal, invalid, unavailable
+from controller.frontend.errors import ApiError, internal, invalid, tokenizer_missing, unavailable
+from controller.frontend.http.answers import json_answer, refusal
 from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.cors import Cors
 from controller.frontend.http.served_models import model_of
 from controller.frontend.openai.body_scan import UNSCANNED_BYTES
 from controller.frontend.openai.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.openai.intake import Intake, read_prompts
-from controller.frontend.openai.request_head import Head, fresh_id, read_admission, read_head, unknown_fields
+from controller.frontend.openai.request_head import (
+    ENDPOINTS,
+    Head,
+    fresh_id,
+    read_admission,
+    read_head,
+    unknown_fields,
+)
 from controller.frontend.openai.request_parser import ParsedRequest, parse_body
 from controller.frontend.openai.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.openai.writers import ResponseFormat, event
-from controller.frontend.request.routing_overrides import RoutingOverrides, read_overrides
+from controller.frontend.request.routing_overrides import read_overrides
 from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
 from events.blocks import BlockNames, seed
@@ -35,17 +43,33 @@ from events.blocks import BlockNames, seed
 log = structlog.get_logger(__name__)
 
 
+class Call(msgspec.Struct):
+    """A request for tokens that was understood."""
+
+    head: Head
+    parsed: ParsedRequest
+    headers: dict[str, str]  # of every answer to it
+    arrived: float  # by the frontend's monotonic clock
+
+    @property
+    def id(self) -> str:
+        """Its id, which the client has given or we have drawn."""
+        return self.headers["X-Request-Id"]
+
+
 class OpenAiEndpoints:
     """Answers requests for tokens, and knows those that are being answered."""
 
     def __init__(self, director: Director, tokens: Callable[[str], Awaitable[Tokens]] = ready_tokens) -> None:
         """Answer with what this director routes to. `tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
-        self._director = director
+        self.director = director
         self._driver = director.driver
-        self.tokens = tokens
+        self._tokens = tokens
+        self.listening = False  # on the port that the host's frontends share
         self._over = False  # nothing is answered any more
         self.intake = Intake(director.settings, director.metrics.bounds)
-        self.cors = Cors.of(director.settings.cors_origins)
+        origins = director.settings.cors_origins
+        self.cors = Cors(origins) if origins else None
         self.keys = ApiKeys.of(director.settings.api_key_file, director.metrics.bounds)
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
@@ -60,12 +84,21 @@ class OpenAiEndpoints:
         self._tokenizer_ms = director.metrics.histograms.tokenizer_ms
         self._slow_clients = director.metrics.faults.slow_clients
 
-    async def serve(self, endpoint: str, request: web.BaseRequest) -> web.StreamResponse:
+    @property
+    def draining(self) -> bool:
+        """Whether no new requests are admitted any more."""
+        return not self._admission.open
+
+    @property
+    def ready(self) -> bool:
+        """Whether this frontend takes requests, and could serve one."""
+        return self.director.routing.monitor.servable and self.listening and not self.draining
+
+    async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request for tokens that came through aiohttp."""
-        version = (request.version.major, request.version.minor)
-        head = read_head(
-            endpoint, request.headers, version, self._director.table.tiers, keep=bool(request.keep_alive)
-        )
+        version, tiers = (request.version.major, request.version.minor), self.director.table.tiers
+        keep = bool(request.keep_alive)
+        head = read_head(ENDPOINTS[request.path], request.headers, version, tiers, keep=keep)
         response = await self._respond(head, request, request.transport)
         return StreamedResponse(keep=head.keep) if response is None else response
 
@@ -82,18 +115,16 @@ class OpenAiEndpoints:
     ) -> web.Response | None:
         """Answer a request, of which the body is given, or is still to be read. Return what is to be written; None: it was
         streamed."""
-        headers, arrived = answer_headers(head, self.cors), self._director.now()
+        headers, arrived = answer_headers(head, self.cors), self.director.now()
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
             if self.keys is not None:
                 self.keys.check(head.credentials)
-            if isinstance(given, bytes):
-                overrides = head.overrides
-            else:
-                overrides = read_overrides(given.raw_headers, self._director.settings.router)
-                if self._admission.by_deadline:
-                    head = msgspec.structs.replace(head, asked=read_admission(given.raw_headers))
+            if not isinstance(given, bytes):  # the fast path has read these with the head
+                overrides = read_overrides(given.raw_headers, self.director.settings.router)
+                asked = read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
+                head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
             parsed: ParsedRequest
             if (
                 isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES
@@ -105,12 +136,12 @@ class OpenAiEndpoints:
                 told = unknown_fields(parsed.unknown)
                 headers["Warning"] = f"{head.warning}, {told}" if head.warning else told
             kind = "stream" if parsed.stream else "unary"
-            if parsed.model not in self._director.table.known:
-                parsed = resolved(self._director, parsed)
+            if parsed.model not in self.director.table.known:
+                parsed = resolved(self.director, parsed)
             model = parsed.model
             self._active(model).inc()
             self.answering += 1
-            response, error = await self._answer(head, parsed, headers, overrides, transport, arrived)
+            response, error = await self._answer(Call(head, parsed, headers, arrived), transport)
             return response
         except ApiError as raised:
             error = raised
@@ -129,16 +160,10 @@ class OpenAiEndpoints:
             error = None  # it knows this frame by its traceback: the two would keep the body until cycles are looked for
 
     async def _answer(
-        self,
-        head: Head,
-        parsed: ParsedRequest,
-        headers: dict[str, str],
-        overrides: RoutingOverrides,
-        transport: asyncio.Transport | None,
-        arrived: float,
+        self, call: Call, transport: asyncio.Transport | None
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
-        id = headers["X-Request-Id"]
+        head, parsed, headers = call.head, call.parsed, call.headers
         stream: SseStream | None = None
         completion: Completion | None = None
         if parsed.stream:
@@ -146,25 +171,31 @@ class OpenAiEndpoints:
                 raise asyncio.CancelledError  # its client has gone
             stream = SseStream(
                 transport,
-                self._director.settings.stream,
+                self.director.settings.stream,
                 chunked=head.chunked,  # its head names the worker that the completion is with by then
                 head=lambda: response_head(head, headers | completion.headers if completion else headers),
                 overflow=lambda stream, why: self._cut(completion, stream, why),
-                began_at=arrived,
+                began_at=call.arrived,
             )
             self._unanswered.add(stream)
         try:
             if self._admission.by_deadline:
-                admitted, tokens, reservation = await self._in_time(head, parsed, id, overrides, arrived)
+                admitted, tokens, reservation = await self._in_time(call)
             else:
                 reservation = await self._admission.admit(parsed.model, head.tier)
                 try:
-                    admitted, tokens = await self._admitted(
-                        head, parsed, id, reservation.lineage, overrides, arrived
-                    )
+                    admitted, tokens = await self._admitted(call, reservation.lineage)
                 finally:
                     reservation.free()  # for the answers, which are launched before another request's turn comes
-            completion = self._completion(admitted, answer_format(parsed, tokens, id), stream)
+            routing = self.director.routing
+            priority = 0 if admitted.first_token_by is None else routing.urgency(admitted.tier)
+            completion = Completion(
+                admitted,
+                answer_format(parsed, tokens, call.id),
+                stream,
+                priority=priority,
+                migration_limit=routing.limit(parsed.model),
+            )
         except BaseException as why:
             if stream is None or not stream.started:
                 raise
@@ -179,78 +210,62 @@ class OpenAiEndpoints:
             headers |= completion.headers
         if error is not None:
             raise error
-        body = json.dumps(completion.body(), ensure_ascii=False).encode()
-        return web.Response(body=body, content_type="application/json", headers=headers), None
+        return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
-    def _completion(
-        self, admitted: AdmittedRequest, format: ResponseFormat, stream: SseStream | None
-    ) -> Completion:
-        """Return the completion of an admitted request, not launched yet. Raise ApiError (400)."""
-        routing = self._director.routing
-        priority = 0 if admitted.first_token_by is None else routing.urgency(admitted.tier)
-        limit = routing.limit(admitted.parsed.model)
-        return Completion(admitted, format, stream, priority=priority, migration_limit=limit)
-
-    async def _in_time(
-        self,
-        head: Head,
-        parsed: ParsedRequest,
-        id: str,
-        overrides: RoutingOverrides,
-        arrived: float,
-    ) -> tuple[AdmittedRequest, Tokens, Reservation]:
-        """Return a request that is let in by its deadline, and its room, given back for the generations. Raise ApiError."""
-        director = self._director
-        client = head.asked.client(director.settings.admission.fairness_by, parsed.user)
-        wanted = WantedRequest(parsed.model, head.tier, head.asked, client, arrived, head.id)
+    async def _in_time(self, call: Call) -> tuple[AdmittedRequest, Tokens, Reservation]:
+        """Return a request that is admitted by its deadline, and its room, given back for the answers. Raise ApiError."""
+        head, parsed = call.head, call.parsed
+        client = head.asked.client(self.director.settings.admission.fairness_by, parsed.user)
+        wanted = WantedRequest(parsed.model, head.tier, head.asked, client, call.arrived, head.id)
         lineage = self._admission.look(wanted)
-        admitted, tokens = await self._admitted(head, parsed, id, lineage, overrides, arrived)
+        admitted, tokens = await self._admitted(call, lineage)
         most = 0
-        for prompt, _, _ in admitted.prompts:  # what is mistaken does not stand in line
+        for prompt, _, _ in admitted.prompts:  # an invalid request does not wait in the queue
             most = max(most, sampling(parsed, len(prompt), admitted.group, 0, 0).max_tokens)
         asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
         reservation, until = await self._admission.enter(wanted, lineage, asked)
         reservation.free()
         return msgspec.structs.replace(admitted, first_token_by=until), tokens, reservation
 
-    async def _admitted(
-        self,
-        head: Head,
-        parsed: ParsedRequest,
-        id: str,
-        lineage: Lineage,
-        overrides: RoutingOverrides,
-        arrived: float,
-    ) -> tuple[AdmittedRequest, Tokens]:
-        director = self._director
+    async def _admitted(self, call: Call, lineage: Lineage) -> tuple[AdmittedRequest, Tokens]:
+        """Return a request with its prompts as tokens, and its model's tokenizer. Raise ApiError."""
+        head, parsed, director = call.head, call.parsed, self.director
         began = director.now()
         try:
-            tokens = await self.tokens(lineage[1])
+            tokens = await self._tokens(lineage[1])
             group = director.routing.group(parsed.model, lineage)
             if parsed.guided or parsed.details is not None or parsed.logprobs is not None:
                 refuse_unsupported(parsed, group.engine, text_only=group.text_only)
             prompts = await read_prompts(parsed, tokens, group.context_tokens, self.intake)
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=parsed.model, why=str(error))
-            raise unavailable(
-                f"the tokenizer of {parsed.model} cannot be read", "tokenizer_missing", 30
-            ) from error
+            raise tokenizer_missing(parsed.model) from error
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
             raise self._admission.refusal(error, parsed.model, head.tier) from error
         self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
-        serial = next(self._serial)
         salt = seed(namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
-        return AdmittedRequest(
-            parsed, id, head.tier, lineage, named, group, serial, head.trace, overrides, arrived
-        ), tokens
+        serial = next(self._serial)
+        admitted = AdmittedRequest(
+            parsed,
+            call.id,
+            head.tier,
+            lineage,
+            named,
+            group,
+            serial,
+            head.trace,
+            head.overrides,
+            call.arrived,
+        )
+        return admitted, tokens
 
     async def _run(
         self, completion: Completion, stream: SseStream | None, room: Reservation
     ) -> ApiError | None:
-        """Launch and wait for the end. A client that goes away takes his generations with him."""
+        """Launch its answers and wait for their end. They are cancelled when the client disconnects."""
         if self._over:
             raise _shutting_down()
         self.completions[completion] = stream
@@ -268,6 +283,13 @@ class OpenAiEndpoints:
                 self._unread[stream] = None
             elif stream is not None:
                 stream.release()
+
+    async def tokens_of(self, model: str, lineage: Lineage) -> Tokens:
+        """Return a model's tokenizer. Raise ApiError (503) if it cannot be read."""
+        try:
+            return await self._tokens(lineage[1])
+        except TokenizerMissing as error:
+            raise tokenizer_missing(model) from error
 
     def check(self, now: float) -> None:
         """Cut off the clients that have not read for too long, and read changed keys. Called every second."""
@@ -372,13 +394,3 @@ def answer_headers(head: Head, cors: Cors | None) -> dict[str, str]:
     if cors is not None:
         headers |= cors.headers(head.origin)
     return headers
-
-
-def refusal(error: ApiError, headers: dict[str, str]) -> web.Response:
-    """Return an error as a response."""
-    return web.Response(
-        status=error.status,
-        body=error.encoded(),
-        content_type="application/json",
-        headers={**headers, **error.headers},
-    )

@@ -1,19 +1,21 @@
-"""The OpenAPI 3.1 document, made of the table of routes, the models of bodies, the tables of fields that are refused or ignored,
+"""The OpenAPI 3.1 document, made of a table of routes, the models of bodies, the tables of fields that are refused or ignored,
 and the codes of errors.
 
 The models do not describe which fields contradict one another: such a request gets 400.
 """
 
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from aiohttp import web
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from controller.frontend.errors import CODES
-from controller.frontend.http.routes import MODEL, ROUTES, Route
+from controller.frontend.http.answers import JSON
+from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.request_models import (
     IGNORED,
     REFUSED_BY_CHAT,
@@ -27,7 +29,9 @@ from controller.frontend.openai.request_models import (
 )
 from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, header
 
+Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 VERSION = version("holdfast")
+MODEL = "{model}"  # the rest of a path, whatever it is
 _AT = "#/components/schemas/"
 _REFUSED: dict[str, Mapping[str, tuple[Any, ...]]] = {
     ChatBody.__name__: REFUSED_BY_CHAT,
@@ -49,16 +53,24 @@ _HEADERS = {
 }
 
 
-@cache
-def encoded() -> bytes:
-    """Return the document as JSON."""
-    return msgspec.json.encode(document())
+class Route(NamedTuple):
+    """One method of one path."""
+
+    method: str
+    path: str
+    handler: Handler
+    says: str
+    bodies: tuple[type[BaseModel], ...] = ()  # one of these is expected
+    answer: type[msgspec.Struct] | None = None
+    media: tuple[str, ...] = (JSON,)
+    api: bool = True  # on the port that frontends share; else on the admin port as well
+    admin: bool = False  # on the former only where that is enabled
 
 
-def document() -> dict[str, Any]:
+def document(routes: Sequence[Route]) -> dict[str, Any]:
     """Return the document."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in ROUTES:
+    for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
@@ -69,7 +81,7 @@ def document() -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": dict(_schemas()),
+            "schemas": dict(_schemas(routes)),
             "responses": {
                 "Error": {
                     "description": "Why not, in one sentence; `code` is stable.",
@@ -115,9 +127,9 @@ def _parameters(route: Route) -> Iterator[dict[str, Any]]:
             yield {"name": name, "in": "header", "required": False, "schema": text, "description": says}
 
 
-def _schemas() -> Iterator[tuple[str, dict[str, Any]]]:
+def _schemas(routes: Sequence[Route]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every shape that the paths speak of, by its name."""
-    bodies = [(body, "validation") for route in ROUTES for body in route.bodies]
+    bodies = [(body, "validation") for route in routes for body in route.bodies]
     _, found = models_json_schema(bodies, ref_template=f"{_AT}{MODEL}")  # type: ignore[arg-type]
     for name, schema in found["$defs"].items():
         properties = schema["properties"]
@@ -128,7 +140,7 @@ def _schemas() -> Iterator[tuple[str, dict[str, Any]]]:
             if name in _IGNORE.get(whole, ()):
                 properties[part] = {"description": f"ignored: {why}"}
         yield name, schema
-    answers = [route.answer for route in ROUTES if route.answer is not None]
+    answers = [route.answer for route in routes if route.answer is not None]
     yield from msgspec.json.schema_components(answers, ref_template=f"{_AT}{{name}}")[1].items()
     yield "Error", _error()
 

@@ -82,6 +82,6 @@ async def test_a_frontend_listens_from_when_it_lets_in_until_it_shuts() -> None:
     found = []
     for step in (listeners.open, listeners.accept, listeners.refuse):
         await step()
-        found.append(api.listening)
+        found.append(api.openai.listening)
     await listeners.close()
     assert found == [False, True, False]

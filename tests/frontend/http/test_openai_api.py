@@ -743,10 +743,10 @@ async def test_health_ready_live_metrics_models() -> None:
         assert f'dynamo_frontend_worker_last_input_sequence_tokens{{worker_id="w1"}} {len(PROMPT)}.0' in text
         assert 'dynamo_frontend_worker_last_time_to_first_token_seconds{worker_id="w1"} 0.' in text
         assert 'dynamo_frontend_worker_last_inter_token_latency_seconds{worker_id="w1"} ' in text
-        kit.api.listening = False  # as before the port is open
+        kit.api.openai.listening = False  # as before the port is open
         async with kit.http.get(kit.admin + "/health") as answer:
             assert (answer.status, (await answer.json())["message"]) == (503, "its port is about to open")
-        kit.api.listening = True
+        kit.api.openai.listening = True
         kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
         async with kit.http.get(kit.url + "/health") as answer:
             assert (answer.status, (await answer.json())["status"]) == (503, "not_ready")
