@@ -258,8 +258,9 @@ def check_front_port(args: argparse.Namespace) -> FrontendSettings:
     settings = gather(FrontendSettings, "frontend", {}, told)
     check_open_port(settings)
     for file in filter(None, (settings.api_key_file, settings.admin_key_file)):
-        ApiKeys(Path(file))
-    Tls.of(settings.tls_cert, settings.tls_key)
+        ApiKeys(file)
+    if settings.tls_cert:
+        Tls(settings.tls_cert, settings.tls_key)
     return settings
 
 

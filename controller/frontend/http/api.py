@@ -30,7 +30,8 @@ class Api:
         """Answer with what this director routes to; `openai` where its endpoints are not made as usual."""
         self.director = director
         self.openai = openai or OpenAiEndpoints(director)
-        self._admin_keys = ApiKeys.of(director.settings.admin_key_file)
+        key_file = director.settings.admin_key_file
+        self._admin_keys = ApiKeys(key_file) if key_file else None
         self._hosts = own_hosts()
 
     async def handle(self, request: web.BaseRequest, *, admin: bool = False) -> web.StreamResponse:
@@ -58,9 +59,8 @@ class Api:
         except ApiError as error:
             return refusal(error, id_header(request))
         except Exception:  # a mistake of ours: this client gets an answer, and the others are not touched
-            log.exception(
-                "request_failed", path="" if route is None else route.path
-            )  # not the client's words
+            known = "" if route is None else route.path  # not the client's words
+            log.exception("request_failed", path=known)
             transport = request.transport
             if request.writer.output_size or transport is None or transport.is_closing():
                 raise

@@ -29,20 +29,14 @@ log = structlog.get_logger(__name__)
 class ApiKeys:
     """The keys of one file."""
 
-    def __init__(self, path: Path, bounds: BoundMetrics | None = None) -> None:
+    def __init__(self, path: Path | str, bounds: BoundMetrics | None = None) -> None:
         """Read the keys. `bounds` count each request without a valid one. Raise BadSetting."""
         self._watch = FileWatch(path)
         self._bounds = bounds
-        self._digests: list[tuple[str, bytes]] = []
         try:
-            self._digests = read_keys(path)
+            self._digests = read_keys(self._watch.path)
         except ValueError as error:
             raise BadSetting(f"the API key file {error}") from None
-
-    @classmethod
-    def of(cls, path: str, bounds: BoundMetrics | None = None) -> "ApiKeys | None":
-        """Return the keys of a file; None without one: no key is required. Raise BadSetting."""
-        return cls(Path(path), bounds) if path else None
 
     def check(self, authorization: str) -> str:
         """Return the name of the key in an `Authorization` header. Raise ApiError (401)."""
@@ -50,12 +44,8 @@ class ApiKeys:
             return name
         if self._bounds is not None:
             self._bounds.count("api_key")
-        why = (
-            "Incorrect API key provided."
-            if authorization
-            else "No API key provided: send Authorization: Bearer KEY."
-        )
-        raise ApiError(401, why, code="invalid_api_key")
+        why = "No API key provided: send Authorization: Bearer KEY."
+        raise ApiError(401, "Incorrect API key provided." if authorization else why, code="invalid_api_key")
 
     def named(self, authorization: str) -> str:
         """Return the name of the key in an `Authorization` header; empty: it has no valid one."""

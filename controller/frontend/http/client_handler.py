@@ -146,7 +146,10 @@ class ClientHandler(web.RequestHandler):
         self._head_tail = seen[: len(self._head_tail) + end][1 - len(_END) :]
         self._head_bytes += end
         if self._head_bytes > self._clients.settings.head_bytes_max and self._let_in is not None:
-            self._clients.end_large_head(self._let_in)
+            why = (
+                f"the request's line and headers have more than {self._clients.settings.head_bytes_max} bytes"
+            )
+            self._clients.end(self._let_in, "head_bytes", ApiError(431, why, code="headers_too_large"))
             self.force_close()
             return len(data)
         self._offer(data[:end])
@@ -204,7 +207,8 @@ class ClientHandler(web.RequestHandler):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self._let_in is not None and not self._let_in.is_closing():
-            self._clients.end_late_head(self._let_in)
+            why = f"the request's head has not come within {self._clients.settings.head_s:g} s"
+            self._clients.end(self._let_in, "head_wait", ApiError(408, why, code="head_timeout"))
             self.force_close()
 
     def handle_error(

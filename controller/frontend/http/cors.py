@@ -16,11 +16,6 @@ class Cors:
         self._any = "*" in origins
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
 
-    @classmethod
-    def of(cls, origins: Collection[str]) -> "Cors | None":
-        """Return the rules for these origins; None without any."""
-        return cls(origins) if origins else None
-
     def headers(self, origin: str) -> dict[str, str]:
         """Return what an answer to a page of this origin needs; nothing if it may not use the API."""
         if not origin or not (self._any or origin.lower() in self._origins):

@@ -35,7 +35,7 @@ class FastPathConnection(asyncio.Protocol):
 
     __slots__ = (
         "_aiohttp", "_answering", "_body_timer", "_buffer", "_clients", "_closing", "_connections", "_endpoints",
-        "_heads", "_idle_since", "_idle_timer", "_loop", "_transport", "_writing_paused",
+        "_heads", "_idle_since", "_idle_timer", "_incomplete", "_loop", "_transport", "_writing_paused",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,7 @@ class FastPathConnection(asyncio.Protocol):
         self._clients = clients
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()  # what has come and is not understood yet
+        self._incomplete: Head | None = None  # of the request that is in it, as long as its body is not whole
         self._answering: asyncio.Task[None] | None = None
         self._body_timer: asyncio.TimerHandle | None = None  # waits for the rest of a body
         self._idle_since = 0.0  # loop time when the last answer ended, or the connection was made
@@ -83,43 +84,31 @@ class FastPathConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a request, or a part of one."""
-        if self not in self._connections:  # it was not let in
+        if self not in self._connections:  # it was refused
             return
-        if self._answering is not None or self._buffer:
-            self._buffer_data(data)
-            return
-        if self._writing_paused:  # the client does not read its last answer: aiohttp waits until it does
-            self._hand_over(data)
-            return
-        head = self._heads.read(data[: data.find(_END, 0, HEAD_BYTES_MAX) + len(_END)])
-        if head is None or head.whole > BYTES_MAX or len(data) > head.whole:
-            self._hand_over(data)
-        elif len(data) == head.whole:
-            self._begin(head, data)
-        else:
-            self._buffer += data
-            self._body_timer = self._loop.call_later(PATIENCE_S, self._hand_over)
-
-    def _buffer_data(self, data: bytes) -> None:
-        """Keep what comes behind a head, or before its turn."""
-        buffer = self._buffer
-        buffer += data
         if self._answering is not None:
-            if len(buffer) > BYTES_MAX:
+            self._buffer += data
+            if len(self._buffer) > BYTES_MAX:
                 self._transport.pause_reading()
             return
-        end = buffer.find(_END) + len(_END)
-        head = self._heads.read(bytes(buffer[:end]))
-        assert head is not None
-        if len(buffer) > head.whole:
-            self._hand_over()
-        elif len(buffer) == head.whole:
-            self._stop_body_timer()
-            self._buffer = bytearray()
-            self._begin(head, bytes(buffer))
-
-    def _begin(self, head: Head, request: bytes) -> None:
-        self._answering = self._loop.create_task(self._answer(head, request[head.end :]))
+        head, size = self._incomplete, len(self._buffer) + len(data)
+        if (
+            head is None and not self._writing_paused
+        ):  # a client that does not read its last answer is aiohttp's
+            head = self._heads.read(data[: data.find(_END, 0, HEAD_BYTES_MAX) + len(_END)])
+        if head is None or head.whole > BYTES_MAX or size > head.whole:
+            self._hand_over(data)
+        elif size < head.whole:
+            self._buffer += data
+            if self._incomplete is None:
+                self._incomplete = head
+                self._body_timer = self._loop.call_later(PATIENCE_S, self._hand_over)
+        else:
+            if self._incomplete is not None:
+                self._incomplete = None
+                self._stop_body_timer()
+                data, self._buffer = bytes(self._buffer) + data, bytearray()
+            self._answering = self._loop.create_task(self._answer(head, data[head.end :]))
 
     async def _answer(self, head: Head, body: bytes) -> None:
         """Answer a request. A client that goes away cancels this."""

@@ -6,8 +6,8 @@ from pathlib import Path
 class FileWatch:
     """One file, as it was when it was last looked at."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
         self._seen = self._look()
 
     def changed(self) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-from collections.abc import Set
 from functools import partial
 from typing import Any
 
@@ -35,20 +34,19 @@ class Listeners:
         port, if that is more than the api does there."""
         self._settings = settings
         self._endpoints = api.openai
-        self._tls = Tls.of(settings.tls_cert, settings.tls_key)
+        self._tls = Tls(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         self._context = None if self._tls is None else self._tls.context
         bounds, body_mb_max = api.director.metrics.bounds, settings.admission.body_mb_max
         self._clients = OpenConnections(settings.connections, bounds)
-        self._public = _runner(ClientServer(api.handle, self._clients, body_mb_max))
-        others = OpenConnections(
-            settings.connections, bounds
-        )  # separate: a full public port does not close this one
-        self._admin = _runner(
-            ClientServer(admin or api.admin, others, body_mb_max)
-        )  # `holdfast route` sends prompts
+        # Counted apart: a full public port does not close the admin port
+        others = OpenConnections(settings.connections, bounds)
+        self._public, self._admin = (
+            web.ServerRunner(ClientServer(handler, clients, body_mb_max), shutdown_timeout=SHUTDOWN_S)
+            for handler, clients in ((api.handle, self._clients), (admin or api.admin, others))
+        )
         self._shared: asyncio.Server | None = None
         self._heads = HeadCache(settings.router, api.director.table, by_deadline=settings.by_deadline)
-        self._connections: set[FastPathConnection] = set()
+        self.fast_path: set[FastPathConnection] = set()  # connections that aiohttp has not taken over
 
     async def open(self) -> None:
         """Listen on the admin port, and hold the shared one, where the host's other frontends get all connections until
@@ -67,12 +65,11 @@ class Listeners:
 
     async def _hold(self, host: str, port: int) -> asyncio.Server:
         server = self.aiohttp
-        loop = asyncio.get_running_loop()
         make = partial(
-            FastPathConnection, self._endpoints, self._heads, server, self._connections, self._clients
+            FastPathConnection, self._endpoints, self._heads, server, self.fast_path, self._clients
         )
         handshake_s = None if self._context is None else self._settings.connections.head_s
-        return await loop.create_server(
+        return await asyncio.get_running_loop().create_server(
             make, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False,
             ssl=self._context, ssl_handshake_timeout=handshake_s,
         )  # fmt: skip
@@ -92,11 +89,6 @@ class Listeners:
             raise SharedPortTaken(
                 f"port {self._settings.port}: {error.strerror}. {SharedPortTaken.__doc__}"
             ) from error
-
-    @property
-    def fast_path(self) -> Set[FastPathConnection]:
-        """The connections to the shared port that aiohttp has not taken over."""
-        return self._connections
 
     @property
     def aiohttp(self) -> web.Server:
@@ -148,19 +140,13 @@ class Listeners:
         """Let what is answered on the fast path end, and what was written leave, for `SHUTDOWN_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + SHUTDOWN_S
-        answering = [
-            task for connection in tuple(self._connections) if (task := connection.end()) is not None
-        ]
+        answering = [task for connection in tuple(self.fast_path) if (task := connection.end()) is not None]
         if answering:
             _, late = await asyncio.wait(answering, timeout=SHUTDOWN_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        for connection in tuple(self._connections):
+        for connection in tuple(self.fast_path):
             connection.end()
-        while self._connections and loop.time() < until:  # noqa: ASYNC110 (a moment, once in a life)
+        while self.fast_path and loop.time() < until:  # noqa: ASYNC110 (a moment, once in a life)
             await asyncio.sleep(_LOOK_S)
-
-
-def _runner(server: ClientServer) -> web.ServerRunner:
-    return web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)

@@ -31,15 +31,15 @@ class OpenConnections:
         """Count a connection and return True, or answer with the reason why it is refused and close it."""
         address, settings = address_of(transport), self.settings
         if settings.per_address_max and self._by_address[address] >= settings.per_address_max:
-            self._bounds.count("connections_of_address")
+            bound = "connections_of_address"
             why = f"there are {settings.per_address_max} connections of this address already"
         elif settings.total_max and len(self) >= settings.total_max:
-            self._bounds.count("connections")
-            why = f"there are {settings.total_max} connections already"
+            bound, why = "connections", f"there are {settings.total_max} connections already"
         else:
             self._by_address[address] += 1
             return True
-        end(transport, ApiError(503, why, code="too_many_connections", retry_after_s=RETRY_AFTER_S))
+        error = ApiError(503, why, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
+        self.end(transport, bound, error)
         return False
 
     def leave(self, transport: asyncio.Transport) -> None:
@@ -49,27 +49,14 @@ class OpenConnections:
         if not self._by_address[address]:
             del self._by_address[address]
 
-    def end_large_head(self, transport: asyncio.Transport) -> None:
-        """End a connection on which a request's head is larger than it may be."""
-        self._bounds.count("head_bytes")
-        why = f"the request's line and headers have more than {self.settings.head_bytes_max} bytes"
-        end(transport, ApiError(431, why, code="headers_too_large"))
-
-    def end_late_head(self, transport: asyncio.Transport) -> None:
-        """End a connection on which a request's head has begun, and not ended in time."""
-        self._bounds.count("head_wait")
-        why = f"the request's head has not come within {self.settings.head_s:g} s"
-        end(transport, ApiError(408, why, code="head_timeout"))
+    def end(self, transport: asyncio.Transport, bound: str, error: ApiError) -> None:
+        """Answer a connection that exceeds a bound and has no request yet with an error, and close it."""
+        self._bounds.count(bound)
+        transport.write(written(refusal(error, {"Connection": "close"})))
+        transport.close()
 
 
 def address_of(transport: asyncio.Transport) -> str:
     """Return a client's address without its port."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if peer else ""
-
-
-def end(transport: asyncio.Transport, error: ApiError) -> None:
-    """Answer a connection that has no request yet with an error, and close it."""
-    response = refusal(error, {"Connection": "close"})
-    transport.write(written(response))
-    transport.close()

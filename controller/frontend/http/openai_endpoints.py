@@ -44,12 +44,13 @@ log = structlog.get_logger(__name__)
 
 
 class Call(msgspec.Struct):
-    """A request for tokens that was understood."""
+    """A request for tokens that was parsed."""
 
     head: Head
     parsed: ParsedRequest
     headers: dict[str, str]  # of every answer to it
     arrived: float  # by the frontend's monotonic clock
+    transport: asyncio.Transport | None  # None: its client has disconnected
 
     @property
     def id(self) -> str:
@@ -68,9 +69,9 @@ class OpenAiEndpoints:
         self.listening = False  # on the port that the host's frontends share
         self._over = False  # nothing is answered any more
         self.intake = Intake(director.settings, director.metrics.bounds)
-        origins = director.settings.cors_origins
+        origins, key_file = director.settings.cors_origins, director.settings.api_key_file
         self.cors = Cors(origins) if origins else None
-        self.keys = ApiKeys.of(director.settings.api_key_file, director.metrics.bounds)
+        self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
@@ -126,9 +127,8 @@ class OpenAiEndpoints:
                 asked = read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
                 head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
             parsed: ParsedRequest
-            if (
-                isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES
-            ):  # nearly always: no coroutine for it
+            # Nearly every body is small: it needs no coroutine
+            if isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES:
                 parsed = parse_body(head.endpoint, given)
             else:
                 parsed = await self.intake.parsed(head.endpoint, given)
@@ -137,11 +137,12 @@ class OpenAiEndpoints:
                 headers["Warning"] = f"{head.warning}, {told}" if head.warning else told
             kind = "stream" if parsed.stream else "unary"
             if parsed.model not in self.director.table.known:
-                parsed = resolved(self.director, parsed)
+                model = model_of(self.director, parsed.model)
+                parsed = msgspec.structs.replace(parsed, model=model, called=parsed.model)
             model = parsed.model
             self._active(model).inc()
             self.answering += 1
-            response, error = await self._answer(Call(head, parsed, headers, arrived), transport)
+            response, error = await self._answer(Call(head, parsed, headers, arrived, transport))
             return response
         except ApiError as raised:
             error = raised
@@ -159,18 +160,16 @@ class OpenAiEndpoints:
             self._count(model, head.endpoint, kind, error)
             error = None  # it knows this frame by its traceback: the two would keep the body until cycles are looked for
 
-    async def _answer(
-        self, call: Call, transport: asyncio.Transport | None
-    ) -> tuple[web.Response | None, ApiError | None]:
+    async def _answer(self, call: Call) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         head, parsed, headers = call.head, call.parsed, call.headers
         stream: SseStream | None = None
         completion: Completion | None = None
         if parsed.stream:
-            if transport is None:
-                raise asyncio.CancelledError  # its client has gone
+            if call.transport is None:
+                raise asyncio.CancelledError
             stream = SseStream(
-                transport,
+                call.transport,
                 self.director.settings.stream,
                 chunked=head.chunked,  # its head names the worker that the completion is with by then
                 head=lambda: response_head(head, headers | completion.headers if completion else headers),
@@ -189,13 +188,8 @@ class OpenAiEndpoints:
                     reservation.free()  # for the answers, which are launched before another request's turn comes
             routing = self.director.routing
             priority = 0 if admitted.first_token_by is None else routing.urgency(admitted.tier)
-            completion = Completion(
-                admitted,
-                answer_format(parsed, tokens, call.id),
-                stream,
-                priority=priority,
-                migration_limit=routing.limit(parsed.model),
-            )
+            format, limit = answer_format(parsed, tokens, call.id), routing.limit(parsed.model)
+            completion = Completion(admitted, format, stream, priority=priority, migration_limit=limit)
         except BaseException as why:
             if stream is None or not stream.started:
                 raise
@@ -247,20 +241,10 @@ class OpenAiEndpoints:
         self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
         salt = seed(namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
-        serial = next(self._serial)
-        admitted = AdmittedRequest(
-            parsed,
-            call.id,
-            head.tier,
-            lineage,
-            named,
-            group,
-            serial,
-            head.trace,
-            head.overrides,
-            call.arrived,
-        )
-        return admitted, tokens
+        asked, serial = head.overrides, next(self._serial)
+        return AdmittedRequest(
+            parsed, call.id, head.tier, lineage, named, group, serial, head.trace, asked, call.arrived
+        ), tokens
 
     async def _run(
         self, completion: Completion, stream: SseStream | None, room: Reservation
@@ -346,14 +330,6 @@ class OpenAiEndpoints:
             requests.rejections.labels(model, endpoint).inc()
         elif error.refusal:
             requests.refusals.labels(model, endpoint, error.refusal).inc()
-
-
-def resolved(director: Director, parsed: ParsedRequest) -> ParsedRequest:
-    """Return a request for the model that its alias stands for. Raise ApiError (404, 503)."""
-    model = model_of(director, parsed.model)
-    if model == parsed.model:
-        return parsed
-    return msgspec.structs.replace(parsed, model=model, called=parsed.model)
 
 
 def answer_format(parsed: ParsedRequest, tokens: Tokens, id: str) -> ResponseFormat:

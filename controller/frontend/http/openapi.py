@@ -72,44 +72,39 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    about = "The OpenAI API, and what of vLLM's is served beside it."
+    error = {
+        "description": "Why not, in one sentence; `code` is stable.",
+        "content": _json({"$ref": f"{_AT}Error"}),
+    }
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Holdfast",
-            "version": VERSION,
-            "description": "The OpenAI API, and what of vLLM's is served beside it.",
-        },
+        "info": {"title": "Holdfast", "version": VERSION, "description": about},
         "paths": paths,
-        "components": {
-            "schemas": dict(_schemas(routes)),
-            "responses": {
-                "Error": {
-                    "description": "Why not, in one sentence; `code` is stable.",
-                    "content": {"application/json": {"schema": {"$ref": f"{_AT}Error"}}},
-                }
-            },
-        },
+        "components": {"schemas": dict(_schemas(routes)), "responses": {"Error": error}},
     }
 
 
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {JSON: {"schema": schema}}
+
+
 def _operation(route: Route) -> dict[str, Any]:
+    failed = {"$ref": "#/components/responses/Error"} if route.media else {"description": "It is not."}
     made: dict[str, Any] = {
         "operationId": f"{route.method.lower()}_{route.path.strip('/').replace('/', '_').strip('{}')}",
         "summary": route.says,
         "tags": ["api" if route.api else "operations"],
-        "responses": {
-            "200": {"description": "It is well.", **_content(route)},
-            "default": {"$ref": "#/components/responses/Error"},
-        },
+        "responses": {"200": {"description": "It is well.", **_content(route)}, "default": failed},
     }
-    if not route.media:
-        made["responses"]["default"] = {"description": "It is not."}
     if parameters := list(_parameters(route)):
         made["parameters"] = parameters
     if route.bodies:
         refs = [{"$ref": _AT + body.__name__} for body in route.bodies]
-        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        made["requestBody"] = {
+            "required": True,
+            "content": _json(refs[0] if len(refs) == 1 else {"anyOf": refs}),
+        }
     return made
 
 
@@ -146,8 +141,7 @@ def _schemas(routes: Sequence[Route]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _error() -> dict[str, Any]:
-    nothing = {"type": "null"}
-    text = {"type": "string"}
+    nothing, text = {"type": "null"}, {"type": "string"}
     code = {"type": "string", "description": f"one of {', '.join(sorted(CODES))}"}
     fields = {"message": text, "type": text, "param": {"anyOf": [text, nothing]}, "code": code}
     error = {"type": "object", "properties": fields, "required": list(fields)}

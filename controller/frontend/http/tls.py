@@ -14,18 +14,13 @@ log = structlog.get_logger(__name__)
 class Tls:
     """The certificate and private key of both ports."""
 
-    def __init__(self, certificate: Path, key: Path) -> None:
+    def __init__(self, certificate: Path | str, key: Path | str) -> None:
         """Read both files. Raise BadSetting."""
         self._files = FileWatch(certificate), FileWatch(key)
         try:
             self.context = _loaded(certificate, key)
         except (OSError, ValueError) as error:
             raise BadSetting(f"TLS with {certificate} and {key} is not possible: {_reason(error)}") from None
-
-    @classmethod
-    def of(cls, certificate: str, key: str) -> "Tls | None":
-        """Return TLS with these files; None without them. Raise BadSetting."""
-        return cls(Path(certificate), Path(key)) if certificate else None
 
     def refresh(self) -> None:
         """Read the files again if one has changed. New connections get the new certificate; files that do not match change
@@ -44,7 +39,7 @@ class Tls:
             log.info("certificate_read", file=str(certificate))
 
 
-def _loaded(certificate: Path, key: Path) -> ssl.SSLContext:
+def _loaded(certificate: Path | str, key: Path | str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])

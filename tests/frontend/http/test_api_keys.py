@@ -290,4 +290,4 @@ def test_a_certificate_that_cannot_be_used_is_refused_at_the_start(
     }[wrong]
     with pytest.raises(Exception, match=why):
         settings = FrontendSettings(tls_cert=str(files[0]), tls_key=str(files[1]))
-        Tls.of(settings.tls_cert, settings.tls_key)
+        Tls(settings.tls_cert, settings.tls_key)
