@@ -58,10 +58,6 @@ class MetricTable:
         """Return the rows by their attribute, in the order of a scrape."""
         return {name: row for name, row in vars(cls).items() if isinstance(row, Row)}
 
-    def labelled(self, *labels: str) -> list[Any]:
-        """Return what counts the rows that have exactly these labels."""
-        return [vars(self)[name] for name, row in self.rows().items() if row.labels == labels]
-
     def end(self, value: str, *labels: str) -> None:
         """End every series that has this value in one of these labels."""
         for name, row in self.rows().items():

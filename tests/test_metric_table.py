@@ -45,9 +45,8 @@ def test_a_name_that_is_there_already_is_refused() -> None:
         Queues(registry)
 
 
-def test_metrics_are_found_by_their_labels_and_by_their_kind() -> None:
+def test_metrics_are_found_by_their_kind() -> None:
     table = Queues(CollectorRegistry())
-    assert table.labelled("model") == [table.waiting, table.seconds]
     assert table.of_kind(Gauge) == [table.waiting] and table.of_kind(Counter) == [table.taken]
 
 

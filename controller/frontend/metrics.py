@@ -264,27 +264,19 @@ class FrontendMetrics:
         self.bounds = BoundMetrics(registry)
         self.shown: set[str] = set()  # workers of which something is shown
         self.shown_models: set[str] = set()
-        requests, faults = self.requests, self.faults
-        self._of_models = [
-            *self.models.labelled("model"),
-            requests.inflight,
-            requests.queued,
-            faults.panic,
-        ]
-        self._of_workers = [*self.workers.labelled("worker_id"), *self.faults.labelled("worker_id")]
         self._settled = [*self.histograms.of_kind(LabelledHistogram), *self.router.of_kind(LabelledHistogram)]
 
     def keep(self, workers: set[str], models: set[str]) -> None:
         """Show no other workers and models: those that are gone would keep their last figures for ever."""
         for worker in self.shown - workers:
-            for one in self._of_workers:
-                one.remove(worker)
-            for of_ranks in self.workers.labelled(*RANK):
-                of_ranks.remove_by_labels({"worker_id": worker})
+            self.workers.end(worker, "worker_id")
+            self.faults.end(worker, "worker_id")
         self.shown &= workers
         for model in self.shown_models - models:
-            for one in self._of_models:
-                one.remove(model)
+            self.models.end(model, "model")
+            self.faults.end(model, "model")
+            self.requests.inflight.remove(model)
+            self.requests.queued.remove(model)
         self.shown_models &= models
 
     def settle(self) -> None:
