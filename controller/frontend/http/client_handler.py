@@ -145,12 +145,10 @@ class ClientHandler(web.RequestHandler):
         end = len(data) if found < 0 else found + len(_END) - len(self._head_tail)
         self._head_tail = seen[: len(self._head_tail) + end][1 - len(_END) :]
         self._head_bytes += end
-        if self._head_bytes > self._clients.settings.head_bytes_max and self._let_in is not None:
-            why = (
-                f"the request's line and headers have more than {self._clients.settings.head_bytes_max} bytes"
-            )
-            self._clients.end(self._let_in, "head_bytes", ApiError(431, why, code="headers_too_large"))
-            self.force_close()
+        most = self._clients.settings.head_bytes_max
+        if self._head_bytes > most:
+            why = f"the request's line and headers have more than {most} bytes"
+            self._refuse("head_bytes", ApiError(431, why, code="headers_too_large"))
             return len(data)
         self._offer(data[:end])
         if self._head_tail and self._head_timer is None:
@@ -206,9 +204,13 @@ class ClientHandler(web.RequestHandler):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
+        why = f"the request's head has not come within {self._clients.settings.head_s:g} s"
+        self._refuse("head_wait", ApiError(408, why, code="head_timeout"))
+
+    def _refuse(self, bound: str, error: ApiError) -> None:
+        """End the connection at a bound, unless it is closing."""
         if self._let_in is not None and not self._let_in.is_closing():
-            why = f"the request's head has not come within {self._clients.settings.head_s:g} s"
-            self._clients.end(self._let_in, "head_wait", ApiError(408, why, code="head_timeout"))
+            self._clients.end(self._let_in, bound, error)
             self.force_close()
 
     def handle_error(

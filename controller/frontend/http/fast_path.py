@@ -57,7 +57,6 @@ class FastPathConnection(asyncio.Protocol):
         self._buffer = bytearray()  # what has come and is not understood yet
         self._incomplete: Head | None = None  # of the request that is in it, as long as its body is not whole
         self._answering: asyncio.Task[None] | None = None
-        self._body_timer: asyncio.TimerHandle | None = None  # waits for the rest of a body
         self._idle_since = 0.0  # loop time when the last answer ended, or the connection was made
         self._closing = False  # with the answer under way
         self._writing_paused = False
@@ -106,7 +105,7 @@ class FastPathConnection(asyncio.Protocol):
         else:
             if self._incomplete is not None:
                 self._incomplete = None
-                self._stop_body_timer()
+                self._body_timer.cancel()
                 data, self._buffer = bytes(self._buffer) + data, bytearray()
             self._answering = self._loop.create_task(self._answer(head, data[head.end :]))
 
@@ -178,9 +177,5 @@ class FastPathConnection(asyncio.Protocol):
         self._connections.discard(self)
         self._clients.leave(self._transport)
         self._idle_timer.cancel()
-        self._stop_body_timer()
-
-    def _stop_body_timer(self) -> None:
-        if self._body_timer is not None:
+        if self._incomplete is not None:
             self._body_timer.cancel()
-            self._body_timer = None
