@@ -30,6 +30,11 @@ WHY = {
     "round-robin": "its turn",
     "random": "drawn",
 }
+WHY_NOT: dict[type[NoWorker], str] = {
+    NotServed: "it has another revision or tokenizer",
+    NoneReachable: "this frontend does not reach it",
+    AllBusy: "it has as many requests as it may have",
+}
 
 
 class RoutingQuestion(BaseModel):
@@ -98,14 +103,8 @@ def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage) -> str:
         return f"the fleet has taken it out of service ({endpoint.status.value})"
     try:
         director.routing.room_at(endpoint, lineage)
-    except NotServed:
-        return "it has another revision or tokenizer"
-    except NoneReachable:
-        return "this frontend does not reach it"
-    except AllBusy:
-        return "it has as many requests as it may have"
     except AllClosed as error:
         return f"its server takes no new requests for {error.wait_s:.1f} s"
-    except NoWorker:
-        return "this frontend's own breaker is open"
+    except NoWorker as error:
+        return WHY_NOT.get(type(error), "this frontend's own breaker is open")
     return "others were heard more lately"

@@ -40,10 +40,10 @@ class Listeners:
         self._clients = OpenConnections(settings.connections, bounds)
         # Counted apart: a full public port does not close the admin port
         others = OpenConnections(settings.connections, bounds)
-        self._public, self._admin = (
-            web.ServerRunner(ClientServer(handler, clients, body_mb_max), shutdown_timeout=SHUTDOWN_S)
-            for handler, clients in ((api.handle, self._clients), (admin or api.admin, others))
-        )
+        # What answers all that is not plain, and has the connections on which such a request came
+        self.aiohttp = ClientServer(api.handle, self._clients, body_mb_max)
+        server = ClientServer(admin or api.admin, others, body_mb_max)
+        self._admin = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
         self._shared: asyncio.Server | None = None
         self._heads = HeadCache(settings.router, api.director.table, by_deadline=settings.by_deadline)
         self.fast_path: set[FastPathConnection] = set()  # connections that aiohttp has not taken over
@@ -52,27 +52,22 @@ class Listeners:
         """Listen on the admin port, and hold the shared one, where the host's other frontends get all connections until
         `accept`. Raise SharedPortTaken."""
         settings = self._settings
-        await self._public.setup()
         await self._admin.setup()
         admin = web.TCPSite(self._admin, settings.admin_host, settings.admin_port, ssl_context=self._context)
+        make = partial(
+            FastPathConnection, self._endpoints, self._heads, self.aiohttp, self.fast_path, self._clients
+        )
+        handshake_s = None if self._context is None else settings.connections.head_s
         port = settings.port
         try:
-            self._shared = await self._hold(settings.host, port)
+            self._shared = await asyncio.get_running_loop().create_server(
+                make, settings.host, port, reuse_port=True, backlog=BACKLOG, start_serving=False,
+                ssl=self._context, ssl_handshake_timeout=handshake_s,
+            )  # fmt: skip
             port = settings.admin_port
             await admin.start()
         except OSError as error:
             raise SharedPortTaken(f"port {port}: {error.strerror}. {SharedPortTaken.__doc__}") from error
-
-    async def _hold(self, host: str, port: int) -> asyncio.Server:
-        server = self.aiohttp
-        make = partial(
-            FastPathConnection, self._endpoints, self._heads, server, self.fast_path, self._clients
-        )
-        handshake_s = None if self._context is None else self._settings.connections.head_s
-        return await asyncio.get_running_loop().create_server(
-            make, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False,
-            ssl=self._context, ssl_handshake_timeout=handshake_s,
-        )  # fmt: skip
 
     async def accept(self) -> None:
         """Take connections on the shared port. Raise SharedPortTaken."""
@@ -89,13 +84,6 @@ class Listeners:
             raise SharedPortTaken(
                 f"port {self._settings.port}: {error.strerror}. {SharedPortTaken.__doc__}"
             ) from error
-
-    @property
-    def aiohttp(self) -> web.Server:
-        """What answers all that is not plain, and has the connections on which such a request came. After `open`."""
-        server = self._public.server
-        assert server is not None
-        return server
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
@@ -132,7 +120,9 @@ class Listeners:
     async def close(self) -> None:
         """Close everything."""
         await self.refuse()
-        await asyncio.gather(self._end_all(), self._public.cleanup())
+        await asyncio.sleep(0)  # requests that have come begin
+        self.aiohttp.pre_shutdown()
+        await asyncio.gather(self._end_all(), self.aiohttp.shutdown(SHUTDOWN_S))
         await self._admin.cleanup()
         await self._endpoints.close()
 
