@@ -231,7 +231,9 @@ def _frontend(name: str, machines: Machines, settings: FrontendSettings) -> Virt
     director = Director(World(name, plane, observe, LoopClock(), lambda: next(dice)), settings)
     director.go_live()
     director.set_static(machines.joined())
-    return VirtualFrontend(name, director, OpenAiEndpoints(director, _tokens), plane, facts)
+    endpoints = OpenAiEndpoints(director)
+    endpoints.tokens = _tokens
+    return VirtualFrontend(name, director, endpoints, plane, facts)
 
 
 async def _tokens(name: str) -> Tokens:

@@ -4,11 +4,11 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import pytest
@@ -25,7 +25,6 @@ from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
-from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokens, ready_tokens
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import WorkerRank
@@ -36,6 +35,12 @@ from events.observations import CanaryFailed, Profile, WorkerJoined
 TOKENS = load_tokens(BUILTIN)
 PROFILE = Profile(kv_blocks=100, block_tokens=16, max_batch=8, prefill_tokens_per_s=1e5, tpot_ms=((1, 1.0),))
 USUAL = [Road("tcp")]  # the last one is how frontends reach their workers, if a test says nothing
+
+
+class ReadTokens(Protocol):
+    """Returns a tokenizer by its name."""
+
+    async def __call__(self, name: str) -> Tokens: ...
 
 
 @pytest.fixture
@@ -234,7 +239,7 @@ async def _call_off(tasks: Collection[asyncio.Task[Any]]) -> None:
 async def frontend(
     *workers: ScriptedWorker,
     road: Road | None = None,
-    tokens: Callable[[str], Awaitable[Tokens]] = ready_tokens,
+    tokens: ReadTokens = ready_tokens,
     live: bool = True,
     between: Callable[[RequestPlaneClient], Any] = lambda plane: plane,
     **settings: Any,
@@ -262,7 +267,8 @@ async def frontend(
     if live:
         director.go_live()
     plane.listen(director.changed)
-    api = Api(director, OpenAiEndpoints(director, tokens))
+    api = Api(director)
+    api.openai.tokens = tokens
     listeners = Listeners(api, chosen)
     await listeners.open()
     await listeners.accept()

@@ -26,10 +26,10 @@ OPEN_PATHS = frozenset(("/health", "/ready", "/live", "/ping"))  # probes have n
 class Api:
     """What a frontend answers over HTTP."""
 
-    def __init__(self, director: Director, openai: OpenAiEndpoints | None = None) -> None:
-        """Answer with what this director routes to; `openai` where its endpoints are not made as usual."""
+    def __init__(self, director: Director) -> None:
+        """Answer with what this director routes to."""
         self.director = director
-        self.openai = openai or OpenAiEndpoints(director)
+        self.openai = OpenAiEndpoints(director)
         key_file = director.settings.admin_key_file
         self._admin_keys = ApiKeys(key_file) if key_file else None
         self._hosts = own_hosts()

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable
 from functools import cache
 
 import msgspec
@@ -61,11 +60,11 @@ class Call(msgspec.Struct):
 class OpenAiEndpoints:
     """Answers requests for tokens, and knows those that are being answered."""
 
-    def __init__(self, director: Director, tokens: Callable[[str], Awaitable[Tokens]] = ready_tokens) -> None:
-        """Answer with what this director routes to. `tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
+    def __init__(self, director: Director) -> None:
+        """Answer with what this director routes to."""
         self.director = director
         self._driver = director.driver
-        self._tokens = tokens
+        self.tokens = ready_tokens  # returns a tokenizer by its name, or raises TokenizerMissing
         self.listening = False  # on the port that the host's frontends share
         self._over = False  # nothing is answered any more
         self.intake = Intake(director.settings, director.metrics.bounds)
@@ -226,7 +225,7 @@ class OpenAiEndpoints:
         head, parsed, director = call.head, call.parsed, self.director
         began = director.now()
         try:
-            tokens = await self._tokens(lineage[1])
+            tokens = await self.tokens(lineage[1])
             group = director.routing.group(parsed.model, lineage)
             if parsed.guided or parsed.details is not None or parsed.logprobs is not None:
                 refuse_unsupported(parsed, group.engine, text_only=group.text_only)
@@ -271,7 +270,7 @@ class OpenAiEndpoints:
     async def tokens_of(self, model: str, lineage: Lineage) -> Tokens:
         """Return a model's tokenizer. Raise ApiError (503) if it cannot be read."""
         try:
-            return await self._tokens(lineage[1])
+            return await self.tokens(lineage[1])
         except TokenizerMissing as error:
             raise tokenizer_missing(model) from error
 

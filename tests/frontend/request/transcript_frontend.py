@@ -20,7 +20,6 @@ from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
-from controller.frontend.openai.text.tokenizer import ready_tokens
 from controller.frontend.settings import FrontendSettings
 from events.fact import Decision, Fact, Observation, Recorded
 from events.observations import KvLayout, TrafficReported
@@ -179,7 +178,7 @@ class TranscriptFrontend:
         world = World("f1", self.plane, self._observe, self._clock, lambda: 0.0)
         self._director = Director(world, chosen)
         self._director.go_live()
-        self._endpoints = OpenAiEndpoints(self._director, ready_tokens)
+        self._endpoints = OpenAiEndpoints(self._director)
         self._fleet, self._seq = Fleet(), 0
         self._prompts: dict[str, list[int]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
