@@ -192,7 +192,11 @@ class OpenAiEndpoints:
         except BaseException as why:
             if stream is None or not stream.started:
                 raise
-            return None, _ended_early(stream, why)
+            if not isinstance(why, ApiError):
+                stream.abort()  # nothing can follow what has been sent
+                raise
+            stream.end(event(why.body()))
+            return None, why
         finally:
             if stream is not None:
                 self._unanswered.discard(stream)
@@ -345,16 +349,6 @@ def answer_format(parsed: ParsedRequest, tokens: Tokens, id: str) -> ResponseFor
         logprobs=parsed.logprobs,
         logprobs_by_id=parsed.logprobs_by_id,
     )
-
-
-def _ended_early(stream: SseStream, error: BaseException) -> ApiError:
-    """End the stream of a request that was not let in, but whose head has been sent. Return the error that was its last event;
-    raise what is none."""
-    if not isinstance(error, ApiError):
-        stream.abort()  # nothing can follow what has been sent
-        raise error
-    stream.end(event(error.body()))
-    return error
 
 
 def _shutting_down() -> ApiError:
