@@ -282,12 +282,11 @@ class OpenAiEndpoints:
         """Cut off the clients that have not read for too long, and read changed keys. Called every second."""
         if self.keys is not None:
             self.keys.refresh()
-        for stream in [*self.completions.values(), *self._unread]:
-            if stream is not None:
-                stream.check(now)
-        for stream in [*self.completions.values(), *self._unanswered]:
-            if stream is not None:
-                stream.await_token(now)
+        answered = [stream for stream in self.completions.values() if stream is not None]
+        for stream in [*answered, *self._unread]:
+            stream.check(now)
+        for stream in [*answered, *self._unanswered]:
+            stream.await_token(now)
         for stream in [stream for stream in self._unread if not stream.waiting]:
             del self._unread[stream]
             stream.release()
