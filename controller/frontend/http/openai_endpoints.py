@@ -81,7 +81,7 @@ class OpenAiEndpoints:
         self._requests = director.metrics.requests
         self._active = cache(self._requests.active.labels)  # a look-up without the client library's lock
         self._ended = cache(self._requests.ended.labels)
-        self._tokenizer_ms = director.metrics.histograms.tokenizer_ms
+        self._tokenizer_ms = cache(director.metrics.histograms.tokenizer_ms.of)
         self._slow_clients = director.metrics.faults.slow_clients
 
     @property
@@ -241,7 +241,7 @@ class OpenAiEndpoints:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
             raise self._admission.refusal(error, parsed.model, head.tier) from error
-        self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
+        self._tokenizer_ms("encode").note((director.now() - began) * 1000)
         salt = seed(namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
         asked, serial = head.overrides, next(self._serial)
