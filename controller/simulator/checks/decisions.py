@@ -1,13 +1,15 @@
 """Checks of what was decided: against the ledger, against the policy, and by deciding again."""
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 from controller.deciders.capacity import attainable, fleet_capacity
 from controller.deciders.fleet import load
 from controller.deciders.health_state import LIMITED
 from controller.simulator.checks.ledger import LedgerEntry
-from controller.simulator.checks.watch import InvariantWatch
+from controller.simulator.checks.watch import InvariantWatch, invariant
 from events import codec
 from events.decisions import (
     Absorbed,
@@ -34,7 +36,6 @@ from events.observations import (
     RequestFailed,
     RequestsServed,
     WorkerJoined,
-    WorkerObservation,
 )
 
 HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
@@ -44,7 +45,9 @@ LEGAL = {
     (UNHEALTHY, HEALTHY), (UNHEALTHY, UNHEALTHY), (UNHEALTHY, DRAINING), (UNHEALTHY, DEAD),
     (DRAINING, HEALTHY), (DRAINING, UNHEALTHY), (DRAINING, DRAINING), (DRAINING, DEAD),
 }  # fmt: skip
-BREAKER_FROM = {
+OUT = (UNHEALTHY, DRAINING, DEAD)
+BreakerMoved: TypeAlias = BreakerOpened | BreakerHalfOpened | BreakerClosed
+BREAKER_FROM: dict[type[WorkerDecision], tuple[str, ...]] = {
     BreakerOpened: ("closed", "half_open"),
     BreakerHalfOpened: ("open",),
     BreakerClosed: ("half_open",),
@@ -60,59 +63,47 @@ LADDER = (
 VOTES = (GoldenProposed, GoldenDisputed, CanaryPassed, CanarySlow, WorkerJoined)
 
 
-def gapless(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a decision's number with the one before."""
-    if isinstance(event.fact, Decision) and event.fact.number != watch.ledger.number + 1:
-        return f"decision {event.fact.number} follows {watch.ledger.number}"
-    return None
+@invariant("before")
+def decisions_gapless(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
+    """Decisions are numbered from 1 without a gap."""
+    before = watch.ledger.number
+    return None if fact.number == before + 1 else f"decision {fact.number} follows {before}"
 
 
-def one_writer(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look whether whoever decided had read the decision before, or appended both together."""
+@invariant("before")
+def one_writer(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
+    """Whoever decides has read every earlier decision.
+
+    Except those that were appended together with it.
+    """
     before = watch.decided
-    if not isinstance(event.fact, Decision) or before is None:
+    if before is None or event.through >= before.seq:
         return None
-    together = (
-        before.source == event.source and before.through == event.through and before.seq == event.seq - 1
-    )
-    if not together and event.through < before.seq:
-        return (
-            f"{event.source} had read up to {event.through}, and {before.source} had decided at {before.seq}"
-        )
-    return None
+    if (before.source, before.through, before.seq) == (event.source, event.through, event.seq - 1):
+        return None
+    return f"{event.source} had read up to {event.through}, and {before.source} had decided at {before.seq}"
 
 
-def cause(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look for a decision's cause among what its controller had read."""
-    fact = event.fact
-    if not isinstance(fact, WorkerDecision) or not fact.cause:
+@invariant("before", WorkerDecision)
+def cause_is_real(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+    """A decision's cause lies before it and concerns the same life of a worker.
+
+    It must be among what the controller had read; `own_instance` looks at the life.
+    """
+    if not fact.cause:
         return None
     if fact.cause.startswith("decision:"):
         number = int(fact.cause.removeprefix("decision:"))
         return None if 0 < number < fact.number else f"decision {fact.number} is caused by {fact.cause}"
-    found = watch.ledger.observation(fact.cause)
-    if found is None or found[0] > event.through:
-        return f"{fact.kind()} through {event.through} is caused by {fact.cause}, which lies at {found and found[0]}"
+    seq, found = watch.ledger.observation(fact.cause)
+    if found is None or seq > event.through:
+        return f"{fact.kind()} through {event.through} is caused by {fact.cause}, which lies at {seq or None}"
     return None
 
 
-def own_life(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare whom a decision is about with whom its cause is about."""
-    fact = event.fact
-    if not isinstance(fact, WorkerDecision):
-        return None
-    found = watch.ledger.observation(fact.cause)
-    if found is None or (found[1].worker, found[1].instance) == (fact.worker, fact.instance):
-        return None
-    if found[1].worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found[1], VOTES):
-        return None  # goldens are voted on: another worker's answer can raise or end a doubt
-    if isinstance(fact, SpareActivated) and found[1].worker == fact.replaces:
-        return None  # a spare takes the place of a worker that is lost by this fact
-    return f"{fact.kind()} of {fact.instance} is caused by {found[1].kind()} of {found[1].instance}"
-
-
-def whole(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Decide again from what had been read, and compare with the whole append."""
+@invariant("appended")
+def batch_is_whole(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
+    """What one append holds is exactly what is due where its controller had read."""
     decisions = [e.fact for e in run if isinstance(e.fact, Decision)]
     if isinstance(decisions[0], Absorbed):
         return None if len(decisions) == 1 else "Absorbed is followed by others in its batch"
@@ -123,8 +114,9 @@ def whole(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
     return None
 
 
-def quiescent(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Decide again right after an append."""
+@invariant("appended")
+def quiescence(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
+    """Right after a decision nothing more is due."""
     last = run[-1].fact
     assert isinstance(last, Decision)
     more = watch.seams.settle(watch.policy, watch.reference.settled, last.decided_at)
@@ -135,113 +127,116 @@ def _kinds(decisions: Sequence[Decision]) -> str:
     return "[" + ", ".join(f"{d.number} {d.kind()} {getattr(d, 'instance', '')}" for d in decisions) + "]"
 
 
-def dead(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look whether a decision is about an instance that is dead."""
-    fact = event.fact
-    if not isinstance(fact, HealthChanged | BreakerOpened | BreakerHalfOpened | BreakerClosed | DrainStarted):
-        return None
+@invariant("before", HealthChanged | BreakerMoved | DrainStarted)
+def dead_stays_dead(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+    """Nothing is decided for a dead instance; only a new one lives."""
     return f"{fact.kind()} for {fact.instance}, which is dead" if fact.instance in watch.ledger.dead else None
 
 
-def transition(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a move of health with the table, with the ledger, and with the weights of the status."""
-    fact = event.fact
-    if not isinstance(fact, HealthChanged):
-        return None
+@invariant("before", HealthChanged)
+def legal_transition(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
+    """Health moves along the table, from where it was, at a fitting weight."""
     entry = watch.ledger.of(fact.worker, fact.instance)
-    was = SUSPICIOUS if entry is None or entry.status is None else entry.status
     move = f"{fact.instance}: {fact.before} to {fact.after} ({fact.reason}) at weight {fact.weight}"
     if (fact.before, fact.after) not in LEGAL:
         return move
-    if entry is not None and fact.before is not was:
+    if entry is not None and fact.before is not (was := entry.status or SUSPICIOUS):
         return f"{move}, but it was {was}"
-    if fact.after in (UNHEALTHY, DRAINING, DEAD):
+    if fact.after in OUT:
         return move if fact.weight else None
     top = 1.0 if fact.after is HEALTHY else 0.5
     limited = fact.reason == LIMITED or fact.unlimited is not None
-    return (
-        None
-        if limited or 0 < fact.weight <= top or (fact.after is SUSPICIOUS and fact.weight <= top)
-        else move
-    )
+    fits = fact.weight <= top and (fact.weight > 0 or fact.after is SUSPICIOUS)
+    return None if limited or fits else move
 
 
-def limit(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a weight with what the devices leave, as far as the controller had read."""
-    fact = event.fact
-    entry = watch.ledger.of(fact.worker, fact.instance) if isinstance(fact, HealthChanged) else None
-    if entry is None or not isinstance(fact, HealthChanged):
-        return None
-    left = entry.limit(event.through)
+@invariant("before", HealthChanged)
+def limits_obeyed(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
+    """No decision gives a worker more than its devices leave it, as far as its controller has read."""
+    entry = watch.ledger.of(fact.worker, fact.instance)
+    left = entry.limit(event.through) if entry is not None else 1.0
     return f"{fact.instance} gets {fact.weight}, its devices leave it {left}" if fact.weight > left else None
 
 
-def breaker(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a move of a breaker with its position in the ledger."""
-    fact = event.fact
-    if not isinstance(fact, BreakerOpened | BreakerHalfOpened | BreakerClosed):
-        return None
+@invariant("before", BreakerMoved)
+def breaker_moves(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+    """Breakers go closed, open, half-open, and from there open or closed: one trial."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     if entry is not None and entry.position not in BREAKER_FROM[type(fact)]:
         return f"{fact.kind()} of {fact.instance}, whose breaker was {entry.position}"
     return None
 
 
-def straggler(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look whether an outcome that moved a breaker was sent before its last move."""
-    fact = event.fact
-    if not isinstance(fact, BreakerOpened | BreakerClosed):
-        return None
-    entry, found = watch.ledger.of(fact.worker, fact.instance), watch.ledger.observation(fact.cause)
-    if entry is None or found is None:
-        return None
-    sent_under = _sent_under(found[1])
-    if sent_under is not None and sent_under < entry.moved_by:
-        return f"{fact.kind()} of {fact.instance} by an outcome sent under {sent_under}, moved last by {entry.moved_by}"
+@invariant("before", BreakerOpened | BreakerClosed)
+def no_straggler(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+    """No outcome from before a breaker's last move moves it."""
+    entry = watch.ledger.of(fact.worker, fact.instance)
+    match watch.ledger.observation(fact.cause)[1]:
+        case CanaryResult(sent_under=under):
+            pass
+        case RequestFailed(routed_under=under) | RequestsServed(routed_under=under):
+            pass
+        case _:
+            return None
+    if entry is not None and under is not None and under < entry.moved_by:
+        return f"{fact.kind()} of {fact.instance} by an outcome sent under {under}, moved last by {entry.moved_by}"
     return None
 
 
-def in_a_row(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Count naively, over what the controller had read: a repetition of a fact is one fact."""
-    fact = event.fact
-    if not isinstance(fact, BreakerOpened) or fact.reason.startswith(("unhealthy", "trial_failed")):
-        return None
+@invariant("before", BreakerOpened)
+def in_a_row(watch: InvariantWatch, event: Recorded, fact: BreakerOpened) -> str | None:
+    """Only failures in a row open a breaker: a success between them resets the count.
+
+    Counts naively, over what the controller had read: a repetition of a fact is one fact.
+    """
     entry, least = watch.ledger.of(fact.worker, fact.instance), watch.policy.breaker.failures_max
-    if entry is None:
+    if entry is None or fact.reason.startswith(("unhealthy", "trial_failed")):
         return None
     if fact.reason.startswith("requests"):
         counted = [n for seq, under, n in entry.failures if seq <= event.through and under >= entry.moved_by]
-        return (
-            None
-            if counted and max(counted) >= least
-            else f"{fact.instance}: {fact.reason}, counted {counted}"
-        )
-    known = [
-        failed for seq, under, failed in entry.results if seq <= event.through and under >= entry.moved_by
-    ]
-    return (
-        None
-        if all(known[-least:]) and len(known) >= least
-        else f"{fact.instance}: {fact.reason}, {known[-9:]}"
-    )
+        enough = max(counted, default=0) >= least
+        return None if enough else f"{fact.instance}: {fact.reason}, counted {counted}"
+    known = [bad for seq, under, bad in entry.results if seq <= event.through and under >= entry.moved_by]
+    enough = all(known[-least:]) and len(known) >= least
+    return None if enough else f"{fact.instance}: {fact.reason}, {known[-9:]}"
 
 
-def _sent_under(fact: WorkerObservation) -> int | None:
-    if isinstance(fact, CanaryResult):
-        return fact.sent_under
-    return fact.routed_under if isinstance(fact, RequestFailed | RequestsServed) else None
+@invariant("before", WorkerDecision)
+def own_instance(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
+    """A fact about one life of a worker decides nothing about another."""
+    _, found = watch.ledger.observation(fact.cause)
+    if found is None or (found.worker, found.instance) == (fact.worker, fact.instance):
+        return None
+    if found.worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found, VOTES):
+        return None  # goldens are voted on: another worker's answer can raise or end a doubt
+    if isinstance(fact, SpareActivated) and found.worker == fact.replaces:
+        return None  # a spare takes the place of a worker that is lost by this fact
+    return f"{fact.kind()} of {fact.instance} is caused by {found.kind()} of {found.instance}"
 
 
-def bounded(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a wait, a trial and a drain with the longest that the policy in force allows."""
-    fact, policy = event.fact, watch.policy
+@invariant("before", PolicyAdopted)
+def policy_kept(watch: InvariantWatch, event: Recorded, fact: PolicyAdopted) -> str | None:
+    """An adopted policy, read back from the journal, is the one that was adopted.
+
+    It must be a policy that a controller was started with.
+    """
+    written = codec.decode_body(fact.kind(), codec.encode_body(fact))
+    assert isinstance(written, PolicyAdopted)
+    known = load(written.policy) in watch.world.scenario.policies
+    return None if known else f"decision {fact.number} adopts {written.policy}"
+
+
+@invariant("before", BreakerOpened | BreakerHalfOpened | DrainStarted)
+def within_policy(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
+    """Waits, trials and drains end within what the policy allows."""
+    breaker = watch.policy.breaker
     match fact:
         case BreakerOpened():
             wait = fact.retry_at - fact.decided_at
-            if not policy.breaker.wait_min <= wait <= policy.breaker.wait_max:
+            if not breaker.wait_min <= wait <= breaker.wait_max:
                 return f"{fact.instance}'s breaker opens for {wait}"
         case BreakerHalfOpened():
-            if not timedelta() < fact.deadline - fact.decided_at <= policy.breaker.trial_timeout:
+            if not timedelta() < fact.deadline - fact.decided_at <= breaker.trial_timeout:
                 return f"{fact.instance}'s trial may take {fact.deadline - fact.decided_at}"
         case DrainStarted():
             if fact.deadline - fact.decided_at > timedelta(days=1):
@@ -249,44 +244,29 @@ def bounded(watch: InvariantWatch, event: Recorded) -> str | None:
     return None
 
 
-def policy(watch: InvariantWatch, event: Recorded) -> str | None:
-    """The policy that the journal keeps, read back, must be one that a controller was started with."""
-    fact = event.fact
-    if not isinstance(fact, PolicyAdopted):
-        return None
-    written = codec.decode_body(fact.kind(), codec.encode_body(fact))
-    assert isinstance(written, PolicyAdopted)
-    known = load(written.policy) in watch.world.scenario.policies
-    return None if known else f"decision {fact.number} adopts {written.policy}"
-
-
-def knobs(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a level and its knobs with the ladder."""
-    fact = event.fact
-    if not isinstance(fact, DegradationChanged):
-        return None
-    if fact.before != watch.level(fact.model) or fact.after == fact.before:
-        return f"{fact.model}: {fact.before} to {fact.after}, from {watch.level(fact.model)}"
+@invariant("before", DegradationChanged)
+def all_knobs(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) -> str | None:
+    """Every degradation level sets all four knobs to the level's values."""
+    level = watch.ledger.levels[fact.model]
+    if fact.before != level or fact.after == fact.before:
+        return f"{fact.model}: {fact.before} to {fact.after}, from {level}"
     return None if fact.knobs == LADDER[fact.after] else f"level {fact.after} sets {fact.knobs}"
 
 
-def hysteresis(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a change of level with its entry, the margin and the dwell."""
-    fact, policy = event.fact, watch.policy.degradation
-    if not isinstance(fact, DegradationChanged):
-        return None
+@invariant("before", DegradationChanged)
+def hysteresis(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) -> str | None:
+    """A level is left only above its entry by the margin, or with all that is provisioned, after the dwell."""
+    policy = watch.policy.degradation
     if policy.slo(fact.model) is None:  # the ladder was switched off
         return f"level {fact.after} without an SLO" if fact.after else None
     if fact.after > fact.before:
-        return (
-            None
-            if fact.ratio < policy.entries[fact.after - 1]
-            else f"level {fact.after} at ratio {fact.ratio}"
-        )
+        entered = fact.ratio < policy.entries[fact.after - 1]
+        return None if entered else f"level {fact.after} at ratio {fact.ratio}"
     entry = policy.entries[fact.before - 1]
     if fact.ratio < max(entry, min(entry + policy.margin, _reachable(watch, fact))) - 2e-9:
         return f"level {fact.before} is left at ratio {fact.ratio}"
-    since = watch.ledger.taken_at(fact.model)
+    ledger = watch.ledger
+    since = ledger.level_since.get(fact.model)
     if since is not None and fact.decided_at - since < policy.dwell:
         return f"level {fact.before} is left after {fact.decided_at - since}"
     return None
@@ -303,10 +283,10 @@ def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
     return full.effective_capacity_rps / slo.slo_throughput_rps
 
 
-def just(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look whether a worker that was convicted of wrong tokens ever was corrupt, or is held to what it said when it was."""
-    fact = event.fact
-    if not isinstance(fact, HealthChanged) or fact.after is not UNHEALTHY or fact.reason != "token_mismatch":
+@invariant("before", HealthChanged)
+def just_conviction(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
+    """A worker is convicted of corruption only if it was corrupt when asked, or when it gave its golden unconfirmed."""
+    if fact.after is not UNHEALTHY or fact.reason != "token_mismatch":
         return None
     if watch.world.was_corrupt(fact.worker, fact.instance) or _own_past(watch, fact) or _updated(watch, fact):
         return None
@@ -320,10 +300,10 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     if all(other.standing.weights.ever == {0} for other in machines.values() if other.model == machine.model):
         return False
     weights = machine.standing.weights
-    found = watch.ledger.observation(fact.cause)
-    if found is not None and isinstance(found[1], CanaryFailed):
-        canary = int(found[1].canary[1:])
-        return found[1].got in {machine.right_answer(canary, mine) for mine in weights.ever}
+    _, found = watch.ledger.observation(fact.cause)
+    if isinstance(found, CanaryFailed):
+        canary = int(found.canary[1:])
+        return found.got in {machine.right_answer(canary, mine) for mine in weights.ever}
     fleet = watch.shown[-1]  # an earlier fact convicts it, and this one only brought the decision about
     charges = fleet.workers[fact.worker].health.charges
     goldens = [
@@ -339,32 +319,32 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
 def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
     """Whether what convicts it is a golden that a corrupt life of this worker has given, and nobody has confirmed: such a golden
     convicts every life of it, for nobody has said which of the two is wrong."""
-    found = watch.ledger.observation(fact.cause)
-    if found is None or not isinstance(found[1], CanaryFailed) or found[1].golden != "provisional":
+    _, found = watch.ledger.observation(fact.cause)
+    if not isinstance(found, CanaryFailed) or found.golden != "provisional":
         return False
-    golden = watch.shown[-1].goldens.get((found[1].canary_key, found[1].canary))
+    golden = watch.shown[-1].goldens.get((found.canary_key, found.canary))
     if golden is None or golden.proposed_by != fact.worker:
         return False
     return watch.world.was_corrupt(fact.worker, golden.proposed_instance)
 
 
-def budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Count, by model, how many are out of service for doubt alone."""
-    settled, share = watch.reference.settled, watch.policy.budget.max_ejection_share
-    counted: dict[str, int] = {}
-    ejected: dict[str, int] = {}
-    for worker in settled.workers.values():
-        model = worker.joined.model
-        counted[model] = counted.get(model, 0) + worker.counts
-        ejected[model] = ejected.get(model, 0) + (worker.in_doubt and not worker.routable)
+@invariant("appended")
+def ejection_budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
+    """Doubt takes no more workers of a model out of service than the budget allows."""
+    fleet, share = watch.reference.settled, watch.policy.budget.max_ejection_share
+    counted, ejected = Counter[str](), Counter[str]()
+    for worker in fleet.workers.values():
+        counted[worker.joined.model] += worker.counts
+        ejected[worker.joined.model] += worker.in_doubt and not worker.routable
     for model, out in ejected.items():
         if out > share * counted[model] + 1e-9:
             return f"{model}: {out} of {counted[model]} are out of service for doubt alone"
     return None
 
 
-def lateness(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Look for a model of which no worker serves, and nothing but lateness spoke against each."""
+@invariant("appended")
+def lateness_keeps_one(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
+    """Lateness alone (slow answers, timeouts of an engine that goes on) never takes out all workers of a model."""
     by_model: dict[str, list[LedgerEntry]] = {}
     for entry in watch.entries():
         if not entry.forgotten:

@@ -1,16 +1,19 @@
 """Checks at the end of a run: nothing is lost, and everything is well again."""
 
+from collections import Counter
+
 from controller.deciders.fleet import Fleet
 from controller.simulator.checks.folds import differs
-from controller.simulator.checks.watch import InvariantWatch
+from controller.simulator.checks.watch import InvariantWatch, invariant
 from events.decisions import HealthStatus
 from events.order import Order
 
 LATE_AT_MOST = 20  # events on their way when the run ends
 
 
-def replay(watch: InvariantWatch) -> str | None:
-    """Fold the whole journal from zero and compare with the live fold."""
+@invariant("end")
+def replay_equals_live(watch: InvariantWatch) -> str | None:
+    """Folding the journal from zero gives the live fold."""
     again: Order[Fleet] = Order(watch.seams.evolve, Fleet())
     stored = watch.world.projector.stored
     number = stored[1].number if stored is not None else -1
@@ -22,8 +25,9 @@ def replay(watch: InvariantWatch) -> str | None:
     return differs(again.shown, watch.shown[-1], None, "the replay")
 
 
-def snapshot(watch: InvariantWatch) -> str | None:
-    """Compare the state store with the fold up to its position."""
+@invariant("end")
+def snapshot_equals_replay(watch: InvariantWatch) -> str | None:
+    """The state store holds the fold of its position."""
     stored = watch.world.projector.stored
     if stored is None:
         return "nothing was ever stored"
@@ -34,30 +38,28 @@ def snapshot(watch: InvariantWatch) -> str | None:
     return differs(settled, watch.replayed, None, f"the state store at {position}")
 
 
+@invariant("end")
 def nothing_lost(watch: InvariantWatch) -> str | None:
-    """Look for each acknowledged number of each source in the journal."""
+    """No acknowledged fact is missing from the journal, and none was dropped."""
     numbers = watch.world.acknowledged
     if numbers.dropped:
         return f"{numbers.dropped} facts did not fit"
-    present: dict[str, set[int]] = {}
-    folded: dict[str, int] = {}
+    folded = Counter[
+        str
+    ]()  # by source: no number is stored before all below it were, so none below it is missing
     for event in watch.world.broker.events:
-        if event.source_number:
-            present.setdefault(event.source, set()).add(event.source_number)
-            if event.source_number > folded.get(event.source, 0) + 1:
-                return (
-                    f"{event.source}: fact {event.source_number} overtook {folded.get(event.source, 0) + 1}"
-                )
-            folded[event.source] = max(folded.get(event.source, 0), event.source_number)
+        if event.source_number > folded[event.source] + 1:
+            return f"{event.source}: fact {event.source_number} overtook {folded[event.source] + 1}"
+        folded[event.source] = max(folded[event.source], event.source_number)
     for source, number in numbers.acknowledged.items():
-        missing = set(range(1, number + 1)) - present.get(source, set())
-        if missing:
-            return f"{source}: facts {sorted(missing)} were acknowledged and are not there"
+        if missing := [*range(folded[source] + 1, number + 1)]:
+            return f"{source}: facts {missing} were acknowledged and are not there"
     return None
 
 
-def audit(watch: InvariantWatch) -> str | None:
-    """Compare the audit table with the journal: a row for each event."""
+@invariant("end")
+def once_in_the_audit(watch: InvariantWatch) -> str | None:
+    """The audit table holds every event once."""
     projector, events = watch.world.projector, watch.world.broker.events
     if projector.stored_seq < len(events) - LATE_AT_MOST:
         return f"the state store is at {projector.stored_seq} of {len(events)}"
@@ -68,8 +70,12 @@ def audit(watch: InvariantWatch) -> str | None:
     return None if rows == once else f"the audit table holds {len(rows)} of {len(once)} events"
 
 
-def caught_up(watch: InvariantWatch) -> str | None:
-    """Look whether every process has read all but the last few events, and has little left to say."""
+@invariant("end")
+def everybody_caught_up(watch: InvariantWatch) -> str | None:
+    """All processes end at the journal's end with nothing left to say.
+
+    The last few events may still be on their way.
+    """
     world, last = watch.world, watch.world.broker.last_seq
     for replica in world.replicas():
         if replica.seq < last - LATE_AT_MOST:
@@ -80,8 +86,12 @@ def caught_up(watch: InvariantWatch) -> str | None:
     return f"unsaid facts: {waiting}" if waiting else None
 
 
+@invariant("end")
 def all_well(watch: InvariantWatch) -> str | None:
-    """Look at every worker: healthy, closed, at full weight. Only where there was time enough."""
+    """Once every fault is healed, every worker is healthy again at full weight.
+
+    Checked only where there was time enough.
+    """
     if not watch.world.scenario.settles:
         return None
     machines, heal_at = watch.world.machines, watch.world.scenario.heal_at
@@ -98,11 +108,16 @@ def all_well(watch: InvariantWatch) -> str | None:
     return None
 
 
-def incidents(watch: InvariantWatch) -> str | None:
-    """Look for open incidents and levels that are left. Only where there was time enough."""
+@invariant("end")
+def incidents_closed(watch: InvariantWatch) -> str | None:
+    """Once every fault is healed, every incident is closed and no level is left.
+
+    Checked only where there was time enough.
+    """
     if not watch.world.scenario.settles:
         return None
-    if watch.ledger.incidents or watch.shown[-1].incidents:
-        return f"open incidents: {watch.ledger.incidents} {watch.shown[-1].incidents}"
-    low = watch.ledger.degraded()
+    ledger, shown = watch.ledger, watch.shown[-1]
+    if ledger.incidents or shown.incidents:
+        return f"open incidents: {ledger.incidents} {shown.incidents}"
+    low = {model: level for model, level in ledger.levels.items() if level}
     return f"levels are left: {low}" if low else None

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 
 from controller.deciders.fleet import Fleet
-from controller.simulator.checks.watch import InvariantWatch
+from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.replica import Replica
 from events.decisions import HealthStatus
-from events.fact import Recorded
+from events.fact import Fact, Recorded
 
 
-def agree(watch: InvariantWatch, replica: Replica, batch: Sequence[Recorded]) -> str | None:
-    """Compare a process's fold with the true one at the same sequence."""
+@invariant("absorbed")
+def folds_agree(watch: InvariantWatch, replica: Replica, batch: Sequence[Recorded]) -> str | None:
+    """Every fold at the same position is the same."""
     seq = replica.seq
     if seq < replica.order.position.decided:  # it has not read up to what its snapshot had already absorbed
         return None
@@ -46,10 +47,11 @@ def differs(mine: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, who: st
     return None
 
 
-def keeps(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare a worker's fold with what the ledger has of it."""
-    name = getattr(event.fact, "worker", None)
-    entry = watch.entry(name) if name is not None else None
+@invariant("recorded")
+def fold_keeps_decisions(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
+    """A fold shows of each worker what was last decided about it."""
+    ledger = watch.ledger
+    entry = ledger.entries.get(getattr(fact, "worker", ""))
     if entry is None:
         return None
     shown = watch.shown[-1].workers.get(entry.worker)

@@ -4,6 +4,7 @@ It shares no code with the deciders. It writes down, decision by decision, what 
 contradict a fold that drifted away from them.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -14,13 +15,12 @@ from events.decisions import (
     DegradationChanged,
     DrainEnded,
     DrainStarted,
-    GoldenAgreed,
     HealthChanged,
     HealthStatus,
     IncidentClosed,
     IncidentOpened,
-    Knobs,
     WeightCapped,
+    WorkerDecision,
     WorkerForgotten,
 )
 from events.fact import Decision, Recorded
@@ -58,21 +58,16 @@ class LedgerEntry:
     reason: str = ""
     position: str = "closed"
     moved_by: int = 0
-    deadline: datetime | None = None  # of the trial
-    retry_at: datetime | None = None
+    due: datetime | None = None  # when an open breaker is to be tried, or a trial to be over
     draining_until: datetime | None = None
     cap: float | None = None
     forgotten: bool = False
-    results: list[tuple[int, int, bool]] = field(
-        default_factory=list
-    )  # of canaries: sequence, sent under, failed
-    failures: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # of requests: sequence, routed under, in a row
-
-    limits: list[tuple[int, str, float | None]] = field(
-        default_factory=list
-    )  # of devices: sequence, which, the weight left (None: all of it); of nobody in particular: all are lifted
+    # Of canaries: sequence, sent under, failed.
+    results: list[tuple[int, int, bool]] = field(default_factory=list)
+    # Of requests: sequence, routed under, in a row.
+    failures: list[tuple[int, int, int]] = field(default_factory=list)
+    # Of devices: sequence, which, the weight left (None: all of it). No device: all limits are lifted.
+    limits: list[tuple[int, str, float | None]] = field(default_factory=list)
     limited_at: datetime | None = None  # when the journal took the last of them
     has_served: bool = False
     failed_canary: bool = False  # with more than lateness, since its last good answer
@@ -107,6 +102,66 @@ class LedgerEntry:
             return 0.0
         return max(self.weight, self.cap or 0.0)
 
+    def observe(self, seq: int, fact: WorkerObservation) -> None:
+        """Write down a canary's result or a failed request."""
+        if isinstance(fact, CanaryResult):
+            failed = isinstance(fact, CanaryFailed) and fact.reason != "latency_spike"
+            self.results.append((seq, fact.sent_under, failed))
+        elif isinstance(fact, RequestFailed):
+            self.failures.append((seq, fact.routed_under, fact.failures_in_a_row))
+
+    def weigh(self, fact: WorkerObservation) -> None:
+        """Note whether more than lateness speaks against the worker."""
+        match fact:
+            case CanaryPassed() | CanarySlow() | CanaryFailed(reason="latency_spike"):
+                self.failed_canary = False
+            case CanaryFailed(reason="timeout", engine_went_on=True):
+                pass
+            case CanaryFailed(confirmed=True) | CanaryFailed(reason="non_finite"):
+                self.hard = True
+            case CanaryFailed():
+                self.failed_canary = True
+            case WorkerSlow() | WorkerSlowCleared() | RequestsServed() | WorkerHeard() | GoldenProposed():
+                pass
+            case _:
+                self.hard = True
+
+    def note_limit(self, event: Recorded, fact: WorkerObservation) -> None:
+        """Write down what a device, or an operator who resumes the worker, leaves it."""
+        match fact:
+            case DeviceFaulted(weight=float() as weight, fatal=False):
+                self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", weight))
+            case DeviceRecovered():
+                self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", None))
+            case ResumeRequested():
+                self.limits.append((event.seq, "", None))
+            case _:
+                return
+        self.limited_at = event.at
+
+    def decide(self, fact: WorkerDecision) -> None:
+        """Write down what a decision gives or takes."""
+        served = self.share > 0
+        match fact:
+            case HealthChanged():
+                self.status, self.weight, self.reason = fact.after, fact.weight, fact.reason
+            case BreakerOpened():
+                self.position, self.due, self.moved_by = "open", fact.retry_at, fact.number
+            case BreakerHalfOpened():
+                self.position, self.due, self.moved_by = "half_open", fact.deadline, fact.number
+            case BreakerClosed():
+                self.position, self.due, self.moved_by = "closed", None, fact.number
+            case DrainStarted():
+                self.draining_until = fact.deadline
+            case DrainEnded():
+                self.draining_until = None
+            case WeightCapped():
+                self.cap = fact.weight
+            case WorkerForgotten():
+                self.forgotten = True
+        if self.share > 0 and not served:
+            self.has_served, self.hard, self.failed_canary = True, False, False
+
 
 @dataclass(slots=True)
 class CheckLedger:
@@ -115,40 +170,26 @@ class CheckLedger:
     number: int = 0
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)  # instances
-    knobs: dict[str, Knobs] = field(default_factory=dict)
-    levels: dict[str, int] = field(default_factory=dict)
+    levels: Counter[str] = field(default_factory=Counter)  # by model, as decided last
     level_since: dict[str, datetime] = field(default_factory=dict)
     incidents: dict[str, datetime] = field(default_factory=dict)
-    agreed: set[tuple[str, str]] = field(default_factory=set)
     observed: dict[str, tuple[int, WorkerObservation]] = field(default_factory=dict)  # id: sequence, fact
     numbers: dict[str, int] = field(default_factory=dict)  # of each source's last fact
-    told: dict[str, datetime] = field(
-        default_factory=dict
-    )  # by model: the end of the last minute that is told of
-    scales_set: dict[str, list[tuple[int, int | None]]] = field(
-        default_factory=dict
-    )  # by model: sequence, number
+    told: dict[str, datetime] = field(default_factory=dict)  # by model: end of the last minute told of
+    # By model: sequence and number.
+    scales_set: dict[str, list[tuple[int, int | None]]] = field(default_factory=dict)
     proposals: dict[str, list[Recorded]] = field(default_factory=dict)  # by model
 
     def write(self, event: Recorded) -> None:
         """Write one event down."""
         fact, news = event.fact, self._is_news(event)
-        if news and isinstance(fact, DeviceFaulted | DeviceRecovered | ResumeRequested):
-            self._limit(event, fact)
-        if isinstance(fact, WorkerObservation):
-            self.observed.setdefault(event.id, (event.seq, fact))
-            if isinstance(fact, WorkerJoined):
-                self._join(fact)
-            else:
-                self._outcome(event.seq, fact)
-        elif isinstance(fact, Decision):
-            self.number = fact.number
-            self._decide(fact)
-        elif isinstance(fact, TrafficReported | ScaleSet | ScaleProposed):
-            self._plan(event, fact)
-
-    def _plan(self, event: Recorded, fact: TrafficReported | ScaleSet | ScaleProposed) -> None:
         match fact:
+            case Decision():
+                self.number = fact.number
+                self._decide(fact)
+            case WorkerObservation():
+                self.observed.setdefault(event.id, (event.seq, fact))
+                self._observe(event, fact, news)
             case TrafficReported():
                 end = fact.minute + timedelta(minutes=1)
                 self.told[fact.model] = max(end, self.told.get(fact.model, end))
@@ -162,22 +203,9 @@ class CheckLedger:
         entry = self.entries.get(worker)
         return entry if entry is not None and entry.instance == instance else None
 
-    def observation(self, id: str) -> tuple[int, WorkerObservation] | None:
-        """Return the first observation of that id and its sequence."""
-        return self.observed.get(id)
-
-    def taken_at(self, model: str) -> datetime | None:
-        """Return when a model's level was decided last."""
-        return self.level_since.get(model)
-
-    def degraded(self) -> dict[str, int]:
-        """Return the models that are not at level 0, and their levels."""
-        return {model: level for model, level in self.levels.items() if level}
-
-    def _join(self, fact: WorkerJoined) -> None:
-        entry = self.entries.get(fact.worker)
-        if entry is None or _life(entry.instance) < _life(fact.instance):
-            self.entries[fact.worker] = LedgerEntry(fact.worker, fact.instance, fact.model)
+    def observation(self, id: str) -> tuple[int, WorkerObservation | None]:
+        """Return the sequence and the fact of the first observation of that id; (0, None) if there is none."""
+        return self.observed.get(id, (0, None))
 
     def _is_news(self, event: Recorded) -> bool:
         """Return whether it is no repetition: what does not count up was said before."""
@@ -185,95 +213,30 @@ class CheckLedger:
         self.numbers[event.source] = max(last, event.source_number)
         return not event.source_number or event.source_number > last
 
-    def _limit(self, event: Recorded, fact: DeviceFaulted | DeviceRecovered | ResumeRequested) -> None:
-        entry = self.of(fact.worker, fact.instance)
-        if entry is None:
-            return
-        match fact:
-            case DeviceFaulted(weight=float(), fatal=False):
-                entry.limits.append((event.seq, f"{fact.device} {fact.fault_class}", fact.weight))
-            case DeviceRecovered():
-                entry.limits.append((event.seq, f"{fact.device} {fact.fault_class}", None))
-            case ResumeRequested():
-                entry.limits.append((event.seq, "", None))
-            case _:
-                return
-        entry.limited_at = event.at
-
-    def _outcome(self, seq: int, fact: WorkerObservation) -> None:
-        entry = self.of(fact.worker, fact.instance)
-        if entry is not None:
-            _weigh(entry, fact)
-        if entry is not None and isinstance(fact, CanaryResult):
-            failed = isinstance(fact, CanaryFailed) and fact.reason != "latency_spike"
-            entry.results.append((seq, fact.sent_under, failed))
-        elif entry is not None and isinstance(fact, RequestFailed):
-            entry.failures.append((seq, fact.routed_under, fact.failures_in_a_row))
+    def _observe(self, event: Recorded, fact: WorkerObservation, news: bool) -> None:
+        entry = self.entries.get(fact.worker)
+        if isinstance(fact, WorkerJoined):
+            if entry is None or _life(entry.instance) < _life(fact.instance):
+                self.entries[fact.worker] = LedgerEntry(fact.worker, fact.instance, fact.model)
+        elif entry is not None and entry.instance == fact.instance:
+            entry.weigh(fact)
+            entry.observe(event.seq, fact)
+            if news:
+                entry.note_limit(event, fact)
 
     def _decide(self, fact: Decision) -> None:
         match fact:
             case DegradationChanged():
                 self.levels[fact.model] = fact.after
-                self.knobs[fact.model] = fact.knobs
                 self.level_since[fact.model] = fact.decided_at
             case IncidentOpened():
                 self.incidents[fact.incident or fact.subject] = fact.decided_at
             case IncidentClosed():
                 self.incidents.pop(fact.incident or fact.subject, None)
-            case GoldenAgreed():
-                self.agreed.add((fact.canary_key, fact.canary))
-            case _:
-                entry = self.of(getattr(fact, "worker", ""), getattr(fact, "instance", ""))
-                if entry is not None:
-                    _write(entry, fact)
-                    if entry.status is HealthStatus.DEAD:
-                        self.dead.add(entry.instance)
-
-
-def _weigh(entry: LedgerEntry, fact: WorkerObservation) -> None:
-    """Note whether more than lateness speaks against a worker."""
-    match fact:
-        case CanaryPassed() | CanarySlow() | CanaryFailed(reason="latency_spike"):
-            entry.failed_canary = False
-        case CanaryFailed(reason="timeout", engine_went_on=True):
-            pass
-        case CanaryFailed(confirmed=True) | CanaryFailed(reason="non_finite"):
-            entry.hard = True
-        case CanaryFailed():
-            entry.failed_canary = True
-        case WorkerSlow() | WorkerSlowCleared() | RequestsServed() | WorkerHeard() | GoldenProposed():
-            pass
-        case _:
-            entry.hard = True
-
-
-def _write(entry: LedgerEntry, fact: Decision) -> None:
-    served = entry.share > 0
-    _decide(entry, fact)
-    if entry.share > 0 and not served:
-        entry.has_served, entry.hard, entry.failed_canary = True, False, False
-
-
-def _decide(entry: LedgerEntry, fact: Decision) -> None:
-    match fact:
-        case HealthChanged():
-            entry.status, entry.weight, entry.reason = fact.after, fact.weight, fact.reason
-        case BreakerOpened():
-            entry.position, entry.retry_at, entry.deadline = "open", fact.retry_at, None
-        case BreakerHalfOpened():
-            entry.position, entry.deadline = "half_open", fact.deadline
-        case BreakerClosed():
-            entry.position, entry.deadline = "closed", None
-        case DrainStarted():
-            entry.draining_until = fact.deadline
-        case DrainEnded():
-            entry.draining_until = None
-        case WeightCapped():
-            entry.cap = fact.weight
-        case WorkerForgotten():
-            entry.forgotten = True
-    if isinstance(fact, BreakerOpened | BreakerHalfOpened | BreakerClosed):
-        entry.moved_by = fact.number
+            case WorkerDecision() if entry := self.of(fact.worker, fact.instance):
+                entry.decide(fact)
+                if entry.status is HealthStatus.DEAD:
+                    self.dead.add(entry.instance)
 
 
 def _life(instance: str) -> int:

@@ -1,6 +1,6 @@
 """Checks of overload: who waits is served where there is room, the best first, in time or not at all; a refusal is no failure."""
 
-from controller.simulator.checks.watch import InvariantWatch
+from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.requests.crowd import CrowdedRequests
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
@@ -10,57 +10,62 @@ from events.observations import RequestAbandoned, RequestMigrated
 IDLE = 3 * SECOND  # a worker's next report, and the look that follows
 
 
-def idle(watch: InvariantWatch) -> str | None:
-    """Look for workers that have had room for a while, beside somebody who waits for one."""
-    since, now, seen = watch.steadiness.idle_since, watch.kernel.now, set()
-    machines = watch.world.machines
+@invariant("tick")
+def room_is_used(watch: InvariantWatch) -> str | None:
+    """No worker has room while somebody waits for one that it could serve.
+
+    Both may be for a moment: until the worker's next report, and the look that follows.
+    """
+    steady, machines = watch.steadiness, watch.world.machines
     for frontend in watch.world.frontends:
-        underway = frontend.underway if frontend.up else None
+        underway = frontend.underway if frontend.life else None
         if not isinstance(underway, CrowdedRequests):
             continue
-        wanted = {waiting.model for waiting in underway.lines if waiting.attempt == 1}
-        for machine in machines.values() if wanted else ():
-            if machine.model not in wanted or not underway.could_take(machine):
-                continue
-            seen.add(pair := (frontend.name, machine.instance))
-            if now - since.setdefault(pair, now) > IDLE:
+        wanted = {waiting.model for waiting in underway.lines if frontend.up and waiting.attempt == 1}
+        for machine in machines.values():
+            idle = machine.model in wanted and underway.could_take(machine)
+            since = steady.lasts_since("idle", frontend.name, machine.instance, so=idle)
+            if watch.kernel.now - since > IDLE:
                 return f"{machine.instance} has room, and at {frontend.name} somebody waits"
-    for pair in since.keys() - seen:
-        del since[pair]
     return None
 
 
-def ordered(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """Look whether a request is let in while one of a better tier waits. Who was let in before goes before all who were not."""
+@invariant("routed")
+def tiers_ordered(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+    """Nobody is let in while one of a better tier waits in line.
+
+    A request that was let in before goes before all that were not.
+    """
     best, waited = frontend.best_waiting(request.model), request.waited
     if waited is None or waited.let_in or best is None or best >= waited.rank:
         return None
     return f"{frontend.name} sent {request.request} of tier {waited.tier} while tier {best} waits"
 
 
-def in_time(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """Look whether a request is sent that has waited for too long."""
+@invariant("routed")
+def late_is_not_sent(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+    """No worker gets a request whose time in line is over."""
     waited, now = request.waited, watch.kernel.now
     if waited is None or request.attempt > 1 or now <= waited.latest:
         return None
     return f"{frontend.name} sent {request.request}, which was to be sent by {waited.latest / SECOND} s"
 
 
-def harmless(
+@invariant("judged")
+def refusal_is_no_fault(
     watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest, before: object, after: object
 ) -> str | None:
-    """Look whether a refusal for want of room is held against a worker."""
+    """That a worker has no room moves no breaker."""
     if request.refused:
         return f"{frontend.name} takes it for a failure that {request.instance} had no room for {request.request}"
     return None
 
 
-def untold(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look whether the journal tells a refusal for want of room as a migration or a loss."""
-    fact = event.fact
-    if not isinstance(fact, RequestMigrated | RequestAbandoned):
-        return None
-    instance = fact.source_instance if isinstance(fact, RequestMigrated) else fact.instance
+@invariant("recorded", RequestMigrated | RequestAbandoned)
+def refusal_is_no_failure(
+    watch: InvariantWatch, event: Recorded, fact: RequestMigrated | RequestAbandoned
+) -> str | None:
+    """That a worker has no room is told neither as a migration nor as a loss."""
     instance, attempt = (
         (fact.source_instance, fact.attempt - 1) if isinstance(fact, RequestMigrated) else (fact.instance, 1)
     )
@@ -73,8 +78,9 @@ def untold(watch: InvariantWatch, event: Recorded) -> str | None:
     return None
 
 
-def answered(watch: InvariantWatch) -> str | None:
-    """Count the answers: each request has one, or is still being served."""
+@invariant("end")
+def everybody_answered(watch: InvariantWatch) -> str | None:
+    """Each request is answered, refused or lost once."""
     world, tally = watch.world, watch.world.tally
     underway = sum(frontend.underway.unanswered() for frontend in world.frontends if frontend.life)
     ends = tally.served + tally.rejected + tally.lost + tally.unserved

@@ -3,8 +3,8 @@
 from datetime import timedelta
 
 from controller.planner.plan import PlannerPolicy
-from controller.simulator.checks.watch import InvariantWatch
-from controller.simulator.world.kernel import SECOND, since_start
+from controller.simulator.checks.watch import InvariantWatch, invariant
+from controller.simulator.world.kernel import EPOCH, SECOND, since_start
 from controller.simulator.world.planner import EVERY
 from events.fact import Recorded
 from events.observations import ScaleProposed
@@ -20,49 +20,52 @@ def _policy(watch: InvariantWatch) -> PlannerPolicy:
     return planning.policy
 
 
-def floor(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """Compare a proposal with the fewest that there must be."""
+@invariant("proposed")
+def planner_floor(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
+    """No planner proposes fewer workers than there must be."""
     least = _policy(watch).workers_min
     if fact.why == "operator" or fact.after >= min(fact.before, least):
         return None
     return f"{fact.model}: {fact.before} to {fact.after}, though at least {least} are to be"
 
 
-def fresh(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """Look for how long the journal has held what whoever proposes has not read."""
+@invariant("proposed")
+def planner_fresh(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
+    """No planner proposes anything by a state store that is behind.
+
+    That is: of which the journal has held the next event for too long.
+    """
     events = watch.world.broker.events
     if fact.position >= len(events):
         return None
     age = watch.kernel.now - since_start(events[fact.position].at)  # of the first that it has not read
-    may = int(_policy(watch).stale_s * SECOND) + MISSED_LOOKS
-    return (
-        f"{fact.planner} has read up to {fact.position}, which was the end {age / SECOND:.1f} s ago"
-        if age > may
-        else None
-    )
+    if age <= int(_policy(watch).stale_s * SECOND) + MISSED_LOOKS:
+        return None
+    return f"{fact.planner} has read up to {fact.position}, which was the end {age / SECOND:.1f} s ago"
 
 
-def knows(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """Look whether anybody has told lately what comes."""
+@invariant("proposed")
+def planner_knows(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
+    """No planner takes it for little traffic that nobody tells of any."""
     if fact.why not in ("up", "down"):
         return None
     ledger = watch.ledger
-    told = ledger.told.get(fact.model)
-    silent_s = (watch.kernel.now - (since_start(told) if told is not None else 0)) / SECOND
-    may_s = _policy(watch).unknown_s + TOLD_S
-    return (
-        f"{fact.model}: {fact.why} to {fact.after}, told of is nothing for {silent_s:.0f} s"
-        if silent_s > may_s
-        else None
-    )
+    told = ledger.told.get(fact.model, EPOCH)
+    silent_s = (watch.kernel.now - since_start(told)) / SECOND
+    if silent_s <= _policy(watch).unknown_s + TOLD_S:
+        return None
+    return f"{fact.model}: {fact.why} to {fact.after}, told of is nothing for {silent_s:.0f} s"
 
 
-def heeds(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """Compare a proposal with the number that an operator has set, as far as whoever proposes has read."""
-    wanted, ledger = None, watch.ledger
-    for seq, workers in ledger.scales_set.get(fact.model, ()):
-        if seq <= fact.position:
-            wanted = workers
+@invariant("proposed")
+def planner_heeds(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
+    """What an operator has set holds until he releases it.
+
+    It counts as soon as the planner has read it.
+    """
+    ledger = watch.ledger
+    known = [n for seq, n in ledger.scales_set.get(fact.model, ()) if seq <= fact.position]
+    wanted = known[-1] if known else None
     if (fact.why == "operator") is not (wanted is not None):
         return f"{fact.model}: to {fact.after} ({fact.why}), an operator has set {wanted}"
     if wanted is None or fact.after == min(wanted, _policy(watch).workers_max):
@@ -70,26 +73,22 @@ def heeds(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
     return f"{fact.model}: to {fact.after}, an operator has set {wanted}"
 
 
-def in_turn(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look whether whoever proposes had read the proposal before."""
-    fact = event.fact
-    if not isinstance(fact, ScaleProposed):
-        return None
-    ledger = watch.ledger
-    before = ledger.proposals.get(fact.model, ())[-2:-1]
+@invariant("recorded", ScaleProposed)
+def planner_in_turn(watch: InvariantWatch, event: Recorded, fact: ScaleProposed) -> str | None:
+    """Whoever proposes has read the proposal before."""
+    before = watch.ledger.proposals[fact.model][-2:-1]
     if not before or fact.position >= before[0].seq:
         return None
     return f"{event.source} had read up to {fact.position}, and {before[0].source} had proposed at {before[0].seq}"
 
 
-def steady(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Compare the time since the proposal before with the cool-down, and count those of the last hour."""
-    fact, policy = event.fact, _policy(watch) if isinstance(event.fact, ScaleProposed) else None
-    if not isinstance(fact, ScaleProposed) or policy is None or fact.why == "operator":
+@invariant("recorded", ScaleProposed)
+def planner_steady(watch: InvariantWatch, event: Recorded, fact: ScaleProposed) -> str | None:
+    """Proposals keep the cool-down, and their number within an hour."""
+    if fact.why == "operator":
         return None
-    ledger = watch.ledger
-    earlier = ledger.proposals.get(fact.model, ())[:-1]
-    lately = [one for one in earlier if event.at - one.at < HOUR]
+    policy = _policy(watch)
+    lately = [one for one in watch.ledger.proposals[fact.model][:-1] if event.at - one.at < HOUR]
     if len(lately) >= policy.changes_per_hour and fact.why != "floor":
         return f"{fact.model}: {len(lately)} proposals within the hour, and one more"
     wait_s = policy.up_cooldown_s if fact.after > fact.before else policy.down_cooldown_s

@@ -1,33 +1,27 @@
 """Checks of spares: they wait, they take places that are empty, and as many serve as did before."""
 
 from collections import Counter
+from collections.abc import Mapping
+from functools import reduce
+from itertools import takewhile
 
 from controller.deciders.worker import Worker
-from controller.simulator.checks.watch import InvariantWatch
-from controller.simulator.checks.world import OUT, overdue
+from controller.simulator.checks.decisions import OUT
+from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.decisions import HealthStatus, SpareActivated, SpareReleased
-from events.fact import Decision, Recorded
+from events.fact import Decision, Fact, Recorded
 from events.observations import WorkerJoined
 
 
-def waits(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """Look whether a request went to a worker that its frontend knows to be a spare."""
-    seq = max(frontend.replica.seq, frontend.replica.order.position.decided)
-    worker = watch.shown[seq].workers.get(request.worker)
-    if worker is None or not frontend.replica.whole or worker.joined.instance != request.instance:
-        return None
-    if worker.spare.kept:
-        return f"{frontend.name} at {seq} sent {request.request} to {request.instance}, which is a spare"
-    return None
+@invariant("before", SpareActivated | SpareReleased)
+def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | SpareReleased) -> str | None:
+    """Only a spare that is well takes a place, and only a lost worker's.
 
-
-def fits(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look at who takes whose place, as its controller knew them."""
-    fact = event.fact
-    if not isinstance(fact, SpareActivated | SpareReleased):
-        return None
-    workers, name = _read(watch, event), getattr(fact, "replaces", "") or getattr(fact, "returned", "")
+    Both are judged as the controller knew them.
+    """
+    workers = _read(watch, event)
+    name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
     worker, other = workers.get(fact.worker), workers.get(name)
     if worker is None or other is None or worker.kind != other.kind:
         return f"{fact.worker} and {name} cannot serve in one another's place"
@@ -41,16 +35,11 @@ def fits(watch: InvariantWatch, event: Recorded) -> str | None:
     return None
 
 
-def _read(watch: InvariantWatch, event: Recorded) -> dict[str, Worker]:
-    """Return the workers as whoever decided this knew them: what it had read, and what it has decided in the same breath."""
-    fleet, batch = watch.shown[event.through], list[Recorded]()
-    for earlier in reversed(watch.world.broker.events[event.through : event.seq - 1]):
-        if not isinstance(earlier.fact, Decision) or earlier.through != event.through:
-            break
-        batch.append(earlier)
-    for earlier in reversed(batch):
-        fleet = watch.seams.evolve(fleet, earlier)
-    return dict(fleet.workers)
+def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
+    """Return the workers as the controller knew them that decided this: what it had read, and its batch up to here."""
+    unread = reversed(watch.world.broker.events[event.through : event.seq - 1])
+    mine = [*takewhile(lambda one: isinstance(one.fact, Decision) and one.through == event.through, unread)]
+    return reduce(watch.seams.evolve, reversed(mine), watch.shown[event.through]).workers
 
 
 def _ready(worker: Worker) -> bool:
@@ -64,10 +53,9 @@ def _gone(worker: Worker) -> bool:
     return worker.health.status in OUT or worker.health.limit == 0.0
 
 
-def places(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Count the places: none is taken twice, and there are as many as there were."""
-    if not isinstance(event.fact, SpareActivated | SpareReleased | WorkerJoined):
-        return None
+@invariant("recorded", SpareActivated | SpareReleased | WorkerJoined)
+def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
+    """No place is taken twice, and there are as many as there were."""
     fleet = watch.shown[-1]
     known = {**fleet.departed, **fleet.workers}
     taken = Counter(worker.spare.place or name for name, worker in known.items() if not worker.spare.kept)
@@ -82,20 +70,36 @@ def places(watch: InvariantWatch, event: Recorded) -> str | None:
     return None
 
 
-def filled(watch: InvariantWatch) -> str | None:
-    """Look for places that stay empty beside a spare that could take them."""
-    workers, since, now = watch.shown[-1].workers.values(), watch.steadiness.empty_since, watch.kernel.now
-    ready = [one for one in workers if one.spare.kept and _ready(one) and not one.drain.active]
-    empty = set()
-    for lost in workers if ready else ():
-        dead = lost.health.status is HealthStatus.DEAD and not lost.health.exit.draining
-        fallen = dead and lost.health.exit.left != "left: graceful"
-        silent = lost.health.status is HealthStatus.UNHEALTHY and bool(lost.health.convictions)
-        if (fallen or silent) and not lost.spare.kept and any(one.kind == lost.kind for one in ready):
-            empty.add(lost.joined.worker)
-    for name in since.keys() - empty:
-        del since[name]
-    for name in empty:
-        if overdue(watch, since.setdefault(name, now)):
-            return f"the place of {name} is empty since {since[name]}, beside {len(ready)} spares"
+@invariant("routed")
+def spares_wait(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+    """No request goes to a worker that its frontend knows to be a spare."""
+    replica = frontend.replica
+    worker = watch.shown[replica.known].workers.get(request.worker)
+    if worker is None or not replica.whole or worker.joined.instance != request.instance:
+        return None
+    if worker.spare.kept:
+        return f"{frontend.name} at {replica.known} sent {request.request} to {request.instance}, which is a spare"
     return None
+
+
+@invariant("tick")
+def places_filled(watch: InvariantWatch) -> str | None:
+    """No place stays empty beside a spare while a leader lives."""
+    steady, workers = watch.steadiness, watch.shown[-1].workers
+    ready = [one for one in workers.values() if one.spare.kept and _ready(one) and not one.drain.active]
+    for name in watch.world.machines:
+        lost = workers.get(name)
+        empty = lost is not None and _empty(lost) and any(one.kind == lost.kind for one in ready)
+        since = steady.lasts_since("the place is empty", name, so=empty)
+        if steady.overdue(since):
+            return f"the place of {name} is empty since {since}, beside {len(ready)} spares"
+    return None
+
+
+def _empty(lost: Worker) -> bool:
+    """Whether a worker's place is to be given to a spare."""
+    health = lost.health
+    dead = health.status is HealthStatus.DEAD and not health.exit.draining
+    fallen = dead and health.exit.left != "left: graceful"
+    silent = health.status is HealthStatus.UNHEALTHY and bool(health.convictions)
+    return (fallen or silent) and not lost.spare.kept

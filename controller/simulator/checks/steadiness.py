@@ -1,8 +1,11 @@
 """Since when has nothing kept the leader, or a worker's canaries, from their work?"""
 
 from controller.simulator.world.controllers import SimulatedController
+from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.prober import PROBER
 from controller.simulator.world.world import SimulatedWorld
+
+SLACK = 8 * SECOND  # a tick, an append and its retries, and reading
 
 
 class Steadiness:
@@ -11,21 +14,29 @@ class Steadiness:
     def __init__(self, world: SimulatedWorld) -> None:
         self.since = 0  # of the leader and the broker together
         self.leader: SimulatedController | None = None
-        self.empty_since: dict[str, int] = {}  # places of lost workers, beside a spare that could take them
-        self.full_since: dict[str, int] = {}  # models whose workers all carry their full share
-        self.unserved_since: dict[str, int] = {}  # models without a serving worker, beside a suspect one
         self.convicted_under: dict[str, int | None] = {}  # instances: the decision that opened their breaker
-        self.acquitted_since: dict[str, int] = {}  # of these: nothing convicts them since
         self.last_of_model: dict[str, int] = {}  # when an instance served for want of another
-        self.idle_since: dict[
-            tuple[str, str], int
-        ] = {}  # workers with room, beside somebody who waits at a frontend
+        self.probed_since: dict[
+            str, int
+        ] = {}  # by worker: since when nothing kept its canaries from being asked
         self._world = world
-        self._probed_since: dict[str, int] = {}  # by worker
+        self._since: dict[tuple[str, ...], int] = {}
 
-    def probed_since(self, worker: str) -> int:
-        """Return since when nothing kept a worker's canaries from being asked."""
-        return self._probed_since.get(worker, 0)
+    def lasts_since(self, *what: str, so: bool) -> int:
+        """Return since when, at every look, something has been so; if it is not, return the present."""
+        now = self._world.kernel.now
+        if so:
+            return self._since.setdefault(what, now)
+        self._since.pop(what, None)
+        return now
+
+    def overdue(self, due: int) -> bool:
+        """Return whether a steady leader has had time to see that something is due."""
+        world = self._world
+        clocks = 2 * world.scenario.skew
+        return (
+            self.leader is not None and world.kernel.now - max(due + clocks, self.since) > SLACK + 5 * SECOND
+        )
 
     def look(self) -> None:
         """See who leads, and whom it can probe."""
@@ -42,4 +53,4 @@ class Steadiness:
             condition = machine.condition
             faulty = condition.flaky or condition.erring or condition.cut
             if not probing or faulty or not machine.reachable(PROBER):
-                self._probed_since[machine.name] = now
+                self.probed_since[machine.name] = now

@@ -7,6 +7,8 @@ first that is broken ends the run.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import cleandoc
+from types import UnionType
 from typing import Any, Literal
 
 from controller.deciders.breaker import Breaker
@@ -32,6 +34,7 @@ from events.order import Order, OutOfOrder
 On = Literal[
     "before", "recorded", "appended", "absorbed", "routed", "judged", "accused", "proposed", "tick", "end"
 ]
+Check = Callable[..., str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,25 @@ class Invariant:
 
     name: str
     on: On
+    about: type | UnionType | None  # the kinds of the last argument that are checked; None: all
     sentence: str
-    check: Callable[..., str | None]
+    check: Check
+
+
+def invariant(on: On, about: type | UnionType | None = None) -> Callable[[Check], Invariant]:
+    """Make an invariant of a check: the function's name is its name, the first paragraph of the docstring its sentence.
+
+    `on` is when it is checked: "before" a decision is written into the ledger, after an event was "recorded", after an
+    append ("appended"), after a process folded a batch ("absorbed"), when a request was "routed", when its outcome is
+    in ("judged"), when a worker was "accused" of silence, when a scaling is about to be "proposed", once a second
+    ("tick"), and at the "end". A check returns what it saw if the sentence is false, and None if it holds.
+    """
+
+    def of(check: Check) -> Invariant:
+        first, _, _ = cleandoc(check.__doc__ or "").partition("\n\n")
+        return Invariant(check.__name__, on, about, first.replace("\n", " "), check)
+
+    return of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +92,17 @@ class InvariantWatch:
         self.seams = world.seams
         self.policy = world.scenario.policies[0]  # in force: as the journal's last adoption says
         self.ledger = CheckLedger()
-        self.reference: Order[Fleet] = Order(
-            self.seams.evolve, Fleet()
-        )  # whatever is swapped, this order is right
+        self.reference = Order(self.seams.evolve, Fleet())  # whatever is swapped, this order is right
         self.shown: list[Fleet] = [Fleet()]  # by sequence
-        self.verdicts: dict[
-            str, list[tuple[int, str, HealthStatus]]
-        ] = {}  # by worker: sequence, instance, status
+        self.verdicts: dict[str, list[tuple[int, HealthStatus]]] = {}  # by instance: sequence, status
         self.run_began = 0  # sequence before the last append's first decision
         self.decided: Recorded | None = None  # the last decision
         self.steadiness = Steadiness(world)
         self.serving_since: dict[str, int] = {}  # since when the decisions leave a worker's instance a share
-        self.compared: dict[
-            str, tuple[Replica, Fleet, Fleet]
-        ] = {}  # by process: its last fold, and the true one
+        # By process: its last fold, and the true one.
+        self.compared: dict[str, tuple[Replica, Fleet, Fleet]] = {}
         self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found right
-        self.replayed: Fleet | None = (
-            None  # settled as stored at the end, folded from the journal's beginning
-        )
+        self.replayed: Fleet | None = None  # folded from the journal's beginning to what is stored at the end
         self.goldens_moved: dict[str, int] = {}  # by canary key
         self.worst_level: dict[str, int] = {}
         self._invariants = invariants
@@ -107,16 +120,16 @@ class InvariantWatch:
 
     def recorded(self, event: Recorded) -> None:
         """The journal has stored an event."""
-        if isinstance(event.fact, Decision):
-            self._run("before", event)
-        self.ledger.write(event)
         fact = event.fact
+        if isinstance(fact, Decision):
+            self._run("before", event, fact)
+        self.ledger.write(event)
         if isinstance(fact, PolicyAdopted):
             known = self.world.scenario.policies
             self.policy = next((p for p in known if p.adopted == fact.policy), self.policy)
         self._note_share(getattr(fact, "worker", ""))
         if isinstance(fact, HealthChanged):
-            self.verdicts.setdefault(fact.worker, []).append((event.seq, fact.instance, fact.after))
+            self.verdicts.setdefault(fact.instance, []).append((event.seq, fact.after))
         elif isinstance(fact, DegradationChanged):
             self.worst_level[fact.model] = max(fact.after, self.worst_level.get(fact.model, 0))
         elif isinstance(fact, GoldenAgreed | GoldenRetired | GoldenDisputed | GoldenProposed):
@@ -124,7 +137,7 @@ class InvariantWatch:
         self.shown.append(self.reference.absorb(event))
         if isinstance(fact, Decision):
             self.decided = event
-        self._run("recorded", event)
+        self._run("recorded", event, fact)
 
     def appended(self, source: str) -> None:
         """An append has reached the broker, and landed or not."""
@@ -172,36 +185,23 @@ class InvariantWatch:
         found = self._invariants["decisions_gapless"]
         return self._violation(found, str(error))
 
-    def entry(self, worker: str) -> LedgerEntry | None:
-        """Return what the decisions say of a worker's present instance; None: nothing."""
-        return self.ledger.entries.get(worker)
-
     def entries(self) -> Iterable[LedgerEntry]:
         """Return what the decisions say of each worker's present instance."""
         return self.ledger.entries.values()
 
-    def level(self, model: str) -> int:
-        """Return the degradation level that was decided for a model last."""
-        return self.ledger.levels.get(model, 0)
-
-    def goldens_since(self, key: str) -> int:
-        """Return since when nothing has moved about the goldens of a canary key."""
-        return self.goldens_moved.get(key, 0)
-
-    def status_at(self, worker: str, instance: str, seq: int) -> HealthStatus | None:
+    def status_at(self, instance: str, seq: int) -> HealthStatus | None:
         """Return the last health that was decided for an instance, among the events up to `seq`."""
-        verdicts = self.verdicts.get(worker, [])
-        at = bisect_right(verdicts, seq, key=lambda v: v[0])
-        for _, whose, status in reversed(verdicts[:at]):
-            if whose == instance:
-                return status
-        return None
+        verdicts = self.verdicts.get(instance, [])
+        at = bisect_right(verdicts, seq, key=lambda verdict: verdict[0])
+        return verdicts[at - 1][1] if at else None
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _run(self, on: On, *args: Any) -> None:
         self._reached[on] += 1
         for found in self._by_hook[on]:
+            if found.about is not None and not isinstance(args[-1], found.about):
+                continue
             if detail := found.check(self, *args):
                 raise Violated(self._violation(found, detail))
 
@@ -215,7 +215,7 @@ class InvariantWatch:
         )
 
     def _note_share(self, worker: str) -> None:
-        entry = self.entry(worker)
+        entry = self.ledger.entries.get(worker)
         if entry is not None and entry.share > 0:
             self.serving_since.setdefault(entry.instance, self.kernel.now)
         elif entry is not None:

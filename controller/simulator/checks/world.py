@@ -2,70 +2,73 @@
 
 from controller.deciders.breaker import Breaker
 from controller.deciders.capacity import fleet_capacity
-from controller.simulator.checks.ledger import LedgerEntry
-from controller.simulator.checks.watch import InvariantWatch
+from controller.deciders.worker import Worker
+from controller.simulator.checks.decisions import OUT
+from controller.simulator.checks.steadiness import SLACK
+from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND, micros, since_start
 from controller.simulator.world.machines import CANARIES, Machine
 from controller.simulator.world.prober import DEADLINE, RETRIES
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.decisions import HealthStatus
 
-OUT = (HealthStatus.UNHEALTHY, HealthStatus.DRAINING, HealthStatus.DEAD)
-SLACK = 8 * SECOND  # a tick, an append and its retries, and reading
 ROUNDING = 1e-12  # of a sum of weights
 IN_SERVICE = (HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS)
 AT_REST = (HealthStatus.DRAINING, HealthStatus.DEAD)
 
 
-def verdict(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """Look whether a request went where the fleet's verdict, as far as the frontend had read, forbids it."""
-    seq = max(frontend.replica.seq, frontend.replica.order.position.decided)
-    status = watch.status_at(request.worker, request.instance, seq)
-    if status in OUT and not _kept(watch, request, seq):
+@invariant("routed")
+def verdict_obeyed(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+    """No request goes to a worker that its frontend knows to be unhealthy, draining or dead, but to a model's last one.
+
+    The verdicts are those that the frontend had read.
+    """
+    seq = frontend.replica.known
+    status, worker = watch.status_at(request.instance, seq), watch.shown[seq].workers.get(request.worker)
+    if status in OUT and (worker is None or not _kept(worker)):
         return f"{frontend.name} at {seq} sent {request.request} to {request.instance}, which is {status}"
-    worker = watch.shown[seq].workers.get(request.worker)
     if frontend.replica.whole and worker is not None and not worker.routable:
         return f"{frontend.name} at {seq} sent {request.request} to {request.instance}, which has no weight"
     return None
 
 
-def _kept(watch: InvariantWatch, request: SimulatedRequest, seq: int) -> bool:
-    """Return whether the ejection budget keeps this worker in service: it is in doubt, or canaries alone convict the last one."""
-    worker = watch.shown[seq].workers.get(request.worker)
-    if worker is None or worker.budget.kept is None:
-        return False
-    return worker.in_doubt or worker.serves_suspect
+def _kept(worker: Worker) -> bool:
+    """Whether the ejection budget keeps it in service: it is in doubt, or canaries alone convict the last one."""
+    return worker.budget.kept is not None and (worker.in_doubt or worker.serves_suspect)
 
 
-def shedding(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """Look whether a new request was sent at the last level, that had not been let in before."""
-    level = watch.shown[frontend.replica.seq].models.get(request.model)
-    let_in_before = request.waited is not None and request.waited.since < watch.kernel.now
-    if let_in_before:
+@invariant("routed")
+def shedding_obeyed(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
+    """No new request of a model is sent while its level accepts none.
+
+    A request that had been let in before may be sent.
+    """
+    if request.waited is not None and request.waited.since < watch.kernel.now:
         return None
+    level = watch.shown[frontend.replica.seq].models.get(request.model)
     if request.attempt == 1 and level is not None and level.level >= 4 and frontend.replica.whole:
         return f"{frontend.name} sent {request.request} while {request.model} is at level {level.level}"
     return None
 
 
-def own_straggler(
+@invariant("judged")
+def own_breaker(
     watch: InvariantWatch,
     frontend: RequestSender,
     request: SimulatedRequest,
     before: Breaker,
     after: Breaker,
 ) -> str | None:
-    """Look whether an outcome from before its last move moved a frontend's own breaker."""
+    """No outcome of a request from before a frontend's own breaker moved moves it."""
     by_time = before.position == "open" and after.position == "half_open" and not after.trial
-    if request.sent < before.moved_by and after != before and not by_time:
-        return (
-            f"{frontend.name}'s breaker of {request.instance}: {before} became {after} by {request.request}"
-        )
-    return None
+    if request.sent >= before.moved_by or after == before or by_time:
+        return None
+    return f"{frontend.name}'s breaker of {request.instance}: {before} became {after} by {request.request}"
 
 
-def silent(watch: InvariantWatch, machine: Machine, instance: str) -> str | None:
-    """Look whether a worker that is called silent beats, or is linked to a frontend."""
+@invariant("accused")
+def heard_is_not_silent(watch: InvariantWatch, machine: Machine, instance: str) -> str | None:
+    """Nobody is called silent while heard, or linked to a frontend."""
     if machine.instance != instance:
         return None
     if machine.beating or watch.world.linked(machine):
@@ -73,24 +76,26 @@ def silent(watch: InvariantWatch, machine: Machine, instance: str) -> str | None
     return None
 
 
-def corrupt(watch: InvariantWatch) -> str | None:
-    """Look for a corrupt worker that serves longer than its canaries take to find it out. The last worker of a model may."""
-    machines, last_of_model = watch.world.machines, watch.steadiness.last_of_model
+@invariant("tick")
+def corruption_fenced(watch: InvariantWatch) -> str | None:
+    """A corrupt worker is out of service within canaries × interval, retries and slack, unless no other worker of its model
+    serves."""
+    machines, steady = watch.world.machines, watch.steadiness
+    bound = int(CANARIES * watch.world.scenario.interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
     for machine in machines.values():
         if not machine.condition.corrupt or not machine.up:
             continue
         worker = watch.shown[-1].workers.get(machine.name)
         if worker is not None and worker.serves_suspect:
-            last_of_model[machine.instance] = watch.kernel.now
+            steady.last_of_model[machine.instance] = watch.kernel.now
         serving = watch.serving_since.get(machine.instance)
         if serving is None:
             continue
-        bound = int(CANARIES * watch.world.scenario.interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
         since = max(
             serving,
             machine.condition.corrupt_since,
-            watch.steadiness.probed_since(machine.name),
-            last_of_model.get(machine.instance, 0),
+            steady.probed_since.get(machine.name, 0),
+            steady.last_of_model.get(machine.instance, 0),
         )
         if watch.kernel.now - since > bound and _known_answers(watch, machine, since):
             was = machine.condition.corrupt_since / SECOND
@@ -102,100 +107,93 @@ def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
     """Return whether all that while there was an agreed answer to every canary that it gets wrong."""
     goldens, key = watch.shown[-1].goldens, machine.joined.canary_key
     found = [goldens.get((key, f"c{i}")) for i in machine.condition.corrupt]
-    return watch.goldens_since(key) <= since and all(g is not None and g.status == "agreed" for g in found)
+    return watch.goldens_moved.get(key, 0) <= since and all(
+        g is not None and g.status == "agreed" for g in found
+    )
 
 
-def served(watch: InvariantWatch) -> str | None:
-    """Look for a model without a serving worker although canaries alone, or a new lineage, keep one of its workers out."""
-    fleet, since, now = watch.shown[-1], watch.steadiness.unserved_since, watch.kernel.now
+@invariant("tick")
+def canaries_leave_one(watch: InvariantWatch) -> str | None:
+    """No model is without a serving worker because of canaries, or of a new lineage, alone."""
+    steady, workers = watch.steadiness, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
-        mine = [worker for worker in fleet.workers.values() if worker.joined.model == model]
+        mine = [worker for worker in workers if worker.joined.model == model]
         suspects = [w.joined.worker for w in mine if w.suspect and w.health.limit > 0.0]
-        if not suspects or any(worker.routable for worker in mine):
-            since.pop(model, None)
-        elif overdue(watch, since.setdefault(model, now)):
-            return f"no worker of {model} serves since {since[model] / SECOND} s, and canaries keep {suspects} out"
+        unserved = bool(suspects) and not any(worker.routable for worker in mine)
+        since = steady.lasts_since("canaries alone", model, so=unserved)
+        if steady.overdue(since):
+            return f"no worker of {model} serves since {since / SECOND} s, and canaries keep {suspects} out"
     return None
 
 
-def trials(watch: InvariantWatch) -> str | None:
-    """Look for breakers that stay open or half-open beyond their time."""
-    for entry in watch.entries():
-        if entry.position == "closed" or entry.status in AT_REST or entry.draining_until is not None:
-            continue
-        due = entry.retry_at if entry.position == "open" else entry.deadline
-        if due is not None and overdue(watch, since_start(due)):
-            return f"{entry.instance}'s breaker is {entry.position} still, due was {due}"
-    return None
-
-
-def acquitted(watch: InvariantWatch) -> str | None:
-    """Look for a worker that nothing but outvoted goldens had convicted, and whose breaker has not moved since."""
+@invariant("tick")
+def acquitted_are_tried(watch: InvariantWatch) -> str | None:
+    """A worker is tried again at once when the goldens that convicted it were outvoted, while a leader lives."""
     steady = watch.steadiness
     for worker in watch.shown[-1].workers.values():
         instance, breaker, charges = worker.joined.instance, worker.breaker, worker.health.charges
         opened = breaker.moved_by if breaker.position == "open" and not breaker.resting else None
         if charges.convictions:
             steady.convicted_under[instance] = opened
-        elif charges.acquitted and opened is not None and steady.convicted_under.get(instance) == opened:
-            if overdue(watch, steady.acquitted_since.setdefault(instance, watch.kernel.now)):
-                since = steady.acquitted_since[instance] / SECOND
-                return f"{instance} is acquitted since {since} s, and its breaker is open still"
-            continue
-        steady.acquitted_since.pop(instance, None)
+        unmoved = opened is not None and steady.convicted_under.get(instance) == opened
+        acquitted = unmoved and bool(charges.acquitted) and not charges.convictions
+        since = steady.lasts_since("acquitted", instance, so=acquitted)
+        if steady.overdue(since):
+            return f"{instance} is acquitted since {since / SECOND} s, and its breaker is open still"
     return None
 
 
-def limits(watch: InvariantWatch) -> str | None:
-    """Look for weights that are still above what the devices leave."""
+@invariant("tick")
+def trials_end(watch: InvariantWatch) -> str | None:
+    """An open or half-open breaker moves on when its time has come and a leader lives."""
+    for entry in watch.entries():
+        if entry.position == "closed" or entry.status in AT_REST or entry.draining_until is not None:
+            continue
+        if entry.due is not None and watch.steadiness.overdue(since_start(entry.due)):
+            return f"{entry.instance}'s breaker is {entry.position} still, due was {entry.due}"
+    return None
+
+
+@invariant("tick")
+def limits_decided(watch: InvariantWatch) -> str | None:
+    """What a device leaves a worker is decided soon while a leader lives."""
     last = watch.world.broker.last_seq
     for entry in watch.entries():
         if entry.limited_at is None or entry.status not in IN_SERVICE:
             continue
         left = entry.limit(last)
-        if entry.weight > left and overdue(watch, since_start(entry.limited_at)):
+        if entry.weight > left and watch.steadiness.overdue(since_start(entry.limited_at)):
             return f"{entry.instance} has {entry.weight} still, its devices leave it {left} since {entry.limited_at}"
     return None
 
 
+@invariant("tick")
 def full_capacity(watch: InvariantWatch) -> str | None:
-    """Look for a model at a level although all of its workers carry their full share, which is its objective or more."""
-    fleet, since, now = watch.shown[-1], watch.steadiness.full_since, watch.kernel.now
-    policy = watch.policy.degradation
+    """Full capacity returns to level 0: no level lasts beyond the dwell while every worker of a model carries its full share
+    and these carry the objective."""
+    steady, policy, workers = watch.steadiness, watch.policy.degradation, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
-        slo = policy.slo(model)
-        mine = [w for w in fleet.workers.values() if w.joined.model == model and w.expected]
-        full = bool(mine) and all(worker.carries == 1.0 for worker in mine)
-        if slo is None or not slo.slo_throughput_rps or not full:
-            since.pop(model, None)
-            continue
-        capacity = fleet_capacity([(worker.joined.profile, 1.0) for worker in mine], slo)
-        ratio = capacity.effective_capacity_rps / slo.slo_throughput_rps
-        if ratio < policy.entries[0] - ROUNDING or not watch.level(model):
-            since.pop(model, None)
-        elif overdue(watch, since.setdefault(model, now) + micros(policy.dwell)):
-            return f"{model} is at level {watch.level(model)} with {ratio:.6f} of its objective since {since[model]}"
+        level, slo = watch.ledger.levels[model], policy.slo(model)
+        mine = [w for w in workers if w.joined.model == model and w.expected]
+        ratio = 0.0
+        if slo is not None and slo.slo_throughput_rps and mine and all(w.carries == 1.0 for w in mine):
+            capacity = fleet_capacity([(worker.joined.profile, 1.0) for worker in mine], slo)
+            ratio = capacity.effective_capacity_rps / slo.slo_throughput_rps
+        carried = ratio >= policy.entries[0] - ROUNDING
+        since = steady.lasts_since("full capacity", model, so=carried and level > 0)
+        if steady.overdue(since + micros(policy.dwell)):
+            return f"{model} is at level {level} with {ratio:.6f} of its objective since {since}"
     return None
 
 
-def drains(watch: InvariantWatch) -> str | None:
-    """Look for drains that go on beyond their deadline."""
+@invariant("tick")
+def drains_end(watch: InvariantWatch) -> str | None:
+    """A drain ends by its deadline while a leader lives."""
     margin = micros(watch.policy.drain.margin)
     for entry in watch.entries():
         until = entry.draining_until
-        if until is not None and not _over(entry) and overdue(watch, since_start(until) + margin):
+        if until is None or entry.status is HealthStatus.DEAD:
+            continue
+        if watch.steadiness.overdue(since_start(until) + margin):
             return f"{entry.instance} is draining still, the deadline was {until}"
     return None
-
-
-def _over(entry: LedgerEntry) -> bool:
-    return entry.status is HealthStatus.DEAD
-
-
-def overdue(watch: InvariantWatch, due: int) -> bool:
-    """Return whether a steady leader has had time to see that something is due."""
-    steady = watch.steadiness
-    if steady.leader is None:
-        return False
-    clocks = 2 * watch.world.scenario.skew
-    return watch.kernel.now - max(due + clocks, steady.since) > SLACK + 5 * SECOND

@@ -59,6 +59,11 @@ class Replica(FleetFold):
         self._seams = seams
         self.follower = Follower(broker, network, position.through, self._read)
 
+    @property
+    def known(self) -> int:
+        """The sequence up to which it knows the decisions: of what its snapshot had absorbed it may not have read all."""
+        return max(self.seq, self.order.position.decided)
+
     def store(self) -> Stored:
         """Return what a state store keeps of this fold."""
         return self._seams.snapshot(self.order)
