@@ -3,18 +3,21 @@
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from controller.simulator.rates import PRESETS
 
-WORKERS_MAX = 1000
-SPARES_MAX = 16
-MINUTES_MAX = 7 * 24 * 60
-RUNS_MAX = 100_000
-PROCESSES_MAX = 256
-TP = 8
-PROVISIONED = 1.067  # 15 of 16 groups still carry the SLO
+# The least and the most that a flag takes, and what the most is.
+RANGES: dict[str, tuple[float, float, str]] = {
+    "workers": (1, 1000, ""),
+    "minutes": (1, 7 * 24 * 60, " (a week)"),
+    "runs": (1, 100_000, ""),
+    "processes": (1, 256, ""),
+    "provisioned": (0.1, 10, ""),
+    "spares": (0, 16, ""),
+}
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_FOUND = 0, 1, 2, 3
 
 
@@ -24,38 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Play the deciders through a seeded history of faults in virtual time, and check every invariant "
         "all along. Exit status 3: an invariant was broken."
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="which history (default: 1)")
-    parser.add_argument(
-        "--runs", type=int, default=1, metavar="K", help="play K seeds, from N on (default: 1)"
-    )
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="cores for --runs (default: 1)")
-    parser.add_argument(
-        "--workers", type=int, default=16, metavar="W", help="size of the fleet (default: 16)"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=60.0, metavar="M", help="virtual minutes (default: 60)"
-    )
-    parser.add_argument(
-        "--rates", choices=sorted(PRESETS), help="divide the workers' faults as this field study found them"
-    )
-    parser.add_argument(
-        "--tp", type=int, default=TP, metavar="T", help=f"GPUs per worker, for --rates (default: {TP})"
-    )
-    parser.add_argument("--dump", type=Path, metavar="FILE", help="write the history as JSON lines")
-    parser.add_argument(
-        "--scenario",
-        choices=("group-failure",),
-        help="tell one scenario instead: a GPU of one of 16 groups fails with 23 requests in flight",
-    )
-    parser.add_argument(
-        "--provisioned",
-        type=float,
-        default=PROVISIONED,
-        metavar="X",
-        help=f"capacity over the SLO, for --scenario (default: {PROVISIONED})",
-    )
-    parser.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="spare groups besides, for --scenario (default: 0)"
+    add = partial(parser.add_argument, type=int)
+    add("--seed", default=1, metavar="N", help="which history (default: %(default)s)")
+    add("--runs", default=1, metavar="K", help="play K seeds, from N on (default: %(default)s)")
+    add("--processes", default=1, metavar="P", help="cores for --runs (default: %(default)s)")
+    add("--workers", default=16, metavar="W", help="size of the fleet (default: %(default)s)")
+    add("--minutes", type=float, default=60.0, metavar="M", help="virtual minutes (default: 60)")
+    text = "divide the workers' faults as this field study found them"
+    parser.add_argument("--rates", choices=sorted(PRESETS), help=text)
+    add("--tp", default=8, metavar="T", help="GPUs per worker, for --rates (default: %(default)s)")
+    add("--dump", type=Path, metavar="FILE", help="write the history as JSON lines")
+    text = "tell one scenario instead: a GPU of one of 16 groups fails with 23 requests in flight"
+    parser.add_argument("--scenario", choices=("group-failure",), help=text)
+    text = "capacity over the SLO, for --scenario (default: %(default)s)"  # 15 of 16 groups still carry it
+    add("--provisioned", type=float, default=1.067, metavar="X", help=text)
+    add(
+        "--spares", default=0, metavar="N", help="spare groups besides, for --scenario (default: %(default)s)"
     )
     parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help="how to report")
 
@@ -66,7 +53,10 @@ def run_cli(args: argparse.Namespace) -> int:
         print(f"holdfast simulate: {wrong}", file=sys.stderr)
         return EXIT_USAGE
     if args.scenario is not None:
-        return _tell(args)
+        from controller.simulator.stories import group_failure
+
+        print(group_failure.transcript(args.provisioned, args.spares), end="")
+        return EXIT_OK
     if args.runs > 1:
         return _sweep(args)
     from controller.simulator.simulation import Simulation
@@ -82,13 +72,6 @@ def run_cli(args: argparse.Namespace) -> int:
             return EXIT_FAILED
     _report(args, result)
     return EXIT_OK if result.violation is None else EXIT_FOUND
-
-
-def _tell(args: argparse.Namespace) -> int:
-    from controller.simulator.stories import group_failure
-
-    print(group_failure.transcript(args.provisioned, args.spares), end="")
-    return EXIT_OK
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -112,22 +95,15 @@ def command(seed: int, workers: int, minutes: float, rates: str | None = None) -
 
 
 def _wrong(args: argparse.Namespace) -> str:
-    if not 1 <= args.workers <= WORKERS_MAX:
-        return f"--workers {args.workers}: give a number from 1 to {WORKERS_MAX}"
-    if not 1 <= args.minutes <= MINUTES_MAX:
-        return f"--minutes {args.minutes:g}: give a number from 1 to {MINUTES_MAX} (a week)"
-    if not 1 <= args.runs <= RUNS_MAX:
-        return f"--runs {args.runs}: give a number from 1 to {RUNS_MAX}"
-    if not 1 <= args.processes <= PROCESSES_MAX:
-        return f"--processes {args.processes}: give a number from 1 to {PROCESSES_MAX}"
+    for flag, (least, most, what) in RANGES.items():
+        value = getattr(args, flag)
+        if not least <= value <= most:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            return f"--{flag} {shown}: give a number from {least} to {most}{what}"
     if args.dump is not None and args.runs > 1:
         return "--dump writes one history: leave --runs away"
     if args.scenario is not None and args.output == "json":
         return "--scenario is told in words: leave -o json away"
-    if not 0.1 <= args.provisioned <= 10:
-        return f"--provisioned {args.provisioned:g}: give a number from 0.1 to 10"
-    if not 0 <= args.spares <= SPARES_MAX:
-        return f"--spares {args.spares}: give a number from 0 to {SPARES_MAX}"
     if args.spares and args.scenario is None:
         return "--spares is for --scenario: a seed draws its own"
     return f"--tp {args.tp}: a worker has at least one GPU" if args.tp < 1 else ""

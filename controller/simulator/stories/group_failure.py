@@ -8,7 +8,7 @@ the frontend's director are production's own; the groups, the request plane and 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 
 from controller.deciders.capacity import Slo, fleet_capacity
@@ -54,17 +54,6 @@ SEVENTY_B = Profile(
     prefill_tokens_per_s=5000.0,
     tpot_ms=((1, 10.0), (64, 20.0)),
 )
-
-
-@dataclass(slots=True)
-class Group(Machine):
-    """A group of eight GPUs. It is not started again before `not_before`."""
-
-    not_before: int = 0
-
-    def start(self) -> None:
-        if self.kernel.now >= self.not_before:
-            Machine.start(self)
 
 
 class PlayedPlane:
@@ -158,7 +147,7 @@ class GroupFailure(Simulation):
         chance, model = self.kernel.chance(name), self.scenario.models[0]
         gpus = tuple(f"GPU {first + rank}" for rank in range(TP))
         hardware = Hardware(SEVENTY_B, gpus, spare=index >= GROUPS, context_tokens=CONTEXT)
-        return Group(
+        return Machine(
             name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware
         )
 
@@ -208,20 +197,15 @@ class GroupFailure(Simulation):
 
     def _strike(self) -> None:
         group = self.machines[FAILED]
-        assert isinstance(group, Group)
-        group.not_before = self.kernel.now + NEW_GROUP_AFTER
-        group.outbox.observe(
-            DeviceFaulted(
-                worker=FAILED,
-                instance=group.instance,
-                device=f"GPU {FAILED_GPU}",
-                fault_class="xid",
-                code=XID,
-            )
-        )
+        group.standing.retired = True  # until there is a new one
+        group.say(DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
         self.kernel.after(MS, group.fall)
-        self.kernel.after(NEW_GROUP_AFTER, group.start)
+        self.kernel.after(NEW_GROUP_AFTER, self._replace, group)
         self.kernel.after(20 * MS, self._count)
+
+    def _replace(self, group: Machine) -> None:
+        group.standing.retired = False
+        group.start()
 
     def _look_at_level(self) -> None:
         fleet = self._replica.fleet
@@ -265,8 +249,8 @@ class GroupFailure(Simulation):
                 moved.append(event.fact)
             elif _matters(event.fact):
                 lines.append((at, sentence(event.fact)))
-        for first, word in ((True, "first"), (False, "last")):
-            gap_ms = (min if first else max)(fact.gap_ms for fact in moved)
+        for of, word in ((min, "first"), (max, "last")):
+            gap_ms = of(fact.gap_ms for fact in moved)
             text = f"the {word} of {len(moved)} requests goes on, by {moved[0].method}"
             lines.append((int(gap_ms * MS), text))
         return [f"{_moment(at)}  {text}" for at, text in sorted(lines, key=itemgetter(0))]

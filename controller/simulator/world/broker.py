@@ -83,8 +83,7 @@ class Broker:
     def come_up(self) -> None:
         """Be reachable again; whoever follows goes on reading."""
         self.up, self.mute = True, False
-        for follower in self.followers:
-            follower.wake()
+        self._announce()
 
     def store(self, message: BrokerMessage) -> None:
         """Store an observation, unless its id is remembered."""

@@ -6,7 +6,6 @@ keeps the history right is the fence.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from random import Random
 
@@ -22,23 +21,6 @@ from events.decisions import HealthStatus
 from events.fact import Decision, Recorded
 
 APPEND_DEADLINE = 2 * SECOND
-
-
-@dataclass(slots=True)
-class AppendTurn:
-    """Which append an answer belongs to: the process's `last`, while it is on its way."""
-
-    last: int = 0
-    on_its_way: bool = False
-
-    def begin(self) -> int:
-        """Return the number of a new one."""
-        self.last, self.on_its_way = self.last + 1, True
-        return self.last
-
-    def awaits(self, number: int) -> bool:
-        """Return whether this one is still to be answered."""
-        return self.on_its_way and number == self.last
 
 
 class SimulatedController:
@@ -67,7 +49,7 @@ class SimulatedController:
         self.life += 1
         self.up, self.paused, self.leading = True, False, False
         self._asking = Asking(surroundings.policy(), surroundings.seams.settle)
-        self._append = AppendTurn()
+        self._sent: object = None  # the append that is on its way: an answer to another one comes too late
         self._must_read: int | None = 0  # before it decides; None: up to the end, which is not known yet
         self._believed_until = 0
         self._held = None
@@ -128,9 +110,8 @@ class SimulatedController:
 
     def _replica(self) -> Replica:
         surroundings = self.surroundings
-        return Replica(
-            self.name, surroundings.broker, surroundings.network, surroundings.seams, self._absorbed
-        )
+        broker, network = surroundings.broker, surroundings.network
+        return Replica(self.name, broker, network, surroundings.seams, self._absorbed)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -182,7 +163,7 @@ class SimulatedController:
     # --- deciding -----------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        if self._append.on_its_way or self._held is not None or not self.leading or not self._caught_up():
+        if self._sent is not None or self._held is not None or not self.leading or not self._caught_up():
             return
         now = self.clock()
         batch = self._due(now)
@@ -211,12 +192,12 @@ class SimulatedController:
 
     def _send(self, batch: tuple[Decision, ...], through: int, after: int) -> None:
         surroundings, network = self.surroundings, self.surroundings.broker.network
-        turn = self._append.begin()
+        self._sent = sent = object()
         if not network.loses():
-            surroundings.kernel.after(network.delay(), self._arrive, self.life, turn, batch, through, after)
-        surroundings.kernel.after(APPEND_DEADLINE, self._unknown, self.life, turn)
+            surroundings.kernel.after(network.delay(), self._arrive, self.life, sent, batch, through, after)
+        surroundings.kernel.after(APPEND_DEADLINE, self._unknown, sent)
 
-    def _arrive(self, life: int, turn: int, batch: tuple[Decision, ...], through: int, after: int) -> None:
+    def _arrive(self, life: int, sent: object, batch: tuple[Decision, ...], through: int, after: int) -> None:
         """The append reaches the broker, whether or not its sender still lives."""
         broker = self.surroundings.broker
         if not broker.up:
@@ -226,22 +207,21 @@ class SimulatedController:
         self.surroundings.decided(source)
         if not broker.mute and not broker.network.loses():
             kernel = self.surroundings.kernel
-            kernel.after(broker.network.delay(), self._answered, life, turn, landed, broker.last_seq)
+            kernel.after(broker.network.delay(), self._answered, sent, landed, broker.last_seq)
 
-    def _answered(self, life: int, turn: int, landed: bool, last_seq: int) -> None:
-        if not self.up or self.life != life or not self._append.awaits(turn):
+    def _answered(self, sent: object, landed: bool, last_seq: int) -> None:
+        if not self.up or self._sent is not sent:
             return
-        self._append.on_its_way = False
+        self._sent = None
         self._must_read = max(self._must_read or 0, last_seq)
         if not landed:  # somebody else has decided: drop what we believe, read again
             self.leading = False
             self.replica.close()
             self.replica = self._replica()
 
-    def _unknown(self, life: int, turn: int) -> None:
-        if self.up and self.life == life and self._append.awaits(turn):
-            self._append.on_its_way = False
-            self._must_read = None
+    def _unknown(self, sent: object) -> None:
+        if self.up and self._sent is sent:
+            self._sent = self._must_read = None
 
     # --- acting -------------------------------------------------------------------------------------------------
 
@@ -253,9 +233,8 @@ class SimulatedController:
             if machine.instance != worker.joined.instance or machine.condition.cut:
                 continue
             status = worker.health.status
-            wanted = (
-                status is HealthStatus.DRAINING or worker.drain.active
-            ) and not worker.health.exit.resumed
+            drains = status is HealthStatus.DRAINING or worker.drain.active
+            wanted = drains and not worker.health.exit.resumed
             if wanted and not machine.draining:
                 machine.drain()
             elif not wanted and machine.draining and status is not HealthStatus.DEAD:

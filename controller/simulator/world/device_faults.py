@@ -28,16 +28,7 @@ class SimulatedDeviceFaults:
             return
         fatal = self._chance.random() < 0.7
         machine.condition.device = "xid"
-        machine.outbox.observe(
-            DeviceFaulted(
-                worker=machine.name,
-                instance=machine.instance,
-                device="gpu0",
-                fault_class="xid",
-                code="79",
-                fatal=fatal,
-            )
-        )
+        machine.say(DeviceFaulted, device="gpu0", fault_class="xid", code="79", fatal=fatal)
         if fatal and coin(self._chance):  # its own process computes there: it goes with the device
             machine.fall()
         self._kernel.after(seconds_drawn(self._chance, 30, 400), self.repair, machine)
@@ -50,11 +41,7 @@ class SimulatedDeviceFaults:
             self._kernel.after(10 * SECOND, self.repair, machine)
             return
         machine.condition.device = ""
-        machine.outbox.observe(
-            DeviceRecovered(
-                worker=machine.name, instance=machine.instance, device="gpu0", fault_class="xid", code="79"
-            )
-        )
+        machine.say(DeviceRecovered, device="gpu0", fault_class="xid", code="79")
 
     def _throttle(self, machine: Machine) -> None:
         """Its clocks fall, a little more or less in a few steps, and rise again."""

@@ -54,9 +54,8 @@ class SimulatedObserver:
             else:
                 quiet.append(machine)
         vetoed = self._surroundings.seams.vetoed
-        for (
-            frontend
-        ) in self._surroundings.frontends():  # connections to workers that are heard change nothing
+        for frontend in self._surroundings.frontends():
+            # Connections to workers that are heard change nothing.
             linked = {m.name: m.instance for m in quiet if vetoed(frontend.linked(m))}
             self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
         self._liveness.look(now)

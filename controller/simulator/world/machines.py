@@ -8,6 +8,7 @@ what the fleet believes with it.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from controller.simulator.world.broker import Broker, BrokerMessage
 from controller.simulator.world.kernel import SECOND, Kernel
@@ -21,6 +22,7 @@ from events.observations import (
     Topology,
     WorkerJoined,
     WorkerLeft,
+    WorkerObservation,
     canary_key,
 )
 
@@ -31,6 +33,10 @@ PROFILE = Profile(
     prefill_tokens_per_s=8000.0,
     tpot_ms=((1, 10.0), (16, 20.0)),
 )
+# What all workers have in common, but for the model, the engine's version and the lineage.
+ENGINE = {
+    "revision": "r1", "tokenizer": "builtin:sim", "engine": "simulated", "dtype": "float32", "device": "sim",
+}  # fmt: skip
 CANARIES = 4
 ANSWER_TOKENS = 4
 
@@ -49,9 +55,7 @@ class Condition:
     cut: bool = False  # from the broker
     dark: frozenset[str] = frozenset()  # request-plane peers whose packets vanish
     device: str = ""  # class of a fatal device fault
-    limits: dict[str, float] = field(
-        default_factory=dict
-    )  # class of a device's fault → the weight that it leaves
+    limits: dict[str, float] = field(default_factory=dict)  # by class of a device's fault: the weight left
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,10 @@ class Machine:
     def _name_instance(self) -> None:
         self.instance = f"{self.name}.{self.life}"
 
+    def say(self, kind: type[WorkerObservation], **said: Any) -> None:
+        """Let the current process observe something about itself."""
+        self.outbox.observe(kind(worker=self.name, instance=self.instance, **said))
+
     def announce_again(self) -> None:
         """Register a second time, as a worker does that has found its broker again."""
         if self.up and not self.condition.hung:
@@ -194,19 +202,15 @@ class Machine:
         """Stop in order, as on SIGTERM: say so, drain, leave."""
         if not self.up or self.condition.hung:
             return
-        life = self.life
-        self.outbox.observe(
-            ShutdownBegan(worker=self.name, instance=self.instance, mode="graceful", grace_s=20.0)
-        )
+        self.say(ShutdownBegan, mode="graceful", grace_s=20.0)
         self.draining = True
-        self.kernel.after(self.chance.randrange(1, 15) * SECOND, self._leave, life)
+        self.kernel.after(self.chance.randrange(1, 15) * SECOND, self._leave, self.life)
 
     def fall(self) -> None:
         """End by itself, at once, and say so."""
         if self.up and not self.condition.hung:
-            about = {"worker": self.name, "instance": self.instance}
-            self.outbox.observe(ShutdownBegan(**about, mode="self_initiated", grace_s=0.0))
-            self._left(WorkerLeft(**about, mode="self_initiated", exit=1))
+            self.say(ShutdownBegan, mode="self_initiated", grace_s=0.0)
+            self._left("self_initiated", 1)
 
     def limit(self, fault_class: str, weight: float | None) -> None:
         """Have only a part of its weight left by a device from now on; None: all of it again."""
@@ -218,11 +222,10 @@ class Machine:
             self._say_limit(fault_class, weight)
 
     def _say_limit(self, fault_class: str, weight: float | None) -> None:
-        about = {"worker": self.name, "instance": self.instance, "device": "gpu0", "fault_class": fault_class}
         if weight is None:
-            self.outbox.observe(DeviceRecovered(**about))
+            self.say(DeviceRecovered, device="gpu0", fault_class=fault_class)
         else:
-            self.outbox.observe(DeviceFaulted(**about, fatal=False, weight=weight))
+            self.say(DeviceFaulted, device="gpu0", fault_class=fault_class, fatal=False, weight=weight)
 
     def drain(self) -> None:
         """Be told to take no new request."""
@@ -265,9 +268,7 @@ class Machine:
         standing, condition = self.standing, self.condition
         if self.life == life and self.up and self.draining and not (standing.drained or condition.hung):
             standing.drained = True
-            self.outbox.observe(
-                DrainFinished(worker=self.name, instance=self.instance, completed=0, migrated=0)
-            )
+            self.say(DrainFinished, completed=0, migrated=0)
 
     def _leave(self, life: int) -> None:
         if self.life != life or not self.up:
@@ -276,10 +277,10 @@ class Machine:
             self.kernel.after(5 * SECOND, self._leave, life)
             return
         self._empty(life)
-        self._left(WorkerLeft(worker=self.name, instance=self.instance, mode="graceful", exit=0))
+        self._left("graceful", 0)
 
-    def _left(self, fact: WorkerLeft) -> None:
-        self.outbox.observe(fact)
+    def _left(self, mode: str, exit: int) -> None:
+        self.say(WorkerLeft, mode=mode, exit=exit)
         self.up = False
         self.standing.held.clear()
         self.broken(self)
@@ -291,39 +292,24 @@ class Machine:
 
 
 def _joined(machine: Machine) -> WorkerJoined:
+    hardware, lineage = machine.hardware, machine.standing.weights.lineage
+    engine: dict[str, Any] = {
+        **ENGINE,
+        "model": machine.model,
+        "engine_version": str(machine.version),
+        "lineage": lineage,
+    }
     return WorkerJoined(
+        **engine,
         worker=machine.name,
         instance=machine.instance,
         url=f"tcp://{machine.name}:1",
-        model=machine.model,
-        revision="r1",
-        tokenizer="builtin:sim",
-        engine="simulated",
-        engine_version=str(machine.version),
-        dtype="float32",
-        tp=len(machine.hardware.gpus) or 1,
-        device="sim",
-        profile=machine.hardware.profile,
-        canary_key=key_of(machine.model, machine.version, machine.standing.weights.lineage),
-        lineage=machine.standing.weights.lineage,
+        tp=len(hardware.gpus) or 1,
+        profile=hardware.profile,
+        canary_key=canary_key(**engine, tp=1),
         pid=machine.life,
-        topology=Topology(host=machine.name, gpus=machine.hardware.gpus),
-        spare=machine.hardware.spare,
-        waiting_max=machine.hardware.waiting,
-        context_tokens=machine.hardware.context_tokens,
-    )
-
-
-def key_of(model: str, version: int, lineage: str) -> str:
-    """Return the canary key of the workers of a model: but for the engine's version and lineage they are all alike here."""
-    return canary_key(
-        model=model,
-        revision="r1",
-        tokenizer="builtin:sim",
-        engine="simulated",
-        engine_version=str(version),
-        dtype="float32",
-        tp=1,
-        device="sim",
-        lineage=lineage,
+        topology=Topology(host=machine.name, gpus=hardware.gpus),
+        spare=hardware.spare,
+        waiting_max=hardware.waiting,
+        context_tokens=hardware.context_tokens,
     )

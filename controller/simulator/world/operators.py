@@ -1,6 +1,5 @@
 """People and the orchestrator: they drain and resume workers, and start again what has ended or was given up."""
 
-from collections.abc import Callable
 from random import Random
 
 from controller.simulator.world.kernel import SECOND
@@ -26,15 +25,10 @@ class Operators:
 
     def drain(self, machine: Machine) -> None:
         """Want a worker empty; later want it back, stop it, or forget about it."""
-        instance = machine.instance
-        deadline = self._chance.choice((None, 5.0, 20.0, 60.0))
-        self._say(
-            lambda: DrainRequested(
-                worker=machine.name, instance=instance, deadline_s=deadline, by="operator"
-            ),
-            5,
-        )
-        self.drained[machine.name] = instance
+        name, instance = machine.name, machine.instance
+        deadline_s = self._chance.choice((None, 5.0, 20.0, 60.0))
+        self._say(DrainRequested(worker=name, instance=instance, deadline_s=deadline_s, by="operator"))
+        self.drained[name] = instance
         what = self._chance.random()
         delay = self._chance.randrange(1, 60) * SECOND
         if what < 0.5:
@@ -44,7 +38,7 @@ class Operators:
 
     def resume(self, machine: Machine, instance: str) -> None:
         """Want a worker back."""
-        self._say(lambda: ResumeRequested(worker=machine.name, instance=instance, by="operator"), 5)
+        self._say(ResumeRequested(worker=machine.name, instance=instance, by="operator"))
 
     def resume_all(self) -> None:
         """Want everything back that was drained, and restart whoever is at odds with others over a canary.
@@ -72,22 +66,22 @@ class Operators:
     def scale(self, model: str) -> None:
         """Set the number of a model's workers, and leave it to the planner again some time later."""
         workers = self._chance.randint(1, self._world.scenario.workers)
-        self._say(lambda: ScaleSet(model=model, workers=workers, by="operator", reason="a trial"), 5)
+        self._say(ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
         later = self._chance.randrange(60, 600) * SECOND
         self._kernel.after(later, self.release, model)
 
     def release(self, model: str) -> None:
         """Leave it to the planner."""
-        self._say(lambda: ScaleSet(model=model, workers=None, by="operator", reason="it is over"), 5)
+        self._say(ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
 
     def _stop(self, machine: Machine, instance: str) -> None:
         if machine.instance == instance:
             machine.stop()
 
-    def _say(self, fact: Callable[[], Observation], tries: int) -> None:
+    def _say(self, fact: Observation, tries: int = 5) -> None:
         for controller in self._world.controllers:
             if controller.up and not controller.paused:
-                controller.outbox.observe(fact())
+                controller.outbox.observe(fact)
                 return
         if tries:
             self._kernel.after(5 * SECOND, self._say, fact, tries - 1)

@@ -5,7 +5,7 @@ breaker. One probe is one fact, however many attempts it took; a wrong answer is
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from random import Random
 from typing import Any, Literal
@@ -52,9 +52,8 @@ class ProberTurn:
     resumed: bool = False  # its resumption has been answered with a probe
     trial_of: int = 0  # number of the half-opening whose trial was sent last
     again: int = 0  # canaries to ask at once, one after another
-    outvoted: int = (
-        -1
-    )  # number of the last decision that outvoted a golden, when all were asked again; -1: no conviction
+    # Number of the last decision that outvoted a golden, when all were asked again; -1: no conviction.
+    outvoted: int = -1
 
 
 @dataclass(slots=True, frozen=True)
@@ -312,17 +311,8 @@ def _voted(golden: Golden | None, worker: str, tokens: tuple[int, ...]) -> bool:
 
 
 def _again(probe: SimulatedProbe, tokens: tuple[int, ...]) -> SimulatedProbe:
-    return SimulatedProbe(
-        probe.worker,
-        probe.instance,
-        probe.canary,
-        "confirm" if probe.check_type == "scheduled" else probe.check_type,
-        probe.sent_under,
-        probe.sent_at,
-        probe.joining,
-        probe.attempt + 1,
-        tokens,
-    )
+    check_type: CheckType = "confirm" if probe.check_type == "scheduled" else probe.check_type
+    return replace(probe, check_type=check_type, attempt=probe.attempt + 1, first_answer=tokens)
 
 
 def _common(probe: SimulatedProbe, machine: Machine, latency_ms: float) -> dict[str, Any]:

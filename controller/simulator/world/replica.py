@@ -22,9 +22,8 @@ class Remembered:
 
     def __init__(self, evolve: Callable[[Fleet, Recorded], Fleet]) -> None:
         self._evolve = evolve
-        self._steps: dict[
-            tuple[int, int], tuple[Fleet, Recorded, Fleet]
-        ] = {}  # by identity: of what lives in here
+        # By identity, of what lives in here.
+        self._steps: dict[tuple[int, int], tuple[Fleet, Recorded, Fleet]] = {}
 
     def __call__(self, fleet: Fleet, recorded: Recorded) -> Fleet:
         """Return what the fact makes of the fleet."""

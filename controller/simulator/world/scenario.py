@@ -129,9 +129,8 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         total = sum(WORKER_FAULTS.values()) * heavy
         worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
     if workers // len(models) < 2:
-        worker_faults.pop(
-            "corrupt", None
-        )  # alone, what a worker said first counts as right: nobody knows better
+        # Alone, what a worker said first counts as right: nobody knows better.
+        worker_faults.pop("corrupt", None)
     return Scenario(
         seed=seed,
         workers=workers,
@@ -226,9 +225,8 @@ def draw_policy(
         share = chance.choice((0.5, 0.7, 0.9))
         policy = _promising(policy, models, share * _capacity(workers // len(models), profile))
     if chance.random() < 0.3:
-        policy = replace(
-            policy, budget=replace(policy.budget, max_ejection_share=chance.choice((0.25, 0.34, 1.0)))
-        )
+        budget = replace(policy.budget, max_ejection_share=chance.choice((0.25, 0.34, 1.0)))
+        policy = replace(policy, budget=budget)
     return policy
 
 

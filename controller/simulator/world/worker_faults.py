@@ -5,11 +5,13 @@ from random import Random
 
 from controller.simulator.world.device_faults import Strike
 from controller.simulator.world.kernel import MS, coin, seconds_drawn
-from controller.simulator.world.machines import CANARIES, Machine
+from controller.simulator.world.machines import CANARIES, Condition, Machine
 from controller.simulator.world.operators import SimulatedSupervisor
 from controller.simulator.world.prober import PROBER
 from controller.simulator.world.world import SimulatedWorld
 from events.observations import EngineFaulted
+
+WELL = Condition()
 
 
 class WorkerFaults:
@@ -29,7 +31,7 @@ class WorkerFaults:
         self._note = note
         self.kinds: dict[str, Strike] = {
             "crash": self._crash,
-            "stop": self._stop,
+            "stop": Machine.stop,
             "hang": self._hang,
             "error": self._error,
             "corrupt": self._corrupt,
@@ -37,15 +39,12 @@ class WorkerFaults:
             "flaky": self._flaky,
             "cut": self.cut,
             "dark": self._dark,
-            "twice": self._twice,
+            "twice": Machine.announce_again,
         }
 
     def _crash(self, machine: Machine) -> None:
         machine.crash()
         self._supervisor.soon(machine)
-
-    def _stop(self, machine: Machine) -> None:
-        machine.stop()
 
     def _hang(self, machine: Machine) -> None:
         machine.condition.hung = True
@@ -59,14 +58,7 @@ class WorkerFaults:
     def _error(self, machine: Machine) -> None:
         machine.condition.erring = True
         if machine.up and self._chance.random() < 0.3:
-            machine.outbox.observe(
-                EngineFaulted(
-                    worker=machine.name,
-                    instance=machine.instance,
-                    reason="CUDA error",
-                    fatal=coin(self._chance),
-                )
-            )
+            machine.say(EngineFaulted, reason="CUDA error", fatal=coin(self._chance))
         self._later(machine, self._unerr, seconds_drawn(self._chance, 10, 200))
 
     def _unerr(self, machine: Machine) -> None:
@@ -86,17 +78,11 @@ class WorkerFaults:
 
     def _slow(self, machine: Machine) -> None:
         machine.condition.slow = self._chance.choice((2.0, 3.5, 10.0))
-        self._kernel.after(seconds_drawn(self._chance, 20, 400), self._unslow, machine)
-
-    def _unslow(self, machine: Machine) -> None:
-        machine.condition.slow = 1.0
+        self._kernel.after(seconds_drawn(self._chance, 20, 400), self._over, machine, "slow")
 
     def _flaky(self, machine: Machine) -> None:
         machine.condition.flaky = self._chance.choice((0.1, 0.4, 0.8))
-        self._kernel.after(seconds_drawn(self._chance, 20, 300), self._unflaky, machine)
-
-    def _unflaky(self, machine: Machine) -> None:
-        machine.condition.flaky = 0.0
+        self._kernel.after(seconds_drawn(self._chance, 20, 300), self._over, machine, "flaky")
 
     def cut(self, machine: Machine) -> None:
         """Part a worker from the broker for a while."""
@@ -117,13 +103,11 @@ class WorkerFaults:
         peers = [f.name for f in self._world.frontends] + [PROBER]
         machine.condition.dark = frozenset(p for p in peers if self._chance.random() < 0.6)
         self._kernel.after(500 * MS, self._world.stalled, machine)
-        self._kernel.after(seconds_drawn(self._chance, 5, 120), self._light, machine)
+        self._kernel.after(seconds_drawn(self._chance, 5, 120), self._over, machine, "dark")
 
-    def _light(self, machine: Machine) -> None:
-        machine.condition.dark = frozenset()
-
-    def _twice(self, machine: Machine) -> None:
-        machine.announce_again()
+    def _over(self, machine: Machine, what: str) -> None:
+        """End something that was wrong with a worker."""
+        setattr(machine.condition, what, getattr(WELL, what))
 
     def _later(self, machine: Machine, act: Callable[[Machine], None], delay: int) -> None:
         """Act on this process only: the next one at the same place is another matter."""
