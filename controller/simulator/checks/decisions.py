@@ -1,6 +1,5 @@
 """Checks of what was decided: against the ledger, against the policy, and by deciding again."""
 
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeAlias
@@ -8,7 +7,6 @@ from typing import TypeAlias
 from controller.deciders.capacity import attainable, fleet_capacity
 from controller.deciders.fleet import load
 from controller.deciders.health_state import LIMITED
-from controller.simulator.checks.ledger import LedgerEntry
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from events import codec
 from events.decisions import (
@@ -331,26 +329,22 @@ def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
 @invariant("appended")
 def ejection_budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
     """Doubt takes no more workers of a model out of service than the budget allows."""
-    fleet, share = watch.reference.settled, watch.policy.budget.max_ejection_share
-    counted, ejected = Counter[str](), Counter[str]()
-    for worker in fleet.workers.values():
-        counted[worker.joined.model] += worker.counts
-        ejected[worker.joined.model] += worker.in_doubt and not worker.routable
-    for model, out in ejected.items():
-        if out > share * counted[model] + 1e-9:
-            return f"{model}: {out} of {counted[model]} are out of service for doubt alone"
+    settled, share = watch.reference.settled, watch.policy.budget.max_ejection_share
+    for model in watch.world.scenario.models:
+        mine = [worker for worker in settled.workers.values() if worker.joined.model == model]
+        counted = sum(worker.counts for worker in mine)
+        out = sum(worker.in_doubt and not worker.routable for worker in mine)
+        if out > share * counted + 1e-9:
+            return f"{model}: {out} of {counted} are out of service for doubt alone"
     return None
 
 
 @invariant("appended")
 def lateness_keeps_one(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
     """Lateness alone (slow answers, timeouts of an engine that goes on) never takes out all workers of a model."""
-    by_model: dict[str, list[LedgerEntry]] = {}
-    for entry in watch.entries():
-        if not entry.forgotten:
-            by_model.setdefault(entry.model, []).append(entry)
-    for model, entries in by_model.items():
-        if all(entry.out_by_lateness for entry in entries):
-            names = ", ".join(sorted(entry.worker for entry in entries))
+    for model in watch.world.scenario.models:
+        mine = [one for one in watch.entries() if one.model == model and not one.forgotten]
+        if mine and all(entry.out_by_lateness for entry in mine):
+            names = ", ".join(sorted(entry.worker for entry in mine))
             return f"{model}: {names} are out of service, and none did more than answer late"
     return None

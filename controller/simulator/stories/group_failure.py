@@ -8,10 +8,8 @@ the frontend's director are production's own; the groups, the request plane and 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import itemgetter
 
-from controller.deciders.capacity import Slo, fleet_capacity
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.health_moves import HealthPolicy
 from controller.frontend.director import Director, World
@@ -19,13 +17,14 @@ from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import LostCause, OthersWork, Sink
 from controller.replay.sentences import sentence, span
+from controller.router.endpoints import ConnectedWorkers
 from controller.simulator.simulation import Simulation, quiet
 from controller.simulator.stories.crowd import computed_again, crowd, most_over_even
 from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel, KernelClock, since_start
 from controller.simulator.world.machines import Hardware, Machine
 from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.replica import Replica
-from controller.simulator.world.scenario import Scenario
+from controller.simulator.world.scenario import Scenario, capacity_of, promising
 from events.decisions import Absorbed, HealthChanged, SpareActivated, WorkerDecision
 from events.fact import Fact, Observation, Recorded
 from events.observations import (
@@ -56,7 +55,7 @@ SEVENTY_B = Profile(
 )
 
 
-class PlayedPlane:
+class PlayedPlane(ConnectedWorkers):
     """The request plane of one frontend, and the engines behind it: prompts are computed one after another."""
 
     def __init__(self, kernel: Kernel, machines: dict[str, Machine]) -> None:
@@ -78,17 +77,8 @@ class PlayedPlane:
     def load(self, worker: str) -> Load | None:
         return Load(kv_total=SEVENTY_B.kv_blocks)
 
-    def external_load(self, worker: str) -> Load | None:
-        return None
-
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
         return ""
-
-    def load_by_rank(self, worker: str) -> Sequence[Load]:
-        return ()
-
-    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        return ()
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         self._last += 1
@@ -235,7 +225,7 @@ class GroupFailure(Simulation):
         )
         lines = [f"{'':32}{'here':>12}{'first document':>18}"]
         for (what, at), theirs in zip(here, FIRST_DOCUMENT, strict=True):
-            lines.append(f"{what:32}{_moment(at).strip():>12}{theirs:>18}")
+            lines.append(f"{what:32}{_moment(at):>12}{theirs:>18}")
         return lines
 
     def _lines(self) -> list[str]:
@@ -253,7 +243,7 @@ class GroupFailure(Simulation):
             gap_ms = of(fact.gap_ms for fact in moved)
             text = f"the {word} of {len(moved)} requests goes on, by {moved[0].method}"
             lines.append((int(gap_ms * MS), text))
-        return [f"{_moment(at)}  {text}" for at, text in sorted(lines, key=itemgetter(0))]
+        return [f"{_moment(at):>18}  {text}" for at, text in sorted(lines, key=itemgetter(0))]
 
     def _spread(self) -> list[str]:
         tokens = self.load.total()
@@ -287,7 +277,7 @@ def _level(level: int) -> str:
 
 
 def _moment(at: int) -> str:
-    return f"t0 + {at // MS:,} ms".rjust(18) if at < 10 * SECOND else f"t0 + {at / SECOND:.1f} s".rjust(18)
+    return f"t0 + {at // MS:,} ms" if at < 10 * SECOND else f"t0 + {at / SECOND:.1f} s"
 
 
 def _heading(provisioned: float, spares: int) -> list[str]:
@@ -301,13 +291,10 @@ def _heading(provisioned: float, spares: int) -> list[str]:
 
 
 def _scenario(provisioned: float, spares: int) -> Scenario:
-    slo = Slo()
-    carried = fleet_capacity([(SEVENTY_B, 1.0)] * GROUPS, slo).effective_capacity_rps
-    policy = FleetPolicy()
-    slos = {"llama-70b": replace(slo, slo_throughput_rps=carried / provisioned)}
-    policy = replace(policy, degradation=replace(policy.degradation, slos=slos))
+    models = ("llama-70b",)
+    policy = promising(FleetPolicy(), models, capacity_of(GROUPS, SEVENTY_B) / provisioned)
     return Scenario(
-        seed=SEED, workers=GROUPS + spares, minutes=(FAILS_AT + ENDS_AFTER) / MINUTE, models=("llama-70b",), controllers=1,
+        seed=SEED, workers=GROUPS + spares, minutes=(FAILS_AT + ENDS_AFTER) / MINUTE, models=models, controllers=1,
         frontends=1, requests_per_second=1e-9, interval=30 * SECOND, tick=SECOND, skew=0, late=SECOND,
         corrupt_from_start=0, policies=(policy,), change_at=0, worker_faults={}, fleet_faults={}, heal_at=1,
         end_at=FAILS_AT + ENDS_AFTER, settles=False,

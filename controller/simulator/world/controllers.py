@@ -13,7 +13,6 @@ from controller.deciders.fleet import Asking, absorbed, absorption_due
 from controller.simulator.world.broker import LEASE_TTL, BrokerMessage
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.liveness import SimulatedObserver
-from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.prober import SimulatedProber
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.surroundings import Surroundings
@@ -54,12 +53,10 @@ class SimulatedController:
         self._believed_until = 0
         self._held = None
         self._pending_since: datetime | None = None
-        self.outbox = SimulatedOutbox(
-            surroundings.broker, f"{self.name}.{self.life}", surroundings.acknowledged
-        )
+        self.outbox = surroundings.new_outbox(f"{self.name}.{self.life}")
         self.outbox.inherit(self._spool)
         self._spool = []
-        self.replica = self._replica()
+        self.replica = surroundings.replica(self.name, self._absorbed)
         self.observer = SimulatedObserver(surroundings, lambda: self.replica.fleet, self.outbox)
         self.prober = SimulatedProber(
             kernel=surroundings.kernel,
@@ -107,11 +104,6 @@ class SimulatedController:
             (batch, through, after), self._held = self._held, None
             self._send(batch, through, after)  # the zombie's append: its lease is long gone
         self._tick_body()
-
-    def _replica(self) -> Replica:
-        surroundings = self.surroundings
-        broker, network = surroundings.broker, surroundings.network
-        return Replica(self.name, broker, network, surroundings.seams, self._absorbed)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -217,7 +209,7 @@ class SimulatedController:
         if not landed:  # somebody else has decided: drop what we believe, read again
             self.leading = False
             self.replica.close()
-            self.replica = self._replica()
+            self.replica = self.surroundings.replica(self.name, self._absorbed)
 
     def _unknown(self, sent: object) -> None:
         if self.up and self._sent is sent:

@@ -91,13 +91,8 @@ class SimulatedOutbox:
             broker.kernel.after(broker.network.delay(), self._acknowledged, message, turn)
 
     def _acknowledged(self, message: BrokerMessage, turn: int) -> None:
-        if (
-            turn != self._turn
-            or not self._busy
-            or not self._alive
-            or not self.reachable
-            or not self._broker.up
-        ):
+        reachable = self.reachable and self._broker.up
+        if turn != self._turn or not (self._busy and self._alive and reachable):
             return  # an answer to an attempt that was given up: the message is being sent again
         self._busy = False
         self._turn += 1

@@ -14,7 +14,6 @@ from controller.planner.planner import Planner, PlannerDuties
 from controller.ports import LATEST, PLANNED_BY
 from controller.read_model.rows import COLUMNS, worker_row
 from controller.simulator.world.kernel import SECOND, KernelClock
-from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.projector import SimulatedProjector
 from controller.simulator.world.scenario import SimulatedPlanning
 from controller.simulator.world.surroundings import Surroundings
@@ -60,9 +59,7 @@ class SimulatedPlanner:
         duties = PlannerDuties(by=SUPERVISOR, lost_after_s=60.0, repeat_s=300.0)
         make: Callable[..., Planner] = surroundings.seams.planner
         self.planner = make(self.name, planning.policy, duties, foresee)
-        self.outbox = SimulatedOutbox(
-            surroundings.broker, f"{self.name}.{self.life}", surroundings.acknowledged
-        )
+        self.outbox = surroundings.new_outbox(f"{self.name}.{self.life}")
         surroundings.kernel.after(self._chance.randrange(EVERY), self._tick, self.life)
 
     def crash(self) -> None:

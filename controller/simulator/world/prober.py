@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
@@ -34,8 +34,6 @@ SLOW_FROM = 3.0  # times the baseline
 GOES_ON_MAX = 0.5  # a machine that fails fewer of its requests answers others while a canary times out
 PROBER = "canary"
 DRAINING, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
-
-Standing = Literal["agreed", "provisional", "none"]
 
 
 @dataclass(slots=True)
@@ -229,8 +227,7 @@ class SimulatedProber:
             self._disputed(turn, probe, golden, tokens)
         else:
             confirmed = probe.first_answer == tokens
-            standing: Standing = "agreed" if golden.status == "agreed" else "provisional"
-            self._failed(turn, probe, "token_mismatch", confirmed=confirmed, golden=standing, got=tokens)
+            self._failed(turn, probe, "token_mismatch", confirmed=confirmed, golden=golden.status, got=tokens)
 
     def _disputed(
         self, turn: ProberTurn, probe: SimulatedProbe, golden: Golden, tokens: tuple[int, ...]
@@ -279,22 +276,12 @@ class SimulatedProber:
         reason: CanaryReason,
         *,
         confirmed: bool = False,
-        golden: Standing = "none",
-        got: tuple[int, ...] = (),
-        engine_went_on: bool = False,
+        **found: Any,
     ) -> None:
         self._plan(turn, probe.joining, passed=False)
         common = _common(probe, self.machines[probe.worker], DEADLINE / MS)
         self.outbox.observe(
-            CanaryFailed(
-                **common,
-                reason=reason,
-                confirmed=confirmed,
-                golden=golden,
-                got=got,
-                engine_went_on=engine_went_on,
-                whole=confirmed,
-            )
+            CanaryFailed(**common, reason=reason, confirmed=confirmed, whole=confirmed, **found)
         )
 
 

@@ -33,15 +33,7 @@ class SimulatedProjector:
         self.life += 1
         self.up = True
         self._waiting, self._committing = [], False
-        surroundings = self.surroundings
-        self.replica = Replica(
-            f"projector.{self.life}",
-            surroundings.broker,
-            surroundings.network,
-            surroundings.seams,
-            self._absorbed,
-            self.stored,
-        )
+        self.replica = self.surroundings.replica(f"projector.{self.life}", self._absorbed, self.stored)
 
     def crash(self) -> None:
         """End without a word; a transaction that has not committed never was."""

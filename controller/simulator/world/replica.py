@@ -5,6 +5,7 @@ is a pure function. The watch folds everything once more for itself, without tha
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from controller.deciders.fleet import Fleet
 from controller.runtime.fleet_fold import FleetFold
@@ -14,6 +15,7 @@ from events.fact import Recorded
 from events.order import Order, Position
 
 NOTHING = Fleet()
+Listen: TypeAlias = Callable[["Replica", Sequence[Recorded]], None]
 STEPS_MAX = 100_000  # of the fold, remembered
 
 
@@ -47,7 +49,7 @@ class Replica(FleetFold):
         broker: Broker,
         network: Network,
         seams: Seams,
-        listen: Callable[["Replica", Sequence[Recorded]], None],
+        listen: Listen,
         stored: Stored | None = None,
         order: Callable[..., Order[Fleet]] | None = None,
     ) -> None:

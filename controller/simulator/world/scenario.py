@@ -114,8 +114,8 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
     if spares:
         policies = [replace(policy, spares=_on_return(seed)) for policy in policies]
     if (tight := _provisioned(seed)) is not None:
-        carried = _capacity((workers - spares) // len(models), profile)
-        policies = [_promising(policy, models, carried / tight) for policy in policies]
+        carried = capacity_of((workers - spares) // len(models), profile)
+        policies = [promising(policy, models, carried / tight) for policy in policies]
     end = int(minutes * MINUTE)
     calm = max(settling_time(policy, interval) for policy in policies)
     heal_at = max(end - calm, end // 4)
@@ -223,19 +223,21 @@ def draw_policy(
         policy = replace(policy, breaker=breaker, forgetting=forgetting)
     if chance.random() < 0.6:
         share = chance.choice((0.5, 0.7, 0.9))
-        policy = _promising(policy, models, share * _capacity(workers // len(models), profile))
+        policy = promising(policy, models, share * capacity_of(workers // len(models), profile))
     if chance.random() < 0.3:
         budget = replace(policy.budget, max_ejection_share=chance.choice((0.25, 0.34, 1.0)))
         policy = replace(policy, budget=budget)
     return policy
 
 
-def _promising(policy: FleetPolicy, models: tuple[str, ...], throughput_rps: float) -> FleetPolicy:
+def promising(policy: FleetPolicy, models: tuple[str, ...], throughput_rps: float) -> FleetPolicy:
+    """Return the policy with this throughput as each model's objective."""
     slos = {model: Slo(slo_throughput_rps=throughput_rps) for model in models}
     return replace(policy, degradation=replace(policy.degradation, slos=slos))
 
 
-def _capacity(workers: int, profile: Profile) -> float:
+def capacity_of(workers: int, profile: Profile) -> float:
+    """Return the requests per second that so many workers carry."""
     return fleet_capacity([(profile, 1.0)] * workers, Slo()).effective_capacity_rps
 
 

@@ -49,7 +49,7 @@ class WorkerFaults:
     def _hang(self, machine: Machine) -> None:
         machine.condition.hung = True
         self._kernel.after(500 * MS, self._world.stalled, machine)
-        self._later(machine, self._unhang, seconds_drawn(self._chance, 2, 90))
+        self._later(seconds_drawn(self._chance, 2, 90), self._unhang, machine)
 
     def _unhang(self, machine: Machine) -> None:
         machine.condition.hung = False
@@ -59,10 +59,7 @@ class WorkerFaults:
         machine.condition.erring = True
         if machine.up and self._chance.random() < 0.3:
             machine.say(EngineFaulted, reason="CUDA error", fatal=coin(self._chance))
-        self._later(machine, self._unerr, seconds_drawn(self._chance, 10, 200))
-
-    def _unerr(self, machine: Machine) -> None:
-        machine.condition.erring = False
+        self._later(seconds_drawn(self._chance, 10, 200), self._over, machine, "erring")
 
     def _corrupt(self, machine: Machine) -> None:
         visible = frozenset(i for i in range(CANARIES) if self._chance.random() < 0.5)
@@ -109,10 +106,10 @@ class WorkerFaults:
         """End something that was wrong with a worker."""
         setattr(machine.condition, what, getattr(WELL, what))
 
-    def _later(self, machine: Machine, act: Callable[[Machine], None], delay: int) -> None:
+    def _later(self, delay: int, act: Callable[..., None], machine: Machine, *args: str) -> None:
         """Act on this process only: the next one at the same place is another matter."""
-        self._kernel.after(delay, self._if_same, machine, machine.life, act)
+        self._kernel.after(delay, self._if_same, machine.life, act, machine, *args)
 
-    def _if_same(self, machine: Machine, life: int, act: Callable[[Machine], None]) -> None:
+    def _if_same(self, life: int, act: Callable[..., None], machine: Machine, *args: str) -> None:
         if machine.life == life:
-            act(machine)
+            act(machine, *args)

@@ -33,23 +33,22 @@ class SimulatedScaling:
         self._follower = Follower(world.broker, world.broker.network, 0, self._hear)
 
     def _hear(self, batch: Sequence[Recorded]) -> None:
-        wanted: dict[str, Recorded] = {}
-        for event in batch:
-            if isinstance(event.fact, ScaleProposed) and event.fact.by == SUPERVISOR:
-                wanted[event.fact.model] = event
-        for event in wanted.values():
-            self._carry_out(event)
+        wanted = {
+            event.fact.model: (event.id, event.fact)
+            for event in batch
+            if isinstance(event.fact, ScaleProposed) and event.fact.by == SUPERVISOR
+        }
+        for proposal, fact in wanted.values():
+            self._carry_out(proposal, fact)
 
-    def _carry_out(self, proposal: Recorded) -> None:
-        fact = proposal.fact
-        assert isinstance(fact, ScaleProposed)
+    def _carry_out(self, proposal: str, fact: ScaleProposed) -> None:
         ok = self._chance.random() >= FAILS
         if ok:
             self._scale(fact.model, fact.after)
         says = "done" if ok else "there is no room"
         self.outbox.observe(
             ScaleApplied(
-                model=fact.model, proposal=proposal.id, after=fact.after, by=SUPERVISOR, ok=ok, says=says
+                model=fact.model, proposal=proposal, after=fact.after, by=SUPERVISOR, ok=ok, says=says
             )
         )
 
@@ -66,12 +65,9 @@ class SimulatedScaling:
             machine = self._make(model)
             self._kernel.after(self._chance.randrange(1, 20) * SECOND, machine.start)
         for machine in there[after:]:  # the newest
-            self._let_go(machine)
-
-    def _let_go(self, machine: Machine) -> None:
-        machine.standing.retired = True
-        machine.stop()
-        self._kernel.after(GRACE, self._end, machine)
+            machine.standing.retired = True
+            machine.stop()
+            self._kernel.after(GRACE, self._end, machine)
 
     def _end(self, machine: Machine) -> None:
         """It should have left long ago."""
