@@ -1,13 +1,15 @@
 """What must never happen, or must always happen in the end, in the order in which it is checked and reported."""
 
-from collections.abc import Mapping
+from types import ModuleType
 
 from controller.simulator.checks import decisions, end, folds, overload, planner, spares, world
 from controller.simulator.checks.watch import Invariant
 
-INVARIANTS: Mapping[str, Invariant] = {
-    found.name: found
-    for module in (decisions, spares, overload, planner, folds, world, end)
-    for found in vars(module).values()
-    if isinstance(found, Invariant)
-}
+
+def invariants_of(*modules: ModuleType) -> dict[str, Invariant]:
+    """Return the invariants that these modules state, by name."""
+    stated = [value for module in modules for value in vars(module).values()]
+    return {found.name: found for found in stated if isinstance(found, Invariant)}
+
+
+INVARIANTS = invariants_of(decisions, spares, overload, planner, folds, world, end)

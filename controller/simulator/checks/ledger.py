@@ -66,8 +66,8 @@ class LedgerEntry:
     results: list[tuple[int, int, bool]] = field(default_factory=list)
     # Of requests: sequence, routed under, in a row.
     failures: list[tuple[int, int, int]] = field(default_factory=list)
-    # Of devices: sequence, which, the weight left (None: all of it). No device: all limits are lifted.
-    limits: list[tuple[int, str, float | None]] = field(default_factory=list)
+    # Of devices: sequence, which, the weight left. No device: all limits are lifted.
+    limits: list[tuple[int, str, float]] = field(default_factory=list)
     limited_at: datetime | None = None  # when the journal took the last of them
     has_served: bool = False
     failed_canary: bool = False  # with more than lateness, since its last good answer
@@ -76,10 +76,9 @@ class LedgerEntry:
     @property
     def out_by_lateness(self) -> bool:
         """Whether it was taken out of service, and nothing but lateness spoke against it."""
-        leaves = (
-            self.status in (None, HealthStatus.DRAINING, HealthStatus.DEAD) or self.draining_until is not None
-        )
-        return self.has_served and not self.share and not (leaves or self.hard or self.failed_canary)
+        if self.status in (None, HealthStatus.DRAINING, HealthStatus.DEAD) or self.draining_until is not None:
+            return False
+        return self.has_served and not (self.share or self.hard or self.failed_canary)
 
     def limit(self, through: int) -> float:
         """Return the weight that its devices leave it, as far as somebody knows who has read up to `through`."""
@@ -87,12 +86,10 @@ class LedgerEntry:
         for seq, device, weight in self.limits:
             if seq > through:
                 break
-            if not device:
-                standing.clear()
-            elif weight is None:
-                standing.pop(device, None)
-            else:
+            if device:
                 standing[device] = weight
+            else:
+                standing.clear()
         return min(standing.values(), default=1.0)
 
     @property
@@ -132,9 +129,9 @@ class LedgerEntry:
             case DeviceFaulted(weight=float() as weight, fatal=False):
                 self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", weight))
             case DeviceRecovered():
-                self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", None))
+                self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", 1.0))
             case ResumeRequested():
-                self.limits.append((event.seq, "", None))
+                self.limits.append((event.seq, "", 1.0))
             case _:
                 return
         self.limited_at = event.at
