@@ -4,14 +4,16 @@ A convicted worker's answers move, a closed breaker clears what was held against
 ones. `routing` chooses workers; the request state machine, which `driver` feeds, decides what becomes of an answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from random import random
 
-from controller.deciders.fleet import Fleet
+import structlog
+
+from controller.deciders.fleet import Conviction, Fleet, Worker
 from controller.frontend.admission.admission import Admission
 from controller.frontend.admission.refusals import OverloadAnswers, Refusals
-from controller.frontend.convictions import Convictions, Served
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
 from controller.frontend.dispatch.placement import Placer
@@ -19,13 +21,13 @@ from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.dispatch.stall_watch import StallWatch
 from controller.frontend.driver import Driver, DriverParts
-from controller.frontend.health.exposure import Exposures
+from controller.frontend.health.exposure import MARGIN, Exposures
 from controller.frontend.health.local_breakers import LocalBreakers, Panic
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.openai.text.model_folders import ModelFolders
 from controller.frontend.planned_moves import PlannedMoves
-from controller.frontend.request.events import WorkerUnhealthy
+from controller.frontend.request.events import Exposed, WorkerUnhealthy
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
 from controller.frontend.scheduling.scheduler import Peers, Scheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
@@ -38,13 +40,19 @@ from events.fact import Recorded
 from events.intrusion.reports import Intrusions
 from events.observations import (
     BusyThresholdsSet,
+    ExposureUnknown,
+    FrontendObservation,
     MoveRequested,
     RequestPoisonous,
     RequestSuspected,
     WorkerJoined,
 )
 
+log = structlog.get_logger(__name__)
+
 BEGINNING_S = 10.0
+EXPOSE_EVERY_S = 1.0  # how often the answers of a convicted worker that serves are reported
+SERVED_EVERY_S = 1.0  # how often a frontend leaves behind until when it served
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,165 @@ class World:
     ended: Callable[[LiveRequest], object] | None = None  # is told of each answer that is over
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Until when a frontend served, and how far it had read the journal then."""
+
+    until: datetime
+    seq: int
+
+    def answers(self, conviction: Conviction) -> bool:
+        """Whether that frontend has answered for it, or had nothing to answer for."""
+        margin = MARGIN + timedelta(seconds=2 * SERVED_EVERY_S)
+        return conviction.seq <= self.seq or conviction.since >= self.until + margin
+
+
+class Convictions:
+    """What is done when a canary convicts a worker: every request that it has fed since is named, and those that run act.
+
+    Since when a life could be wrong is the fold's to say (`Worker.convictions`). A conviction is answered for once, whatever
+    has become of the worker meanwhile: acquitted, or a new life of it begun, all in one batch.
+
+    A frontend answers for the one before it of the same name as well. That one has left behind until when it served, and how
+    far it had read. A worker that was convicted after that, for a span in which that frontend served, has served unknown
+    requests.
+    """
+
+    def __init__(
+        self, frontend: str, clock: Clock, observe: Observe, driver: Driver, metrics: RequestMetrics
+    ) -> None:
+        self._frontend = frontend
+        self._clock = clock
+        self._observe = observe
+        self._driver = driver
+        self._exposures = driver.exposures
+        self._metrics = metrics
+        self._began = clock.now()
+        self._exposed_at: dict[str, float] = {}  # by worker that serves although it is convicted
+        self._answered: dict[str, tuple[Conviction, ...]] = {}  # by worker
+
+    def answer(self, worker: Worker) -> None:
+        """Name every request that this worker has fed since, and deal with those that run."""
+        for conviction in self._news(worker):
+            self._convict(worker.joined.worker, conviction, self._clock.now())
+
+    def expose(self, worker: Worker, now: float) -> None:
+        """Name every request that a worker feeds which serves although it is convicted, once a second. Nothing is done about
+        them: a header marks the answers."""
+        name, instance = life = worker.joined.worker, worker.joined.instance
+        if now < self._exposed_at.get(name, 0.0) + EXPOSE_EVERY_S:
+            return
+        self._exposed_at[name] = now
+        since = [conviction.since for conviction in worker.convictions if conviction.instance == instance]
+        if since:
+            exposures, live = self._exposures, self._driver.live
+            for unknown in exposures.unknown(life, since[-1], self._clock.now()):
+                self._report(unknown)
+            for one in exposures.fed(life, since[-1]):
+                action = "continue" if one.span.live in live else "none"
+                self._report(exposures.fact(one, action), one.span.traceparent)
+
+    def answer_for_before(self, workers: Iterable[Worker], before: Served | None) -> None:
+        """Report workers that were convicted before this frontend could act: which requests the frontend before it let them
+        serve is not known any more. Where nothing is known of that one, only what stands now is answered for."""
+        for worker in workers:
+            for conviction in self._news(worker):
+                self._answer_late(worker, conviction, before)
+
+    def _answer_late(self, worker: Worker, conviction: Conviction, before: Served | None) -> None:
+        name, instance = worker.joined.worker, worker.joined.instance
+        if (
+            conviction.at > self._began
+        ):  # this frontend served already, while it still read what had been before
+            self._convict(name, conviction, conviction.at)
+            return
+        stands = worker.alive and worker.health.corrupt and conviction.instance == instance
+        if before.answers(conviction) if before is not None else not stands:
+            return
+        self._report(
+            ExposureUnknown(
+                frontend=self._frontend,
+                worker=name,
+                instance=conviction.instance,
+                since=conviction.since,
+                until=max(conviction.since, min(conviction.at, self._began)),
+                why="it was convicted before this frontend had read the journal",
+            )
+        )
+
+    def _news(self, worker: Worker) -> list[Conviction]:
+        """Return the convictions of this worker that have not been answered for yet, and take them as answered for."""
+        name = worker.joined.worker
+        answered = self._answered.get(name, ())
+        if worker.convictions == answered:
+            return []
+        known = {conviction.seq for conviction in answered}
+        self._answered[name] = worker.convictions
+        return [conviction for conviction in worker.convictions if conviction.seq not in known]
+
+    def _convict(self, worker: str, conviction: Conviction, now: datetime) -> None:
+        """Deal with every request exposed since the canary that failed was last sent and passed, then report them."""
+        key: Key = (worker, conviction.instance)
+        log.warning("worker_convicted", worker=worker, canary=conviction.canary)
+        exposures, since = self._exposures, conviction.since
+        unknown = exposures.unknown(key, since, now)
+        # What is done about one choice of an answer may end the others: see first which have ended already.
+        fed = [(one, self._driver.live.get(one.span.live)) for one in exposures.fed(key, since)]
+        done = [
+            "none" if live is None else "error" if live.over else self._expose(live, one.first, key)
+            for one, live in fed
+        ]
+        for fact in unknown:
+            self._report(fact)
+        for (one, _), action in zip(fed, done, strict=True):
+            self._report(exposures.fact(one, action), one.span.traceparent)
+
+    def _expose(self, live: LiveRequest, first: int, key: Key) -> str:
+        """Let a request act on it that its tokens from index `first` on may be wrong. Return what was done."""
+        endpoint = live.endpoint
+        stays = endpoint is not None and endpoint.key == key and bool(endpoint.suspect)
+        exposed = Exposed(first, key, live.stats.depends_on(key), stays, live.progress)
+        self._driver.feed(live, exposed)
+        failed = live.exposure == "restart" and live.answer.error is not None
+        return "error" if failed else live.exposure
+
+    def _report(self, fact: FrontendObservation, trace: str = "") -> None:
+        self._observe(fact, traceparent=trace)
+        self._metrics.exposed(fact)
+
+
+class WorkerIntrusions(Intrusions):
+    """Reports of what a worker does to this frontend that no engine does."""
+
+    def __init__(self, table: EndpointTable, observe: Observe, now: Callable[[], float]) -> None:
+        super().__init__(observe, now)
+        self._table = table
+
+    def flooded_by(self, worker: str, instance: str) -> None:
+        """A worker has sent this frontend more than an engine can compute."""
+        tried = "flood a frontend with frames"
+        self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
+
+    def claims_flooded_by(self, worker: str) -> None:
+        """A worker has published more KV events than an engine can have."""
+        lives = self._lives(worker)
+        tried, instance = "flood the frontends with KV events", lives[-1].instance if lives else ""
+        self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
+
+    def claims_lost(self, life: Key, why: str) -> None:
+        """A worker has lost its KV claims."""
+        worker, instance = life
+        self.report(self._account(worker), why, worker=worker, instance=instance)
+
+    def _lives(self, worker: str) -> list[WorkerJoined]:
+        return [one.joined for one in self._table.endpoints.values() if one.worker == worker]
+
+    def _account(self, worker: str) -> str:
+        """Return the broker account of the process in which a worker lives."""
+        lives = self._lives(worker)
+        return account_of(worker, lives[-1].account if lives else "")
+
+
 class Director:
     """One frontend: what it knows of the fleet, and its live requests."""
 
@@ -70,13 +237,10 @@ class Director:
         self.table = table = EndpointTable(ModelFolders(settings.folders, world.observe).allows)
         self.metrics = FrontendMetrics()
         self.request_metrics = RequestMetrics(self.metrics)
-        self.breakers = self._local_breakers(world)
-        self.exposures = Exposures(
-            world.name,
-            settings.facts.exposure_entries_max,
-            world.clock.now(),
-            lambda: (world.clock.now(), now()),
+        self.breakers = LocalBreakers(
+            world.name, settings.breaker, settings.facts, world.observe, now, world.plane
         )
+        self.exposures = Exposures(world.name, settings.facts.exposure_entries_max, world.clock)
         self.peers = Peers(now, world.name)
         panic = Panic(
             world.name, settings.breaker.panic_share, self.breakers, world.observe, self.metrics.faults.panic
@@ -103,10 +267,8 @@ class Director:
             self.routing.pools,
         )
         self.placer = Placer(world.name, settings.moving, self.routing, world.plane, self.running, self.peers)
-        self.poison = PoisonWatch(
-            world.name, settings.poison, self.breakers, world.plane.reachable, world.observe, now
-        )
-        self.intrusions = Intrusions(world.observe, now)
+        self.poison = PoisonWatch(world.name, settings.poison, self.breakers, world.plane, world.observe)
+        self.intrusions = WorkerIntrusions(table, world.observe, now)
         self.driver = self._driver(world, reports)
         self.planned_moves = PlannedMoves(
             settings.moving, table, self.routing, world.plane, self.placer, self.running, self.driver
@@ -114,11 +276,6 @@ class Director:
         self._convictions = Convictions(
             world.name, world.clock, world.observe, self.driver, self.request_metrics
         )
-
-    def _local_breakers(self, world: World) -> LocalBreakers:
-        """Return this frontend's own breakers."""
-        local, facts, load = self.settings.breaker, self.settings.facts, world.plane.load
-        return LocalBreakers(world.name, local, facts, world.observe, self.now, load)
 
     def _driver(self, world: World, reports: MigrationReports) -> Driver:
         """Return the owner of this frontend's live requests."""
@@ -155,12 +312,12 @@ class Director:
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
+        clock, ours = self._world.clock, self._world.name if self.live else None
         for recorded in batch:
             fact = recorded.fact
             if isinstance(fact, BreakerClosed):
                 self.breakers.reset((fact.worker, fact.instance))
-            elif isinstance(fact, RequestSuspected | RequestPoisonous) and not self._said_now(fact):
-                clock = self._world.clock
+            elif isinstance(fact, RequestSuspected | RequestPoisonous) and fact.frontend != ours:
                 self.poison.heard(fact, (clock.now() - recorded.at).total_seconds())
         change = self.table.absorb(fleet)
         if self.live:
@@ -173,34 +330,13 @@ class Director:
             if worker.passes:
                 self.exposures.passed(endpoint.key, min(worker.passes.values()))
         if change.left:
-            self._forget()
+            keys = set(self.table.endpoints)
+            self.breakers.keep(keys)
+            self.exposures.keep(keys)
+            self.routing.forget(keys)
+            self.admission.forget()
         if change:
             self.changed()
-
-    def flooded_by(self, worker: str, instance: str) -> None:
-        """A worker has sent this frontend more than an engine can compute."""
-        tried = "flood a frontend with frames"
-        self.intrusions.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
-
-    def claims_flooded_by(self, worker: str) -> None:
-        """A worker has published more KV events than an engine can have."""
-        lives = [endpoint.instance for endpoint in self.table.endpoints.values() if endpoint.worker == worker]
-        tried, instance = "flood the frontends with KV events", lives[-1] if lives else ""
-        self.intrusions.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
-
-    def claims_lost(self, life: Key, why: str) -> None:
-        """A worker has lost its KV claims."""
-        worker, instance = life
-        self.intrusions.report(self._account(worker), why, worker=worker, instance=instance)
-
-    def _account(self, worker: str) -> str:
-        """Return the broker account of the process in which a worker lives."""
-        lives = [one.joined for one in self.table.endpoints.values() if one.worker == worker]
-        return account_of(worker, lives[-1].account if lives else "")
-
-    def _said_now(self, fact: RequestSuspected | RequestPoisonous) -> bool:
-        """Say whether this process has said it: it knows better by now."""
-        return self.live and fact.frontend == self._world.name
 
     def go_live(self, before: Served | None = None) -> None:
         """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the
@@ -236,14 +372,6 @@ class Director:
             gone = WorkerUnhealthy(endpoint.corrupt, others, live.progress)
             self.driver.feed(live, gone)
 
-    def _forget(self) -> None:
-        """Forget lives of workers that are gone."""
-        keys = set(self.table.endpoints)
-        self.breakers.keep(keys)
-        self.exposures.keep(keys)
-        self.routing.forget(keys)
-        self.admission.forget()
-
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
         """Heed from where on a model's workers are busy, and say it on the journal: all frontends do, then."""
         self.table.set_thresholds(fact)
@@ -254,8 +382,7 @@ class Director:
     def tick(self) -> None:
         """Do what is due: breakers, deadlines, reports. Called ten times a second."""
         service = [endpoint.key for endpoint in self.table.endpoints.values() if endpoint.routable]
-        if self.breakers.any_open:
-            self._pass_trials()
+        self._pass_trials()
         self.breakers.tick(service)
         self.planned_moves.tick()
         self.routing.expire()
@@ -280,11 +407,11 @@ class Director:
 
     def _pass_trials(self) -> None:
         """An answer may be longer than a trial: one whose tokens come when the time is over has passed it."""
-        for endpoint in self.table.endpoints.values():
-            if self.breakers.trial_ends(endpoint.key):
-                for live in self.running.at(endpoint):
-                    if live.dispatch is not None and live.state.has_output:
-                        self.breakers.had_output(endpoint.key, live.dispatch.breaker_epoch)
+        for key in self.breakers.trials_ending():
+            endpoint = self.table.endpoints.get(key)
+            for live in self.running.at(endpoint) if endpoint is not None else ():
+                if live.dispatch is not None and live.state.has_output:
+                    self.breakers.unjudged(key, live.dispatch.breaker_epoch, has_output=True)
 
     def report(self) -> None:
         """Say what has not been said yet, at the process's end."""

@@ -19,8 +19,7 @@ from controller.adapters.request_plane.nats_dialer import dialers
 from controller.console.console import Console
 from controller.console.endpoints import PATH
 from controller.deciders.fleet import DECIDERS_VERSION
-from controller.frontend.convictions import SERVED_EVERY_S, Served
-from controller.frontend.director import Director, World
+from controller.frontend.director import SERVED_EVERY_S, Director, Served, World
 from controller.frontend.http.api import Api
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
@@ -187,7 +186,7 @@ class FrontendProcess:
     def _director(self, observe: Observe) -> Director:
         director = Director(World(self._name, self._plane, observe, SystemClock()), self._settings)
         self._plane.listen(director.changed)
-        self._plane.links.flooded = director.flooded_by
+        self._plane.links.flooded = director.intrusions.flooded_by
         return director
 
     # --- services -----------------------------------------------------------------------------------------

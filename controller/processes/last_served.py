@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from controller.frontend.convictions import Served
+from controller.frontend.director import Served
 
 log = structlog.get_logger(__name__)
 

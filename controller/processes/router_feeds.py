@@ -36,8 +36,8 @@ class RouterFeeds:
             budget = director.settings.worker_budgets
             kv = await KvEvents.open(url, name, wait_s=wait_s, limit=budget.kv_events)
             scheduler.view = kv.view
-            kv.view.claims.lost = director.claims_lost
-            kv.flooded = director.claims_flooded_by
+            kv.view.claims.lost = director.intrusions.claims_lost
+            kv.flooded = director.intrusions.claims_flooded_by
         if settings.replica_sync:
             sync = await SlotSync.open(url, name, scheduler.slots, director.peers.names, wait_s=wait_s)
         return cls(kv, sync)

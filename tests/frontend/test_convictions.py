@@ -11,8 +11,8 @@ import pytest
 from frontend_kit import TOKENS, Kit, canary, convict, frontend, joined, text_of, until
 from scripted_worker import Act, ScriptedWorker, next_token, undisturbed
 
-from controller.frontend.convictions import Served
-from controller.frontend.director import Director
+from controller.adapters.clock import SystemClock
+from controller.frontend.director import Director, Served
 from controller.frontend.health.exposure import Exposures, ServedSpan, SpanHistory
 from controller.frontend.settings import FactSettings
 from controller.processes import last_served as served
@@ -473,7 +473,7 @@ def test_a_ring_forgets_what_no_conviction_can_reach() -> None:
 
 def test_lives_that_are_gone_are_forgotten() -> None:
     now = datetime.now(UTC)
-    exposures = Exposures("f", 10, now, lambda: (now, 0.0))
+    exposures = Exposures("f", 10, SystemClock())
     exposures.note(ServedSpan("r", "m", 0, 1, key=("w1", "i1")))
     exposures.keep({("w1", "i2")})
     assert exposures.fed(("w1", "i1"), now) == []

@@ -247,8 +247,4 @@ class Dispatcher:
 
     def unjudged(self, dispatch: Dispatch, *, has_output: bool) -> None:
         """An attempt ends through no fault of its worker: its client has left, or was mistaken."""
-        key, epoch = dispatch.endpoint.key, dispatch.breaker_epoch
-        if has_output:
-            self._breakers.had_output(key, epoch)
-        else:
-            self._breakers.had_no_output(key, epoch)
+        self._breakers.unjudged(dispatch.endpoint.key, dispatch.breaker_epoch, has_output=has_output)

@@ -1,4 +1,4 @@
-"""Whom has a corrupt worker served? A bounded memory of who was fed by whom, and since when.
+"""Tracks which requests received tokens from which worker, so that a conviction can name the exposed ones. Bounded.
 
     CanaryPassed(sent) ───────── tokens to requests a, b, c ─────────▶ CanaryFailed, confirmed: convicted
           │                                                                 │
@@ -13,19 +13,17 @@ more.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from controller.ports import Clock
 from controller.router.endpoints import Key
-from events.observations import ExposureUnknown, FrontendObservation, RequestExposed
+from events.observations import ExposureUnknown, RequestExposed
 
 MARGIN = timedelta(milliseconds=200)
 MARK_S = 0.2  # how finely a span remembers when its tokens came
-
-Traced: TypeAlias = tuple[FrontendObservation, str]  # a fact, and the trace of the request that it is about
 
 
 @dataclass(slots=True, eq=False)
@@ -124,13 +122,11 @@ class SpanHistory:
 class Exposures:
     """What is remembered of all workers."""
 
-    def __init__(
-        self, frontend: str, entries_max: int, began: datetime, wall: Callable[[], tuple[datetime, float]]
-    ) -> None:
+    def __init__(self, frontend: str, entries_max: int, clock: Clock) -> None:
         self._frontend = frontend
         self._max = entries_max
-        self._began = began
-        self._wall = wall  # now, by the calendar and by the loop's clock
+        self._clock = clock
+        self._began = clock.now()
         self._histories: dict[Key, SpanHistory] = {}
         self._unknown_until: dict[Key, datetime] = {}  # what was said to be unknown is not said again
 
@@ -159,7 +155,7 @@ class Exposures:
             del self._histories[key]
         self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 
-    def fed(self, key: Key, since: datetime) -> list["Fed"]:
+    def fed(self, key: Key, since: datetime) -> list[Fed]:
         """Return what this worker gave to each request since `since`, and has not been named yet; it counts as named from now
         on."""
         history, found = self._histories.get(key), list[Fed]()
@@ -170,10 +166,10 @@ class Exposures:
                 found.append(Fed(span, *tokens))
         return found
 
-    def fact(self, fed: "Fed", action: str) -> Traced:
+    def fact(self, fed: Fed, action: str) -> RequestExposed:
         """Return the fact about one exposed request. `action`: what was done; none: it had finished."""
         span = fed.span
-        fact = RequestExposed(
+        return RequestExposed(
             frontend=self._frontend,
             request=span.request,
             model=span.model,
@@ -185,7 +181,6 @@ class Exposures:
             action=action,  # type: ignore[arg-type]
             rank=span.rank,
         )
-        return fact, span.traceparent
 
     def unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
         """Say which part of the span is not remembered, each part of it once."""
@@ -212,9 +207,7 @@ class Exposures:
         ]
 
     def _instant(self, moment: datetime) -> float:
-        now, instant = self._wall()
-        return instant - (now - moment).total_seconds()
+        return self._clock.monotonic() - (self._clock.now() - moment).total_seconds()
 
     def _calendar(self, instant: float) -> datetime:
-        now, then = self._wall()
-        return now - timedelta(seconds=then - instant)
+        return self._clock.now() - timedelta(seconds=self._clock.monotonic() - instant)

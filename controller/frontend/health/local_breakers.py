@@ -2,14 +2,15 @@
 reports.
 
 The local breaker is the fleet's machine (`deciders.breaker`) run on this frontend's outcomes, with its own
-numbers for its own moves: it can only subtract. Its moves are reported once a second (`breaker_moves`); no
+numbers for its own moves: it can only subtract. Its moves are reported once a second (`OutcomeReports`); no
 decider reads them. Its trial is one real request.
 
 A broken connection is one failure, however many streams it carried. If every worker in service breaks within
 one tick, it is more likely us: nobody is blamed.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
@@ -20,12 +21,15 @@ from prometheus_client import Gauge
 
 from controller.deciders import breaker
 from controller.deciders.breaker import Breaker, BreakerPolicy
-from controller.frontend.health.breaker_moves import BreakerMoves
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
-from controller.router.endpoints import Endpoint, Key
+from controller.ports import Observe
+from controller.router.endpoints import ConnectedWorkers, Endpoint, Key
 from controller.router.load.batch_growth import growth
+from events.decisions import BreakerPosition
 from events.fact import Observation
 from events.observations import (
+    BreakerMove,
+    FrontendBreakersMoved,
     PanicBegan,
     PanicEnded,
     RequestFailed,
@@ -33,9 +37,20 @@ from events.observations import (
     WorkerSlow,
     WorkerSlowCleared,
 )
-from events.wire import Load, Sampling
+from events.wire import Sampling
 
 PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
+SAMPLES_MAX = 256  # per worker and window
+MOVES_MAX = (
+    200  # in one event: about 30 KB; a fleet whose breakers all move at once must not flood the journal
+)
+STALLS_MAX = 2  # times failures_max: a worker that recovers is not held to all that it ever stalled
+SLOW_MS_MIN = 5.0  # a difference below this is no slowness
+TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
+TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: what streams well by then has passed
+_ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # the loop's clock as a datetime, for the machine that wants one
+
+log = structlog.get_logger(__name__)
 
 
 class AnswerDraw(msgspec.Struct, frozen=True):
@@ -57,9 +72,7 @@ class Window:
     routed_under: int | None = None  # the smallest, so that a straggler is never taken for news
     weighed: int = 0  # tokens with logprobs
     unlikely: int = 0  # of them
-    drawn: dict[tuple[float, float, int], int] = field(
-        default_factory=dict
-    )  # requests by sampling parameters
+    drawn: Counter[tuple[float, float, int]] = field(default_factory=Counter)  # by sampling parameters
 
     def draw(self, drawn: AnswerDraw) -> None:
         """Note how an answer's tokens were drawn, and how many of them were unlikely."""
@@ -69,20 +82,25 @@ class Window:
         how = (sampling.temperature, sampling.top_p, sampling.top_k)
         if "temperature" in sampling.unset:
             return  # it is the server's own default
-        if how in self.drawn:
+        if how in self.drawn or len(self.drawn) < PARAMETERS_MAX:
             self.drawn[how] += 1
-        elif len(self.drawn) < PARAMETERS_MAX:
-            self.drawn[how] = 1
 
-
-log = structlog.get_logger(__name__)
-
-SAMPLES_MAX = 256  # per worker and window
-STALLS_MAX = 2  # times failures_max: a worker that recovers is not held to all that it ever stalled
-SLOW_MS_MIN = 5.0  # a difference below this is nobody's slowness
-TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
-TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: who streams well by then has passed
-_ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # the loop's clock as a datetime, for the machine that wants one
+    def fact(self, frontend: str, key: Key, window_s: float, routed_under: int) -> RequestsServed:
+        """Return the fact about this window."""
+        return RequestsServed(
+            worker=key[0],
+            instance=key[1],
+            frontend=frontend,
+            count=self.count,
+            tokens=self.tokens,
+            ttft_ms=median(self.ttft_ms) if self.ttft_ms else 0.0,
+            itl_ms=median(self.itl_ms) if self.itl_ms else 0.0,
+            routed_under=routed_under,
+            window_s=window_s,
+            weighed=self.weighed,
+            unlikely=self.unlikely,
+            sampling=self.drawn.most_common(1)[0][0] if self.drawn else None,
+        )
 
 
 @dataclass(slots=True)
@@ -103,6 +121,11 @@ class WorkerOutcomes:
     slow: bool = False
     window: Window = field(default_factory=Window)
 
+    @property
+    def fails_others(self) -> bool:
+        """Whether more than one request has failed there lately."""
+        return self.failures > 1 or self.stalls + self.stalled > 1
+
     def take_back(self, *, one_stream: bool = False) -> None:
         """What failed last was its request's own fault, and not the worker's. `one_stream`: it stalled while others went on."""
         if self.broken:
@@ -115,6 +138,100 @@ class WorkerOutcomes:
             self.breaker = replace(self.breaker, request_failures=left)
 
 
+class OutcomeReports:
+    """The facts about a frontend's outcomes: what workers served in a window, which are slow, how breakers moved. Pure."""
+
+    def __init__(
+        self, frontend: str, settings: FactSettings, links: ConnectedWorkers | None, now: float
+    ) -> None:
+        """`links`: knows what each worker reported last of its load; None: nothing is known."""
+        self._frontend = frontend
+        self._settings = settings
+        self._links = links
+        self._window_at = self._second_at = now
+        self._moves: list[tuple[float, Key, BreakerPosition, str]] = []
+        self._dropped = 0
+
+    def moved(self, now: float, key: Key, position: BreakerPosition, reason: str = "") -> None:
+        """Note one move, or count it as dropped when the next event is full."""
+        if len(self._moves) < MOVES_MAX:
+            self._moves.append((now, key, position, reason))
+        else:
+            self._dropped += 1
+
+    def due(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
+        """Yield what is reported now: moves once a second, outcomes once a window."""
+        if now - self._second_at >= 1.0:
+            self._second_at = now
+            for found in outcomes.values():
+                found.reports = 0
+            yield from self._of_moves(now)
+        if now - self._window_at >= self._settings.window_s:
+            yield from self._of_window(now - self._window_at, outcomes)
+            self._window_at = now
+
+    def rest(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
+        """Yield what the current window and second hold, at the process's end."""
+        yield from self._of_moves(now)
+        yield from self._of_window(max(1e-3, now - self._window_at), outcomes)
+
+    def _of_moves(self, now: float) -> Iterator[Observation]:
+        """Yield one event for all moves since the last; none if no breaker moved."""
+        if self._moves:
+            moves = tuple(
+                BreakerMove(
+                    worker=worker,
+                    instance=instance,
+                    position=position,
+                    ago_ms=round((now - at) * 1000, 1),
+                    reason=reason,
+                )
+                for at, (worker, instance), position, reason in self._moves
+            )
+            yield FrontendBreakersMoved(frontend=self._frontend, moves=moves, dropped=self._dropped)
+            self._moves, self._dropped = [], 0
+
+    def _of_window(self, window_s: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
+        speeds = {
+            key: median(found.window.itl_ms)
+            for key, found in outcomes.items()
+            if found.window.itl_ms and found.window.tokens >= self._settings.slow_tokens_min
+        }
+        for key, found in outcomes.items():
+            window = found.window
+            if window.count:
+                yield window.fact(self._frontend, key, window_s, window.routed_under or 0)
+                found.window = Window()
+            if key in speeds:
+                peers = {
+                    other: speed
+                    for other, speed in speeds.items()
+                    if other != key and outcomes[other].model == found.model
+                }
+                yield from self._compare(key, found, speeds[key], peers)
+
+    def _compare(
+        self, key: Key, found: WorkerOutcomes, own: float, peers: Mapping[Key, float]
+    ) -> Iterator[Observation]:
+        """Yield that a worker is slower than its peers would be with as many sequences, or the end of that."""
+        if not peers:
+            return
+        running = self._running(key)
+        usual = median(speed * growth(running, self._running(peer)) for peer, speed in peers.items())
+        slow = own > self._settings.slow_factor * usual and own - usual > SLOW_MS_MIN
+        if slow or found.slow:
+            kind = WorkerSlow if slow else WorkerSlowCleared
+            yield kind(
+                worker=key[0], instance=key[1], frontend=self._frontend, latency_ms=own, baseline_ms=usual
+            )
+        found.slow = slow
+
+    def _running(self, key: Key) -> int:
+        """Return the sequences in a worker's batch; 1 if that is not known."""
+        load = self._links.load(key[0]) if self._links is not None else None
+        return load.running if load is not None else 1
+
+
 class LocalBreakers:
     """The outcomes of one frontend's requests at each worker, and its own breakers."""
 
@@ -125,21 +242,19 @@ class LocalBreakers:
         facts: FactSettings,
         observe: Callable[[Observation], object],
         now: Callable[[], float],
-        load: Callable[[str], Load | None] = lambda worker: None,
+        links: ConnectedWorkers | None = None,
     ) -> None:
-        """`load`: what a worker reported last."""
-        self._load = load
+        """`links`: knows what each worker reported last of its load."""
+        self.now = now
         self._frontend = frontend
-        self._facts = facts
+        self._failures_per_s_max = facts.failures_per_s_max
         self._observe = observe
-        self._now = now
         self._stalled_share = local.stalled_share
         self._epoch = 0  # of this frontend's own breaker moves
         self._outcomes_by: dict[Key, WorkerOutcomes] = {}
         self._open: dict[Key, None] = {}  # those whose breaker is not closed
-        self._moves = BreakerMoves(frontend, observe, now)
-        self._window_at = now()
-        self._second_at = now()
+        self.open: Collection[Key] = self._open.keys()  # the same, in the order in which they opened: a view
+        self._reports = OutcomeReports(frontend, facts, links, now())
         self._policy = BreakerPolicy(
             failures_max=local.failures_max,
             wait_min=timedelta(seconds=local.wait_s),
@@ -151,8 +266,7 @@ class LocalBreakers:
         """Return the outcomes of one life of a worker."""
         found = self._outcomes_by.get(key)
         if found is None:
-            state = Breaker(key[0], key[1], trial_by="request")
-            found = self._outcomes_by[key] = WorkerOutcomes(state)
+            found = self._outcomes_by[key] = WorkerOutcomes(Breaker(*key, trial_by="request"))
         return found
 
     def keep(self, keys: Collection[Key]) -> None:
@@ -163,60 +277,51 @@ class LocalBreakers:
 
     def reset(self, key: Key) -> None:
         """The fleet's breaker closed: whatever this frontend held against the worker is void."""
-        if key in self._outcomes_by:
+        found = self._outcomes_by.get(key)
+        if found is not None:
             self._epoch += 1  # a move of its own: what was sent before it is void
-            fresh = Breaker(key[0], key[1], trial_by="request", moved_by=self._epoch)
-            if self._outcomes_by[key].breaker.position != "closed":
-                self._moves.add(key, "closed", "fleet_breaker_closed")
-            self._move(key, self._outcomes_by[key], fresh)
-            self._outcomes_by[key].failures = 0
-            self._outcomes_by[key].stalls = 0.0
+            if key in self._open:
+                del self._open[key]
+                self._reports.moved(self.now(), key, "closed", "fleet_breaker_closed")
+            found.breaker = Breaker(*key, trial_by="request", moved_by=self._epoch)
+            found.failures, found.stalls = 0, 0.0
 
     # --- the breaker --------------------------------------------------------------------------------------
 
     def allowed(self, endpoint: Endpoint) -> bool:
-        """Say whether this frontend's own breaker lets a request go there."""
-        if endpoint.key not in self._open:
-            return True
-        return breaker.admit(self._outcomes_by[endpoint.key].breaker) is not None
+        """Return whether this frontend's own breaker lets a request go there."""
+        key = endpoint.key
+        return key not in self._open or breaker.admit(self._outcomes_by[key].breaker) is not None
 
     def barred(self) -> Collection[Key]:
         """Return those to which our own breakers let nothing go now."""
         return {key for key in self._open if breaker.admit(self._outcomes_by[key].breaker) is None}
 
     def routed(self, key: Key) -> int:
-        """A request went there; half-open, it is the trial. Return the number of our own last move: its outcome
+        """Note a request that went there; half-open, it is the trial. Return the number of our own last move: its outcome
         counts only if the breaker has not moved since."""
         found = self._outcomes_by.get(key) or self.outcomes(key)
         found.breaker_epoch = self._epoch
         if key in self._open:
             admitted = breaker.admit(found.breaker)
             if admitted is not None and admitted.position == "half_open":  # its time begins with the trial
-                found.breaker = replace(admitted, deadline=self._moment() + self._policy.trial_timeout)
+                deadline = _instant(self.now()) + self._policy.trial_timeout
+                found.breaker = replace(admitted, deadline=deadline)
         return self._epoch
 
     def positions(self) -> Mapping[Key, str]:
         """Return where every breaker stands."""
         return {key: outcomes.breaker.position for key, outcomes in self._outcomes_by.items()}
 
-    @property
-    def open(self) -> Collection[Key]:
-        """Those whose breaker is not closed, in the order in which they opened: a view, to be kept and looked into for each
-        request."""
-        return self._open.keys()
-
-    @property
-    def any_open(self) -> bool:
-        """Whether any of our own breakers is not closed."""
-        return bool(self._open)
-
-    def routable_share(self, endpoints: Iterable[Endpoint]) -> float:
-        """Return which share of the weight that a model's workers should have is routable: by the fleet's verdict, and
-        by our own breakers that are closed. 1 if no worker is expected to serve."""
-        expected = [endpoint for endpoint in endpoints if endpoint.expected]
-        if not expected:
-            return 1.0
-        return sum(endpoint.weight for endpoint in expected if endpoint.key not in self._open) / len(expected)
+    def trials_ending(self) -> list[Key]:
+        """Return the workers on trial that have hardly any time left for it."""
+        soon = _instant(self.now()) + TRIAL_MARGIN
+        trials = ((key, self._outcomes_by[key].breaker) for key in self._open)
+        return [
+            key
+            for key, state in trials
+            if state.position == "half_open" and state.admitted and state.deadline and soon >= state.deadline
+        ]
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
@@ -240,11 +345,7 @@ class LocalBreakers:
         if found.stalls:
             found.stalls = max(0.0, found.stalls - self._stalled_share)
         if found.breaker.request_failures or found.breaker.position != "closed":
-            fact = self._served(
-                key, window, 0.0, routed_under=found.breaker_epoch if breaker_epoch is None else breaker_epoch
-            )
-            found.breaker = breaker.evolve(found.breaker, fact)
-            self._settle(key, found, self._moment())
+            self._passed(key, found, found.breaker_epoch if breaker_epoch is None else breaker_epoch)
         window.count += 1
         window.tokens += tokens
         if drawn is not None:
@@ -257,27 +358,22 @@ class LocalBreakers:
             if itl_s is not None:
                 window.itl_ms.append(itl_s * 1000)
 
-    def trial_ends(self, key: Key) -> bool:
-        """Say whether this worker is on trial and has hardly any time left for it."""
-        found = self._outcomes_by.get(key)
-        if found is None or found.breaker.position != "half_open" or not found.breaker.admitted:
-            return False
-        deadline = found.breaker.deadline
-        return deadline is not None and self._moment() + TRIAL_MARGIN >= deadline
-
-    def had_output(self, key: Key, breaker_epoch: int) -> None:
-        """A request has its tokens, and goes on or ends by no fault of the worker: as a trial it has passed."""
+    def unjudged(self, key: Key, breaker_epoch: int, *, has_output: bool) -> None:
+        """A request goes on or ends by no fault of the worker. As a trial it has passed if it has its tokens; else another
+        request may be the trial."""
         found = self.outcomes(key)
-        if found.breaker.position == "half_open":
-            fact = self._served(key, found.window, 0.0, routed_under=breaker_epoch)
-            found.breaker = breaker.evolve(found.breaker, fact)
-            self._settle(key, found, self._moment())
-
-    def had_no_output(self, key: Key, breaker_epoch: int) -> None:
-        """A request ended before it said anything of the worker: if it was the trial, another one may be."""
-        found = self.outcomes(key)
-        if found.breaker.position == "half_open" and breaker_epoch >= found.breaker.moved_by:
+        if found.breaker.position != "half_open":
+            return
+        if has_output:
+            self._passed(key, found, breaker_epoch)
+        elif breaker_epoch >= found.breaker.moved_by:
             found.breaker = replace(found.breaker, admitted=False)
+
+    def _passed(self, key: Key, found: WorkerOutcomes, breaker_epoch: int) -> None:
+        """Let a breaker know that a request was served which was sent under this move."""
+        fact = found.window.fact(self._frontend, key, 0.0, breaker_epoch)
+        found.breaker = breaker.evolve(found.breaker, fact)
+        self._settle(key, found)
 
     def failed(
         self,
@@ -314,10 +410,8 @@ class LocalBreakers:
             routed_under=routed_under,
         )
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=breaker_epoch))
-        self._settle(key, found, self._moment())
-        if (
-            found.reports < self._facts.failures_per_s_max
-        ):  # the next report carries the count of those left out
+        self._settle(key, found)
+        if found.reports < self._failures_per_s_max:  # the next report carries the count of those left out
             found.reports += 1
             self._observe(fact)
 
@@ -326,17 +420,15 @@ class LocalBreakers:
     def tick(self, in_service: Collection[Key]) -> None:
         """Judge what broke, move the breakers that are due, and report the windows that are full."""
         self._judge(in_service)
-        now, moment = self._now(), self._moment()
         for key in list(self._open):  # a closed one moves at once, by an outcome
-            self._settle(key, self._outcomes_by[key], moment)
-        if now - self._second_at >= 1.0:
-            self._second_at = now
-            for found in self._outcomes_by.values():
-                found.reports = 0
-            self._moves.report()
-        if now - self._window_at >= self._facts.window_s:
-            self._report(now - self._window_at)
-            self._window_at = now
+            self._settle(key, self._outcomes_by[key])
+        for fact in self._reports.due(self.now(), self._outcomes_by):
+            self._observe(fact)
+
+    def report(self) -> None:
+        """Report what the current window and second hold, at the process's end."""
+        for fact in self._reports.rest(self.now(), self._outcomes_by):
+            self._observe(fact)
 
     def _judge(self, in_service: Collection[Key]) -> None:
         broken = [(key, found) for key, found in self._outcomes_by.items() if found.broken]
@@ -350,108 +442,41 @@ class LocalBreakers:
             else:
                 self._count(key, found, reason, found.broken_routed_under, found.broken_epoch)
 
-    def _settle(self, key: Key, found: WorkerOutcomes, moment: datetime) -> None:
+    def _settle(self, key: Key, found: WorkerOutcomes) -> None:
         """Move one breaker if it is due: at once after an outcome, and when its time has come."""
-        state = found.breaker
+        state, now = found.breaker, self.now()
         if state.position == "half_open" and not state.admitted and not state.trial:
-            return  # nobody has tried it yet: that is no failure
-        for decision in breaker.decide(self._policy, found.breaker, moment):
+            return  # no request has tried it yet: that is no failure
+        for decision in breaker.decide(self._policy, state, _instant(now)):
             self._epoch += 1
-            self._move(key, found, breaker.evolve(found.breaker, replace(decision, number=self._epoch)))
-            self._moves.add(key, found.breaker.position, getattr(decision, "reason", ""))
-            log.info("local_breaker", worker=key[0], instance=key[1], position=found.breaker.position)
-
-    def _move(self, key: Key, found: WorkerOutcomes, after: Breaker) -> None:
-        """Move one breaker to another position."""
-        found.breaker = after
-        if after.position == "closed":
-            self._open.pop(key, None)
-        else:
-            self._open[key] = None  # in order: a simulated fleet's breakers move alike each time
-
-    def _moment(self) -> datetime:
-        return _ZERO + timedelta(seconds=self._now())
-
-    # --- reports ------------------------------------------------------------------------------------------
-
-    def report(self) -> None:
-        """Report what the current window and second hold, at the process's end."""
-        self._moves.report()
-        self._report(max(1e-3, self._now() - self._window_at))
-
-    def _report(self, window_s: float) -> None:
-        speeds = {
-            key: median(found.window.itl_ms)
-            for key, found in self._outcomes_by.items()
-            if found.window.itl_ms and found.window.tokens >= self._facts.slow_tokens_min
-        }
-        for key, found in self._outcomes_by.items():
-            if found.window.count:
-                self._observe(
-                    self._served(key, found.window, window_s, routed_under=found.window.routed_under or 0)
-                )
-                found.window = Window()
-            if key in speeds:
-                self._compare(key, found, speeds)
-
-    def _compare(self, key: Key, found: WorkerOutcomes, speeds: Mapping[Key, float]) -> None:
-        """Report a worker that is slower than its peers would be with as many sequences, and the end of that."""
-        outcomes_by = self._outcomes_by
-        running = _running(self._load(key[0]))
-        peers = [
-            speed * growth(running, _running(self._load(other[0])))
-            for other, speed in speeds.items()
-            if other != key and outcomes_by[other].model == found.model
-        ]
-        if not peers:
-            return
-        own, usual = speeds[key], median(peers)
-        slow = own > self._facts.slow_factor * usual and own - usual > SLOW_MS_MIN
-        kind = WorkerSlow if slow else WorkerSlowCleared
-        if slow or found.slow:
-            self._observe(
-                kind(
-                    worker=key[0],
-                    instance=key[1],
-                    frontend=self._frontend,
-                    latency_ms=own,
-                    baseline_ms=usual,
-                )
-            )
-        found.slow = slow
-
-    def _served(self, key: Key, window: Window, window_s: float, *, routed_under: int) -> RequestsServed:
-        return RequestsServed(
-            worker=key[0],
-            instance=key[1],
-            frontend=self._frontend,
-            count=window.count,
-            tokens=window.tokens,
-            ttft_ms=median(window.ttft_ms) if window.ttft_ms else 0.0,
-            itl_ms=median(window.itl_ms) if window.itl_ms else 0.0,
-            routed_under=routed_under,
-            window_s=window_s,
-            weighed=window.weighed,
-            unlikely=window.unlikely,
-            sampling=max(window.drawn, key=window.drawn.__getitem__) if window.drawn else None,
-        )
+            found.breaker = breaker.evolve(state, replace(decision, number=self._epoch))
+            position = found.breaker.position
+            if position == "closed":
+                self._open.pop(key, None)
+            else:
+                self._open[key] = None  # in order: a simulated fleet's breakers move alike each time
+            self._reports.moved(now, key, position, getattr(decision, "reason", ""))
+            log.info("local_breaker", worker=key[0], instance=key[1], position=position)
 
 
-def _running(load: Load | None) -> int:
-    """Return the sequences in a worker's batch; 1 if that is not known."""
-    return load.running if load is not None else 1
+def _instant(now: float) -> datetime:
+    return _ZERO + timedelta(seconds=now)
+
+
+def routable_share(endpoints: Iterable[Endpoint], opened: Collection[Key]) -> float:
+    """Return which share of the weight that a model's workers should have is routable: by the fleet's verdict, and by our own
+    breakers, of which these are not closed. 1 if no worker is expected to serve."""
+    expected = [endpoint for endpoint in endpoints if endpoint.expected]
+    if not expected:
+        return 1.0
+    return sum(endpoint.weight for endpoint in expected if endpoint.key not in opened) / len(expected)
 
 
 class Panic:
     """In which models this frontend ignores its own breakers."""
 
     def __init__(
-        self,
-        frontend: str,
-        share_min: float,
-        breakers: LocalBreakers,
-        observe: Callable[[Observation], object],
-        gauge: Gauge,
+        self, frontend: str, share_min: float, breakers: LocalBreakers, observe: Observe, gauge: Gauge
     ) -> None:
         self._frontend = frontend
         self._share_min = share_min
@@ -461,14 +486,14 @@ class Panic:
         self.models: set[str] = set()  # where there was panic when it was looked at last
 
     def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
-        """Say whether our own breakers are ignored for this model now; they may have moved since the last look."""
-        if self.breakers.any_open:
+        """Return whether our own breakers are ignored for this model now; they may have moved since the last look."""
+        if self.breakers.open:
             self.look(model, endpoints)
         return model in self.models
 
     def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
-        """See whether there is panic over a model, and say so when that changes."""
-        share = self.breakers.routable_share(endpoints)
+        """See whether there is panic over a model, and report when that changes."""
+        share = routable_share(endpoints, self.breakers.open)
         panic = share < self._share_min
         if panic != (model in self.models):
             (self.models.add if panic else self.models.discard)(model)

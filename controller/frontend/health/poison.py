@@ -23,8 +23,7 @@ What a reader would get wrong: a suspect is most likely innocent. Whatever was s
 """
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
 
 import msgspec
 import structlog
@@ -36,7 +35,7 @@ from controller.frontend.request.fingerprint import fingerprint, sketch_of
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import PoisonSettings
 from controller.ports import Observe
-from controller.router.endpoints import Endpoint, Key
+from controller.router.endpoints import ConnectedWorkers, Endpoint, Key
 from controller.router.selection.filter import NoWorker
 from events.observations import RequestPoisonous, RequestSuspected
 
@@ -122,6 +121,52 @@ class Where(msgspec.Struct, frozen=True):
     waits: bool = False
 
 
+class Records(OrderedDict[str, Record]):
+    """What is held against requests, by fingerprint; and the sketches of prompts that are proven. Bounded: the record that was
+    looked at longest ago makes room."""
+
+    def __init__(self, records_max: int) -> None:
+        super().__init__()
+        self.proven: OrderedDict[int, None] = OrderedDict()
+        self._max = records_max
+        self._sketches: Counter[int] = Counter()  # of the fingerprints
+
+    def of(self, request: GenerationRequest) -> Record | None:
+        """Return the record of a request's like; None: nothing is held against it."""
+        return self.get(_fingerprint(request)) if request.names.sketch in self._sketches else None
+
+    def keep(self, print_: str) -> Record:
+        """Return the record of a fingerprint, which is made if there is none. Raise ValueError if it is no fingerprint."""
+        record = self.get(print_)
+        if record is None:
+            sketch = sketch_of(print_)
+            if len(self) >= self._max:
+                self.forget(next(iter(self.values())))
+            record = self[print_] = Record(print_, {}, {})
+            self._sketches[sketch] += 1
+            self.proven.pop(sketch, None)
+        self.move_to_end(print_)
+        return record
+
+    def forget(self, record: Record) -> None:
+        """Hold nothing against these requests any more."""
+        del self[record.fingerprint]
+        sketch = sketch_of(record.fingerprint)
+        self._sketches[sketch] -= 1
+        if not self._sketches[sketch]:
+            del self._sketches[sketch]
+
+    def prove(self, sketch: int) -> None:
+        """Remember that a prompt has brought a token."""
+        self.proven[sketch] = None
+        if len(self.proven) > PROVEN_MAX:
+            self.proven.popitem(last=False)
+
+    def tried_at(self) -> frozenset[Key]:
+        """Return the workers at which suspects are being tried."""
+        return frozenset(one.at.key for one in self.values() if one.at is not None)
+
+
 class PoisonWatch:
     """What one frontend knows of requests that bring workers down."""
 
@@ -130,52 +175,44 @@ class PoisonWatch:
         frontend: str,
         settings: PoisonSettings,
         breakers: LocalBreakers,
-        reachable: Callable[[str, str], bool],
+        links: ConnectedWorkers,
         observe: Observe,
-        now: Callable[[], float],
     ) -> None:
-        """Know of none. `reachable` returns whether a life of a worker is connected."""
         self._frontend = frontend
         self._settings = settings
         self.breakers = breakers
-        self._reachable = reachable
+        self._links = links
         self._observe = observe
-        self._now = now
+        self._now = breakers.now
         self.resolved = False  # one that was waited for is resolved; the driver resets it
         self._flights: dict[int, Flight] = {}  # by sketch
-        self._proven: OrderedDict[int, None] = OrderedDict()  # sketches
-        self._records: OrderedDict[str, Record] = OrderedDict()  # by fingerprint
-        self._watched: dict[int, int] = {}  # sketches of these, and how many have it
+        self._records = Records(settings.records_max)
         self._held = False  # some request waits
 
     # --- where may it go? -----------------------------------------------------------------------------------
 
     def where(self, request: GenerationRequest) -> Where | None:
         """Return where a request may go; None: anywhere. Raise Held or Poisonous."""
-        sketch = request.names.sketch
-        if sketch in self._watched and (record := self._record(request)) is not None:
+        records, sketch = self._records, request.names.sketch
+        if records and (record := records.of(request)) is not None:
             return self._doubted(request, record)
-        if sketch in self._proven:
+        if sketch in records.proven:
             return None
         if (flight := self._flights.get(sketch)) is not None:
             return Where(flight.endpoint, waits=True)
-        tried = self._tried() if self._watched else None
+        tried = records.tried_at() if records else None
         return Where(avoid=tried) if tried else None  # its own first tokens would tell nothing of a suspect's
 
-    def _tried(self) -> frozenset[Key]:
-        """Return at whom suspects are being tried."""
-        return frozenset(one.at.key for one in self._records.values() if one.at is not None)
-
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
-        now = self._now()
+        now, settings = self._now(), self._settings
         record.fell = {key: fall for key, fall in record.fell.items() if self._down(key, fall, now)}
-        if record.fell and now - max(fall.at for fall in record.fell.values()) < SETTLED_S:
+        falls = record.fell.values()
+        if falls and now - max(fall.at for fall in falls) < SETTLED_S:
             raise self._hold(record, now)
-        if len(record.fell) + min(record.refusals, 1) > 1 and record.fell and not record.together:
-            reason = next(fall.reason for fall in record.fell.values())
-            stuck = any(fall.reason == STUCK for fall in record.fell.values())
-            refused_s = self._settings.failed_s if stuck else self._settings.refused_s
-            self._condemn(request, record, reason, dict.fromkeys(record.fell, 0), refused_s)
+        if falls and len(falls) + min(record.refusals, 1) > 1 and not record.together:
+            reasons = [fall.reason for fall in falls]
+            refused_s = settings.failed_s if STUCK in reasons else settings.refused_s
+            self._condemn(request, record, reasons[0], dict.fromkeys(record.fell, 0), refused_s)
         if now < record.refused_until:
             raise Poisonous
         if not record.suspected:
@@ -183,19 +220,16 @@ class PoisonWatch:
             return Where(avoid=avoid) if avoid else None
         if record.at is not None:  # a copy of it is being tried
             raise self._hold(record, now)
-        late = record.held_since is not None and now - record.held_since > self._settings.alone_s
-        return Where(avoid=self._tried(), waits=not late or record.together)
+        late = record.held_since is not None and now - record.held_since > settings.alone_s
+        return Where(avoid=self._records.tried_at(), waits=not late or record.together)
 
     def hold(self, request: GenerationRequest) -> Held:
         """Return the error of a request for which there is no worker now that it may go to."""
-        self._held = True
-        if (record := self._record(request)) is not None:
-            return self._hold(record, self._now())
-        return Held()
+        return self._hold(self._records.of(request), self._now())
 
-    def _hold(self, record: Record, now: float) -> Held:
+    def _hold(self, record: Record | None, now: float) -> Held:
         self._held = True
-        if record.held_since is None:
+        if record is not None and record.held_since is None:
             record.held_since = now
         return Held()
 
@@ -203,14 +237,15 @@ class PoisonWatch:
 
     def sent(self, request: GenerationRequest, endpoint: Endpoint, slot: int) -> None:
         """A request was sent to a worker, as the attempt of this number."""
-        sketch = request.names.sketch
-        if sketch in self._watched and (record := self._record(request)) is not None and record.suspected:
-            others = any(one.at is endpoint for one in self._records.values() if one is not record and one.at)
+        records, sketch = self._records, request.names.sketch
+        record = records.of(request) if records else None
+        if record is not None and record.suspected:
+            others = any(one.at is endpoint for one in records.values() if one is not record)
             record.at, record.slot, record.alone, record.held_since = endpoint, slot, not others, None
-        elif sketch not in self._proven:
-            for record in self._records.values() if self._watched else ():
-                if record.at is endpoint:
-                    record.alone = False  # if it falls now, nobody can say with whose prompt
+        elif sketch not in records.proven:
+            for suspect in records.values():
+                if suspect.at is endpoint:
+                    suspect.alone = False  # if it falls now, nothing shows with whose prompt
             flight = self._flights.get(sketch)
             if flight is not None and flight.endpoint is endpoint:
                 flight.slots.add(slot)
@@ -220,32 +255,30 @@ class PoisonWatch:
     def read(self, request: GenerationRequest, key: Key) -> None:
         """A request has brought a token from this worker: its like brings no worker down."""
         self.breakers.outcomes(key).worked_at = self._now()
-        sketch = request.names.sketch
-        if sketch in self._watched and (record := self._record(request)) is not None:
+        records, sketch = self._records, request.names.sketch
+        if records and (record := records.of(request)) is not None:
             record.fell, record.together, record.at, record.slot, record.refusals = {}, False, None, 0, 0
             if not record.failed:
-                self._forget(record)
+                records.forget(record)
         self._flights.pop(sketch, None)
-        if sketch not in self._proven:
-            self._proven[sketch] = None
-            if len(self._proven) > PROVEN_MAX:
-                self._proven.popitem(last=False)
+        if sketch not in records.proven:
+            records.prove(sketch)
         self._found_out()
 
     def served(self, request: GenerationRequest) -> None:
         """An answer was completed: whatever was held against its like is void."""
-        if request.names.sketch in self._watched and (record := self._record(request)) is not None:
-            self._forget(record)
+        if self._records and (record := self._records.of(request)) is not None:
+            self._records.forget(record)
 
     def left(self, request: GenerationRequest, slot: int) -> None:
         """An attempt has ended, in whatever way."""
-        sketch = request.names.sketch
+        records, sketch = self._records, request.names.sketch
         if (flight := self._flights.get(sketch)) is not None:
             flight.slots.discard(slot)
             if not flight.slots:
                 del self._flights[sketch]
                 self._found_out()
-        if sketch in self._watched and (record := self._record(request)) is not None and record.slot == slot:
+        if records and (record := records.of(request)) is not None and record.slot == slot:
             record.at, record.slot, record.alone = None, 0, False
             self._found_out()
 
@@ -258,7 +291,7 @@ class PoisonWatch:
 
     def fell(self, request: GenerationRequest, endpoint: Endpoint, slot: int, reason: str) -> None:
         """A worker fell, for this reason, before a request had brought a token there: it is a suspect."""
-        record, key = self._kept(request), endpoint.key
+        record, key = self._records.keep(_fingerprint(request)), endpoint.key
         record.together = bool(record.fell) and not (record.slot == slot and record.alone)
         known = key in record.fell
         record.fell[key] = Fall(self._now(), reason)
@@ -278,10 +311,10 @@ class PoisonWatch:
             )
 
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
-        """Say whether a fall is still remembered, and was one: whose connection only broke is back as what it was."""
+        """Return whether a fall is still remembered, and was one: what only lost its connection is back as what it was."""
         if now - fall.at >= self._settings.remembered_s:
             return False
-        return fall.reason not in (CONNECTION, STUCK) or not self._reachable(*key)
+        return fall.reason not in (CONNECTION, STUCK) or not self._links.reachable(*key)
 
     def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
         """Return whether a failure before the first token may be a fall of the worker by this request. `connected`: its loop
@@ -293,26 +326,21 @@ class PoisonWatch:
         return connected and not one_stream and worked
 
     def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
-        """A request failed in this way, which its worker has survived and was blamed for. Say what that makes of it."""
-        record = self._kept(request)
+        """A request failed in this way, which its worker has survived and was blamed for. Return what that makes of it."""
+        record = self._records.keep(_fingerprint(request))
         there = record.failed.setdefault(way, {})
         there[key] = routed_under
-        if len({worker for worker, _ in there}) < 2 or not all(map(self._fails_nobody_else, there)):
+        everywhere = len({worker for worker, _ in there}) > 1
+        if not everywhere or any(self.breakers.outcomes(key).fails_others for key in there):
             return Suspicion.NONE
         self._condemn(request, record, way.reason, there, self._settings.failed_s)
         return Suspicion.POISONOUS
 
     def repeats(self, request: GenerationRequest, key: Key, way: "Way") -> bool:
-        """Say whether the like of a request has failed there in this way already, and was answered nowhere since: that says no
-        more of the worker than the first failure did."""
-        if request.names.sketch not in self._watched:
-            return False
-        record = self._record(request)
+        """Return whether the like of a request has failed there in this way already, and was answered nowhere since: that says
+        no more of the worker than the first failure did."""
+        record = self._records.of(request)
         return record is not None and key in record.failed.get(way, ())
-
-    def _fails_nobody_else(self, key: Key) -> bool:
-        outcomes = self.breakers.outcomes(key)
-        return outcomes.failures <= 1 and outcomes.stalls + outcomes.stalled <= 1
 
     def _condemn(
         self,
@@ -322,7 +350,7 @@ class PoisonWatch:
         where: dict[Key, int],
         refused_s: float,
     ) -> None:
-        """A request is poisonous: take back what it counted against its workers, say so, and refuse its like."""
+        """A request is poisonous: take back what it counted against its workers, report it, and refuse its like."""
         wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self._settings.refused_s_max)
         record.refusals += 1
         record.refused_until = self._now() + wait_s
@@ -357,47 +385,20 @@ class PoisonWatch:
 
     def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
         """Another frontend, or the last of our name, has said this so long ago."""
+        at = self._now() - age_s
+        holds_s = fact.refused_s if isinstance(fact, RequestPoisonous) else self._settings.remembered_s
+        if age_s >= holds_s:
+            return
         try:
-            sketch = sketch_of(fact.fingerprint)
+            record = self._records.keep(fact.fingerprint)
         except ValueError:
             return
-        now, key = self._now(), (fact.worker, fact.instance)
         if isinstance(fact, RequestSuspected):
-            if age_s < self._settings.remembered_s:
-                fall = Fall(now - age_s, fact.reason)
-                self._keep(fact.fingerprint, sketch).fell.setdefault(key, fall)
-        elif age_s < fact.refused_s:
-            record = self._keep(fact.fingerprint, sketch)
-            record.refused_until = max(record.refused_until, now - age_s + fact.refused_s)
+            record.fell.setdefault((fact.worker, fact.instance), Fall(at, fact.reason))
+        else:
+            record.refused_until = max(record.refused_until, at + fact.refused_s)
             record.refusals = max(record.refusals, 1)
             record.fell, record.failed = {}, {}
-
-    # --- records --------------------------------------------------------------------------------------------
-
-    def _record(self, request: GenerationRequest) -> Record | None:
-        return self._records.get(_fingerprint(request))
-
-    def _kept(self, request: GenerationRequest) -> Record:
-        return self._keep(_fingerprint(request), request.names.sketch)
-
-    def _keep(self, print_: str, sketch: int) -> Record:
-        """Return the record of a fingerprint; the one that was looked at longest ago makes room."""
-        record = self._records.get(print_)
-        if record is None:
-            if len(self._records) >= self._settings.records_max:
-                self._forget(next(iter(self._records.values())))
-            record = self._records[print_] = Record(print_, {}, {})
-            self._watched[sketch] = self._watched.get(sketch, 0) + 1
-            self._proven.pop(sketch, None)
-        self._records.move_to_end(print_)
-        return record
-
-    def _forget(self, record: Record) -> None:
-        del self._records[record.fingerprint]
-        sketch = sketch_of(record.fingerprint)
-        self._watched[sketch] -= 1
-        if not self._watched[sketch]:
-            del self._watched[sketch]
 
 
 def _fingerprint(request: GenerationRequest) -> str:

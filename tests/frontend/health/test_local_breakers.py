@@ -11,10 +11,9 @@ from frontend_kit import Kit, frontend, joined, until
 from scripted_worker import Act, ScriptedWorker
 from structlog.testing import capture_logs
 
-from controller.frontend.health.breaker_moves import MOVES_MAX
-from controller.frontend.health.local_breakers import AnswerDraw, LocalBreakers
+from controller.frontend.health.local_breakers import MOVES_MAX, AnswerDraw, LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
-from controller.router.endpoints import Endpoint
+from controller.router.endpoints import ConnectedWorkers, Endpoint
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Observation
 from events.observations import (
@@ -32,20 +31,18 @@ PROMPT = [300, 301, 302]
 A, B, C = ("a", "i1"), ("b", "i1"), ("c", "i1")
 
 
-class Bench:
+class Bench(ConnectedWorkers):
     """Outcomes with a clock that a test turns."""
 
     def __init__(self, **facts: Any) -> None:
         self.now = 100.0
         self.facts: list[Observation] = []
         local = LocalBreakerSettings(failures_max=3, wait_s=5, wait_s_max=20, trial_timeout_s=2)
-        self.load = {"a": 1, "b": 1, "c": 1}
-        self.it = LocalBreakers(
-            "f", local, FactSettings(**facts), self.facts.append, lambda: self.now, self.report
-        )
+        self.running = {"a": 1, "b": 1, "c": 1}
+        self.it = LocalBreakers("f", local, FactSettings(**facts), self.facts.append, lambda: self.now, self)
 
-    def report(self, worker: str) -> Load:
-        return Load(running=self.load[worker])
+    def load(self, worker: str) -> Load:
+        return Load(running=self.running[worker])
 
     def tick(self, seconds: float = 0.1, service: tuple[tuple[str, str], ...] = (A, B)) -> None:
         self.now += seconds
@@ -503,12 +500,12 @@ def slow_windows(bench: Bench, itl_ms: dict[tuple[str, str], float]) -> list[str
 def test_a_worker_with_a_larger_batch_is_not_slow_for_taking_longer_than_idle_peers() -> None:
     times = {A: 70.0, B: 20.0, C: 20.0}
     bench = Bench(slow_tokens_min=8)
-    bench.load["a"] = 32
+    bench.running["a"] = 32
     assert slow_windows(bench, times) == []
     bench = Bench(slow_tokens_min=8)
     assert slow_windows(bench, times) == ["a"], "with the same batch it is"
     bench = Bench(slow_tokens_min=8)
-    bench.load["a"] = 4
+    bench.running["a"] = 4
     assert slow_windows(bench, {A: 200.0, B: 20.0, C: 20.0}) == ["a"], (
         "and no batch of four takes ten times as long"
     )

@@ -19,7 +19,7 @@ from controller.frontend.request.failures import Suspicion
 from controller.frontend.request.fingerprint import fingerprint, sketch_of
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FactSettings, LocalBreakerSettings, PoisonSettings
-from controller.router.endpoints import Endpoint
+from controller.router.endpoints import ConnectedWorkers, Endpoint
 from events.blocks import BlockNames
 from events.fact import Observation
 from events.observations import RequestFailed, RequestPoisonous, RequestSuspected
@@ -36,7 +36,7 @@ def request_of(prompt: list[int], guided: dict[str, Any] | None = None) -> Gener
     )  # fmt: skip
 
 
-class Bench:
+class Bench(ConnectedWorkers):
     """One frontend's watch, with a clock and workers that fall when they are told to."""
 
     def __init__(self, frontend: str = "f1", **changes: Any) -> None:
@@ -48,9 +48,15 @@ class Bench:
             frontend, LocalBreakerSettings(), FactSettings(), self.facts.append, lambda: self.time
         )
         self.it = PoisonWatch(
-            frontend, PoisonSettings(**changes), self.breakers, lambda *key: key not in self.down,
-            lambda fact, **_: self.facts.append(fact), lambda: self.time,
-        )  # fmt: skip
+            frontend,
+            PoisonSettings(**changes),
+            self.breakers,
+            self,
+            lambda fact, **_: self.facts.append(fact),
+        )
+
+    def reachable(self, worker: str, instance: str) -> bool:
+        return (worker, instance) not in self.down
 
     def send(self, request: GenerationRequest, to: Endpoint) -> int:
         slot = next(self.slots)

@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from controller.deciders.breaker import Breaker
-from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.health.local_breakers import LocalBreakers, routable_share
 from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, Key
 from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.monitor import LoadLimits, LoadMonitor
@@ -138,7 +138,8 @@ class RequestsUnderWay:
 
     def _panics(self, endpoints: Sequence[Endpoint]) -> bool:
         """Our own breakers are ignored where less than half of the weight is routable, never the fleet's verdict."""
-        return self._breakers.any_open and self._breakers.routable_share(endpoints) < PANIC_BELOW
+        opened = self._breakers.open
+        return bool(opened) and routable_share(endpoints, opened) < PANIC_BELOW
 
     def machine(self, request: SimulatedRequest) -> Machine:
         """Return the place where a request is."""
