@@ -193,7 +193,6 @@ class Driver:
         self.request_metrics = parts.request_metrics
         self.exposures = parts.exposures
         self._tracker = routing.slots if settings.router.track_output_blocks else None
-        self.move_ended: Callable[[LiveRequest, do.TransferOver], None] | None = None  # of the planned moves
         self._table = table
         self._routing = routing
         self._admission = admission
@@ -445,8 +444,7 @@ class Driver:
                 if effect.state != "switched":
                     move.target.release()
                 live.kv_move = None
-                if self.move_ended is not None:
-                    self.move_ended(live, effect)
+                move.ended(effect)
         return None
 
     def _hand_over(self, live: LiveRequest, move: KvMove) -> None:

@@ -76,35 +76,20 @@ class MigrationRequest:
         return self.live.state.has_output and self.live.state.transfer is None
 
 
+@dataclass(eq=False, kw_only=True)
 class KvMoveSink(KvMove):
     """One KV transfer as the request plane sees it. Implements `controller.ports.TransferSink`."""
 
-    def __init__(
-        self, moves: "PlannedMoves", wanted: MigrationRequest, target: Endpoint, rank: int, at_once: int
-    ) -> None:
-        """`at_once`: transfers that share the link."""
-        live, dispatch = wanted.live, wanted.live.dispatch
-        assert dispatch is not None
-        super().__init__(
-            moves.plane,
-            wanted.source,
-            dispatch.stream,
-            len(live.accepted),
-            target,
-            rank,
-            wanted.cause,
-            moves.now(),
-        )
-        self.sink = self
-        self.wanted = wanted
-        self.at_once = at_once
-        self._moves = moves
-        self._driver = moves.driver
+    moves: "PlannedMoves"
+    planner: "MovePlanner"
+    driver: Driver
+    wanted: MigrationRequest
+    at_once: int  # transfers that share the link
 
     def _advance(self, event: kv.Event) -> None:
         live = self.wanted.live
         if live.kv_move is self:
-            self._driver.feed(live, live.advanced(event))
+            self.driver.feed(live, live.advanced(event))
 
     def reserved(self, frame: Reserved) -> None:
         """The target keeps the room, and names the tokens that it has cached: let the source send, if that is still the quicker
@@ -113,7 +98,7 @@ class KvMoveSink(KvMove):
         if self.wanted.live.kv_move is not self or transfer is None or transfer.state != "asked":
             return
         self.offer = frame
-        cost = self._moves.price(self.wanted, self.target, self.at_once, frame.cached_tokens)
+        cost = self.planner.price(self.wanted, self.target, self.at_once, frame.cached_tokens)
         self.predicted_ms = cost.transfer_time_ms
         if frame.cached_tokens > 0 and cost.recommended == "reprefill":
             self.cheaper = cost
@@ -139,7 +124,7 @@ class KvMoveSink(KvMove):
             return
         self.held.append(chunk)
         if len(self.held) > HELD_MAX:
-            self._advance(kv.GivenUp("the source's last tokens have not come"))
+            self.give_up("the source's last tokens have not come")
 
     def flush(self) -> None:
         """Do nothing: no chunk is for the client yet."""
@@ -150,8 +135,78 @@ class KvMoveSink(KvMove):
         self._advance(kv.Lost(f"target {cause}: {detail}"))
 
     def give_up(self, why: str) -> None:
-        """It takes too long."""
+        """Let the stream stay where it is: it takes too long."""
         self._advance(kv.GivenUp(why))
+
+    def ended(self, over: TransferOver) -> None:
+        """Decide what follows from how the transfer has ended."""
+        self.moves.ended(self, over)
+
+
+class MovePlanner:
+    """Decides where a wanted request goes, and how. It changes nothing."""
+
+    def __init__(
+        self, policy: MovingPolicy, table: EndpointTable, routing: Scheduler, placer: Placer
+    ) -> None:
+        self._limit_ms = policy.max_migration_time_ms
+        self._table = table
+        self._routing = routing
+        self._placer = placer
+
+    def group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
+        """Return where the requests of a group of several ranks are sent: to one group that takes all, else to several. A spare
+        in their worker's place takes those of a lone worker as well."""
+        spare = "" if to else replacement(source.worker, self._table.workers)
+        if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
+            return {}
+        plan = self._placer.plan(there, source, to or spare)
+        return {
+            live: p.target for live, p, endpoint in plan if endpoint is not None and p.method == "transfer"
+        }
+
+    def plan(self, wanted: MigrationRequest) -> Planned:
+        """Return where it goes: as the plan of its group said, if it still can be sent there, else as things stand now."""
+        if wanted.planned:
+            placement, endpoint = self._plan(wanted, wanted.source, wanted.planned, wanted.without)
+            if endpoint is not None and placement.method == "transfer":
+                return placement, endpoint
+        return self._plan(wanted, wanted.source, wanted.to, wanted.without)
+
+    def plan_anew(self, wanted: MigrationRequest) -> Planned:
+        """Return where it would be computed first, rather not where its KV cache was refused: each looks for itself, so
+        that the requests of a group that could not be sent to one place are spread."""
+        source = frozenset({wanted.source.worker})
+        placement, endpoint = self._plan(wanted, None, wanted.to, wanted.without | source)
+        if endpoint is None and wanted.without:
+            placement, endpoint = self._plan(wanted, None, wanted.to, source)
+        return placement, endpoint
+
+    def _plan(
+        self, wanted: MigrationRequest, source: Endpoint | None, to: str, without: frozenset[str]
+    ) -> Planned:
+        ((_, placement, endpoint),) = self._placer.plan([wanted.live], source, to, without)
+        return placement, endpoint if endpoint is not None and self._routing.takes(endpoint) else None
+
+    def objection(self, placement: Placement) -> str:
+        """Return why it is not sent; empty if to compute it again is simply quicker."""
+        cost = placement.cost
+        if cost is None:
+            return NO_ROOM
+        if isinf(cost.transfer_time_ms):
+            return "its KV cache cannot be sent there"
+        slow = cost.transfer_time_ms > self._limit_ms
+        return f"it would take {cost.transfer_time_ms:.0f} of {self._limit_ms:g} ms" if slow else ""
+
+    def price(
+        self, wanted: MigrationRequest, target: Endpoint, at_once: int, cached_tokens: int
+    ) -> MigrationCost:
+        """Return what a move costs if the target has so many tokens cached. Other moves under way do not change which method is
+        recommended."""
+        live, source = wanted.live, wanted.source
+        cost = self._placer.price(live, source, target, cached_tokens=cached_tokens, at_once=at_once)
+        alone = self._placer.price(live, source, target, cached_tokens=cached_tokens)
+        return replace(cost, recommended=alone.recommended)
 
 
 class PlannedMoves:
@@ -167,17 +222,16 @@ class PlannedMoves:
         running: RunningRequests,
         driver: Driver,
     ) -> None:
-        self.driver = driver
-        self.now = driver.now
-        driver.move_ended = self._ended
+        self._driver = driver
+        self._now = driver.now
         self._policy = policy
         self._table = table
         self._routing = routing
-        self.plane = plane
-        self._placer = placer
+        self._plane = plane
+        self._planner = MovePlanner(policy, table, routing, placer)
         self._running = running
         self._standing: dict[Key, frozenset[PlannedCause]] = {}
-        self._wanted: dict[Key, list[MigrationRequest]] = {}
+        self._wanted: dict[Key, list[MigrationRequest]] = {}  # in the order in which they move
         self._transfers: dict[LiveRequest, KvMoveSink] = {}
         self._due: set[Key] = set()  # workers that are continued with in the next turn
         self._excused: set[tuple[Key, PlannedCause, str]] = (
@@ -185,14 +239,15 @@ class PlannedMoves:
         )  # why streams stay: logged once per incident
 
     @property
-    def under_way(self) -> Collection[KvMove]:
+    def under_way(self) -> Collection[KvMoveSink]:
         """Those whose KV cache is on its way."""
         return self._transfers.values()
 
-    # --- who asks -----------------------------------------------------------------------------------------
+    # --- which requests are wanted elsewhere ----------------------------------------------------------------
 
     def look(self) -> None:
-        """The table or a connection has changed: see whether a reason to move has arisen anywhere."""
+        """The table or a connection has changed: see whether a reason to move has arisen anywhere, or is gone. A worker that was
+        resumed or repaired keeps what has not moved yet."""
         before, self._standing = self._standing, {}
         for endpoint in list(self._table.endpoints.values()):
             reasons = self._reasons(endpoint)
@@ -200,19 +255,15 @@ class PlannedMoves:
                 self._standing[endpoint.key] = reasons
                 for cause in sorted(reasons - before.get(endpoint.key, frozenset())):
                     self._want(endpoint, cause)
-        for key in list(self._wanted):
-            self._forget(key)
+        for key, there in list(self._wanted.items()):
+            standing = {"operator", *self._standing.get(key, ())}
+            for wanted in [wanted for wanted in there if wanted.cause not in standing]:
+                self._drop(key, wanted)
         self._excused = {reason for reason in self._excused if reason[0] in self._table.endpoints}
-
-    def _forget(self, key: Key) -> None:
-        """Drop the requests whose reason is gone: a worker that was resumed or repaired keeps what has not moved yet."""
-        standing: frozenset[PlannedCause] = self._standing.get(key, frozenset()) | {"operator"}
-        for wanted in [wanted for wanted in self._wanted[key] if wanted.cause not in standing]:
-            self._drop(key, wanted)
 
     def _reasons(self, endpoint: Endpoint) -> frozenset[PlannedCause]:
         worker, found = self._table.worker(endpoint), set[PlannedCause]()
-        if self.plane.draining(endpoint.worker, endpoint.instance) or self._table.drains(endpoint):
+        if self._plane.draining(endpoint.worker, endpoint.instance) or self._table.drains(endpoint):
             found.add("drain")
         if worker is not None and worker.health.limits:
             limit = worker.health.limit
@@ -230,32 +281,38 @@ class PlannedMoves:
             self._want(endpoint, "operator", fact.to)
 
     def _want(self, endpoint: Endpoint, cause: PlannedCause, to: str = "") -> None:
-        if cause == "drain" and self._policy.on_drain == "finish":
-            return
-        wanted_by = {wanted.live: wanted for wanted in self._wanted.get(endpoint.key, ())}
         there = [live for live in self._running.at(endpoint) if not live.stays]
-        planned = self._plan_group(there, endpoint, to)
-        news = {live: MigrationRequest(live, endpoint, cause, to, planned.get(live, "")) for live in there}
-        if news:
-            self._excused = {reason for reason in self._excused if reason[0] != endpoint.key}
-            log.info("moves_wanted", worker=endpoint.worker, cause=cause, requests=len(news))
-            wanted_by |= {g: wanted for g, wanted in news.items() if cause in INSISTS or g not in wanted_by}
-            self._wanted[endpoint.key] = sorted(wanted_by.values(), key=self._rank)
-            self._pump(endpoint.key)
+        if not there or (cause == "drain" and self._policy.on_drain == "finish"):
+            return
+        planned = self._planner.group(there, endpoint, to)
+        wanted_by = {wanted.live: wanted for wanted in self._wanted.get(endpoint.key, ())}
+        for live in there:
+            if cause in INSISTS or live not in wanted_by:
+                wanted_by[live] = MigrationRequest(live, endpoint, cause, to, planned.get(live, ""))
+        self._excused = {reason for reason in self._excused if reason[0] != endpoint.key}
+        log.info("moves_wanted", worker=endpoint.worker, cause=cause, requests=len(there))
+        urgency = self._table.urgency
+        self._wanted[endpoint.key] = sorted(
+            wanted_by.values(),
+            key=lambda wanted: (urgency(wanted.live.request.tier), wanted.live.stats.began_at),
+        )
+        self._pump(endpoint.key)
 
-    def _rank(self, wanted: MigrationRequest) -> tuple[int, float]:
-        """Return who moves first."""
-        live = wanted.live
-        return self._table.urgency(live.request.tier), live.stats.began_at
+    def _drop(self, key: Key, wanted: MigrationRequest) -> None:
+        there = self._wanted.get(key, [])
+        if wanted in there:
+            there.remove(wanted)
+        if not there:
+            self._wanted.pop(key, None)
 
     # --- carrying requests out ------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Give up what takes too long, and begin what has become possible."""
-        now, limit_s = self.now(), self._policy.max_migration_time_ms / 1000
+        now, limit_ms = self._now(), self._policy.max_migration_time_ms
         for transfer in list(self._transfers.values()):
-            if now - transfer.began_at > limit_s:
-                transfer.give_up(f"it took longer than {self._policy.max_migration_time_ms:g} ms")
+            if now - transfer.began_at > limit_ms / 1000:
+                transfer.give_up(f"it took longer than {limit_ms:g} ms")
         for key in list(self._wanted):
             self._pump(key)
 
@@ -268,7 +325,8 @@ class PlannedMoves:
                 self._due.add(key)
                 asyncio.get_running_loop().call_soon(self._go_on, key)
                 return
-            if self._count_from(key) >= self._policy.transfers_at_once:
+            under_way = sum(transfer.source.key == key for transfer in self._transfers.values())
+            if under_way >= self._policy.transfers_at_once:
                 return
             self._drop(key, wanted)
             if wanted.ready and not wanted.stale and not self._begin(wanted):
@@ -278,121 +336,67 @@ class PlannedMoves:
         if key in self._due:
             self._pump(key)
 
-    def _drop(self, key: Key, wanted: MigrationRequest) -> None:
-        wanted_by = self._wanted.get(key, [])
-        if wanted in wanted_by:
-            wanted_by.remove(wanted)
-        if not wanted_by:
-            self._wanted.pop(key, None)
-
-    def _count_from(self, key: Key) -> int:
-        return sum(transfer.source.key == key for transfer in self._transfers.values())
-
-    def _sharing(self, source: Endpoint, target: Endpoint) -> int:
-        """Return how many transfers share the link of the two already."""
-        return sum(c.source is source or c.target is target for c in self._transfers.values())
-
     def _begin(self, wanted: MigrationRequest) -> bool:
         """Let one request move; False if it has to wait, for others on the same link or for room, and goes on decoding."""
-        live = wanted.live
-        if live.stays:
+        if wanted.live.stays:
             return True
-        placement, endpoint = self._plan(wanted)
-        if endpoint is None or placement.method != "transfer" or placement.cost is None:
-            why = wanted.why or self._objection(placement)
-            if why or endpoint is None:
+        source, limit_ms = wanted.source, self._policy.max_migration_time_ms
+        placement, target = self._planner.plan(wanted)
+        if target is None or placement.method != "transfer" or placement.cost is None:
+            why = wanted.why or self._planner.objection(placement)
+            if why or target is None:
                 return self._otherwise(wanted, why)
-            self._compute_again(wanted, placement.cost, endpoint)
+            self._compute_again(wanted, placement.cost, target)
             return True
-        others, limit_ms = self._sharing(wanted.source, endpoint), self._policy.max_migration_time_ms
-        predicted_ms = placement.cost.transfer_time_ms * (1 + others)
-        if others and predicted_ms > limit_ms:
-            self._wanted.setdefault(wanted.source.key, []).insert(0, wanted)
+        others = sum(c.source is source or c.target is target for c in self._transfers.values())
+        if others and placement.cost.transfer_time_ms * (1 + others) > limit_ms:
+            self._wanted.setdefault(source.key, []).insert(0, wanted)
             return False
         try:
-            TrustedSource(self._table.worker(wanted.source))
-            rank = self._routing.at(endpoint, live.request, live.accepted).holder.rank
-            transfer = KvMoveSink(self, wanted, endpoint, rank, 1 + others)
-            self._reserve(transfer, limit_ms / 1000)
+            TrustedSource(self._table.worker(source))
+            self._reserve(wanted, target, 1 + others)
         except (SourceDistrusted, WorkerUnreachable) as error:
             return self._otherwise(wanted, str(error))
         return True
 
-    def _reserve(self, transfer: KvMoveSink, within_s: float) -> None:
+    def _reserve(self, wanted: MigrationRequest, target: Endpoint, at_once: int) -> None:
         """Ask the target for room. Raise WorkerUnreachable."""
-        live, target, now = transfer.wanted.live, transfer.target, self.now()
+        live, now, within_s = wanted.live, self._now(), self._policy.max_migration_time_ms / 1000
+        dispatch, accepted = live.dispatch, live.accepted
+        assert dispatch is not None
+        transfer = KvMoveSink(
+            plane=self._plane,
+            source=wanted.source,
+            source_stream=dispatch.stream,
+            base=len(accepted),
+            target=target,
+            rank=self._routing.at(target, live.request, accepted).holder.rank,
+            cause=wanted.cause,
+            began_at=now,
+            moves=self,
+            planner=self._planner,
+            driver=self._driver,
+            wanted=wanted,
+            at_once=at_once,
+        )
         request = live.continuation.request(target, transfer.rank)
-        per_s = len(live.accepted) / max(1e-3, now - (live.stats.first_at or now))
+        per_s = len(accepted) / max(1e-3, now - (live.stats.first_at or now))
         room = len(request.tokens) + min(request.sampling.max_tokens, ROOM_TOKENS + int(within_s * per_s))
-        transfer.stream = self.plane.reserve(target.worker, target.instance, request, room, transfer)
+        transfer.stream = self._plane.reserve(target.worker, target.instance, request, room, transfer)
         target.admit()
         live.kv_move = self._transfers[live] = transfer
-        self.driver.feed(live, on.TransferBegun())
-
-    def price(
-        self, wanted: MigrationRequest, target: Endpoint, at_once: int, cached_tokens: int
-    ) -> MigrationCost:
-        """Return what a move costs if the target has so many tokens cached. Other moves under way do not change which method is
-        recommended."""
-        live, source = wanted.live, wanted.source
-        cost = self._placer.price(live, source, target, cached_tokens=cached_tokens, at_once=at_once)
-        alone = self._placer.price(live, source, target, cached_tokens=cached_tokens)
-        return replace(cost, recommended=alone.recommended)
-
-    def _plan_group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
-        """Return where the requests of a group of several ranks are sent: to one group that takes all, else to several. A spare
-        in their worker's place takes those of a lone worker as well."""
-        spare = "" if to else replacement(source.worker, self._table.workers)
-        if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
-            return {}
-        plan = self._placer.plan(there, source, to or spare)
-        return {
-            live: p.target for live, p, endpoint in plan if endpoint is not None and p.method == "transfer"
-        }
-
-    def _plan(self, wanted: MigrationRequest) -> Planned:
-        """Return where it goes: as the plan of its group said, if it still can be sent there, else as things stand now."""
-        if wanted.planned:
-            placement, endpoint = self._plan_from(wanted.source, wanted, wanted.planned, wanted.without)
-            if endpoint is not None and placement.method == "transfer":
-                return placement, endpoint
-        return self._plan_from(wanted.source, wanted, wanted.to, wanted.without)
-
-    def _plan_from(
-        self, source: Endpoint | None, wanted: MigrationRequest, to: str, without: frozenset[str]
-    ) -> Planned:
-        ((_, placement, endpoint),) = self._placer.plan([wanted.live], source, to, without)
-        return placement, endpoint if endpoint is not None and self._routing.takes(endpoint) else None
-
-    def _plan_anew(self, wanted: MigrationRequest) -> Planned:
-        """Return where it would be computed first, rather not where its KV cache was refused: each looks for itself, so
-        that the requests of a group that could not be sent to one place are spread."""
-        source = frozenset({wanted.source.worker})
-        placement, endpoint = self._plan_from(None, wanted, wanted.to, wanted.without | source)
-        if endpoint is None and wanted.without:
-            placement, endpoint = self._plan_from(None, wanted, wanted.to, source)
-        return placement, endpoint
-
-    def _objection(self, placement: Placement) -> str:
-        """Return why it is not sent; empty if to compute it again is simply quicker."""
-        cost, limit_ms = placement.cost, self._policy.max_migration_time_ms
-        if cost is None:
-            return NO_ROOM
-        if isinf(cost.transfer_time_ms):
-            return "its KV cache cannot be sent there"
-        slow = cost.transfer_time_ms > limit_ms
-        return f"it would take {cost.transfer_time_ms:.0f} of {limit_ms:g} ms" if slow else ""
+        self._driver.feed(live, on.TransferBegun())
 
     def _otherwise(self, wanted: MigrationRequest, why: str) -> bool:
         """It is not sent: compute it again elsewhere, where that must be; else let it end where it is. False if it waits for
-        room: computed again it would wait for the same, and say nothing meanwhile."""
+        room: computed again it would wait for the same, and be silent meanwhile."""
         full = why.startswith((NO_ROOM, "overloaded"))
         if wanted.cause in INSISTS and not full:
-            placement, endpoint = self._plan_anew(wanted)
+            placement, endpoint = self._planner.plan_anew(wanted)
             if endpoint is not None:
                 self._compute_again(wanted, placement.cost, endpoint, why)
                 return True
-        self.driver.feed(wanted.live, on.TransferDeclined(why))
+        self._driver.feed(wanted.live, on.TransferDeclined(why))
         reason = (wanted.source.key, wanted.cause, why.partition(":")[0])
         if reason not in self._excused:
             self._excused.add(reason)
@@ -405,19 +409,16 @@ class PlannedMoves:
     def _compute_again(
         self, wanted: MigrationRequest, cost: MigrationCost | None, endpoint: Endpoint, why: str = ""
     ) -> None:
-        """Let it go on by its tokens alone."""
-        live, reason = wanted.live, Failure(wanted.cause, "")
+        """Let it continue by its tokens alone."""
+        live, reason, source = wanted.live, Failure(wanted.cause, ""), server_of(wanted.source)
         predicted_ms = cost.reprefill_time_ms if cost is not None else None
-        source = server_of(wanted.source)
-        move = Move(
-            reason, reason, source, self.now(), len(live.accepted), predicted_ms=predicted_ms, refused=why
-        )
-        self.driver.feed(live, on.MovedOnPurpose(move, endpoint.key))
+        move = Move(reason, reason, source, self._now(), len(live.accepted), None, predicted_ms, why)
+        self._driver.feed(live, on.MovedOnPurpose(move, endpoint.key))
 
-    def _ended(self, live: LiveRequest, over: TransferOver) -> None:
-        """A transfer has ended, one way or another."""
-        transfer = self._transfers.pop(live)
+    def ended(self, transfer: KvMoveSink, over: TransferOver) -> None:
+        """Decide what follows from how a transfer has ended."""
         wanted, cheaper = transfer.wanted, transfer.cheaper
+        del self._transfers[wanted.live]
         goes_on = over.state == "switched" or bool(over.why) or cheaper is not None
         if cheaper is not None and not wanted.stale:
             self._compute_again(wanted, cheaper, transfer.target)

@@ -3,6 +3,9 @@
 Which step may be taken when is decided by `controller.migration.live`, a part of the request state machine.
 """
 
+from dataclasses import dataclass, field
+
+from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.failures import Failure, PlannedCause
 from controller.frontend.request.state import Carried, Move, server_of
 from controller.migration.cost import MigrationCost
@@ -14,57 +17,47 @@ from events.wire import Chunk, Committed, Reserved
 HELD_MAX = 1024  # chunks of the target that wait for the source's last tokens
 
 
-class KvMove:
+@dataclass(eq=False, kw_only=True)
+class KvMove(TransferSink):
     """What the frontend knows of one KV transfer. Until the stream continues at the target, the target's chunks are held back:
-    the source's last tokens come first."""
+    the source's last tokens come first. What reads the frames of both workers about it is in a subclass."""
 
-    def __init__(
-        self,
-        plane: RequestPlane,
-        source: Endpoint,
-        source_stream: int,
-        base: int,
-        target: Endpoint,
-        rank: int,
-        cause: PlannedCause,
-        began_at: float,
-    ) -> None:
-        """`base`: tokens that were accepted when the target was asked; `rank`: of the target's DP ranks."""
-        self._plane = plane
-        self.source = source
-        self.source_stream = source_stream
-        self.base = base
-        self.target = target
-        self.rank = rank
-        self.cause = cause
-        self.began_at = began_at
-        self.stream = 0  # at the target
-        self.sink: TransferSink | None = None  # reads the frames of both workers about it
-        self.offer: Reserved | None = None
-        self.commit: Committed | None = None
-        self.held: list[Chunk] = []
-        self.predicted_ms: float | None = None
-        self.target_failed = False
-        self.cheaper: MigrationCost | None = (
-            None  # to compute it again at the target, as the target has shown
-        )
+    plane: RequestPlane
+    source: Endpoint
+    source_stream: int
+    base: int  # tokens that were accepted when the target was asked
+    target: Endpoint
+    rank: int  # of the target's DP ranks
+    cause: PlannedCause
+    began_at: float
+    stream: int = 0  # at the target
+    offer: Reserved | None = None
+    commit: Committed | None = None
+    held: list[Chunk] = field(default_factory=list)
+    predicted_ms: float | None = None
+    target_failed: bool = False
+    cheaper: MigrationCost | None = None  # to compute it again at the target, as the target has shown
+
+    def ended(self, over: TransferOver) -> None:
+        """Learn that the transfer has ended, one way or another."""
+        raise NotImplementedError
 
     def ship(self, trusted: TrustedSource) -> None:
         """Tell the source to send what the target does not have. Raise WorkerUnreachable."""
-        assert self.offer is not None and self.sink is not None
-        self._plane.ship(trusted, self.source_stream, self.offer, self.sink)
+        assert self.offer is not None
+        self.plane.ship(trusted, self.source_stream, self.offer, self)
 
     def cancel_target(self) -> None:
         """Give up the target's reservation, or its stream."""
-        self._plane.cancel(self.target.worker, self.stream)
+        self.plane.cancel(self.target.worker, self.stream)
 
     def stay(self) -> None:
         """Tell the source to go on decoding."""
-        self._plane.stay(self.source.worker, self.source_stream)
+        self.plane.stay(self.source.worker, self.source_stream)
 
     def adopt(self, sink: Sink) -> None:
         """Read the target's stream through this sink."""
-        self._plane.adopt(self.target.worker, self.stream, sink)
+        self.plane.adopt(self.target.worker, self.stream, sink)
 
     def move(self, tokens: int) -> Move:
         """Return the move that the target's commit completes; `tokens`: accepted until now."""
