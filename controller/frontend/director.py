@@ -13,7 +13,7 @@ import structlog
 
 from controller.deciders.fleet import Conviction, Fleet, Worker
 from controller.frontend.admission.admission import Admission
-from controller.frontend.admission.refusals import OverloadAnswers, Refusals
+from controller.frontend.admission.refusals import Refusals
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.live_request import LiveRequest, RunningRequests
 from controller.frontend.dispatch.placement import Placer
@@ -248,20 +248,18 @@ class Director:
         self.routing = Scheduler(
             settings, table, world.plane, self.request_metrics, self.peers, panic, now, world.dice
         )
-        answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status)
         self.running = RunningRequests()
         self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
         reports = MigrationReports(world.name, world.observe, self.request_metrics)
         self.preemption = preemption = Preemption(
             table, self.routing, self.running, reports, world.clock, settings.parks_s
         )
-        refusals = Refusals(world.name, settings.facts, table, self.routing, answers, self.traffic)
+        self.refusals = Refusals(world.name, settings, table, self.routing, self.traffic, world.dice)
         self.admission = Admission(
             settings,
             table,
             self.routing,
-            refusals,
-            answers,
+            self.refusals,
             self.request_metrics,
             preemption,
             self.routing.pools,
@@ -391,7 +389,7 @@ class Director:
         self.driver.tick()
         self.traffic.tick()
         self._expose_suspects()
-        if self.admission.tick(self.now()):
+        if self.refusals.tick(self.now()):
             self.routing.look_for_panic()
         if self.driver.waiting.parked:
             self.changed()
@@ -416,7 +414,7 @@ class Director:
     def report(self) -> None:
         """Say what has not been said yet, at the process's end."""
         self.breakers.report()
-        self.admission.report()
+        self.refusals.report()
         self.traffic.stop()
 
     def render_metrics(self) -> bytes:

@@ -3,7 +3,7 @@
 # (files, two-way pairs), as measured. They go down to the targets, and never up.
 LIMITS = {
     "completion": (55, 0),
-    "conviction": (67, 0),
+    "conviction": (65, 0),
     "drain": (110, 4),
     "canary": (43, 1),
     "projection": (25, 0),

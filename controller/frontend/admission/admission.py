@@ -23,14 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from controller.frontend.admission.deadlines import Deadlines, WantedRequest, WantedTokens
-from controller.frontend.admission.queue import Queue, QueuedRequest
-from controller.frontend.admission.refusals import (
-    NotAdmitted,
-    OverloadAnswers,
-    QueueFull,
-    Refusals,
-    WaitedTooLong,
-)
+from controller.frontend.admission.queue import EndRate, Queue, QueuedRequest
+from controller.frontend.admission.refusals import NotAdmitted, QueueFull, Refusals, WaitedTooLong
 from controller.frontend.admission.rooms import Preemptor, RoomFinder
 from controller.frontend.errors import ApiError
 from controller.frontend.request_metrics import RequestMetrics
@@ -98,7 +92,6 @@ class Admission:
         table: EndpointTable,
         routing: Scheduler,
         refusals: Refusals,
-        answers: OverloadAnswers,
         meter: RequestMetrics,
         preemptor: Preemptor,
         first_tokens: Pools,
@@ -106,7 +99,6 @@ class Admission:
         self._queue_s = settings.admission.queue_s
         self._table = table
         self._monitor = routing.monitor
-        self._answers = answers
         self._meter = meter
         self._now = first_tokens.now
         self._queue = queue = Queue(settings.admission.queue_max)
@@ -114,8 +106,8 @@ class Admission:
         self.deadlines = Deadlines(settings, table, routing, queue, self._rooms, first_tokens)
         self.by_deadline = settings.by_deadline  # else requests are admitted in order of arrival
         self._refusals = refusals
+        self._ends = EndRate()
         self.queued, self.waiting = queue.length, queue.waiting
-        self.tick, self.report = refusals.tick, refusals.report
         self.forget = self.deadlines.keep
         self._turns: dict[int, _Turn] = {}  # by number of their requests
         self._numbers = itertools.count(1)
@@ -315,7 +307,7 @@ class Admission:
 
     def ended(self, model: str, tokens: int) -> None:
         """Count an answer that had begun and is over: from how many are, refused clients are told when to retry."""
-        self._answers.ended(model)
+        self._ends.ended(model, self._now())
         if self.by_deadline:
             lengths = self._monitor.lengths
             lengths.ended(model, tokens)
@@ -327,7 +319,8 @@ class Admission:
 
     def refusal(self, error: NotAdmitted | NoWorker, model: str, tier: str) -> ApiError:
         """Return the error that a client gets for a refused request, and count it."""
-        return self._refusals.of(error, model, tier, self._queue.length(model))
+        wait_s = self._ends.wait_s(model, self._queue.length(model), self._now())
+        return self._refusals.of(error, model, tier, wait_s)
 
 
 def _refuse(room: asyncio.Future[Reservation], why: str) -> None:

@@ -18,7 +18,7 @@ Serving the newest first admits no request that would have been refused. A reque
 order of arrival; the order only decides which requests are late when workers are suddenly fewer: those that are late anyway.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -28,6 +28,8 @@ from controller.router.endpoints import Lineage
 
 USED_UP = 0.9  # of the time that a request may wait
 INTERVAL_S = 0.1
+WINDOW_S = 10.0
+ENDS_MAX = 512  # remembered per model: at a higher rate the window is shorter
 OWED_MAX = 4096  # accounts of clients without a request in line that were served more than the others
 
 
@@ -244,3 +246,24 @@ class Queue:
     def full(self, model: str) -> bool:
         """Return whether no more requests of this model may wait."""
         return self.in_line(model) >= self._max
+
+
+class EndRate:
+    """The rate at which answers of each model end: so fast do waiting requests find room."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=ENDS_MAX))
+
+    def ended(self, model: str, now: float) -> None:
+        """Note that an answer which had begun is over, so that its place is free."""
+        self._ends[model].append(now)
+
+    def wait_s(self, model: str, before: int, now: float) -> float:
+        """Return in how many seconds a request has room behind so many; inf: nothing has ended lately."""
+        ends = self._ends.get(model) or deque[float]()
+        while ends and ends[0] < now - WINDOW_S:
+            ends.popleft()
+        if not ends:
+            return inf
+        took_s = max(now - ends[0], 1.0) if len(ends) == ENDS_MAX else WINDOW_S
+        return (before + 1) * took_s / len(ends)

@@ -15,7 +15,7 @@ from scripted_worker import ScriptedWorker
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.admission.admission import LOOKS_MAX, Admission, Reservation
-from controller.frontend.admission.refusals import OverloadAnswers, Refusals, WaitedTooLong
+from controller.frontend.admission.refusals import Refusals, WaitedTooLong
 from controller.frontend.admission.rooms import Preemptor
 from controller.frontend.errors import ApiError
 from controller.frontend.scheduling.pools import Pools
@@ -41,10 +41,9 @@ class Workers:
         self.monitor: Any = self
         me: Any = self
         given = FrontendSettings(admission=AdmissionSettings(queue_max=3, queue_s=queue_s))
-        answers = OverloadAnswers(lambda: 0.0, lambda: 0.5, 30, 503)
         table = EndpointTable()
-        refusals = Refusals("f1", given.facts, table, me, answers, me)
-        self.queue = Admission(given, table, me, refusals, answers, me, Preemptor(), Pools(lambda: 0.0))
+        refusals = Refusals("f1", given, table, me, me, lambda: 0.5)
+        self.queue = Admission(given, table, me, refusals, me, Preemptor(), Pools(lambda: 0.0))
 
     @property
     def free(self) -> int:

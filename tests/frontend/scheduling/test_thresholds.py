@@ -1,7 +1,7 @@
 """Admission by thresholds (seed 003), off unless it is asked for: a busy worker gets nothing new; where all are, nobody waits."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, text_of, until
@@ -10,8 +10,10 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.config.flags import gather
 from controller.deciders.thresholds import NEVER, BusyThresholds
-from controller.frontend.admission.refusals import ENDS_MAX, JITTER, WINDOW_S, OverloadAnswers
+from controller.frontend.admission.queue import ENDS_MAX, WINDOW_S, EndRate
+from controller.frontend.admission.refusals import JITTER, NotAdmitted, Refusals
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
+from controller.router.endpoints import EndpointTable
 from controller.router.load.monitor import HOLDS_S
 from events.errors import BadSetting
 from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
@@ -195,26 +197,32 @@ def test_thresholds_come_from_flags_and_variables_and_may_be_switched_off_one_by
 
 
 def test_the_wait_is_how_long_those_before_will_take_bounded_and_never_the_same_for_all() -> None:
-    now, dice = [100.0], [0.5]
-    answers = OverloadAnswers(lambda: now[0], lambda: dice[0], 30, 503)
-    assert answers.wait_s("m", 0) == 30, "nothing has ended"
+    now, dice, ends, other = [100.0], [0.5], EndRate(), cast(Any, None)
+    refusals = Refusals("f1", FrontendSettings(), EndpointTable(), other, other, lambda: dice[0])
+
+    def told(model: str, before: int) -> float | None:
+        error = refusals.of(NotAdmitted(), model, "standard", ends.wait_s(model, before, now[0]))
+        assert (error.status, error.code) == (503, "queue_timeout")
+        return error.retry_after_s
+
+    assert told("m", 0) == 30, "nothing has ended"
     for _ in range(20):
         now[0] += 0.5
-        answers.ended("m")
-    assert answers.wait_s("m", 19) == WINDOW_S, "two a second end, and nineteen wait before"
-    assert (answers.wait_s("m", 0), answers.wait_s("m", 10_000)) == (1, 30)
-    assert answers.wait_s("other", 0) == 30
+        ends.ended("m", now[0])
+    assert told("m", 19) == WINDOW_S, "two a second end, and nineteen wait before"
+    assert (told("m", 0), told("m", 10_000)) == (1, 30)
+    assert told("other", 0) == 30
     dice[0] = 0.0
-    low = answers.wait_s("m", 19)
+    low = told("m", 19)
     dice[0] = 0.999
-    assert low == WINDOW_S * (1 - JITTER) + 0.5 and answers.wait_s("m", 19) == 13
+    assert low == WINDOW_S * (1 - JITTER) + 0.5 and told("m", 19) == 13
     now[0] += WINDOW_S + 1
-    assert answers.wait_s("m", 0) == 30
+    assert told("m", 0) == 30
     dice[0] = 0.5
     for _ in range(2 * ENDS_MAX):  # more than are remembered in a window
         now[0] += 0.001
-        answers.ended("m")
-    assert answers.wait_s("m", ENDS_MAX - 1) == 1
+        ends.ended("m", now[0])
+    assert told("m", ENDS_MAX - 1) == 1
 
 
 async def test_that_all_are_busy_holds_for_a_moment_and_not_longer() -> None:
