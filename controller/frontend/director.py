@@ -5,7 +5,7 @@ ones. `routing` chooses workers; the request state machine, which `driver` feeds
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from random import random
 
@@ -80,6 +80,7 @@ class Served:
         return conviction.seq <= self.seq or conviction.since >= self.until + margin
 
 
+@dataclass(eq=False)
 class Convictions:
     """What is done when a canary convicts a worker: every request that it has fed since is named, and those that run act.
 
@@ -91,23 +92,24 @@ class Convictions:
     requests.
     """
 
-    def __init__(
-        self, frontend: str, clock: Clock, observe: Observe, driver: Driver, metrics: RequestMetrics
-    ) -> None:
-        self._frontend = frontend
-        self._clock = clock
-        self._observe = observe
-        self._driver = driver
-        self._exposures = driver.exposures
-        self._metrics = metrics
-        self._began = clock.now()
-        self._exposed_at: dict[str, float] = {}  # by worker that serves although it is convicted
-        self._answered: dict[str, tuple[Conviction, ...]] = {}  # by worker
+    frontend: str
+    clock: Clock
+    observe: Observe
+    driver: Driver
+    metrics: RequestMetrics
+    _exposed_at: dict[str, float] = field(
+        default_factory=dict
+    )  # by worker that serves although it is convicted
+    _answered: dict[str, tuple[Conviction, ...]] = field(default_factory=dict)  # by worker
+
+    def __post_init__(self) -> None:
+        self._began = self.clock.now()
+        self._exposures = self.driver.exposures
 
     def answer(self, worker: Worker) -> None:
         """Name every request that this worker has fed since, and deal with those that run."""
         for conviction in self._news(worker):
-            self._convict(worker.joined.worker, conviction, self._clock.now())
+            self._convict(worker.joined.worker, conviction, self.clock.now())
 
     def expose(self, worker: Worker, now: float) -> None:
         """Name every request that a worker feeds which serves although it is convicted, once a second. Nothing is done about
@@ -118,8 +120,8 @@ class Convictions:
         self._exposed_at[name] = now
         since = [conviction.since for conviction in worker.convictions if conviction.instance == instance]
         if since:
-            exposures, live = self._exposures, self._driver.live
-            for unknown in exposures.unknown(life, since[-1], self._clock.now()):
+            exposures, live = self._exposures, self.driver.live
+            for unknown in exposures.unknown(life, since[-1], self.clock.now()):
                 self._report(unknown)
             for one in exposures.fed(life, since[-1]):
                 action = "continue" if one.span.live in live else "none"
@@ -144,7 +146,7 @@ class Convictions:
             return
         self._report(
             ExposureUnknown(
-                frontend=self._frontend,
+                frontend=self.frontend,
                 worker=name,
                 instance=conviction.instance,
                 since=conviction.since,
@@ -170,7 +172,7 @@ class Convictions:
         exposures, since = self._exposures, conviction.since
         unknown = exposures.unknown(key, since, now)
         # What is done about one choice of an answer may end the others: see first which have ended already.
-        fed = [(one, self._driver.live.get(one.span.live)) for one in exposures.fed(key, since)]
+        fed = [(one, self.driver.live.get(one.span.live)) for one in exposures.fed(key, since)]
         done = [
             "none" if live is None else "error" if live.over else self._expose(live, one.first, key)
             for one, live in fed
@@ -185,13 +187,13 @@ class Convictions:
         endpoint = live.endpoint
         stays = endpoint is not None and endpoint.key == key and bool(endpoint.suspect)
         exposed = Exposed(first, key, live.stats.depends_on(key), stays, live.progress)
-        self._driver.feed(live, exposed)
+        self.driver.feed(live, exposed)
         failed = live.exposure == "restart" and live.answer.error is not None
         return "error" if failed else live.exposure
 
     def _report(self, fact: FrontendObservation, trace: str = "") -> None:
-        self._observe(fact, traceparent=trace)
-        self._metrics.exposed(fact)
+        self.observe(fact, traceparent=trace)
+        self.metrics.exposed(fact)
 
 
 class WorkerIntrusions(Intrusions):

@@ -17,7 +17,7 @@ token.
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isinf
 from typing import TypeAlias
 
@@ -143,24 +143,22 @@ class KvMoveSink(KvMove):
         self.moves.ended(self, over)
 
 
+@dataclass(eq=False)
 class MovePlanner:
     """Decides where a wanted request goes, and how. It changes nothing."""
 
-    def __init__(
-        self, policy: MovingPolicy, table: EndpointTable, routing: Scheduler, placer: Placer
-    ) -> None:
-        self._limit_ms = policy.max_migration_time_ms
-        self._table = table
-        self._routing = routing
-        self._placer = placer
+    policy: MovingPolicy
+    table: EndpointTable
+    routing: Scheduler
+    placer: Placer
 
     def group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
         """Return where the requests of a group of several ranks are sent: to one group that takes all, else to several. A spare
         in their worker's place takes those of a lone worker as well."""
-        spare = "" if to else replacement(source.worker, self._table.workers)
+        spare = "" if to else replacement(source.worker, self.table.workers)
         if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
             return {}
-        plan = self._placer.plan(there, source, to or spare)
+        plan = self.placer.plan(there, source, to or spare)
         return {
             live: p.target for live, p, endpoint in plan if endpoint is not None and p.method == "transfer"
         }
@@ -185,8 +183,8 @@ class MovePlanner:
     def _plan(
         self, wanted: MigrationRequest, source: Endpoint | None, to: str, without: frozenset[str]
     ) -> Planned:
-        ((_, placement, endpoint),) = self._placer.plan([wanted.live], source, to, without)
-        return placement, endpoint if endpoint is not None and self._routing.takes(endpoint) else None
+        ((_, placement, endpoint),) = self.placer.plan([wanted.live], source, to, without)
+        return placement, endpoint if endpoint is not None and self.routing.takes(endpoint) else None
 
     def objection(self, placement: Placement) -> str:
         """Return why it is not sent; empty if to compute it again is simply quicker."""
@@ -195,8 +193,8 @@ class MovePlanner:
             return NO_ROOM
         if isinf(cost.transfer_time_ms):
             return "its KV cache cannot be sent there"
-        slow = cost.transfer_time_ms > self._limit_ms
-        return f"it would take {cost.transfer_time_ms:.0f} of {self._limit_ms:g} ms" if slow else ""
+        limit_ms, takes_ms = self.policy.max_migration_time_ms, cost.transfer_time_ms
+        return f"it would take {takes_ms:.0f} of {limit_ms:g} ms" if takes_ms > limit_ms else ""
 
     def price(
         self, wanted: MigrationRequest, target: Endpoint, at_once: int, cached_tokens: int
@@ -204,39 +202,33 @@ class MovePlanner:
         """Return what a move costs if the target has so many tokens cached. Other moves under way do not change which method is
         recommended."""
         live, source = wanted.live, wanted.source
-        cost = self._placer.price(live, source, target, cached_tokens=cached_tokens, at_once=at_once)
-        alone = self._placer.price(live, source, target, cached_tokens=cached_tokens)
+        cost = self.placer.price(live, source, target, cached_tokens=cached_tokens, at_once=at_once)
+        alone = self.placer.price(live, source, target, cached_tokens=cached_tokens)
         return replace(cost, recommended=alone.recommended)
 
 
+@dataclass(eq=False)
 class PlannedMoves:
     """The planned moves of one frontend."""
 
-    def __init__(
-        self,
-        policy: MovingPolicy,
-        table: EndpointTable,
-        routing: Scheduler,
-        plane: RequestPlane,
-        placer: Placer,
-        running: RunningRequests,
-        driver: Driver,
-    ) -> None:
-        self._driver = driver
-        self._now = driver.now
-        self._policy = policy
-        self._table = table
-        self._routing = routing
-        self._plane = plane
-        self._planner = MovePlanner(policy, table, routing, placer)
-        self._running = running
-        self._standing: dict[Key, frozenset[PlannedCause]] = {}
-        self._wanted: dict[Key, list[MigrationRequest]] = {}  # in the order in which they move
-        self._transfers: dict[LiveRequest, KvMoveSink] = {}
-        self._due: set[Key] = set()  # workers that are continued with in the next turn
-        self._excused: set[tuple[Key, PlannedCause, str]] = (
-            set()
-        )  # why streams stay: logged once per incident
+    policy: MovingPolicy
+    table: EndpointTable
+    routing: Scheduler
+    plane: RequestPlane
+    placer: Placer
+    running: RunningRequests
+    driver: Driver
+    _standing: dict[Key, frozenset[PlannedCause]] = field(default_factory=dict)
+    _wanted: dict[Key, list[MigrationRequest]] = field(
+        default_factory=dict
+    )  # in the order in which they move
+    _transfers: dict[LiveRequest, KvMoveSink] = field(default_factory=dict)
+    _due: set[Key] = field(default_factory=set)  # workers that are continued with in the next turn
+    _excused: set[tuple[Key, PlannedCause, str]] = field(default_factory=set)  # why streams stay; logged once
+
+    def __post_init__(self) -> None:
+        self._now = self.driver.now
+        self._planner = MovePlanner(self.policy, self.table, self.routing, self.placer)
 
     @property
     def under_way(self) -> Collection[KvMoveSink]:
@@ -249,7 +241,7 @@ class PlannedMoves:
         """The table or a connection has changed: see whether a reason to move has arisen anywhere, or is gone. A worker that was
         resumed or repaired keeps what has not moved yet."""
         before, self._standing = self._standing, {}
-        for endpoint in list(self._table.endpoints.values()):
+        for endpoint in list(self.table.endpoints.values()):
             reasons = self._reasons(endpoint)
             if reasons:
                 self._standing[endpoint.key] = reasons
@@ -259,16 +251,16 @@ class PlannedMoves:
             standing = {"operator", *self._standing.get(key, ())}
             for wanted in [wanted for wanted in there if wanted.cause not in standing]:
                 self._drop(key, wanted)
-        self._excused = {reason for reason in self._excused if reason[0] in self._table.endpoints}
+        self._excused = {reason for reason in self._excused if reason[0] in self.table.endpoints}
 
     def _reasons(self, endpoint: Endpoint) -> frozenset[PlannedCause]:
-        worker, found = self._table.worker(endpoint), set[PlannedCause]()
-        if self._plane.draining(endpoint.worker, endpoint.instance) or self._table.drains(endpoint):
+        worker, found = self.table.worker(endpoint), set[PlannedCause]()
+        if self.plane.draining(endpoint.worker, endpoint.instance) or self.table.drains(endpoint):
             found.add("drain")
         if worker is not None and worker.health.limits:
             limit = worker.health.limit
             if limit == 0.0:
-                if not spare_awaited(worker, self._table.workers):
+                if not spare_awaited(worker, self.table.workers):
                     found.add("device_fault")
             elif limit < THROTTLED_BELOW:
                 found.add("throttled")
@@ -276,13 +268,13 @@ class PlannedMoves:
 
     def requested(self, fact: MoveRequested) -> None:
         """An operator wants a worker's requests elsewhere."""
-        endpoint = self._table.endpoints.get((fact.worker, fact.instance))
+        endpoint = self.table.endpoints.get((fact.worker, fact.instance))
         if endpoint is not None:
             self._want(endpoint, "operator", fact.to)
 
     def _want(self, endpoint: Endpoint, cause: PlannedCause, to: str = "") -> None:
-        there = [live for live in self._running.at(endpoint) if not live.stays]
-        if not there or (cause == "drain" and self._policy.on_drain == "finish"):
+        there = [live for live in self.running.at(endpoint) if not live.stays]
+        if not there or (cause == "drain" and self.policy.on_drain == "finish"):
             return
         planned = self._planner.group(there, endpoint, to)
         wanted_by = {wanted.live: wanted for wanted in self._wanted.get(endpoint.key, ())}
@@ -291,7 +283,7 @@ class PlannedMoves:
                 wanted_by[live] = MigrationRequest(live, endpoint, cause, to, planned.get(live, ""))
         self._excused = {reason for reason in self._excused if reason[0] != endpoint.key}
         log.info("moves_wanted", worker=endpoint.worker, cause=cause, requests=len(there))
-        urgency = self._table.urgency
+        urgency = self.table.urgency
         self._wanted[endpoint.key] = sorted(
             wanted_by.values(),
             key=lambda wanted: (urgency(wanted.live.request.tier), wanted.live.stats.began_at),
@@ -309,7 +301,7 @@ class PlannedMoves:
 
     def tick(self) -> None:
         """Give up what takes too long, and begin what has become possible."""
-        now, limit_ms = self._now(), self._policy.max_migration_time_ms
+        now, limit_ms = self._now(), self.policy.max_migration_time_ms
         for transfer in list(self._transfers.values()):
             if now - transfer.began_at > limit_ms / 1000:
                 transfer.give_up(f"it took longer than {limit_ms:g} ms")
@@ -326,7 +318,7 @@ class PlannedMoves:
                 asyncio.get_running_loop().call_soon(self._go_on, key)
                 return
             under_way = sum(transfer.source.key == key for transfer in self._transfers.values())
-            if under_way >= self._policy.transfers_at_once:
+            if under_way >= self.policy.transfers_at_once:
                 return
             self._drop(key, wanted)
             if wanted.ready and not wanted.stale and not self._begin(wanted):
@@ -340,7 +332,7 @@ class PlannedMoves:
         """Let one request move; False if it has to wait, for others on the same link or for room, and goes on decoding."""
         if wanted.live.stays:
             return True
-        source, limit_ms = wanted.source, self._policy.max_migration_time_ms
+        source, limit_ms = wanted.source, self.policy.max_migration_time_ms
         placement, target = self._planner.plan(wanted)
         if target is None or placement.method != "transfer" or placement.cost is None:
             why = wanted.why or self._planner.objection(placement)
@@ -353,7 +345,7 @@ class PlannedMoves:
             self._wanted.setdefault(source.key, []).insert(0, wanted)
             return False
         try:
-            TrustedSource(self._table.worker(source))
+            TrustedSource(self.table.worker(source))
             self._reserve(wanted, target, 1 + others)
         except (SourceDistrusted, WorkerUnreachable) as error:
             return self._otherwise(wanted, str(error))
@@ -361,31 +353,31 @@ class PlannedMoves:
 
     def _reserve(self, wanted: MigrationRequest, target: Endpoint, at_once: int) -> None:
         """Ask the target for room. Raise WorkerUnreachable."""
-        live, now, within_s = wanted.live, self._now(), self._policy.max_migration_time_ms / 1000
+        live, now, within_s = wanted.live, self._now(), self.policy.max_migration_time_ms / 1000
         dispatch, accepted = live.dispatch, live.accepted
         assert dispatch is not None
         transfer = KvMoveSink(
-            plane=self._plane,
+            plane=self.plane,
             source=wanted.source,
             source_stream=dispatch.stream,
             base=len(accepted),
             target=target,
-            rank=self._routing.at(target, live.request, accepted).holder.rank,
+            rank=self.routing.at(target, live.request, accepted).holder.rank,
             cause=wanted.cause,
             began_at=now,
             moves=self,
             planner=self._planner,
-            driver=self._driver,
+            driver=self.driver,
             wanted=wanted,
             at_once=at_once,
         )
         request = live.continuation.request(target, transfer.rank)
         per_s = len(accepted) / max(1e-3, now - (live.stats.first_at or now))
         room = len(request.tokens) + min(request.sampling.max_tokens, ROOM_TOKENS + int(within_s * per_s))
-        transfer.stream = self._plane.reserve(target.worker, target.instance, request, room, transfer)
+        transfer.stream = self.plane.reserve(target.worker, target.instance, request, room, transfer)
         target.admit()
         live.kv_move = self._transfers[live] = transfer
-        self._driver.feed(live, on.TransferBegun())
+        self.driver.feed(live, on.TransferBegun())
 
     def _otherwise(self, wanted: MigrationRequest, why: str) -> bool:
         """It is not sent: compute it again elsewhere, where that must be; else let it end where it is. False if it waits for
@@ -396,7 +388,7 @@ class PlannedMoves:
             if endpoint is not None:
                 self._compute_again(wanted, placement.cost, endpoint, why)
                 return True
-        self._driver.feed(wanted.live, on.TransferDeclined(why))
+        self.driver.feed(wanted.live, on.TransferDeclined(why))
         reason = (wanted.source.key, wanted.cause, why.partition(":")[0])
         if reason not in self._excused:
             self._excused.add(reason)
@@ -413,7 +405,7 @@ class PlannedMoves:
         live, reason, source = wanted.live, Failure(wanted.cause, ""), server_of(wanted.source)
         predicted_ms = cost.reprefill_time_ms if cost is not None else None
         move = Move(reason, reason, source, self._now(), len(live.accepted), None, predicted_ms, why)
-        self._driver.feed(live, on.MovedOnPurpose(move, endpoint.key))
+        self.driver.feed(live, on.MovedOnPurpose(move, endpoint.key))
 
     def ended(self, transfer: KvMoveSink, over: TransferOver) -> None:
         """Decide what follows from how a transfer has ended."""

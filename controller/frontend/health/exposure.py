@@ -12,7 +12,7 @@ Clocks: `sent` is the prober's, our marks are ours. A margin covers small differ
 more.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import inf
@@ -38,9 +38,7 @@ class ServedSpan:
     rank: int | None = None  # the worker's DP rank, of several
     key: Key = ("", "")  # the worker
     count: int = 0
-    marks: list[tuple[float, int]] | None = (
-        None  # (instant, index of the first token then), but for the first of all
-    )
+    marks: list[tuple[float, int]] | None = None  # (instant, index of the first token then) after the first
     marked_at: float = -inf  # when a mark was due last
     last_at: float = 0.0
     named: int = 0  # tokens before this index have been named as exposed
@@ -124,18 +122,14 @@ class Exposures:
 
     def __init__(self, frontend: str, entries_max: int, clock: Clock) -> None:
         self._frontend = frontend
-        self._max = entries_max
         self._clock = clock
         self._began = clock.now()
-        self._histories: dict[Key, SpanHistory] = {}
+        self._histories: dict[Key, SpanHistory] = defaultdict(lambda: SpanHistory(entries_max))
         self._unknown_until: dict[Key, datetime] = {}  # what was said to be unknown is not said again
 
     def note(self, served_span: ServedSpan) -> None:
         """Remember a span from its first token on."""
-        history = self._histories.get(served_span.key)
-        if history is None:
-            history = self._histories[served_span.key] = SpanHistory(self._max)
-        history.add(served_span)
+        self._histories[served_span.key].add(served_span)
 
     def close(self, served_span: ServedSpan) -> None:
         """The request has left that worker, or ended."""
@@ -151,7 +145,7 @@ class Exposures:
 
     def keep(self, keys: set[Key]) -> None:
         """Forget lives of workers that are gone for good."""
-        for key in [key for key in self._histories if key not in keys]:
+        for key in self._histories.keys() - keys:
             del self._histories[key]
         self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 

@@ -41,9 +41,7 @@ from events.wire import Sampling
 
 PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
 SAMPLES_MAX = 256  # per worker and window
-MOVES_MAX = (
-    200  # in one event: about 30 KB; a fleet whose breakers all move at once must not flood the journal
-)
+MOVES_MAX = 200  # in one event: about 30 KB; breakers that all move at once must not flood the journal
 STALLS_MAX = 2  # times failures_max: a worker that recovers is not held to all that it ever stalled
 SLOW_MS_MIN = 5.0  # a difference below this is no slowness
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
@@ -111,9 +109,9 @@ class WorkerOutcomes:
     model: str = ""
     breaker_epoch: int = 0  # when the last request was sent there
     failures: int = 0  # in a row
-    broken: str = ""  # a transport failure of this tick, not judged yet
-    broken_routed_under: int = 0
-    broken_epoch: int = 0
+    broken: tuple[str, int, int] | None = (
+        None  # a transport failure of this tick, to be counted if it is judged
+    )
     stalled: int = 0  # streams that stalled in this tick, while their worker goes on
     stalls: float = 0.0  # stalled streams, less those that the served ones make up for
     worked_at: float | None = None  # when it brought the last first token of an answer
@@ -129,7 +127,7 @@ class WorkerOutcomes:
     def take_back(self, *, one_stream: bool = False) -> None:
         """What failed last was its request's own fault, and not the worker's. `one_stream`: it stalled while others went on."""
         if self.broken:
-            self.broken, self.stalled = "", 0  # it was not judged yet
+            self.broken, self.stalled = None, 0  # it was not judged yet
             return
         self.failures = max(0, self.failures - 1)
         self.stalls = max(0.0, self.stalls - one_stream)
@@ -390,8 +388,8 @@ class LocalBreakers:
         breaker_epoch = found.breaker_epoch if breaker_epoch is None else breaker_epoch
         if reason in TRANSPORT:
             found.stalled += one_stream
-            found.broken = found.broken or reason
-            found.broken_routed_under, found.broken_epoch = routed_under, breaker_epoch
+            first = found.broken[0] if found.broken is not None else reason
+            found.broken = (first, routed_under, breaker_epoch)
         else:
             self._count(key, found, reason, routed_under, breaker_epoch)
 
@@ -431,16 +429,16 @@ class LocalBreakers:
             self._observe(fact)
 
     def _judge(self, in_service: Collection[Key]) -> None:
-        broken = [(key, found) for key, found in self._outcomes_by.items() if found.broken]
-        ours = len(in_service) > 1 and {key for key, _ in broken} >= set(in_service)
+        broken = {key: found for key, found in self._outcomes_by.items() if found.broken is not None}
+        ours = len(in_service) > 1 and broken.keys() >= set(in_service)
         if ours:
             log.warning("every_connection_failed", workers=len(broken))
-        for key, found in broken:
-            reason, found.broken = found.broken, ""
+        for key, found in broken.items():
+            failure, found.broken = found.broken, None
             if ours:
                 found.stalled = 0
-            else:
-                self._count(key, found, reason, found.broken_routed_under, found.broken_epoch)
+            elif failure is not None:
+                self._count(key, found, *failure)
 
     def _settle(self, key: Key, found: WorkerOutcomes) -> None:
         """Move one breaker if it is due: at once after an outcome, and when its time has come."""
@@ -472,18 +470,16 @@ def routable_share(endpoints: Iterable[Endpoint], opened: Collection[Key]) -> fl
     return sum(endpoint.weight for endpoint in expected if endpoint.key not in opened) / len(expected)
 
 
+@dataclass(eq=False)
 class Panic:
     """In which models this frontend ignores its own breakers."""
 
-    def __init__(
-        self, frontend: str, share_min: float, breakers: LocalBreakers, observe: Observe, gauge: Gauge
-    ) -> None:
-        self._frontend = frontend
-        self._share_min = share_min
-        self.breakers = breakers
-        self._observe = observe
-        self._gauge = gauge
-        self.models: set[str] = set()  # where there was panic when it was looked at last
+    frontend: str
+    share_min: float
+    breakers: LocalBreakers
+    observe: Observe
+    gauge: Gauge
+    models: set[str] = field(default_factory=set)  # where there was panic when it was looked at last
 
     def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
         """Return whether our own breakers are ignored for this model now; they may have moved since the last look."""
@@ -494,9 +490,9 @@ class Panic:
     def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
         """See whether there is panic over a model, and report when that changes."""
         share = routable_share(endpoints, self.breakers.open)
-        panic = share < self._share_min
+        panic = share < self.share_min
         if panic != (model in self.models):
             (self.models.add if panic else self.models.discard)(model)
             kind = PanicBegan if panic else PanicEnded
-            self._observe(kind(frontend=self._frontend, model=model, routable_share=share))
-            self._gauge.labels(model).set(panic)
+            self.observe(kind(frontend=self.frontend, model=model, routable_share=share))
+            self.gauge.labels(model).set(panic)

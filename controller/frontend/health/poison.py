@@ -24,6 +24,7 @@ What a reader would get wrong: a suspect is most likely innocent. Whatever was s
 
 import re
 from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -41,9 +42,7 @@ from events.observations import RequestPoisonous, RequestSuspected
 
 log = structlog.get_logger(__name__)
 
-SETTLED_S = (
-    0.2  # after a fall: whose connection only broke is back by then, and who died with it is gone, too
-)
+SETTLED_S = 0.2  # after a fall: what only lost its connection is back, and what died with it is gone
 CONNECTION = "disconnected"
 STUCK = "stalled"
 FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; see `brings_down` for one that is stuck
@@ -167,27 +166,22 @@ class Records(OrderedDict[str, Record]):
         return frozenset(one.at.key for one in self.values() if one.at is not None)
 
 
+@dataclass(eq=False)
 class PoisonWatch:
     """What one frontend knows of requests that bring workers down."""
 
-    def __init__(
-        self,
-        frontend: str,
-        settings: PoisonSettings,
-        breakers: LocalBreakers,
-        links: ConnectedWorkers,
-        observe: Observe,
-    ) -> None:
-        self._frontend = frontend
-        self._settings = settings
-        self.breakers = breakers
-        self._links = links
-        self._observe = observe
-        self._now = breakers.now
-        self.resolved = False  # one that was waited for is resolved; the driver resets it
-        self._flights: dict[int, Flight] = {}  # by sketch
-        self._records = Records(settings.records_max)
-        self._held = False  # some request waits
+    frontend: str
+    settings: PoisonSettings
+    breakers: LocalBreakers
+    links: ConnectedWorkers
+    observe: Observe
+    resolved: bool = False  # one that was waited for is resolved; the driver resets it
+    _held: bool = False  # some request waits
+    _flights: dict[int, Flight] = field(default_factory=dict)  # by sketch
+
+    def __post_init__(self) -> None:
+        self._now = self.breakers.now
+        self._records = Records(self.settings.records_max)
 
     # --- where may it go? -----------------------------------------------------------------------------------
 
@@ -204,7 +198,7 @@ class PoisonWatch:
         return Where(avoid=tried) if tried else None  # its own first tokens would tell nothing of a suspect's
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
-        now, settings = self._now(), self._settings
+        now, settings = self._now(), self.settings
         record.fell = {key: fall for key, fall in record.fell.items() if self._down(key, fall, now)}
         falls = record.fell.values()
         if falls and now - max(fall.at for fall in falls) < SETTLED_S:
@@ -296,11 +290,11 @@ class PoisonWatch:
         known = key in record.fell
         record.fell[key] = Fall(self._now(), reason)
         if not known:
-            self._observe(
+            self.observe(
                 RequestSuspected(
                     worker=endpoint.worker,
                     instance=endpoint.instance,
-                    frontend=self._frontend,
+                    frontend=self.frontend,
                     request=request.id,
                     model=request.model,
                     fingerprint=record.fingerprint,
@@ -312,9 +306,9 @@ class PoisonWatch:
 
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
         """Return whether a fall is still remembered, and was one: what only lost its connection is back as what it was."""
-        if now - fall.at >= self._settings.remembered_s:
+        if now - fall.at >= self.settings.remembered_s:
             return False
-        return fall.reason not in (CONNECTION, STUCK) or not self._links.reachable(*key)
+        return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
 
     def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
         """Return whether a failure before the first token may be a fall of the worker by this request. `connected`: its loop
@@ -333,7 +327,7 @@ class PoisonWatch:
         everywhere = len({worker for worker, _ in there}) > 1
         if not everywhere or any(self.breakers.outcomes(key).fails_others for key in there):
             return Suspicion.NONE
-        self._condemn(request, record, way.reason, there, self._settings.failed_s)
+        self._condemn(request, record, way.reason, there, self.settings.failed_s)
         return Suspicion.POISONOUS
 
     def repeats(self, request: GenerationRequest, key: Key, way: "Way") -> bool:
@@ -351,18 +345,18 @@ class PoisonWatch:
         refused_s: float,
     ) -> None:
         """A request is poisonous: take back what it counted against its workers, report it, and refuse its like."""
-        wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self._settings.refused_s_max)
+        wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self.settings.refused_s_max)
         record.refusals += 1
         record.refused_until = self._now() + wait_s
         guided = next(iter(request.guided), "") if request.guided else ""
         for (worker, instance), routed_under in where.items():
             outcomes = self.breakers.outcomes((worker, instance))
             outcomes.take_back(one_stream=reason == STUCK and not record.fell)
-            self._observe(
+            self.observe(
                 RequestPoisonous(
                     worker=worker,
                     instance=instance,
-                    frontend=self._frontend,
+                    frontend=self.frontend,
                     request=request.id,
                     model=request.model,
                     fingerprint=record.fingerprint,
@@ -386,7 +380,7 @@ class PoisonWatch:
     def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
         """Another frontend, or the last of our name, has said this so long ago."""
         at = self._now() - age_s
-        holds_s = fact.refused_s if isinstance(fact, RequestPoisonous) else self._settings.remembered_s
+        holds_s = fact.refused_s if isinstance(fact, RequestPoisonous) else self.settings.remembered_s
         if age_s >= holds_s:
             return
         try:
