@@ -24,20 +24,10 @@ WORDS = {
         *("mover", "obedience", "seat", "feeding", "wishes"),
     )
 }
-RECORDS = (
-    "Strict",
-    "BaseModel",
-    "Settings",
-    "Struct",
-    "NamedTuple",
-    "Observation",
-)  # settings, wire structs, named tuples, facts: no behaviour
 
 LIMITS = {
     "lines_of_a_function": 60,
     "lines_of_a_file": 600,  # an outer bound
-    "attributes_of_a_class": 29,  # goes with make call-paths; settings and what is on the wire may have more
-    "methods_of_a_class": 35,  # goes with make call-paths
     "parameters_of_a_constructor": 8,
     "modules_of_a_folder": 22,
     "classes_of_one_name": 1,
@@ -49,7 +39,6 @@ LIMITS = {
     "private_attributes_in_tests": 60,
     "public_things_that_say_nothing": 0,
 }
-
 
 TWICE = {"Scheduler"}  # a frontend's and an engine's: each field calls its own so
 
@@ -118,33 +107,8 @@ def lines_of_a_file() -> Iterator[Found]:
         yield Found((ROOT / name).read_text().count("\n"), name)
 
 
-def attributes_of_a_class() -> Iterator[Found]:
-    for where, node in every(ast.ClassDef):
-        assert isinstance(node, ast.ClassDef)
-        bases = " ".join(ast.unparse(one) for one in node.bases)
-        if any(one in bases for one in RECORDS):
-            continue
-        declared = [
-            one.target.id
-            for one in node.body
-            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-        ]
-        assigned = [
-            one.attr
-            for one in ast.walk(node)
-            if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and is_self(one.value)
-        ]
-        yield Found(len({*declared, *assigned}), f"{where} {node.name}")
-
-
 def is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
-def methods_of_a_class() -> Iterator[Found]:
-    for where, node in every(ast.ClassDef):
-        assert isinstance(node, ast.ClassDef)
-        yield Found(sum(isinstance(one, Function) for one in node.body), f"{where} {node.name}")
 
 
 def parameters_of_a_constructor() -> Iterator[Found]:
@@ -311,10 +275,9 @@ def public_things_that_say_nothing() -> list[Found]:
 MEASURES: dict[str, Callable[[], Iterator[Found] | list[Found]]] = {
     measure.__name__: measure
     for measure in (
-        lines_of_a_function, lines_of_a_file, attributes_of_a_class, methods_of_a_class, parameters_of_a_constructor,
-        modules_of_a_folder, classes_of_one_name, blocks_for_type_checkers, calls_through_another_object,
-        unexplained_private_access, uses_of_a_forbidden_word, patches_in_tests, private_attributes_in_tests,
-        public_things_that_say_nothing,
+        lines_of_a_function, lines_of_a_file, parameters_of_a_constructor, modules_of_a_folder, classes_of_one_name,
+        blocks_for_type_checkers, calls_through_another_object, unexplained_private_access, uses_of_a_forbidden_word,
+        patches_in_tests, private_attributes_in_tests, public_things_that_say_nothing,
     )
 }  # fmt: skip
 
