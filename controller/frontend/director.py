@@ -64,7 +64,7 @@ class World:
     observe: Observe
     clock: Clock
     dice: Callable[[], float] = random  # from 0 to below 1: choices that are drawn
-    ended: Callable[[LiveRequest], object] | None = None  # is told of each answer that is over
+    ended: Callable[[LiveRequest], object] | None = None  # called with each answer that is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Served:
 class Convictions:
     """What is done when a canary convicts a worker: every request that it has fed since is named, and those that run act.
 
-    Since when a life could be wrong is the fold's to say (`Worker.convictions`). A conviction is answered for once, whatever
+    The fold decides since when a life could be wrong (`Worker.convictions`). A conviction is answered for once, whatever
     has become of the worker meanwhile: acquitted, or a new life of it begun, all in one batch.
 
     A frontend answers for the one before it of the same name as well. That one has left behind until when it served, and how
@@ -305,10 +305,9 @@ class Director:
 
     @property
     def beginning(self) -> bool:
-        """Whether it cannot say yet which models there are. Of a fleet that has only begun nobody may have said yet that he will
-        serve one, or waits to."""
-        nobody = not self.table.known and not self.table.unnamed
-        return self._live_at is None or (nobody and self.now() - self._live_at < BEGINNING_S)
+        """Whether it does not know yet which models there are. In a fleet that has only begun, no worker may have registered."""
+        unknown = not self.table.known and not self.table.unnamed
+        return self._live_at is None or (unknown and self.now() - self._live_at < BEGINNING_S)
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
@@ -339,7 +338,7 @@ class Director:
             self.changed()
 
     def go_live(self, before: Served | None = None) -> None:
-        """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the
+        """The fold has caught up: act on what it shows from now on, and report what was missed. `before`: until when the
         last frontend of this name served, where that is known."""
         self._live_at = self.now()
         self.routing.live = True
@@ -353,7 +352,7 @@ class Director:
         self.changed()
 
     def changed(self) -> None:
-        """The table or a connection changed: move who must, and let those who wait try."""
+        """The table or a connection changed: move the requests that must move, and let waiting ones try."""
         self.routing.look_for_panic()
         for endpoint in list(self.table.endpoints.values()):
             out = endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY
@@ -365,7 +364,7 @@ class Director:
         self.admission.wake()
 
     def _empty(self, endpoint: Endpoint) -> None:
-        """Send what runs on a worker out of service elsewhere. Who could take it is asked once, not per stream."""
+        """Reroute what runs on a worker out of service. Its possible targets are looked up once, not per stream."""
         there = list(self.running.at(endpoint))
         others = {other.key for other in self.routing.targets(there[0].request)} - {endpoint.key}
         for live in there:
@@ -373,7 +372,7 @@ class Director:
             self.driver.feed(live, gone)
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Heed from where on a model's workers are busy, and say it on the journal: all frontends do, then."""
+        """Apply the thresholds from which a model's workers are busy, and publish them: all frontends apply them then."""
         self.table.set_thresholds(fact)
         self._world.observe(replace(fact, frontend=self._world.name))
 
@@ -386,7 +385,7 @@ class Director:
         self.breakers.tick(service)
         self.planned_moves.tick()
         self.routing.expire()
-        self.peers.names()  # who is silent is forgotten, and waits for nothing
+        self.peers.names()  # forgets frontends that are silent, and what waits there
         self.metrics.settle()
         self.driver.tick()
         self.traffic.tick()
@@ -414,7 +413,7 @@ class Director:
                     self.breakers.unjudged(key, live.dispatch.breaker_epoch, has_output=True)
 
     def report(self) -> None:
-        """Say what has not been said yet, at the process's end."""
+        """Publish what has not been reported yet, at the process's end."""
         self.breakers.report()
         self.refusals.report()
         self.traffic.stop()

@@ -1,4 +1,4 @@
-"""Who has to move though nothing has failed, in which order, and how?
+"""Planned moves: which requests move although nothing has failed, in which order, and how.
 
     a worker drains ─────────────────────┐
     a device of it lost its NVLink ──────┤ once per     ┌─ with the KV cache, a few at once; the others go on decoding
@@ -10,8 +10,8 @@ Where to compute it again is predicted to be quicker than to send it, that is do
 then age. The requests of a group of several ranks are planned together: one group that has room takes them all, else
 several do; those of a lone worker are spread over the others.
 
-A move that does not come off costs its stream nothing: it stays, or is computed again as above. Where nobody has room it
-stays, whoever asked, and is tried again with every tick. A request whose prompt is still being read waits for its first
+A move that fails costs its stream nothing: it stays, or is computed again as above. If no worker has room it stays, whatever
+the cause, and is tried again with every tick. A request whose prompt is still being read waits for its first
 token.
 """
 
@@ -45,7 +45,7 @@ from events.wire import Chunk, Committed, Reserved
 THROTTLED_BELOW = 0.5  # of its weight, by a device
 BEGINS_MAX = 8  # in one turn of the loop: to plan one takes a millisecond or two
 REFUSALS_MAX = 2  # by targets, after which none is asked any more
-ROOM_TOKENS = 16  # of margin, over what it will probably say until it stops
+ROOM_TOKENS = 16  # of margin, over what it will probably generate until it stops
 NO_ROOM = "no other worker has room"
 INSISTS: frozenset[PlannedCause] = frozenset({"device_fault", "operator"})  # computed again, if need be
 
@@ -164,7 +164,7 @@ class MovePlanner:
         }
 
     def plan(self, wanted: MigrationRequest) -> Planned:
-        """Return where it goes: as the plan of its group said, if it still can be sent there, else as things stand now."""
+        """Return where it goes: by the plan of its group, if it still can be sent there, else as things stand now."""
         if wanted.planned:
             placement, endpoint = self._plan(wanted, wanted.source, wanted.planned, wanted.without)
             if endpoint is not None and placement.method == "transfer":
@@ -232,7 +232,7 @@ class PlannedMoves:
 
     @property
     def under_way(self) -> Collection[KvMoveSink]:
-        """Those whose KV cache is on its way."""
+        """The KV transfers under way."""
         return self._transfers.values()
 
     # --- which requests are wanted elsewhere ----------------------------------------------------------------

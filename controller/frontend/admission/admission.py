@@ -306,7 +306,7 @@ class Admission:
         return head.tier if head is not None else None
 
     def ended(self, model: str, tokens: int) -> None:
-        """Count an answer that had begun and is over: from how many are, refused clients are told when to retry."""
+        """Count an answer that had begun and is over: the rate of these gives the `Retry-After` of refused clients."""
         self._ends.ended(model, self._now())
         if self.by_deadline:
             lengths = self._monitor.lengths

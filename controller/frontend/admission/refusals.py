@@ -17,7 +17,7 @@ from events.observations import RequestsRejected
 
 ALL_BUSY = "Service temporarily unavailable: All workers are busy, please retry later"  # the seed's words
 JITTER = 0.25  # either way
-SHORTEST_S = 0.1  # that is told where it is known to the millisecond
+SHORTEST_S = 0.1  # `Retry-After`, if it is known to the millisecond
 
 
 class NotAdmitted(HoldfastError):
@@ -84,7 +84,7 @@ class Refusals:
                 return unknown_model(model)
             error = NoneRoutable()  # it had workers, and will have some again
         code, why, status = error.code, str(error), self.settings.overload_status
-        longest_s = self.settings.retry_after_s  # is told where the wait is unknown, and where it is longer
+        longest_s = self.settings.retry_after_s  # also if the wait is unknown
         match error:
             case TooLate() if code == "deadline_unattainable":
                 answer = ApiError(422, why, code=code, should_retry=False)

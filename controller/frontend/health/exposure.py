@@ -5,7 +5,7 @@
           └── up to here this worker is known to have been right ────▶ a, b, c are exposed, finished or not
 
 The span begins when *the canary that failed* was last sent and passed on this instance: other canaries may
-not see this fault. Where the memory does not reach back so far, that is said too (`ExposureUnknown`): never
+not see this fault. Where the memory does not reach back so far, that is reported too (`ExposureUnknown`): never
 silently less.
 
 Clocks: `sent` is the prober's, our marks are ours. A margin covers small differences; it errs towards naming
@@ -125,7 +125,7 @@ class Exposures:
         self._clock = clock
         self._began = clock.now()
         self._histories: dict[Key, SpanHistory] = defaultdict(lambda: SpanHistory(entries_max))
-        self._unknown_until: dict[Key, datetime] = {}  # what was said to be unknown is not said again
+        self._unknown_until: dict[Key, datetime] = {}  # what was reported as unknown is not reported again
 
     def note(self, served_span: ServedSpan) -> None:
         """Remember a span from its first token on."""
@@ -177,7 +177,7 @@ class Exposures:
         )
 
     def unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
-        """Say which part of the span is not remembered, each part of it once."""
+        """Return which parts of the span are not remembered, each part of it once."""
         since = max(since, self._unknown_until.get(key, since))
         history, out = self._histories.get(key), []
         if since < self._began:

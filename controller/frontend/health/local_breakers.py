@@ -1,12 +1,11 @@
-"""How do requests fare on each worker, as this frontend sees it? Its own breakers, and the facts that it
-reports.
+"""One frontend's own breakers, by the outcomes of its requests at each worker, and the facts that it reports of them.
 
 The local breaker is the fleet's machine (`deciders.breaker`) run on this frontend's outcomes, with its own
 numbers for its own moves: it can only subtract. Its moves are reported once a second (`OutcomeReports`); no
 decider reads them. Its trial is one real request.
 
 A broken connection is one failure, however many streams it carried. If every worker in service breaks within
-one tick, it is more likely us: nobody is blamed.
+one tick, the cause is more likely this frontend: no worker is blamed.
 """
 
 from collections import Counter

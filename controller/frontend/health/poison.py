@@ -1,4 +1,4 @@
-"""Which requests bring workers down, or fail in the same way wherever they are sent?
+"""Detects requests that bring workers down, or fail in the same way wherever they are sent.
 
     unknown ── its first copy is on its way: others go where it went, or wait ── its first token ──▶ proven
        │ where suspects are tried it does not go, if it can go elsewhere
@@ -10,16 +10,17 @@
     poisonous: refused for a while; then a suspect once more, for twice as long the next time
 
 A request that fails with an error (`failed`) goes on elsewhere as always; the same error, behind the same token, on a second
-worker that fails nobody else says that it is the request's own fault. So does a stream that stalls while its worker goes on.
+worker that fails no other request, shows that it is the request's own fault. So does a stream that stalls while its worker
+continues.
 
 An engine that is stuck has fallen, too, where its worker's loop lives and says so, and it had brought tokens shortly before. A
 worker that is silent has not: it was more often stopped, or cut off with others that were idle. Stuck engines are weaker evidence
 than dead ones, which may have hung together: the like of such a request is refused for as short as of one that only fails.
 
 Alike are requests of the same prompt and form (`request.fingerprint`). With each request only a sketch of its
-prompt is looked up, which takes a microsecond; what is told apart exactly is what has failed.
+prompt is looked up, which takes a microsecond; only what has failed is told apart exactly.
 
-What a reader would get wrong: a suspect is most likely innocent. Whatever was still unread on a worker whose power failed is one.
+What a reader would get wrong: a suspect is most likely innocent. Each request still unread on a worker that lost power is one.
 """
 
 import re
@@ -83,7 +84,9 @@ class Record(msgspec.Struct, eq=False):
 
     fingerprint: str
     fell: dict[Key, Fall]  # lives of workers that fell with it
-    failed: dict["Way", dict[Key, int]]  # by the way in which it failed: at whom, sent under which decision
+    failed: dict[
+        "Way", dict[Key, int]
+    ]  # by the way in which it failed: at which worker, sent under which decision
     together: bool = False  # the last of them fell with other suspects
     at: Endpoint | None = None  # where a copy of it is being tried
     slot: int = 0  # the router's number of that attempt
@@ -112,8 +115,8 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Where(msgspec.Struct, frozen=True):
-    """Where a request may go that may not go anywhere: only to `endpoint`, or, if there is none, to nobody of `avoid`; where
-    nobody else is left it waits (`waits`), or they will do."""
+    """Where a request may go that may not go anywhere: only to `endpoint`, or, if there is none, to no worker of `avoid`. If no
+    other worker is left it waits (`waits`), or goes to one of these."""
 
     endpoint: Endpoint | None = None
     avoid: frozenset[Key] = frozenset()
@@ -195,7 +198,7 @@ class PoisonWatch:
         if (flight := self._flights.get(sketch)) is not None:
             return Where(flight.endpoint, waits=True)
         tried = records.tried_at() if records else None
-        return Where(avoid=tried) if tried else None  # its own first tokens would tell nothing of a suspect's
+        return Where(avoid=tried) if tried else None  # its own first tokens would show nothing of a suspect
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
         now, settings = self._now(), self.settings
@@ -239,7 +242,7 @@ class PoisonWatch:
         elif sketch not in records.proven:
             for suspect in records.values():
                 if suspect.at is endpoint:
-                    suspect.alone = False  # if it falls now, nothing shows with whose prompt
+                    suspect.alone = False  # if it falls now, nothing shows with which prompt
             flight = self._flights.get(sketch)
             if flight is not None and flight.endpoint is endpoint:
                 flight.slots.add(slot)
@@ -375,10 +378,10 @@ class PoisonWatch:
         record.fell, record.failed = {}, {}
         self._found_out()
 
-    # --- what other frontends say ---------------------------------------------------------------------------
+    # --- what other frontends report ------------------------------------------------------------------------
 
     def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
-        """Another frontend, or the last of our name, has said this so long ago."""
+        """Take over what another frontend, or the last of this name, has reported so long ago."""
         at = self._now() - age_s
         holds_s = fact.refused_s if isinstance(fact, RequestPoisonous) else self.settings.remembered_s
         if age_s >= holds_s:
