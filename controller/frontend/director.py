@@ -258,13 +258,7 @@ class Director:
         )
         self.refusals = Refusals(world.name, settings, table, self.routing, self.traffic, world.dice)
         self.admission = Admission(
-            settings,
-            table,
-            self.routing,
-            self.refusals,
-            self.request_metrics,
-            preemption,
-            self.routing.pools,
+            settings, table, self.routing, self.refusals, self.request_metrics, preemption, self.routing.pools
         )
         self.placer = Placer(world.name, settings.moving, self.routing, world.plane, self.running, self.peers)
         self.poison = PoisonWatch(world.name, settings.poison, self.breakers, world.plane, world.observe)

@@ -81,7 +81,7 @@ class KvMoveSink(KvMove):
     """One KV transfer as the request plane sees it. Implements `controller.ports.TransferSink`."""
 
     moves: "PlannedMoves"
-    planner: "MovePlanner"
+    placer: Placer
     driver: Driver
     wanted: MigrationRequest
     at_once: int  # transfers that share the link
@@ -94,13 +94,14 @@ class KvMoveSink(KvMove):
     def reserved(self, frame: Reserved) -> None:
         """The target keeps the room, and names the tokens that it has cached: let the source send, if that is still the quicker
         way."""
-        transfer = self.wanted.live.state.transfer
-        if self.wanted.live.kv_move is not self or transfer is None or transfer.state != "asked":
+        live, cached, at_once = self.wanted.live, frame.cached_tokens, self.at_once
+        transfer = live.state.transfer
+        if live.kv_move is not self or transfer is None or transfer.state != "asked":
             return
         self.offer = frame
-        cost = self.planner.price(self.wanted, self.target, self.at_once, frame.cached_tokens)
+        cost = self.placer.price(live, self.source, self.target, cached_tokens=cached, at_once=at_once)
         self.predicted_ms = cost.transfer_time_ms
-        if frame.cached_tokens > 0 and cost.recommended == "reprefill":
+        if cached > 0 and cost.recommended == "reprefill":
             self.cheaper = cost
             self._advance(kv.GivenUp(""))
         else:
@@ -195,16 +196,6 @@ class MovePlanner:
             return "its KV cache cannot be sent there"
         limit_ms, takes_ms = self.policy.max_migration_time_ms, cost.transfer_time_ms
         return f"it would take {takes_ms:.0f} of {limit_ms:g} ms" if takes_ms > limit_ms else ""
-
-    def price(
-        self, wanted: MigrationRequest, target: Endpoint, at_once: int, cached_tokens: int
-    ) -> MigrationCost:
-        """Return what a move costs if the target has so many tokens cached. Other moves under way do not change which method is
-        recommended."""
-        live, source = wanted.live, wanted.source
-        cost = self.placer.price(live, source, target, cached_tokens=cached_tokens, at_once=at_once)
-        alone = self.placer.price(live, source, target, cached_tokens=cached_tokens)
-        return replace(cost, recommended=alone.recommended)
 
 
 @dataclass(eq=False)
@@ -366,7 +357,7 @@ class PlannedMoves:
             cause=wanted.cause,
             began_at=now,
             moves=self,
-            planner=self._planner,
+            placer=self.placer,
             driver=self.driver,
             wanted=wanted,
             at_once=at_once,

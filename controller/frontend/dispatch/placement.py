@@ -114,20 +114,15 @@ class Placer:
         return [(requests[p.request_id], p, found.get(p.target)) for p in placements]
 
     def price(
-        self,
-        generation: LiveRequest,
-        source: Endpoint,
-        endpoint: Endpoint,
-        *,
-        cached_tokens: int,
-        at_once: int = 1,
+        self, live: LiveRequest, source: Endpoint, endpoint: Endpoint, *, cached_tokens: int, at_once: int
     ) -> MigrationCost:
-        """Return what it costs to move an answer to this worker, which keeps a place for it and has so many of its first
-        tokens in its prefix cache, while so many transfers share the way."""
-        tokens = len(generation.request.prompt) + len(generation.accepted)
-        there = self._target(endpoint, source, newcomers=0)
-        kv, cached_tokens = _kv_shape(source), max(0, cached_tokens)
-        return estimate(self._policy, kv, there, tokens, cached_tokens=cached_tokens, at_once=at_once)
+        """Return what it costs to move an answer to this worker, which keeps a place for it and has so many of its tokens in
+        its prefix cache, while so many transfers share the link. The others do not change which method is recommended."""
+        tokens, cached = len(live.request.prompt) + len(live.accepted), max(0, cached_tokens)
+        kv, there = _kv_shape(source), self._target(endpoint, source, newcomers=0)
+        alone = estimate(self._policy, kv, there, tokens, cached_tokens=cached)
+        cost = estimate(self._policy, kv, there, tokens, cached_tokens=cached, at_once=at_once)
+        return replace(cost, recommended=alone.recommended)
 
     def _leaving(self, name: str, generation: LiveRequest, targets: Mapping[str, Endpoint]) -> Leaving:
         tier, state = generation.request.tier, generation.state

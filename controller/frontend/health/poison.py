@@ -340,12 +340,7 @@ class PoisonWatch:
         return record is not None and key in record.failed.get(way, ())
 
     def _condemn(
-        self,
-        request: GenerationRequest,
-        record: Record,
-        reason: str,
-        where: dict[Key, int],
-        refused_s: float,
+        self, request: GenerationRequest, record: Record, reason: str, where: dict[Key, int], refused_s: float
     ) -> None:
         """A request is poisonous: take back what it counted against its workers, report it, and refuse its like."""
         wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self.settings.refused_s_max)
