@@ -199,8 +199,8 @@ class Convictions:
 class WorkerIntrusions(Intrusions):
     """Reports of what a worker does to this frontend that no engine does."""
 
-    def __init__(self, table: EndpointTable, observe: Observe, now: Callable[[], float]) -> None:
-        super().__init__(observe, now)
+    def __init__(self, table: EndpointTable, observe: Observe, clock: Clock) -> None:
+        super().__init__(observe, clock.monotonic)
         self._table = table
 
     def flooded_by(self, worker: str, instance: str) -> None:
@@ -262,7 +262,7 @@ class Director:
         )
         self.placer = Placer(world.name, settings.moving, self.routing, world.plane, self.running, self.peers)
         self.poison = PoisonWatch(world.name, settings.poison, self.breakers, world.plane, world.observe)
-        self.intrusions = WorkerIntrusions(table, world.observe, now)
+        self.intrusions = WorkerIntrusions(table, world.observe, world.clock)
         self.driver = self._driver(world, reports)
         self.planned_moves = PlannedMoves(
             settings.moving, table, self.routing, world.plane, self.placer, self.running, self.driver
