@@ -108,9 +108,8 @@ class WorkerOutcomes:
     model: str = ""
     breaker_epoch: int = 0  # when the last request was sent there
     failures: int = 0  # in a row
-    broken: tuple[str, int, int] | None = (
-        None  # a transport failure of this tick, to be counted if it is judged
-    )
+    # A transport failure of this tick that is not judged yet: its reason, and under which decision and move it was sent.
+    broken: tuple[str, int, int] | None = None
     stalled: int = 0  # streams that stalled in this tick, while their worker goes on
     stalls: float = 0.0  # stalled streams, less those that the served ones make up for
     worked_at: float | None = None  # when it brought the last first token of an answer
