@@ -29,11 +29,11 @@ for some things:
 `decay` makes what a worker has cached count the less, the more it has to read compared with the least laden; off by
 default. Where prompts are not tracked (a worker that only decodes), the credit is taken from the decode blocks.
 
-`formula` is the one place where this stands: with a number for each variable it says what one candidate costs, with columns what
-all of them do.
+`costs` is the one place where this stands: with numbers it says what each of a few candidates costs, with columns what all of
+them do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeAlias
@@ -136,56 +136,51 @@ class Terms(msgspec.Struct, kw_only=True):
 _COUNTS = frozenset({"device", "host", "disk", "sharers", "shared", "requests"})
 
 
-def formula(pricing: Pricing, tokens: int, blocks: int, size: int) -> Callable[..., Value]:
-    """Return what says how much work a prompt of so many tokens and full blocks is on a candidate, or on all, for blocks of
-    `size` tokens. The cost is the work per weight. What does not depend on candidates is computed here, once."""
-    tracked, each, scale = pricing.track_prefill, pricing.overlap_credit, pricing.prefill_scale
-    extra = each - 1.0 if tracked and each > 1.0 else 0.0
-    alone, copy, tracks_blocks, request_weight = (
-        each - extra,
-        extra * blocks,
-        pricing.track_blocks,
-        pricing.request_weight,
-    )
-    per_request, per_token = scale * pricing.request_tokens / size, scale * pricing.recent_weight / size
+CandidateLoad: TypeAlias = tuple[Value, Value, Value, Value, Value, Value, Value, Value, Value]
+"""What the cost of a candidate depends on, in the order of the names in `costs`: prompt tokens to be read there, blocks in use,
+requests, prompt tokens sent there lately; of the prompt's blocks those on its device (times their decay) and those in use; the
+requests that share these; the blocks of others; the weight of the worker."""
 
-    def work(
-        to_read: Value,
-        active: Value,
-        requests: Value,
-        lately: Value,
-        device: Value,
-        shared: Value,
-        sharers: Value,
-        others: Value,
-        terms: Terms | None = None,
-    ) -> Value:
-        """`device`: blocks, times their decay. `terms` are filled in; they know the blocks on slower tiers, if there are any."""
+
+def costs(
+    pricing: Pricing,
+    prompt: ScoredPrompt,
+    candidates: Iterable[CandidateLoad],
+    terms: Terms | None = None,
+) -> list[Value]:
+    """Return what a prompt costs on each candidate. With `terms` there is one, which is all of them as columns: the terms know
+    the blocks on slower tiers, and those that follow from others are filled in."""
+    tokens, blocks, size = prompt.tokens, len(prompt.blocks), prompt.block_tokens
+    tracked, scale = pricing.track_prefill, pricing.prefill_scale
+    alone, extra = pricing.overlap_credit, 0.0
+    if tracked and alone > 1.0:
+        alone, extra = 1.0, alone - 1.0
+    copy, request_weight, tracks_blocks = extra * blocks, pricing.request_weight, pricing.track_blocks
+    per_request, per_token = scale * pricing.request_tokens / size, scale * pricing.recent_weight / size
+    found = []
+    for to_read, active, requests, lately, device, shared, sharers, others, weight in candidates:
         credit = (alone + extra / (1.0 + sharers)) * device
         if terms is not None:
             slower = pricing.host_weight * terms.host + pricing.disk_weight * terms.disk
             credit = credit + (1.0 + extra) * slower
         prefill = (to_read + tokens) / size if tracked else 0.0 * to_read
         due = prefill + copy - credit
-        at_least_0 = (due if due > 0.0 else 0.0) if terms is None else np.maximum(due, 0.0)
+        adjusted = (due if due > 0.0 else 0.0) if terms is None else np.maximum(due, 0.0)
         decode = active + others + (blocks - shared)
         kept = decode if tracks_blocks else 0.0 * decode
         if not tracked:
             left = kept - credit
             kept = left * (left > 0.0)
-        waiting = scale * at_least_0 + per_request * requests + per_token * lately
+        waiting = scale * adjusted + per_request * requests + per_token * lately
         in_flight = request_weight * requests
-        if terms is not None:
-            terms.prefill, terms.credit, terms.copy, terms.adjusted_prefill = (
-                prefill,
-                credit,
-                copy,
-                at_least_0,
-            )
-            terms.waiting, terms.decode, terms.kept, terms.in_flight = waiting, decode, kept, in_flight
-        return waiting + kept + in_flight
-
-    return work
+        work = waiting + kept + in_flight
+        if terms is None:
+            found.append(work / weight if weight > 0.0 else inf)
+            continue
+        terms.prefill, terms.credit, terms.copy, terms.adjusted_prefill = prefill, credit, copy, adjusted
+        terms.waiting, terms.decode, terms.kept, terms.in_flight = waiting, decode, kept, in_flight
+        found.append(per_weight(work, weight))
+    return found
 
 
 def score(pricing: Pricing, prompt: ScoredPrompt, terms: Terms) -> Floats:
@@ -197,11 +192,12 @@ def score(pricing: Pricing, prompt: ScoredPrompt, terms: Terms) -> Floats:
     to_read = terms.active_prefill_tokens
     if pricing.credit_decay and blocks:
         terms.decay = 1.0 / (1.0 + pricing.credit_decay * ((to_read - to_read.min()) / size / blocks))
-    work = formula(pricing, tokens, blocks, size)(
+    columns = (
         to_read, terms.active, terms.requests, terms.lately, terms.decay * terms.device, terms.shared, terms.sharers,
-        terms.others, terms,
+        terms.others, terms.weight,
     )  # fmt: skip
-    return per_weight(work, terms.weight)
+    found: Floats = costs(pricing, prompt, (columns,), terms)[0]
+    return found
 
 
 def per_weight(work: Floats, weights: Floats) -> Floats:

@@ -35,10 +35,11 @@ from controller.router.load.active_sequences import ActiveSequences, Floats, Ran
 from controller.router.selection.filter import TOKENS_PER_REQUEST, WEIGHT_MIN, Filter
 from controller.router.selection.score import (
     USUAL,
+    CandidateLoad,
     Pricing,
     ScoredPrompt,
     Terms,
-    formula,
+    costs,
     per_weight,
     pick_lowest,
     score,
@@ -171,16 +172,10 @@ class ScoringRequest(
             return None
         if prompt.tokens < 1 or slots.paced:
             return None
-        external_load, now, size = (
-            None if self.others is None else self.others.external_load,
-            self.now,
-            prompt.block_tokens,
-        )
+        external_load = None if self.others is None else self.others.external_load
+        now, size, loads, device = self.now, prompt.block_tokens, list[CandidateLoad](), list[float]()
         used = slots.pieces(prompt.blocks) if prompt.blocks else ()
         cached_at = (found.device.named() if type(found.device) is Depths else found.device).get
-        work_of = formula(pricing, prompt.tokens, len(prompt.blocks), size)
-        costs: list[float] = []
-        device: list[float] = []
         for endpoint, holder, load in candidates.few:
             has, shared, sharers, row = cached_at(holder, 0), 0, 0, load.row
             for depth, users in used:
@@ -192,17 +187,16 @@ class ScoringRequest(
                 has = shared
             others = 0.0
             if endpoint.ranks > 1:
-                others = self.external_at(len(costs))[1] / size
+                others = self.external_at(len(device))[1] / size
             elif external_load is not None and (said := external_load(endpoint.worker)) is not None:
                 others = said.active_tokens / size
-            lately, weight = load.recent_tokens_at(now), endpoint.weight
-            work = work_of(
-                load.reading_tokens, load.blocks, len(load.requests), lately, has, shared, sharers, others
-            )  # fmt: skip
-            costs.append(work / weight if weight > 0.0 else inf)
+            loads.append((
+                load.reading_tokens, load.blocks, len(load.requests), load.recent_tokens_at(now), has, shared, sharers,
+                others, endpoint.weight,
+            ))  # fmt: skip
             device.append(has)
         self.device = device
-        return costs
+        return costs(pricing, prompt, loads)
 
     @property
     def terms(self) -> Terms:
