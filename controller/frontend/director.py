@@ -378,7 +378,8 @@ class Director:
         self._pass_trials()
         self.breakers.tick(service)
         self.planned_moves.tick()
-        self.routing.expire()
+        state = self.routing.state
+        state.expire()
         self.peers.names()  # forgets frontends that are silent, and what waits there
         self.metrics.settle()
         self.driver.tick()
@@ -429,5 +430,5 @@ class Director:
             position, loads = positions.get(endpoint.key, "closed"), plane.load_by_rank(endpoint.worker)
             gauge_worker(self.metrics, endpoint, position, loads, scheduler.monitor.unread_by_rank(endpoint))
         self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()}, self.table.known)
-        self.request_metrics.settle_kv(scheduler.view, scheduler.guessed)
+        self.request_metrics.settle_kv(scheduler.state.view, scheduler.state.guessed)
         return self.metrics.render()

@@ -10,6 +10,7 @@ Tokens take the direct path; `step` sees the first token of an attempt, failures
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from math import inf
 
 import msgspec
 import structlog
@@ -19,11 +20,11 @@ from controller.frontend.admission.refusals import WaitedTooLong
 from controller.frontend.dispatch.dispatcher import Dispatcher
 from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.dispatch.live_request import (
+    Continuation,
     Dispatch,
     LiveRequest,
     OutputStats,
     WaitingRequests,
-    terms_of,
 )
 from controller.frontend.dispatch.output_check import check_logprobs
 from controller.frontend.dispatch.placement import Placer
@@ -37,10 +38,11 @@ from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FaultMetrics
 from controller.frontend.openai.completion import Choice, Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput, check_tokens
+from controller.frontend.openai.text.tokenizer import load_tokens
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.failures import Failure, classify
-from controller.frontend.request.state import RequestState, server_of
+from controller.frontend.request.state import RequestState, RequestTerms
 from controller.frontend.request.step import is_turned_away, step
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.scheduler import Scheduler
@@ -57,25 +59,14 @@ log = structlog.get_logger(__name__)
 _FIRST_TOKEN = on.FirstToken()
 
 
-class RequestSink(LiveRequest):
+class RequestSink(LiveRequest, kw_only=True):
     """A live request as the request plane sees it: the end of a token's path. Implements `controller.ports.Sink`.
 
     Called synchronously, chunk by chunk. An attempt that has been left is cancelled at the plane, so that nothing late of it can
     come in.
     """
 
-    __slots__ = ("_driver",)
-
-    def __init__(
-        self,
-        driver: "Driver",
-        answer: Choice,
-        completion: Completion | None,
-        state: RequestState,
-        stats: OutputStats,
-    ) -> None:
-        super().__init__(answer, completion, state, stats)
-        self._driver = driver
+    driver: "Driver"
 
     def take(self, chunk: Chunk) -> None:
         """Accept one step's output for this stream. An error in it ends this stream only."""
@@ -87,32 +78,32 @@ class RequestSink(LiveRequest):
                     check_logprobs(chunk.logprobs, self.continuation.tokens.size)
                 if self.state.has_output and chunk.tokens and chunk.finish is None and chunk.error is None:
                     if self.accept(chunk):  # nearly always it goes on
-                        self._driver.feed(self, on.Finished("stop", cancel=True))
-                    return
-                self._take_edge(chunk)
+                        self.driver.feed(self, on.Finished("stop", cancel=True))
+                else:
+                    self._take_edge(chunk)
             except InvalidOutput as why:
-                self._driver.fail(self, Failure("invalid_output", str(why)))
+                self.driver.fail(self, Failure("invalid_output", str(why)))
         except Exception:
-            self._driver.fail_internally(self)
+            self.driver.fail_internally(self)
 
     def _take_edge(self, chunk: Chunk) -> None:
         """Accept a chunk from the beginning or the end of an attempt. Raise InvalidOutput."""
-        driver = self._driver
-        if chunk.tokens:
-            if not self.state.has_output:
-                check_tokens(chunk.tokens, self.continuation.tokens.size)
+        driver, tokens, first = self.driver, chunk.tokens, not self.state.has_output
+        if tokens:
+            if first:
+                check_tokens(tokens, self.continuation.tokens.size)
             if chunk.cached_tokens is not None and self.stats.cached_tokens is None:
-                self.note_cached(chunk)
-        if (chunk.tokens or chunk.text is not None) and not self.state.has_output:
+                self.note_cached(chunk.cached_tokens)
+        if first and (tokens or chunk.text is not None):
             driver.feed(self, _FIRST_TOKEN)
         stopped = False
-        if chunk.tokens:
+        if tokens:
             stopped = self.accept(chunk) if chunk.finish in (None, "length") else self.accept_last(chunk)
         elif chunk.text is not None:
             stopped = self.accept_text(chunk.text)
         if stopped:
             # A stop string was reached: the worker need not go on.
-            driver.feed(self, on.Finished("stop", cancel=chunk.finish is None or not chunk.tokens))
+            driver.feed(self, on.Finished("stop", cancel=chunk.finish is None or not tokens))
         elif chunk.error is not None:
             reason, _, detail = chunk.error.partition(":")
             if reason == REASON:
@@ -127,7 +118,7 @@ class RequestSink(LiveRequest):
         """Count and write what one turn of the loop has brought."""
         if self.over:
             return  # it was written as the answer ended
-        self.count(self._driver.now())
+        self.stats.count(self, self.driver.now())
         self.writer.flush()
         if self.kv_move is not None:
             self._source_advanced()
@@ -140,15 +131,15 @@ class RequestSink(LiveRequest):
         try:
             if self.kv_move is not None:
                 self._source_lost(self.kv_move)
-            self._driver.fail(self, Failure(cause, detail), dispatch)
+            self.driver.fail(self, Failure(cause, detail), dispatch)
         except Exception:
-            self._driver.fail_internally(self)
+            self.driver.fail_internally(self)
 
     def _source_advanced(self) -> None:
         """The source of a KV transfer may have said more."""
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed":
-            self._driver.feed(self, self.advanced(kv.SourceSaid()))
+            self.driver.feed(self, self.advanced(kv.SourceSaid()))
 
     def _source_lost(self, move: KvMove) -> None:
         """The source of a KV transfer is out of reach. Where the target has committed, the request needs it no more: the target
@@ -224,18 +215,50 @@ class Driver:
         made = [self.open(answer, completion) for answer in answers]
         for live in made:
             live.room = room
-            self.request_metrics.of(live.request.model).began(len(live.request.prompt))
+            metrics = live.stats.metrics
+            metrics.began(len(live.request.prompt))
             self.feed(live, on.Launched(planned))
         return made
 
     def open(self, answer: Choice, completion: Completion | None = None) -> LiveRequest:
         """Return a new live request for an answer, not sent yet. Raise TokenizerMissing."""
-        answer.number = number = next(self._numbers)
-        now, request, limit = self.now(), answer.request, self.settings.migration_max_seq_len
-        metrics = self.request_metrics.of(request.model)
-        stats = OutputStats(now, number, request, metrics, self.exposures, limit, self._tracker)
-        state = RequestState(terms_of(answer, self.settings), now)
-        live = self.live[number] = RequestSink(self, answer, completion, state, stats)
+        request, settings, now = answer.request, self.settings, self.now()
+        admission, longest, tokens = settings.admission, settings.migration_max_seq_len, len(request.prompt)
+        max_tokens = request.sampling.max_tokens
+        terms = RequestTerms(
+            tokens,
+            max_tokens,
+            answer.migration_limit,
+            longest,
+            answer.forbidden,
+            settings.on_corruption,
+            settings.reroute_s,
+            admission.first_token_s + admission.first_token_s_per_1k / 1000 * tokens,
+        )
+        stats = OutputStats(
+            self.request_metrics.of(request.model),
+            self.exposures,
+            self._tracker,
+            inf if longest is None else longest - tokens,
+            now if request.arrived is None else request.arrived,
+            now,
+            now,
+        )
+        continuation = Continuation(request, answer.accepted, load_tokens(request.lineage[1]))
+        state, number = RequestState(terms, now), next(self._numbers)
+        answer.number = number
+        live = self.live[number] = RequestSink(
+            answer,
+            completion,
+            request,
+            answer.writer,
+            answer.accepted,
+            state,
+            stats,
+            continuation,
+            max_tokens,
+            driver=self,
+        )
         return live
 
     def cancel(self, answers: Iterable[Choice]) -> None:
@@ -250,11 +273,12 @@ class Driver:
     def feed(self, live: LiveRequest, event: on.Event) -> None:
         """Advance one request by an event, and apply what follows from it."""
         following: on.Event | None = event
+        now = self.now()
         while following is not None:
-            live.state, effects = step(live.state, following, self.now())
+            live.state, effects = step(live.state, following, now)
             following = None
             for effect in effects:
-                following = self._apply(live, effect)
+                following = self._apply(live, effect, now)
         if self._poison.resolved:
             self._poison.resolved = False
             self.wake()
@@ -275,33 +299,34 @@ class Driver:
             return
         if live.dispatch is not None:
             self._dispatcher.cancel(live.dispatch)
-        live.state, effects = step(live.state, on.RequestRejected(internal()), self.now())
+        now = self.now()
+        live.state, effects = step(live.state, on.RequestRejected(internal()), now)
         for effect in effects or (do.LeaveWorker(), do.End(error=internal())):
-            self._apply(live, effect)
+            self._apply(live, effect, now)
 
-    def _apply(self, live: LiveRequest, effect: do.Effect) -> on.Event | None:
+    def _apply(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
         """Do one thing for a request. Return the event that answers a question; the commonest effects come first."""
-        dispatcher, dispatch, move = self._dispatcher, live.dispatch, live.kv_move
+        dispatcher, dispatch = self._dispatcher, live.dispatch
         match effect:
             case do.SelectWorker():
-                event, sent = dispatcher.route(live, effect, live)
-                if sent is not None:
-                    self._begin(live, sent)
+                event = dispatcher.route(live, effect, live, now)
+                if live.dispatch is not None and not live.state.begun:
+                    self.waiting.sent(live)
                 return event
             case do.Started(first) if dispatch is not None:
-                dispatcher.prompt_read(live, dispatch)
+                dispatcher.prompt_read(live, dispatch, now)
                 if first:
-                    live.stats.first_output(self.now())
+                    live.stats.first_output(now)
                     self.waiting.started(live)
                     self._admission.wake(live.request.model)
             case do.Complete(finish, alone) if dispatch is not None:
-                self._leave_worker(live, dispatch)
-                dispatcher.served(live, dispatch, self.now(), alone=alone)
-                self._end(live, finish)
+                self._leave_worker(live, dispatch, now)
+                dispatcher.served(live, dispatch, now, alone=alone)
+                self._end(live, now, finish)
             case do.End(finish, error):
-                self._end(live, finish, error)
+                self._end(live, now, finish, error)
             case do.LeaveWorker() if dispatch is not None:
-                self._leave_worker(live, dispatch)
+                self._leave_worker(live, dispatch, now)
             case do.Judge(failure, begun) if dispatch is not None:
                 return on.Judged(dispatcher.judge(live, dispatch, failure, begun=begun))
             case do.CancelStream(why) if dispatch is not None:
@@ -324,7 +349,7 @@ class Driver:
             case do.CountRestored(kind, outcome, seconds):
                 self.request_metrics.of(live.request.model).restored(kind, outcome, seconds)
             case do.ReportMigrated():
-                self._reports.migrated(live, effect, self.now())
+                self._reports.migrated(live, effect, now)
             case do.ReportAbandoned(reason):
                 self._reports.abandoned(live, reason)
             case do.ReportExposure(action):
@@ -334,25 +359,19 @@ class Driver:
                 error = self._admission.refusal(none, request.model, request.tier)
                 if abandoned:
                     self._reports.abandoned(live, none.code)
-                self._end(live, error=error)
-            case _ if move is not None:
-                return self._advance_move(live, move, effect)
+                self._end(live, now, error=error)
+            case _ if live.kv_move is not None:
+                return self._advance_move(live, live.kv_move, effect, now)
         return None
 
     # --- to a worker
 
-    def _begin(self, live: LiveRequest, dispatch: Dispatch) -> None:
-        live.begin(dispatch)
-        if dispatch.before is not None:
-            live.stats.attempt_at = self.now()
-        if not live.state.begun:
-            self.waiting.sent(live)
-
-    def _leave_worker(self, live: LiveRequest, dispatch: Dispatch) -> None:
-        live.count(self.now())
+    def _leave_worker(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
+        stats = live.stats
+        stats.count(live, now)
         live.dispatch = None
-        live.stats.leave()
-        self._dispatcher.end(live, dispatch)
+        stats.leave()
+        self._dispatcher.end(live, dispatch, now)
         self._freed(live.request.model)
 
     def _freed(self, model: str | None = None) -> None:
@@ -383,7 +402,7 @@ class Driver:
         until = request.first_token_by
         if until is None:
             latency = self._table.knobs(request.model).latency
-            until = live.stats.began_at + self.settings.admission.queue_s * latency
+            until = live.state.began_at + self.settings.admission.queue_s * latency
         wait_s = max(0.0, until - now)
         turn = self._queued[live] = admission.again(
             request.model, request.lineage, wait_s, live.state.declined
@@ -425,7 +444,9 @@ class Driver:
 
     # --- KV transfers
 
-    def _advance_move(self, live: LiveRequest, move: KvMove, effect: do.Effect) -> on.Event | None:
+    def _advance_move(
+        self, live: LiveRequest, move: KvMove, effect: do.Effect, now: float
+    ) -> on.Event | None:
         match effect:
             case do.ShipCache():
                 try:  # trust is checked at the very moment
@@ -437,9 +458,9 @@ class Driver:
             case do.StayAtSource():
                 move.stay()
             case do.SwitchToTarget():
-                return on.Switched(server_of(move.target), move.move(len(live.accepted)))
+                return on.Switched(move.target.server, move.move(len(live.accepted)))
             case do.HandOver():
-                self._hand_over(live, move)
+                self._hand_over(live, move, now)
             case do.TransferOver():
                 if effect.state != "switched":
                     move.target.release()
@@ -447,16 +468,16 @@ class Driver:
                 move.ended(effect)
         return None
 
-    def _hand_over(self, live: LiveRequest, move: KvMove) -> None:
+    def _hand_over(self, live: LiveRequest, move: KvMove, now: float) -> None:
         """Read the target's stream; what it said before the source's last token follows now."""
         source = live.dispatch
         assert source is not None
         move.target.release()
-        live.count(self.now())
+        live.stats.count(live, now)
         live.stats.hand_over()
-        self._dispatcher.end(live, source)
+        self._dispatcher.end(live, source, now)
         self._freed(live.request.model)
-        self._begin(live, self._dispatcher.adopt(live, move.target, move.rank, move.stream))
+        self._dispatcher.adopt(live, move.target, move.rank, move.stream, now)
         move.adopt(live)
         for chunk in move.held:
             live.take(chunk)
@@ -465,17 +486,19 @@ class Driver:
 
     # --- the end
 
-    def _end(self, live: LiveRequest, finish: str | None = None, error: ApiError | None = None) -> None:
-        answer, model = live.answer, live.request.model
+    def _end(
+        self, live: LiveRequest, now: float, finish: str | None = None, error: ApiError | None = None
+    ) -> None:
+        answer = live.answer
         if finish is not None and finish != "cancelled":
             live.writer.finish(finish)
         live.over = True
         answer.finish, answer.error = finish, error
         del self.live[answer.number]
         well = error is None and finish != "cancelled"
-        live.stats.ended(self.now(), len(live.accepted), well=well)
+        live.stats.ended(live, now, well=well)
         if live.state.begun:
-            self._admission.ended(model, len(live.accepted))
+            self._admission.ended(live.request.model, len(live.accepted))
         else:
             self.waiting.started(live)
         if self._queued and (turn := self._queued.pop(live, None)) is not None:

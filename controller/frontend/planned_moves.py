@@ -31,7 +31,7 @@ from controller.frontend.driver import Driver
 from controller.frontend.request import events as on
 from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.failures import Failure, PlannedCause
-from controller.frontend.request.state import Move, server_of
+from controller.frontend.request.state import Move
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.migration import live as kv
 from controller.migration.cost import MigrationCost, MovingPolicy
@@ -277,7 +277,7 @@ class PlannedMoves:
         urgency = self.table.urgency
         self._wanted[endpoint.key] = sorted(
             wanted_by.values(),
-            key=lambda wanted: (urgency(wanted.live.request.tier), wanted.live.stats.began_at),
+            key=lambda wanted: (urgency(wanted.live.request.tier), wanted.live.state.began_at),
         )
         self._pump(endpoint.key)
 
@@ -353,7 +353,7 @@ class PlannedMoves:
             source_stream=dispatch.stream,
             base=len(accepted),
             target=target,
-            rank=self.routing.at(target, live.request, accepted).holder.rank,
+            rank=self.routing.choose([target], live.request, accepted).holder.rank,
             cause=wanted.cause,
             began_at=now,
             moves=self,
@@ -393,7 +393,7 @@ class PlannedMoves:
         self, wanted: MigrationRequest, cost: MigrationCost | None, endpoint: Endpoint, why: str = ""
     ) -> None:
         """Let it continue by its tokens alone."""
-        live, reason, source = wanted.live, Failure(wanted.cause, ""), server_of(wanted.source)
+        live, reason, source = wanted.live, Failure(wanted.cause, ""), wanted.source.server
         predicted_ms = cost.reprefill_time_ms if cost is not None else None
         move = Move(reason, reason, source, self._now(), len(live.accepted), None, predicted_ms, why)
         self.driver.feed(live, on.MovedOnPurpose(move, endpoint.key))

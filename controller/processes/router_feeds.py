@@ -35,7 +35,7 @@ class RouterFeeds:
         if settings.mode == "kv" and settings.kv_events:
             budget = director.settings.worker_budgets
             kv = await KvEvents.open(url, name, wait_s=wait_s, limit=budget.kv_events)
-            scheduler.view = kv.view
+            scheduler.state.view = kv.view
             kv.view.claims.lost = director.intrusions.claims_lost
             kv.flooded = director.intrusions.claims_flooded_by
         if settings.replica_sync:

@@ -65,6 +65,15 @@ class WorkerRank(NamedTuple):
     rank: int = 0
 
 
+class Server(NamedTuple):
+    """One life of a worker, as far as answers depend on it."""
+
+    key: Key
+    exact: bool = True  # takes and gives token ids
+    root: str = ""  # weights that it serves
+    generation_config: str = ""  # its defaults for what clients leave out
+
+
 @dataclass(slots=True)
 class KeptRoom:
     """Room at a worker that is kept for requests which were admitted and not sent yet, as far as what they take is known."""
@@ -101,12 +110,14 @@ class Endpoint:
     key: Key = field(init=False)
     holders: tuple[WorkerRank, ...] = field(init=False)  # its DP ranks
     lineage: Lineage = field(init=False)  # what must stay the same over a request's life
+    server: Server = field(init=False)
 
     def __post_init__(self) -> None:
         joined = self.joined  # a life registers once: what each choice asks is read from it once
         self.worker, self.instance = self.key = joined.worker, joined.instance
         self.model = joined.model
         self.lineage = joined.revision, joined.tokenizer
+        self.server = Server(self.key, joined.exact, joined.root, joined.generation_config)
         self.ranks = min(max(1, joined.dp), RANKS_MAX)
         self.holders = tuple(WorkerRank(*self.key, rank) for rank in range(self.ranks))
         self.max_batch = joined.profile.max_batch

@@ -261,6 +261,8 @@ class Admission:
 
     def wake(self, model: str | None = None) -> None:
         """Let queued requests try when this turn of the loop is over: a worker may have become free."""
+        if not self._turns:
+            return
         for name in (model,) if model is not None else self._queue.models():
             if self._queue.length(name) and name not in self._due:
                 self._due.add(name)

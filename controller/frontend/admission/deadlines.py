@@ -165,8 +165,8 @@ class Deadlines:
         """Return a request as it is judged and queued, and the room that it takes at a worker. Raise NoWorker."""
         model, answer_max = wanted.model, tokens.answer_tokens
         group = self.routing.group(model, lineage)
-        monitor, scheduler, example = self.routing.monitor, self.routing, group.endpoints[0]
-        unread = sum(scheduler.uncached(group, names, count) for count, names in tokens.prompts)
+        monitor, state, example = self.routing.monitor, self.routing.state, group.endpoints[0]
+        unread = sum(state.uncached(group, names, count) for count, names in tokens.prompts)
         longest, names = max(tokens.prompts, key=itemgetter(0))
         prompt = sum(count for count, _ in tokens.prompts)
         expected = monitor.lengths.expected(model, answer_max)

@@ -5,7 +5,6 @@ These are the worker's endpoint and the list of what runs there, the slot tracke
 
 from collections.abc import Collection
 from math import inf
-from typing import Any
 
 from controller.frontend.dispatch.live_request import Dispatch, LiveRequest, RunningRequests
 from controller.frontend.health.local_breakers import AnswerDraw
@@ -13,7 +12,6 @@ from controller.frontend.health.poison import PoisonWatch, Way, Where
 from controller.frontend.request.effects import SelectWorker
 from controller.frontend.request.events import ConnectFailed, NoWorkerFound, Sent
 from controller.frontend.request.failures import ERRORS, Failure, Suspicion
-from controller.frontend.request.state import server_of
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.scheduler import Scheduler, explained
 from controller.ports import RequestPlane, Sink, WorkerUnreachable
@@ -42,7 +40,7 @@ class Dispatcher:
     ) -> None:
         self._table = table
         self._routing = routing
-        self._scheduler = routing
+        self._state = routing.state
         self._plane = plane
         self._poison = poison
         self._breakers = poison.breakers
@@ -52,22 +50,21 @@ class Dispatcher:
         self.no_worker = NoWorker()  # why the last request found none
 
     def route(
-        self, live: LiveRequest, effect: SelectWorker, sink: Sink
-    ) -> tuple[Sent | ConnectFailed | NoWorkerFound, Dispatch | None]:
-        """Choose a worker and send an attempt, which `sink` reads. Return what has happened, and the attempt if there is one."""
-        request = live.request
+        self, live: LiveRequest, effect: SelectWorker, sink: Sink, now: float
+    ) -> Sent | ConnectFailed | NoWorkerFound:
+        """Choose a worker and send an attempt, which `sink` reads. Return what has happened."""
         try:
             choice = self.choose(live, effect)
         except NoWorker as error:
-            self.no_worker = error.with_traceback(None)
+            self.no_worker, request = error.with_traceback(None), live.request
             stands_in = self._table.stands_in(request.model, request.lineage, live.state.failed)
             reopens_s = error.reopens_s if isinstance(error, AllClosed) else 0.0
-            return NoWorkerFound(error.code, stands_in, reopens_s), None
+            return NoWorkerFound(error.code, stands_in, reopens_s)
         try:
-            dispatch = self.send(live, choice, sink)
+            self.send(live, choice, sink, now)
         except WorkerUnreachable:
-            return ConnectFailed(choice.endpoint.key), None
-        return Sent(server_of(choice.endpoint)), dispatch
+            return ConnectFailed(choice.endpoint.key)
+        return Sent(choice.endpoint.server)
 
     # --- where to -----------------------------------------------------------------------------------------
 
@@ -83,7 +80,7 @@ class Dispatcher:
             if (found := self._guarded(live, where, route)) is not None:
                 return found
         if planned is not None and planned.key not in declined and routing.has_room(planned, _HELD):
-            return routing.at(planned, request, output)
+            return routing.choose([planned], request, output)
         try:
             try:
                 return routing.route(request, route.avoid, output, room=_FRESH if first else _HELD)
@@ -114,7 +111,7 @@ class Dispatcher:
                 return routing.route(request, tried | where.avoid, output, room=room)
             if only.key not in tried:
                 routing.room_at(only, request.lineage, request.tokens_max)
-                return routing.at(only, request, output)
+                return routing.choose([only], request, output)
         except NoWorker:
             pass
         if where.waits and routing.targets(request):
@@ -123,21 +120,24 @@ class Dispatcher:
 
     # --- beginning ----------------------------------------------------------------------------------------
 
-    def send(self, live: LiveRequest, choice: Selection, sink: Sink) -> Dispatch:
+    def send(self, live: LiveRequest, choice: Selection, sink: Sink, now: float) -> None:
         """Send a request to the worker that was chosen. Raise WorkerUnreachable."""
-        endpoint, rank, request = choice.endpoint, choice.holder.rank, live.request
+        endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self._state
         asked = live.continuation.request(endpoint, rank)
         stream = self._plane.open(endpoint.worker, endpoint.instance, asked, sink)
-        first, scheduler = live.last_dispatch is None, self._scheduler
-        why = explained(choice) if first and request.overrides.explain else None
-        claimed = scheduler.claimed(choice) if first and choice.overlap_blocks else 0
-        slot = scheduler.begin(choice, request, live.accepted)
-        return self._begin(live, endpoint, rank, stream, slot, why, claimed)
+        claimed = 0
+        if live.last_dispatch is None:
+            if request.overrides.explain:
+                live.answer.explained = explained(choice)
+            if choice.overlap_blocks:
+                claimed = state.claimed(choice)
+        slot = state.begin(choice, request, live.accepted)
+        self._begin(live, endpoint, rank, stream, slot, now, claimed)
 
-    def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int) -> Dispatch:
+    def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int, now: float) -> None:
         """Count that a worker continues a request under this stream, with the KV cache that it has taken over."""
-        slot = self._scheduler.carry(endpoint, rank, live.request, live.accepted)
-        return self._begin(live, endpoint, rank, stream, slot)
+        slot = self._state.carry(endpoint, rank, live.request, live.accepted)
+        self._begin(live, endpoint, rank, stream, slot, now)
 
     def _begin(
         self,
@@ -146,23 +146,15 @@ class Dispatcher:
         rank: int,
         stream: int,
         slot: int,
-        why: dict[str, Any] | None = None,
+        now: float,
         claimed: int = 0,
-    ) -> Dispatch:
-        request, last = live.request, live.last_dispatch
+    ) -> None:
+        request = live.request
         self._poison.sent(request, endpoint, slot)
         self._running.begin(live, endpoint, len(request.prompt) + request.sampling.max_tokens)
-        return Dispatch(
-            endpoint,
-            rank if endpoint.ranks > 1 else None,
-            stream,
-            slot,
-            self._table.number,
-            self._breakers.routed(endpoint.key),
-            last,
-            claimed,
-            why,
-        )
+        epoch, before = self._breakers.routed(endpoint.key), live.last_dispatch
+        shown = rank if endpoint.ranks > 1 else None
+        live.begin(Dispatch(endpoint, shown, stream, slot, self._table.number, epoch, before, claimed), now)
 
     # --- ending -------------------------------------------------------------------------------------------
 
@@ -173,20 +165,20 @@ class Dispatcher:
             why = "drained"
         self._plane.cancel(endpoint.worker, dispatch.stream, why)
 
-    def prompt_read(self, live: LiveRequest, dispatch: Dispatch) -> None:
+    def prompt_read(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
         """The first token of an attempt has come."""
-        self._scheduler.read(dispatch.slot)
+        self._state.read(dispatch.slot, now)
         cached = live.stats.cached_tokens
         if dispatch.claimed and cached is not None:
             holder = WorkerRank(*dispatch.endpoint.key, dispatch.rank or 0)
-            self._scheduler.compare(holder, dispatch.claimed, cached)
+            self._state.compare(holder, dispatch.claimed, cached)
         self._poison.read(live.request, dispatch.endpoint.key)
 
-    def end(self, live: LiveRequest, dispatch: Dispatch) -> None:
+    def end(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
         """An attempt has left its worker, however it ended."""
         self._poison.left(live.request, dispatch.slot)
         self._running.end(live, dispatch.endpoint)
-        self._scheduler.end(dispatch.slot)
+        self._state.end(dispatch.slot, now)
 
     def served(self, live: LiveRequest, dispatch: Dispatch, now: float, *, alone: bool) -> None:
         """An answer was completed by this attempt. `alone`: no other attempt has brought any of it; else its times say nothing
@@ -196,7 +188,7 @@ class Dispatcher:
         count, first_at = stats.counted, stats.first_at
         ttft = itl = None
         if alone and first_at is not None:
-            ttft = first_at - stats.began_at
+            ttft = first_at - live.state.began_at
             itl = (now - first_at) / (count - 1) if count > 1 else None
             self._metrics.served(endpoint.worker, len(request.prompt), ttft, itl)
         self._breakers.served(
@@ -236,8 +228,9 @@ class Dispatcher:
         return Suspicion.NONE
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """A worker had no room for an attempt: that speaks against neither."""
-        self._routing.refused(dispatch.endpoint)
+        """A worker had no room for an attempt: that speaks against neither. It gets none until it next reports its load."""
+        endpoint = dispatch.endpoint
+        endpoint.refuse(self._plane.external_load(endpoint.worker))
         self.unjudged(dispatch, has_output=False)
 
     def closed_s(self, keys: Collection[Key]) -> float:

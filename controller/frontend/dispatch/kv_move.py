@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.failures import Failure, PlannedCause
-from controller.frontend.request.state import Carried, Move, server_of
+from controller.frontend.request.state import Carried, Move
 from controller.migration.cost import MigrationCost
 from controller.ports import RequestPlane, Sink, TransferSink
 from controller.router.endpoints import Endpoint
@@ -64,4 +64,4 @@ class KvMove(TransferSink):
         why, commit = Failure(self.cause, ""), self.commit
         assert commit is not None
         carried = Carried(commit.bytes, commit.blocks, commit.link)
-        return Move(why, why, server_of(self.source), self.began_at, tokens, carried, self.predicted_ms)
+        return Move(why, why, self.source.server, self.began_at, tokens, carried, self.predicted_ms)

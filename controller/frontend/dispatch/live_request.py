@@ -4,10 +4,8 @@ A record without policy. Its state is written by the driver alone, through the r
 (stall watch, preemption, planned moves, placement) reads it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from math import inf
-from typing import Any
 
 import msgspec
 
@@ -16,18 +14,17 @@ from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.health.exposure import Exposures, ServedSpan
 from controller.frontend.openai.completion import Choice, Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
-from controller.frontend.openai.text.tokenizer import Tokens, load_tokens
+from controller.frontend.openai.text.tokenizer import Tokens
+from controller.frontend.openai.writers import ResponseWriter
 from controller.frontend.request.events import TransferAdvanced
 from controller.frontend.request.state import (
     AnswerProgress,
     GenerationRequest,
     RequestState,
-    RequestTerms,
     budget_ended,
     stays,
 )
 from controller.frontend.request_metrics import ModelMetrics
-from controller.frontend.settings import FrontendSettings
 from controller.migration import live as kv
 from controller.ports import LostCause
 from controller.router.endpoints import Endpoint, Key
@@ -46,91 +43,76 @@ class Dispatch(msgspec.Struct, eq=False):
     breaker_epoch: int  # the last move of this frontend's own breakers then
     before: "Dispatch | None"
     claimed: int = 0  # prompt tokens that its worker said it had cached
-    explained: dict[str, Any] | None = None  # why this worker was chosen, if that was asked
 
 
 LOGPROB_FLOOR = -9.0  # one in 8,000: correct samplers draw few tokens below it, a broken one mostly such
 
 
-class OutputStats:
+class OutputStats(msgspec.Struct, eq=False):
     """When the tokens of one answer came, how many are counted, and the spans that workers served."""
 
-    __slots__ = (
-        "_exposures", "_live", "_metrics", "_request", "_tracker", "arrived_at", "attempt_at", "began_at", "cached_tokens",
-        "counted", "first_at", "last_at", "movable_max", "own", "sources", "unlikely", "weighed",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        now: float,
-        live: int,
-        request: GenerationRequest,
-        metrics: ModelMetrics,
-        exposures: Exposures,
-        max_seq_len: int | None,
-        tracker: ActiveSequences | None,
-    ) -> None:
-        """`live`: the number of the live request; `max_seq_len`: tokens of prompt and answer, beyond which it does not move;
-        `tracker`: counts tokens too."""
-        self._tracker = tracker
-        self._live = live
-        self._request = request
-        self._metrics = metrics
-        self._exposures = exposures
-        # tokens; inf: there is no limit, or more were counted already
-        self.movable_max = inf if max_seq_len is None else max_seq_len - len(request.prompt)
-        self.began_at = self.last_at = self.attempt_at = now  # sent to its first worker, or its last one
-        self.arrived_at = now if request.arrived is None else request.arrived
-        self.first_at: float | None = None
-        self.cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
-        self.counted = 0  # accepted tokens when the last turn ended
-        self.weighed = self.unlikely = 0  # tokens with logprobs, and those of them that are improbable
-        self.own: ServedSpan | None = None  # of the present worker, from its first token on
-        self.sources: tuple[ServedSpan, ...] = ()  # of the workers whose KV cache it has taken over
+    metrics: ModelMetrics
+    exposures: Exposures
+    tracker: ActiveSequences | None  # counts tokens too
+    movable_max: float  # accepted tokens; inf: there is no limit, or more were counted already
+    arrived_at: float  # when the request came
+    attempt_at: float  # when the last attempt was sent
+    last_at: float  # when the last token came; before the first: when the request was to be sent
+    first_at: float | None = None
+    cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
+    counted: int = 0  # accepted tokens when the last turn ended
+    weighed: int = 0  # tokens with logprobs
+    unlikely: int = 0  # those of them that are improbable
+    own: ServedSpan | None = None  # of the present worker, from its first token on
+    sources: tuple[ServedSpan, ...] = ()  # of the workers whose KV cache it has taken over
 
     def first_output(self, now: float) -> None:
         """The first token of the answer has come."""
         self.first_at = now
-        self._metrics.ttft.note(now - self.arrived_at)
+        self.metrics.ttft.note(now - self.arrived_at)
 
     def weigh(self, logprobs: Sequence[Logprob]) -> None:
         """Count tokens that came with logprobs, and those below the floor."""
         self.weighed += len(logprobs)
         self.unlikely += sum(one.chosen < LOGPROB_FLOOR for one in logprobs)
 
-    def count(self, now: float, accepted: int, dispatch: Dispatch) -> None:
-        """Count the accepted tokens that are new: all of them came from this attempt, in this turn."""
-        counted = self.counted
+    def count(self, live: "LiveRequest", now: float) -> None:
+        """Count the accepted tokens that are new: all of them came from the present attempt, in this turn."""
+        dispatch, accepted, counted = live.dispatch, len(live.accepted), self.counted
         new = accepted - counted
-        if not new:
+        if not new or dispatch is None:
             return
-        metrics, own = self._metrics, self.own
+        metrics, own = self.metrics, self.own
         if own is None:
-            request, key = self._request, dispatch.endpoint.key
+            request = live.request
             own = self.own = ServedSpan(
-                request.id, request.model, counted, self._live, request.traceparent, dispatch.rank, key
+                request.id,
+                request.model,
+                counted,
+                live.answer.number,
+                request.traceparent,
+                dispatch.rank,
+                dispatch.endpoint.key,
             )
-            self._exposures.note(own)
+            self.exposures.note(own)
         own.add(now, new)
         for source in self.sources:
             source.add(now, new)
-        if self._tracker is not None:
-            self._tracker.output(dispatch.slot, new)
+        if self.tracker is not None:
+            self.tracker.output(dispatch.slot, new)
         metrics.tokens += new
         if counted:
             metrics.itl.add((now - self.last_at) / new, new)
         self.counted = accepted
         self.last_at = now
+        if accepted > self.movable_max:
+            self.note_length(live)
 
-    def note_length(self, accepted: int, state: RequestState) -> None:
-        """Count the request as too long to move, once, if it could have moved before."""
-        if accepted > self.movable_max and not budget_ended(state):
+    def note_length(self, live: "LiveRequest") -> None:
+        """Count a request that is too long to move, once, if it could have moved before."""
+        if not budget_ended(live.state):
             self.movable_max = inf
-            self._metrics.outgrown()
-
-    def rewind(self, count: int) -> None:
-        """Count what comes after the first `count` tokens anew."""
-        self.counted = min(self.counted, count)
+            self.metrics.outgrown()
 
     # --- provenance
 
@@ -145,22 +127,22 @@ class OutputStats:
     def leave(self) -> None:
         """What comes from now on is computed anew."""
         for span in self._open:
-            self._exposures.close(span)
+            self.exposures.close(span)
         self.sources, self.own = (), None
 
     @property
     def _open(self) -> tuple[ServedSpan, ...]:
         return (*self.sources, self.own) if self.own is not None else self.sources
 
-    def ended(self, now: float, accepted: int, *, well: bool) -> None:
+    def ended(self, live: "LiveRequest", now: float, *, well: bool) -> None:
         """The answer is over: as its client wanted it, or not."""
-        request, metrics = self._request, self._metrics
-        metrics.ended(now - self.arrived_at, accepted, self.cached_tokens)
+        accepted, metrics, arrived_at = len(live.accepted), self.metrics, self.arrived_at
+        metrics.ended(now - arrived_at, accepted, self.cached_tokens)
         if not well or self.first_at is None:
             return
-        by, arrived_at = request.first_token_by, self.arrived_at
+        by = live.request.first_token_by
         metrics.traffic.ended(
-            len(request.prompt),
+            len(live.request.prompt),
             accepted,
             self.first_at - arrived_at,
             (self.last_at - self.first_at) / (accepted - 1) if accepted > 1 else 0.0,
@@ -258,55 +240,26 @@ class Continuation(msgspec.Struct):
         return whole[len(before) :].rstrip("\ufffd")
 
 
-def terms_of(answer: Choice, settings: FrontendSettings) -> RequestTerms:
-    """Return the terms of an answer."""
-    request, admission, tokens = answer.request, settings.admission, len(answer.request.prompt)
-    return RequestTerms(
-        tokens,
-        request.sampling.max_tokens,
-        answer.migration_limit,
-        settings.migration_max_seq_len,
-        answer.forbidden,
-        settings.on_corruption,
-        settings.reroute_s,
-        admission.first_token_s + admission.first_token_s_per_1k / 1000 * tokens,
-    )
-
-
-class LiveRequest(ABC):
+class LiveRequest(msgspec.Struct, eq=False):
     """One answer that is being made."""
 
-    __slots__ = (
-        "_max", "_prompt_tokens", "_stop_token_ids", "accepted", "answer", "completion", "continuation", "dispatch",
-        "exposure", "first_dispatch", "keeps_room", "kv_move", "last_dispatch", "over", "request", "room", "state", "stats",
-        "writer",
-    )  # fmt: skip
-
-    def __init__(
-        self, answer: Choice, completion: Completion | None, state: RequestState, stats: OutputStats
-    ) -> None:
-        """`completion` learns of the end. Raise TokenizerMissing."""
-        self.completion = completion  # None once the answer has ended
-        self.answer = answer
-        self.request = request = answer.request
-        self.writer = answer.writer
-        self.accepted = answer.accepted
-        self.state = state
-        self.continuation = Continuation(request, answer.accepted, load_tokens(request.lineage[1]))
-        self.stats = stats
-        self.dispatch: Dispatch | None = None  # the attempt that is read now
-        self.first_dispatch: Dispatch | None = None
-        self.last_dispatch: Dispatch | None = None
-        self.kv_move: KvMove | None = None  # a KV transfer under way
-        self.room: Reservation | None = None  # given back for it, or (`keeps_room`) kept for it
-        self.keeps_room = False
-        self.over = False
-        self.exposure = ""  # what was done when its tokens were last found to be exposed
-        self._max = request.sampling.max_tokens
-        self._stop_token_ids = request.sampling.stop_token_ids
-        self._prompt_tokens = (
-            0  # of this attempt: one that continues elsewhere reads what was accepted as well
-        )
+    answer: Choice
+    completion: Completion | None  # learns of the end; None once the answer has ended
+    request: GenerationRequest  # of the answer, as the next two
+    writer: ResponseWriter
+    accepted: list[int]
+    state: RequestState
+    stats: OutputStats
+    continuation: Continuation
+    max_tokens: int
+    dispatch: Dispatch | None = None  # the attempt that is read now
+    last_dispatch: Dispatch | None = None
+    kv_move: KvMove | None = None  # a KV transfer under way
+    room: Reservation | None = None  # given back for it, or (`keeps_room`) kept for it
+    keeps_room: bool = False
+    over: bool = False
+    exposure: str = ""  # what was done when its tokens were last found to be exposed
+    attempt_tokens: int = 0  # that the last attempt has to read: of the prompt, and those accepted before
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -328,17 +281,17 @@ class LiveRequest(ABC):
         """Whether it is not to be moved on purpose: where some of it came as text, the next worker would read it anew."""
         return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
 
-    def begin(self, dispatch: Dispatch) -> None:
+    def begin(self, dispatch: Dispatch, now: float) -> None:
         """Read a new attempt from now on."""
-        first = self.first_dispatch = self.first_dispatch or dispatch
+        accepted = len(self.accepted)
         self.dispatch = self.last_dispatch = dispatch
         self.room = None
         self.answer.endpoint = dispatch.endpoint
-        if dispatch is first:
-            self.answer.explained = dispatch.explained
-        self._prompt_tokens = self.length
-        if len(self.accepted) > self.stats.movable_max:
-            self.stats.note_length(len(self.accepted), self.state)
+        if dispatch.before is not None:
+            self.stats.attempt_at = now
+        self.attempt_tokens = len(self.request.prompt) + accepted
+        if accepted > self.stats.movable_max:
+            self.stats.note_length(self)
 
     def advanced(self, event: kv.Event) -> TransferAdvanced:
         """Return an event of its KV transfer, for the state machine."""
@@ -361,30 +314,28 @@ class LiveRequest(ABC):
         """Forget an attempt for which its worker had no room."""
         before = self.last_dispatch = dispatch.before
         self.answer.endpoint = None if before is None else before.endpoint
-        if before is None:
-            self.first_dispatch = None
 
     # --- what the request plane reads it through: see `RequestSink`
 
-    @abstractmethod
     def take(self, chunk: Chunk) -> None:
         """Accept one step's output for this stream."""
+        raise NotImplementedError
 
-    @abstractmethod
     def flush(self) -> None:
         """Count and write what one turn of the loop has brought."""
+        raise NotImplementedError
 
-    @abstractmethod
     def lost(self, cause: LostCause, detail: str) -> None:
         """The connection broke, or the worker hangs."""
+        raise NotImplementedError
 
     # --- tokens: the log of accepted tokens is what is replayed, not what the client has read
 
     def accept(self, chunk: Chunk) -> bool:
         """Accept tokens as they are. Return whether a stop string was reached. Raise InvalidOutput."""
         tokens, writer, accepted = chunk.tokens, self.writer, self.accepted
-        if len(accepted) + len(tokens) > self._max:
-            tokens = tokens[: self._max - len(accepted)]
+        if len(accepted) + len(tokens) > self.max_tokens:
+            tokens = tokens[: self.max_tokens - len(accepted)]
         if chunk.logprobs:
             self.stats.weigh(chunk.logprobs)
         used = writer.write(tokens, chunk.logprobs)
@@ -393,8 +344,8 @@ class LiveRequest(ABC):
 
     def accept_last(self, chunk: Chunk) -> bool:
         """Accept the last tokens of an answer. One that is a stop token ends it and is no part of its text."""
-        tokens = chunk.tokens[: self._max - len(self.accepted)]
-        hidden = bool(tokens) and tokens[-1] in self._stop_token_ids
+        tokens = chunk.tokens[: self.max_tokens - len(self.accepted)]
+        hidden = bool(tokens) and tokens[-1] in self.request.sampling.stop_token_ids
         used = self.writer.write(tokens[:-1] if hidden else tokens, chunk.logprobs)
         self.accepted += tokens[:used] if self.writer.stopped else tokens
         return self.writer.stopped
@@ -404,26 +355,16 @@ class LiveRequest(ABC):
         self.writer.write_text(text, self.continuation.take_text(text))
         return self.writer.stopped
 
-    def note_cached(self, chunk: Chunk) -> None:
+    def note_cached(self, cached: int) -> None:
         """Remember how many tokens of the prompt the first worker had cached. Raise InvalidOutput."""
-        stats, cached = self.stats, chunk.cached_tokens
-        assert cached is not None
-        if not 0 <= cached <= self._prompt_tokens:
+        if not 0 <= cached <= self.attempt_tokens:
             raise InvalidOutput("a count of cached tokens that its prompt does not have")
-        stats.cached_tokens = self.answer.cached_tokens = cached
-
-    def count(self, now: float) -> None:
-        """Count the tokens that have come since the last count."""
-        accepted, stats = len(self.accepted), self.stats
-        if self.dispatch is not None:
-            stats.count(now, accepted, self.dispatch)
-            if accepted > stats.movable_max:
-                stats.note_length(accepted, self.state)
+        self.stats.cached_tokens = self.answer.cached_tokens = cached
 
     def rewind(self, count: int) -> None:
         """Forget all accepted tokens after the first `count`; the client has seen none of these."""
         self.continuation.rewind(count)
-        self.stats.rewind(count)
+        self.stats.counted = min(self.stats.counted, count)  # what comes now is counted anew
         self.writer.rewind(count)
 
 

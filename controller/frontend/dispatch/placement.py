@@ -57,7 +57,8 @@ class Placer:
         self._frontend = frontend
         self._policy = policy
         self._routing = routing
-        self._unread = routing.unread
+        self._table = routing.table
+        self._monitor = routing.monitor
         self._plane = plane
         self._running = running
         self._peers = peers
@@ -129,8 +130,8 @@ class Placer:
         tried = state.tried | closed_to(state)
         return Leaving(
             request_id=name,
-            priority=self._routing.urgency(tier),
-            arrived=_ZERO + timedelta(seconds=generation.stats.began_at),
+            priority=self._table.urgency(tier),
+            arrived=_ZERO + timedelta(seconds=generation.state.began_at),
             tokens=len(generation.request.prompt) + len(generation.accepted),
             barred={key[0] for key in tried if key[0] in targets and targets[key[0]].key == key},
         )
@@ -183,7 +184,9 @@ class Placer:
             ),
             free_blocks=max(0, free),
             lanes=self._lanes(source, endpoint) if source is not None else (),
-            queued_tokens=max(_queued_tokens(self._running.at(endpoint)), int(self._unread(endpoint))),
+            queued_tokens=max(
+                _queued_tokens(self._running.at(endpoint)), int(sum(self._monitor.unread_by_rank(endpoint)))
+            ),
             free_places=max(0, places - in_flight),
             queue_s=RESIDENCE_S * max(0, in_flight + newcomers - places) / places,
             step_s=step_s if 0 <= step_s < STEP_S_MAX else 0.0,

@@ -20,7 +20,7 @@ from controller.frontend.dispatch.live_request import LiveRequest, RunningReques
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.request.events import Event, MovedOnPurpose
 from controller.frontend.request.failures import PREEMPTED, Failure
-from controller.frontend.request.state import Move, server_of
+from controller.frontend.request.state import Move
 from controller.frontend.scheduling.scheduler import Scheduler
 from controller.ports import Clock
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
@@ -87,7 +87,7 @@ class Preemption(Preemptor):
         if found is None or source is None or self._park_s is None or self.feed is None:
             return False
         now, why = self._now(), Failure(PREEMPTED, "")
-        move = Move(why, why, server_of(source), now, len(found.accepted))
+        move = Move(why, why, source.server, now, len(found.accepted))
         self._reports.preempted(found, source)
         self._making_room = True
         try:

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.request import effects as do
-from controller.frontend.request.state import Move, Server
+from controller.frontend.request.state import Move
 from controller.frontend.request_metrics import RequestMetrics
 from controller.ports import Observe
-from controller.router.endpoints import Endpoint
+from controller.router.endpoints import Endpoint, Server
 from events.observations import RequestAbandoned, RequestMigrated, RequestPreempted, RequestResumed
 
 

@@ -90,7 +90,7 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
     return explained(scheduler.choose(found, plan)) | {
         "model": model,
         "why": WHY[settings.mode] + drawn,
-        "known": scheduler.known,
+        "known": scheduler.state.known,
         "left_out": [
             {"worker": endpoint.worker, "why": _why_not(director, endpoint, lineage)} for endpoint in others
         ],

@@ -49,33 +49,20 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     first_token_by: float | None = None  # by the same, where it was let in by a deadline
 
 
-class Choice:
+class Choice(msgspec.Struct, eq=False):
     """One answer of a request: what is asked for, where it is written, and what has become of it."""
 
-    __slots__ = (
-        "accepted", "cached_tokens", "endpoint", "error", "explained", "finish", "forbidden", "migration_limit", "number",
-        "request", "writer",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        writer: ResponseWriter,
-        migration_limit: int = 3,
-        forbidden: str = "",
-    ) -> None:
-        """`migration_limit`: attempts beyond the first; `forbidden`: why it may not move once its client has a token."""
-        self.request = request
-        self.writer = writer
-        self.migration_limit = migration_limit
-        self.forbidden = forbidden
-        self.number = 0  # of the live request
-        self.accepted: list[int] = []  # tokens
-        self.cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
-        self.endpoint: Endpoint | None = None  # the worker that it is with, or was with last
-        self.explained: dict[str, Any] | None = None  # why its first worker was chosen, if that was asked
-        self.finish: str | None = None
-        self.error: ApiError | None = None
+    request: GenerationRequest
+    writer: ResponseWriter
+    migration_limit: int = 3  # attempts beyond the first
+    forbidden: str = ""  # why it may not move once its client has a token
+    number: int = 0  # of the live request
+    accepted: list[int] = []  # tokens
+    cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
+    endpoint: Endpoint | None = None  # the worker that it is with, or was with last
+    explained: dict[str, Any] | None = None  # why its first worker was chosen, if that was asked
+    finish: str | None = None
+    error: ApiError | None = None
 
 
 class Completion:

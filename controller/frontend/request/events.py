@@ -7,9 +7,9 @@ import msgspec
 
 from controller.frontend.errors import ApiError
 from controller.frontend.request.failures import Failure, Suspicion
-from controller.frontend.request.state import AnswerProgress, Move, Server
+from controller.frontend.request.state import AnswerProgress, Move
 from controller.migration import live
-from controller.router.endpoints import Key
+from controller.router.endpoints import Key, Server
 
 
 class Launched(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import msgspec
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides
 from controller.migration.live import Transfer
-from controller.router.endpoints import Endpoint, Key, Lineage
+from controller.router.endpoints import Key, Lineage, Server
 from events.blocks import BlockNames
 from events.wire import Sampling
 
@@ -63,21 +63,6 @@ Phase: TypeAlias = Literal[
     "preempted",  # put off for a more urgent request
     "done",  # finished, failed or cancelled: the only final phase
 ]
-
-
-class Server(NamedTuple):
-    """One life of a worker, as far as answers depend on it."""
-
-    key: Key
-    exact: bool = True  # takes and gives token ids
-    root: str = ""  # weights that it serves
-    generation_config: str = ""  # its defaults for what clients leave out
-
-
-def server_of(endpoint: Endpoint) -> Server:
-    """Return a worker as the state machine knows it."""
-    joined = endpoint.joined
-    return Server(endpoint.key, joined.exact, joined.root, joined.generation_config)
 
 
 class Attempt(msgspec.Struct, frozen=True):

@@ -36,14 +36,13 @@ from controller.frontend.request.state import (
     Failing,
     Move,
     RequestState,
-    Server,
     TokenGap,
     closed_to,
     may_return,
     refusal,
 )
 from controller.migration import live
-from controller.router.endpoints import Key
+from controller.router.endpoints import Key, Server
 
 POISONOUS = "request_poisonous"
 HELD = "held"
@@ -131,8 +130,7 @@ def step(state: RequestState, event: Event, now: float) -> Next:
 
 def become_routing(state: RequestState, planned: Key | None = None, *, free: bool = False) -> Next:
     """Choose a worker. `free`: the attempt costs no budget, because nothing had failed."""
-    tried, missed = state.tried, state.missed
-    declined = closed_to(state)
+    tried, missed, declined = state.tried, state.missed, closed_to(state)
     state = replace(state, phase="routing", free=free)
     if not (tried or declined or missed or planned):
         return state, _FIRST_ROUTE

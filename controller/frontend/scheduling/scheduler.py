@@ -1,17 +1,11 @@
-"""Which worker gets a request? Filter, score, pick, and what follows from each choice for the next ones.
+"""Which worker gets a request? Filter, score, pick.
 
-    what the fleet says, connections, ─▶ filter ─▶ score ─▶ pick ─▶ begin ─▶ read ─▶ end
-    own breakers, room                               ▲                └───────┴──────┴── the slot tracker
-          names of its blocks ─▶ where they are cached                                     │
-          what each worker has to do ◀─────────────────────────────────────────────────────┘
-
-What is cached is known from the workers' KV events; of workers that say nothing of it, it is guessed from what was sent to
-them. What there is to do is counted here, in the turn of the loop in which a request is sent: the next one sees it.
+    what the fleet says, connections, own breakers, room ─▶ filter ─▶ score ─▶ pick
+    what is cached where, what each worker has to do (`routing_state`) ──┘
 
 Where panic has begun, what this frontend knows of failures is ignored for as long as it lasts.
 """
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
@@ -23,13 +17,11 @@ from controller.frontend.request.failures import smallest_limit
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.pools import Pools
+from controller.frontend.scheduling.routing_state import RoutingState
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, Lineage, WorkerRank
-from controller.router.index.approximate import ApproximateCache, better
-from controller.router.index.index import Depths, Matches
-from controller.router.index.view import KvView
-from controller.router.load.active_sequences import ActiveSequences
+from controller.router.index.approximate import better
 from controller.router.load.monitor import LoadLimits, LoadMonitor
 from controller.router.selection.filter import (
     MANY,
@@ -44,10 +36,10 @@ from controller.router.selection.filter import (
 )
 from controller.router.selection.score import Pricing, ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode, Selection
-from events.blocks import BlockNames
 
 log = structlog.get_logger(__name__)
 
+_KV = Mode.KV  # to look a member of an enum up takes as long as a call
 HEARD_S = 3.5  # three reports may be lost
 
 
@@ -110,39 +102,33 @@ class Peers:
 
 
 class Scheduler:
-    """One frontend's choices of workers, and what it has sent where."""
+    """One frontend's choices of workers."""
 
     def __init__(
         self,
         settings: FrontendSettings,
         table: EndpointTable,
         plane: RequestPlane,
-        meter: RequestMetrics,
+        metrics: RequestMetrics,
         peers: Peers,
         panic: Panic,
         now: Callable[[], float],
         dice: Callable[[], float],
     ) -> None:
         self._settings = settings
-        self._table = table
+        self.table = table
         self._plane = plane
-        self._meter = meter
         self._peers = peers
         self._panic = panic
         self._breakers, self._open = panic.breakers, panic.breakers.open
-        self.now = now
+        self._now = now
         self._dice = dice
-        self._router = router = settings.router
+        router, self._by_deadline = settings.router, settings.by_deadline
         self._usual, self._mode = pricing_of(router), Mode(router.mode)
-        self._paced = router.prefill_load_model == "profile"
-        self._serial = itertools.count(1)
-        self.view: KvView | None = None  # what is cached where, of the workers that say it
-        self._guesses = ApproximateCache(ttl_s=router.ttl_secs)
-        self.slots = ActiveSequences(track_output=router.track_output_blocks)
-        self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
         self.pools = Pools(now)
-        self._by_deadline = settings.by_deadline
-        self._pools = self.pools if self._by_deadline else None  # else nothing asks how fast they are
+        self.state = RoutingState(router, metrics, self.pools if self._by_deadline else None, now)
+        self.slots = self.state.slots
+        self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
         self._chooser, self._picker = Chooser(self.slots), Picker()
         self._others = None if router.replica_sync else plane  # else they tell our tracker
         self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
@@ -154,7 +140,7 @@ class Scheduler:
 
     def _look(self, model: str) -> Sequence[Endpoint]:
         """Return a model's endpoints. See whether there is panic, and bring the filter's rules up to date."""
-        endpoints = self._table.models.get(model, ())
+        endpoints = self.table.models.get(model, ())
         self._ignoring = False  # nearly always, all is calm
         if self._open or self._panic.models:
             self._ignoring = self.live and self._panic.ignores(model, endpoints)
@@ -174,21 +160,21 @@ class Scheduler:
     ) -> Filter:
         """Return the filter among the endpoints of a request's lineage."""
         self._look(plan.model)
-        group = self._table.group(plan.model, plan.lineage)
+        group = self.table.group(plan.model, plan.lineage)
         endpoints = group.endpoints if group is not None else ()
         return Filter(endpoints, self._rules, tried, room, plan.tokens_max)
 
     def look_for_panic(self) -> None:
         """The fold or a breaker may have moved: see whether panic has begun or ended anywhere."""
         if self.live:
-            for model in self._table.known:
-                self._panic.look(model, self._table.models.get(model, ()))
+            for model in self.table.known:
+                self._panic.look(model, self.table.models.get(model, ()))
 
     def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
         """Return an endpoint, none of `without`, with room for a new request of any lineage or of this one. Raise NoWorker."""
         endpoints = self._look(model)
         if lineage is not None:
-            group = self._table.group(model, lineage)
+            group = self.table.group(model, lineage)
             endpoints = group.endpoints if group is not None else ()
         if without:
             endpoints = [endpoint for endpoint in endpoints if endpoint.key not in without]
@@ -230,10 +216,6 @@ class Scheduler:
         allowed = self._ignoring or self._breakers.allowed(endpoint)
         return allowed and self._plane.reachable(endpoint.worker, endpoint.instance)
 
-    def refused(self, endpoint: Endpoint) -> None:
-        """An endpoint has refused a request for want of room: it gets none until it next reports its load."""
-        endpoint.refuse(self._plane.external_load(endpoint.worker))
-
     # --- score and pick -------------------------------------------------------------------------------------
 
     def route(
@@ -248,27 +230,22 @@ class Scheduler:
         Raise NoWorker."""
         among = self._filter(plan, room, tried)
         if room is not Headroom.FRESH or not self._by_deadline:
-            return self._choose(among, plan, output)
+            return self.choose(among, plan, output)
         tokens, answer_max = len(plan.prompt) + len(output), plan.sampling.max_tokens
         monitor = self.monitor
         with monitor.asking(monitor.wanted(plan.model, tokens, answer_max, plan.names), monitor.beyond):
-            return self._choose(among, plan, output)
-
-    def at(self, endpoint: Endpoint, plan: GenerationRequest, output: Sequence[int] = ()) -> Selection:
-        """Return where at this endpoint a request goes: to which of its DP ranks."""
-        return self.choose([endpoint], plan, output)
-
-    def _choose(self, among: Filter, plan: GenerationRequest, output: Sequence[int]) -> Selection:
-        return self.choose(among.left() if plan.overrides.explain else among, plan, output)
+            return self.choose(among, plan, output)
 
     def choose(
         self, among: Filter | Sequence[Endpoint], plan: GenerationRequest, output: Sequence[int] = ()
     ) -> Selection:
         """Return where a request goes: to one of the endpoints that a filter leaves, or of these, at least one. `output`:
         accepted tokens behind its prompt. Raise NoWorker."""
-        mode, pricing, now = self._mode, self._usual, self.now()
-        if (overrides := plan.overrides.router) is not None:
-            mode, pricing = Mode(overrides.mode), pricing_of(overrides)
+        mode, pricing, now, overrides = self._mode, self._usual, self._now(), plan.overrides
+        if overrides.router is not None:
+            mode, pricing = Mode(overrides.router.mode), pricing_of(overrides.router)
+        if overrides.explain and isinstance(among, Filter):
+            among = among.left()
         prompt = self._prompt(plan, output, mode, now)
         return self._chooser.choose(
             among, prompt, now=now, draw=self._dice(), mode=mode, pricing=pricing, others=self._others
@@ -276,157 +253,37 @@ class Scheduler:
 
     def _prompt(self, plan: GenerationRequest, output: Sequence[int], mode: Mode, now: float) -> ScoredPrompt:
         """Return what is to be placed. Where workers have blocks of several sizes, it is measured in those that most have."""
-        group = self._table.group(plan.model, plan.lineage)
+        group = self.table.group(plan.model, plan.lineage)
         sizes = group.block_sizes if group is not None else (1,)
         tokens, size = len(plan.prompt) + len(output), sizes[0]
-        if mode is not Mode.KV and not plan.overrides.explain:
+        if mode is not _KV and not plan.overrides.explain:
             return ScoredPrompt(tokens, size)
-        blocks = plan.names.of(size, output)
-        found = self._cached(blocks, now)
+        cached, names = self.state.cached, plan.names
+        blocks = names.of(size, output)
+        found = cached(blocks, now)
         for other in sizes[1:]:
-            found = better(found, self._cached(plan.names.of(other, output), now).scaled(other / size))
+            found = better(found, cached(names.of(other, output), now).scaled(other / size))
         return ScoredPrompt(tokens, size, blocks, found)
 
-    # --- what is cached -------------------------------------------------------------------------------------
+    # --- what a model's workers have in common --------------------------------------------------------------
 
-    def _cached(self, blocks: Sequence[int], now: float) -> Matches:
-        """Return how many of these blocks each rank has: what they say, and what we guess."""
-        if self.view is None:
-            return self._guesses.find(blocks, now=now)
-        found = self.view.find(blocks)
-        return better(found, self._guesses.find(blocks, now=now)) if self._guesses else found
+    def limit(self, model: str) -> int:
+        """Return how many migrations a request of this model may have."""
+        own, registered = self._settings.migration_limit, self.table.migration_limit(model)
+        return own if registered is None else smallest_limit(own, (registered,))
 
-    def uncached(self, group: EndpointGroup, names: BlockNames, tokens: int) -> int:
-        """Return how many of a prompt's tokens none of these workers has on its device."""
-        size = group.block_sizes[0]
-        found, keys = self._cached(names.of(size), self.now()).device, group.keys
-        if isinstance(found, Depths):
-            deepest = found.deepest(keys)
-        else:
-            deepest = max((depth for holder, depth in found.items() if holder[:2] in keys), default=0)
-        return max(0, tokens - deepest * size)
-
-    def claimed(self, choice: Selection) -> int:
-        """Return how many prompt tokens the chosen rank itself says it has cached; 0 where it says nothing that matters."""
-        prompt, size = choice.request.prompt, choice.endpoint.block_tokens
-        if self.view is None or choice.overlap_blocks < 1 or prompt.block_tokens != size:
-            return 0
-        return self.view.find(prompt.blocks).device.get(choice.holder, 0) * size
-
-    def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare what a rank claimed with what a request found there."""
-        if self.view is not None:
-            self.view.compare(holder, claimed, cached)
-
-    @property
-    def known(self) -> str:
-        """What is known of what workers have cached, as a line for people."""
-        guessed = f"{self.guessed} blocks guessed from what was sent"
-        return guessed if self.view is None else f"{self.view.health}, {guessed}"
-
-    @property
-    def guessed(self) -> int:
-        """How many blocks are taken to be cached where no worker says so."""
-        return len(self._guesses)
-
-    # --- what was sent --------------------------------------------------------------------------------------
-
-    def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
-        """A request goes where it was chosen to. Return the number under which it is counted there."""
-        request, holder, unread = choice.request, choice.holder, choice.prefill_tokens
-        prompt, now = request.prompt, request.now
-        self._meter.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
-        pools = self._pools
-        ahead = 0.0 if pools is None else self.slots.work(holder, now=self.now()).prefill_tokens
-        slot = self._add(choice.endpoint, holder, plan, output, unread, now, prompt)
-        if pools is not None:
-            pools.sent(slot, choice.endpoint, ahead, unread)
-        return slot
-
-    def carry(self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]) -> int:
-        """A request has come there with its KV cache: nothing of it has to be read. Return its number there."""
-        holder = WorkerRank(endpoint.worker, endpoint.instance, rank)
-        return self._add(endpoint, holder, plan, output, 0, self.now())
-
-    def _add(
-        self,
-        endpoint: Endpoint,
-        holder: WorkerRank,
-        plan: GenerationRequest,
-        output: Sequence[int],
-        unread: int,
-        now: float,
-        prompt: ScoredPrompt | None = None,
-    ) -> int:
-        router, slot, size = plan.overrides.router or self._router, next(self._serial), endpoint.block_tokens
-        tokens = len(plan.prompt) + len(output)
-        blocks: Sequence[int] = ()
-        if router.mode == "kv":
-            named = prompt is not None and prompt.block_tokens == size and prompt.tokens == tokens
-            blocks = prompt.blocks if prompt is not None and named else plan.names.of(size, output)
-        shared = blocks if router.assume_kv_reuse else ()
-        rate = endpoint.joined.profile.prefill_tokens_per_s if self._paced else 0.0
-        self.slots.add(
-            slot,
-            holder,
-            shared,
-            now=now,
-            prefill_tokens=unread,
-            block_tokens=size,
-            own_blocks=0 if shared else tokens // size,
-            expected_s=unread / rate if rate > 0 else None,
-        )
-        if blocks and (self.view is None or not endpoint.joined.kv_events):
-            self._guesses.sent(holder, blocks, now=now)
-        return slot
-
-    def read(self, slot: int) -> None:
-        """Its first token is here."""
-        if self._pools is not None:
-            self._pools.read(slot)
-        self.slots.prefill_done(slot, now=self.now())
-
-    def end(self, slot: int) -> None:
-        """It is over there, however it ended."""
-        if self._pools is not None:
-            self._pools.end(slot)
-        self.slots.free(slot, now=self.now())
-
-    def unread(self, endpoint: Endpoint) -> float:
-        """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
-        return sum(self.monitor.unread_by_rank(endpoint))
-
-    def expire(self) -> None:
-        """Forget requests of which it was not said for an hour that they are over, and what is cached no more."""
-        self._guesses.expire(now=self.now())
-        if stale := self.slots.expire(now=self.now()):
-            log.warning("slots_expired", requests=len(stale))
+    def group(self, model: str, lineage: Lineage) -> EndpointGroup:
+        """Return the workers of a model and lineage, and what they have in common. Raise NotServed."""
+        group = self.table.group(model, lineage)
+        if group is None:
+            raise NotServed
+        return group
 
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of endpoints that are gone; keep `keys`."""
         self._picker.forget(keys)
         self._chooser.forget(keys)
-        for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
-            self.slots.forget(holder, now=self.now())
-            self._guesses.forget(holder)
-
-    # --- what a model's workers have in common --------------------------------------------------------------
-
-    def urgency(self, tier: str) -> int:
-        """Return how urgent requests of a tier are: 0 is the best."""
-        return self._table.urgency(tier)
-
-    def limit(self, model: str) -> int:
-        """Return how many migrations a request of this model may have."""
-        own, registered = self._settings.migration_limit, self._table.migration_limit(model)
-        return own if registered is None else smallest_limit(own, (registered,))
-
-    def group(self, model: str, lineage: Lineage) -> EndpointGroup:
-        """Return the workers of a model and lineage, and what they have in common. Raise NotServed."""
-        group = self._table.group(model, lineage)
-        if group is None:
-            raise NotServed
-        return group
+        self.state.forget(keys)
 
 
 def explained(choice: Selection) -> dict[str, Any]:

@@ -109,7 +109,8 @@ class Frontend:
             deterministic=True,
         )
         choice = self.director.routing.route(plan, (), room=Headroom.FRESH)
-        self.director.routing.end(self.director.routing.begin(choice, plan, ()))
+        state = self.director.routing.state
+        state.end(state.begin(choice, plan, ()), self.director.now())
         return choice.endpoint.worker
 
 

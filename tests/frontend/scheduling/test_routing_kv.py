@@ -66,7 +66,7 @@ async def test_what_workers_say_of_their_cache_counts_more_than_what_was_sent() 
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend() as kit:
         view = KvView()
-        kit.director.routing.view = view
+        kit.director.routing.state.view = view
         for worker in (one, two):
             await kit.add(worker, kv_events=True)
         view.absorb([joined(one, kv_events=True), joined(two, kv_events=True)], kit.director.now())
@@ -191,10 +191,13 @@ async def test_a_worker_that_is_gone_is_forgotten() -> None:
     async with frontend(one, two) as kit:
         await kit.complete(PROMPT, 2)
         scheduler = kit.director.routing
-        assert (scheduler.guessed, {holder.worker for holder in scheduler.slots.holders}) == (4, {"w1", "w2"})
+        assert (scheduler.state.guessed, {holder.worker for holder in scheduler.slots.holders}) == (
+            4,
+            {"w1", "w2"},
+        )
         await one.stop()
         kit.tell(replace(joined(one), instance="i2", url="tcp://127.0.0.1:1"))
-        assert scheduler.guessed == 0
+        assert scheduler.state.guessed == 0
         assert ("w1", "i1", 0) not in scheduler.slots.holders
 
 
@@ -374,7 +377,7 @@ def burst(prompts: list[list[int]]) -> Counter[str]:
         )  # fmt: skip
         routing = desks[n % FRONTENDS].routing
         choice = routing.route(plan, ())
-        routing.begin(choice, plan, ())
+        routing.state.begin(choice, plan, ())
         got[choice.endpoint.worker] += 1
     return got
 
