@@ -20,7 +20,7 @@ from controller.frontend.dispatch.placement import Placer
 from controller.frontend.dispatch.preemption import Preemption
 from controller.frontend.dispatch.reports import MigrationReports
 from controller.frontend.dispatch.stall_watch import StallWatch
-from controller.frontend.driver import Driver, DriverParts
+from controller.frontend.driver import Driver
 from controller.frontend.health.exposure import MARGIN, Exposures
 from controller.frontend.health.local_breakers import LocalBreakers, Panic
 from controller.frontend.health.poison import PoisonWatch
@@ -254,7 +254,7 @@ class Director:
         self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
         reports = MigrationReports(world.name, world.observe, self.request_metrics)
         self.preemption = preemption = Preemption(
-            table, self.routing, self.running, reports, world.clock, settings.parks_s
+            table, self.routing, self.running, reports, now, settings.parks_s
         )
         self.refusals = Refusals(world.name, settings, table, self.routing, self.traffic, world.dice)
         self.admission = Admission(
@@ -275,9 +275,22 @@ class Director:
         """Return the owner of this frontend's live requests."""
         settings, table, running, metrics = self.settings, self.table, self.running, self.request_metrics
         dispatcher = Dispatcher(
-            table, self.routing, world.plane, self.poison, running, metrics, self.intrusions
+            table=table,
+            routing=self.routing,
+            state=self.routing.state,
+            plane=world.plane,
+            poison=self.poison,
+            breakers=self.breakers,
+            running=running,
+            metrics=metrics,
+            intrusions=self.intrusions,
         )
-        parts = DriverParts(
+        return Driver(
+            settings=settings,
+            table=table,
+            routing=self.routing,
+            admission=self.admission,
+            dispatcher=dispatcher,
             preemption=self.preemption,
             placer=self.placer,
             poison=self.poison,
@@ -286,9 +299,10 @@ class Director:
             stalls=StallWatch(settings.stall, settings.admission, table, running, world.plane, self.now()),
             request_metrics=metrics,
             faults=self.metrics.faults,
+            tracker=self.routing.slots if settings.router.track_output_blocks else None,
+            now=self.now,
             ended=world.ended,
         )
-        return Driver(settings, table, self.routing, self.admission, dispatcher, parts, self.now)
 
     # --- the fold -----------------------------------------------------------------------------------------
 

@@ -9,10 +9,9 @@ Tokens take the direct path; `step` sees the first token of an attempt, failures
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from dataclasses import dataclass, field
 from math import inf
 
-import msgspec
 import structlog
 
 from controller.frontend.admission.admission import Admission, Reservation
@@ -50,6 +49,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.migration import live as kv
 from controller.ports import LostCause, WorkerUnreachable
 from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.load.active_sequences import ActiveSequences
 from controller.router.selection.filter import NoWorker
 from controller.router.trust import SourceDistrusted, TrustedSource
 from events.refusal import REASON, read_refusal
@@ -152,9 +152,15 @@ class RequestSink(LiveRequest, kw_only=True):
             self.flush()
 
 
-class DriverParts(msgspec.Struct, frozen=True):
-    """What the driver uses besides workers and admission."""
+@dataclass(eq=False)
+class Driver:
+    """The live requests of one frontend."""
 
+    settings: FrontendSettings
+    table: EndpointTable
+    routing: Scheduler
+    admission: Admission
+    dispatcher: Dispatcher
     preemption: Preemption
     placer: Placer
     poison: PoisonWatch
@@ -163,43 +169,16 @@ class DriverParts(msgspec.Struct, frozen=True):
     stalls: StallWatch
     request_metrics: RequestMetrics
     faults: FaultMetrics
+    tracker: ActiveSequences | None  # counts tokens too
+    now: Callable[[], float]
     ended: Callable[[LiveRequest], object] | None  # is told of each answer that is over
+    live: dict[int, LiveRequest] = field(default_factory=dict)  # by number
+    waiting: WaitingRequests = field(default_factory=WaitingRequests)
+    queued: dict[LiveRequest, asyncio.Future[Reservation]] = field(default_factory=dict)
+    opened: int = 0  # live requests so far: the number of the last one
 
-
-class Driver:
-    """The live requests of one frontend."""
-
-    def __init__(
-        self,
-        settings: FrontendSettings,
-        table: EndpointTable,
-        routing: Scheduler,
-        admission: Admission,
-        dispatcher: Dispatcher,
-        parts: DriverParts,
-        now: Callable[[], float],
-    ) -> None:
-        self.settings = settings
-        self.now = now
-        self.request_metrics = parts.request_metrics
-        self.exposures = parts.exposures
-        self._tracker = routing.slots if settings.router.track_output_blocks else None
-        self._table = table
-        self._routing = routing
-        self._admission = admission
-        self._dispatcher = dispatcher
-        self._poison = parts.poison
-        self._reports = parts.reports
-        self._placer = parts.placer
-        self._preemption = parts.preemption
-        self._preemption.feed = self.feed
-        self._stalls = parts.stalls
-        self._faults = parts.faults
-        self._ended = parts.ended
-        self._numbers = count(1)
-        self.live: dict[int, LiveRequest] = {}  # by number
-        self.waiting = WaitingRequests()
-        self._queued: dict[LiveRequest, asyncio.Future[Reservation]] = {}
+    def __post_init__(self) -> None:
+        self.preemption.feed = self.feed
 
     # --- from the client
 
@@ -238,15 +217,15 @@ class Driver:
         stats = OutputStats(
             self.request_metrics.of(request.model),
             self.exposures,
-            self._tracker,
+            self.tracker,
             inf if longest is None else longest - tokens,
             now if request.arrived is None else request.arrived,
             now,
             now,
         )
         continuation = Continuation(request, answer.accepted, load_tokens(request.lineage[1]))
-        state, number = RequestState(terms, now), next(self._numbers)
-        answer.number = number
+        state = RequestState(terms, now)
+        self.opened = answer.number = number = self.opened + 1
         live = self.live[number] = RequestSink(
             answer,
             completion,
@@ -279,17 +258,17 @@ class Driver:
             following = None
             for effect in effects:
                 following = self._apply(live, effect, now)
-        if self._poison.resolved:
-            self._poison.resolved = False
+        if self.poison.resolved:
+            self.poison.resolved = False
             self.wake()
 
     def fail(self, live: LiveRequest, failure: Failure, dispatch: Dispatch | None = None) -> None:
         """An attempt has failed: the present one, or `dispatch`, which the request may have left in time."""
         if dispatch is not None and dispatch is not live.dispatch:
-            self._dispatcher.blame(dispatch, failure)
+            self.dispatcher.blame(dispatch, failure)
         elif live.dispatch is not None:
             key, full = live.dispatch.endpoint.key, is_turned_away(live.state, failure)
-            closed = full and self._dispatcher.closed_s((key,)) > 0
+            closed = full and self.dispatcher.closed_s((key,)) > 0
             self.feed(live, on.AttemptFailed(failure, live.progress, closed))
 
     def fail_internally(self, live: LiveRequest) -> None:
@@ -298,7 +277,7 @@ class Driver:
         if live.over:
             return
         if live.dispatch is not None:
-            self._dispatcher.cancel(live.dispatch)
+            self.dispatcher.cancel(live.dispatch)
         now = self.now()
         live.state, effects = step(live.state, on.RequestRejected(internal()), now)
         for effect in effects or (do.LeaveWorker(), do.End(error=internal())):
@@ -306,7 +285,7 @@ class Driver:
 
     def _apply(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
         """Do one thing for a request. Return the event that answers a question; the commonest effects come first."""
-        dispatcher, dispatch = self._dispatcher, live.dispatch
+        dispatcher, dispatch = self.dispatcher, live.dispatch
         match effect:
             case do.SelectWorker():
                 event = dispatcher.route(live, effect, live, now)
@@ -318,7 +297,7 @@ class Driver:
                 if first:
                     live.stats.first_output(now)
                     self.waiting.started(live)
-                    self._admission.wake(live.request.model)
+                    self.admission.wake(live.request.model)
             case do.Complete(finish, alone) if dispatch is not None:
                 self._leave_worker(live, dispatch, now)
                 dispatcher.served(live, dispatch, now, alone=alone)
@@ -349,16 +328,16 @@ class Driver:
             case do.CountRestored(kind, outcome, seconds):
                 self.request_metrics.of(live.request.model).restored(kind, outcome, seconds)
             case do.ReportMigrated():
-                self._reports.migrated(live, effect, now)
+                self.reports.migrated(live, effect, now)
             case do.ReportAbandoned(reason):
-                self._reports.abandoned(live, reason)
+                self.reports.abandoned(live, reason)
             case do.ReportExposure(action):
                 live.exposure = action
             case do.Refuse(abandoned):
                 request, none = live.request, dispatcher.no_worker
-                error = self._admission.refusal(none, request.model, request.tier)
+                error = self.admission.refusal(none, request.model, request.tier)
                 if abandoned:
-                    self._reports.abandoned(live, none.code)
+                    self.reports.abandoned(live, none.code)
                 self._end(live, now, error=error)
             case _ if live.kv_move is not None:
                 return self._advance_move(live, live.kv_move, effect, now)
@@ -371,7 +350,7 @@ class Driver:
         stats.count(live, now)
         live.dispatch = None
         stats.leave()
-        self._dispatcher.end(live, dispatch, now)
+        self.dispatcher.end(live, dispatch, now)
         self._freed(live.request.model)
 
     def _freed(self, model: str | None = None) -> None:
@@ -380,14 +359,14 @@ class Driver:
             longest = self.waiting.longest(model, self.now())
             if longest is not None:
                 self.feed(longest, on.Woken())
-        if self._preemption.put_off:
-            for live, endpoint in self._preemption.resume(self._admission, model):
+        if self.preemption.put_off:
+            for live, endpoint in self.preemption.resume(self.admission, model):
                 if endpoint is not None:
                     self._resume(live, endpoint)
                 else:
                     self.feed(live, on.NoneLeft())
         if model is not None:
-            self._admission.wake(model)
+            self.admission.wake(model)
 
     # --- waiting
 
@@ -398,18 +377,18 @@ class Driver:
 
     def _queue(self, live: LiveRequest) -> None:
         """Wait for room, before those that came later."""
-        request, now, admission = live.request, self.now(), self._admission
+        request, now, admission = live.request, self.now(), self.admission
         until = request.first_token_by
         if until is None:
-            latency = self._table.knobs(request.model).latency
+            latency = self.table.knobs(request.model).latency
             until = live.state.began_at + self.settings.admission.queue_s * latency
         wait_s = max(0.0, until - now)
-        turn = self._queued[live] = admission.again(
+        turn = self.queued[live] = admission.again(
             request.model, request.lineage, wait_s, live.state.declined
         )
 
         def over(turn: "asyncio.Future[Reservation]") -> None:
-            wanted = self._queued.pop(live, None) is turn
+            wanted = self.queued.pop(live, None) is turn
             if turn.cancelled():
                 return
             if (error := turn.exception()) is None:
@@ -427,8 +406,8 @@ class Driver:
         loop = asyncio.get_running_loop()
 
         def place() -> None:
-            for one, endpoint in self._placer.place(self.waiting.take_rerouting()):
-                self._resume(one, endpoint if endpoint is None or self._routing.takes(endpoint) else None)
+            for one, endpoint in self.placer.place(self.waiting.take_rerouting()):
+                self._resume(one, endpoint if endpoint is None or self.routing.takes(endpoint) else None)
 
         if not planned:
             loop.call_soon(self._resume, live)
@@ -450,7 +429,7 @@ class Driver:
         match effect:
             case do.ShipCache():
                 try:  # trust is checked at the very moment
-                    move.ship(TrustedSource(self._table.worker(move.source)))
+                    move.ship(TrustedSource(self.table.worker(move.source)))
                 except (SourceDistrusted, WorkerUnreachable) as error:
                     return on.TransferAdvanced(kv.MigrationDeclined("source", str(error)))
             case do.CancelTarget():
@@ -475,9 +454,9 @@ class Driver:
         move.target.release()
         live.stats.count(live, now)
         live.stats.hand_over()
-        self._dispatcher.end(live, source, now)
+        self.dispatcher.end(live, source, now)
         self._freed(live.request.model)
-        self._dispatcher.adopt(live, move.target, move.rank, move.stream, now)
+        self.dispatcher.adopt(live, move.target, move.rank, move.stream, now)
         move.adopt(live)
         for chunk in move.held:
             live.take(chunk)
@@ -498,16 +477,16 @@ class Driver:
         well = error is None and finish != "cancelled"
         live.stats.ended(live, now, well=well)
         if live.state.begun:
-            self._admission.ended(live.request.model, len(live.accepted))
+            self.admission.ended(live.request.model, len(live.accepted))
         else:
             self.waiting.started(live)
-        if self._queued and (turn := self._queued.pop(live, None)) is not None:
+        if self.queued and (turn := self.queued.pop(live, None)) is not None:
             turn.cancel()
         if live.state.disturbed:  # else it has never waited for another worker
             self.waiting.forget(live)
             live.give_back()
-        if self._ended is not None:
-            self._ended(live)
+        if self.ended is not None:
+            self.ended(live)
         completion, live.completion = live.completion, None  # freed at once, without a search for cycles
         if completion is not None:
             completion.ended(answer)
@@ -518,14 +497,14 @@ class Driver:
     def tick(self) -> None:
         """Move streams that have stalled, and end requests that have waited too long."""
         now = self.now()
-        for live, dispatch, failure in self._stalls.tick(now):
-            self._faults.stalled.inc()
+        for live, dispatch, failure in self.stalls.tick(now):
+            self.faults.stalled.inc()
             try:
-                self._dispatcher.cancel(dispatch, "elsewhere")
+                self.dispatcher.cancel(dispatch, "elsewhere")
                 self.fail(live, failure, dispatch)
             except Exception:
                 self.fail_internally(live)
-        self._preemption.comment()
+        self.preemption.comment()
         self._freed()
         for live in self.waiting.late(now, self.settings.admission.first_token_s):
-            self.feed(live, on.Tick(self._table.knobs(live.request.model).latency))
+            self.feed(live, on.Tick(self.table.knobs(live.request.model).latency))

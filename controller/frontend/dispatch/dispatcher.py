@@ -4,15 +4,17 @@ These are the worker's endpoint and the list of what runs there, the slot tracke
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from math import inf
 
 from controller.frontend.dispatch.live_request import Dispatch, LiveRequest, RunningRequests
-from controller.frontend.health.local_breakers import AnswerDraw
+from controller.frontend.health.local_breakers import AnswerDraw, LocalBreakers
 from controller.frontend.health.poison import PoisonWatch, Way, Where
 from controller.frontend.request.effects import SelectWorker
 from controller.frontend.request.events import ConnectFailed, NoWorkerFound, Sent
 from controller.frontend.request.failures import ERRORS, Failure, Suspicion
 from controller.frontend.request_metrics import RequestMetrics
+from controller.frontend.scheduling.routing_state import RoutingState
 from controller.frontend.scheduling.scheduler import Scheduler, explained
 from controller.ports import RequestPlane, Sink, WorkerUnreachable
 from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
@@ -25,29 +27,20 @@ from events.wire import Why
 _FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # to look a member of an enum up takes as long as a call
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """The attempts of one frontend."""
 
-    def __init__(
-        self,
-        table: EndpointTable,
-        routing: Scheduler,
-        plane: RequestPlane,
-        poison: PoisonWatch,
-        running: RunningRequests,
-        metrics: RequestMetrics,
-        intrusions: Intrusions,
-    ) -> None:
-        self._table = table
-        self._routing = routing
-        self._state = routing.state
-        self._plane = plane
-        self._poison = poison
-        self._breakers = poison.breakers
-        self._running = running
-        self._metrics = metrics
-        self._intrusions = intrusions
-        self.no_worker = NoWorker()  # why the last request found none
+    table: EndpointTable
+    routing: Scheduler
+    state: RoutingState
+    plane: RequestPlane
+    poison: PoisonWatch
+    breakers: LocalBreakers
+    running: RunningRequests
+    metrics: RequestMetrics
+    intrusions: Intrusions
+    no_worker: NoWorker = field(default_factory=NoWorker)  # why the last request found none
 
     def route(
         self, live: LiveRequest, effect: SelectWorker, sink: Sink, now: float
@@ -57,7 +50,7 @@ class Dispatcher:
             choice = self.choose(live, effect)
         except NoWorker as error:
             self.no_worker, request = error.with_traceback(None), live.request
-            stands_in = self._table.stands_in(request.model, request.lineage, live.state.failed)
+            stands_in = self.table.stands_in(request.model, request.lineage, live.state.failed)
             reopens_s = error.reopens_s if isinstance(error, AllClosed) else 0.0
             return NoWorkerFound(error.code, stands_in, reopens_s)
         try:
@@ -71,10 +64,10 @@ class Dispatcher:
     def choose(self, live: LiveRequest, route: SelectWorker) -> Selection:
         """Return where a request goes: to the planned worker, or the best one that has not been tried; if there is none, to one
         to which only the connection had failed. Raise NoWorker; Held if it has to wait although there are workers."""
-        request, routing, output = live.request, self._routing, live.accepted
+        request, routing, output = live.request, self.routing, live.accepted
         declined, first = route.declined, live.last_dispatch is None
-        planned = self._table.endpoints.get(route.planned) if route.planned is not None else None
-        where = self._poison.where(request)
+        planned = self.table.endpoints.get(route.planned) if route.planned is not None else None
+        where = self.poison.where(request)
         if where is not None and (planned is None or planned is not where.endpoint):  # hardly ever
             planned = None
             if (found := self._guarded(live, where, route)) is not None:
@@ -103,7 +96,7 @@ class Dispatcher:
 
     def _guarded(self, live: LiveRequest, where: Where, route: SelectWorker) -> Selection | None:
         """Return where a request goes that may not go anywhere; None: anywhere, after all. Raise Held."""
-        request, routing, output, only = live.request, self._routing, live.accepted, where.endpoint
+        request, routing, output, only = live.request, self.routing, live.accepted, where.endpoint
         tried = route.avoid | route.missed
         try:
             if only is None:
@@ -115,16 +108,16 @@ class Dispatcher:
         except NoWorker:
             pass
         if where.waits and routing.targets(request):
-            raise self._poison.hold(request)
+            raise self.poison.hold(request)
         return None
 
     # --- beginning ----------------------------------------------------------------------------------------
 
     def send(self, live: LiveRequest, choice: Selection, sink: Sink, now: float) -> None:
         """Send a request to the worker that was chosen. Raise WorkerUnreachable."""
-        endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self._state
+        endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self.state
         asked = live.continuation.request(endpoint, rank)
-        stream = self._plane.open(endpoint.worker, endpoint.instance, asked, sink)
+        stream = self.plane.open(endpoint.worker, endpoint.instance, asked, sink)
         claimed = 0
         if live.last_dispatch is None:
             if request.overrides.explain:
@@ -136,7 +129,7 @@ class Dispatcher:
 
     def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int, now: float) -> None:
         """Count that a worker continues a request under this stream, with the KV cache that it has taken over."""
-        slot = self._state.carry(endpoint, rank, live.request, live.accepted)
+        slot = self.state.carry(endpoint, rank, live.request, live.accepted)
         self._begin(live, endpoint, rank, stream, slot, now)
 
     def _begin(
@@ -150,48 +143,48 @@ class Dispatcher:
         claimed: int = 0,
     ) -> None:
         request = live.request
-        self._poison.sent(request, endpoint, slot)
-        self._running.begin(live, endpoint, len(request.prompt) + request.sampling.max_tokens)
-        epoch, before = self._breakers.routed(endpoint.key), live.last_dispatch
+        self.poison.sent(request, endpoint, slot)
+        self.running.begin(live, endpoint, len(request.prompt) + request.sampling.max_tokens)
+        epoch, before = self.breakers.routed(endpoint.key), live.last_dispatch
         shown = rank if endpoint.ranks > 1 else None
-        live.begin(Dispatch(endpoint, shown, stream, slot, self._table.number, epoch, before, claimed), now)
+        live.begin(Dispatch(endpoint, shown, stream, slot, self.table.number, epoch, before, claimed), now)
 
     # --- ending -------------------------------------------------------------------------------------------
 
     def cancel(self, dispatch: Dispatch, why: Why = "gone") -> None:
         """Tell the worker that its stream is read no more, and read no more of it."""
         endpoint = dispatch.endpoint
-        if why == "elsewhere" and self._table.drains(endpoint):
+        if why == "elsewhere" and self.table.drains(endpoint):
             why = "drained"
-        self._plane.cancel(endpoint.worker, dispatch.stream, why)
+        self.plane.cancel(endpoint.worker, dispatch.stream, why)
 
     def prompt_read(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
         """The first token of an attempt has come."""
-        self._state.read(dispatch.slot, now)
+        self.state.read(dispatch.slot, now)
         cached = live.stats.cached_tokens
         if dispatch.claimed and cached is not None:
             holder = WorkerRank(*dispatch.endpoint.key, dispatch.rank or 0)
-            self._state.compare(holder, dispatch.claimed, cached)
-        self._poison.read(live.request, dispatch.endpoint.key)
+            self.state.compare(holder, dispatch.claimed, cached)
+        self.poison.read(live.request, dispatch.endpoint.key)
 
     def end(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
         """An attempt has left its worker, however it ended."""
-        self._poison.left(live.request, dispatch.slot)
-        self._running.end(live, dispatch.endpoint)
-        self._state.end(dispatch.slot, now)
+        self.poison.left(live.request, dispatch.slot)
+        self.running.end(live, dispatch.endpoint)
+        self.state.end(dispatch.slot, now)
 
     def served(self, live: LiveRequest, dispatch: Dispatch, now: float, *, alone: bool) -> None:
         """An answer was completed by this attempt. `alone`: no other attempt has brought any of it; else its times say nothing
         of this worker, also where the others were at the same one."""
         request, stats, endpoint = live.request, live.stats, dispatch.endpoint
-        self._poison.served(request)
+        self.poison.served(request)
         count, first_at = stats.counted, stats.first_at
         ttft = itl = None
         if alone and first_at is not None:
             ttft = first_at - live.state.began_at
             itl = (now - first_at) / (count - 1) if count > 1 else None
-            self._metrics.served(endpoint.worker, len(request.prompt), ttft, itl)
-        self._breakers.served(
+            self.metrics.served(endpoint.worker, len(request.prompt), ttft, itl)
+        self.breakers.served(
             endpoint.key, count, ttft, itl, dispatch.routed_under, dispatch.breaker_epoch,
             model=request.model,
             drawn=AnswerDraw(request.sampling, stats.weighed, stats.unlikely) if alone else None,
@@ -200,7 +193,7 @@ class Dispatcher:
     def blame(self, dispatch: Dispatch, failure: Failure) -> None:
         """An attempt failed by its worker's fault."""
         key = dispatch.endpoint.key
-        self._breakers.failed(
+        self.breakers.failed(
             key, failure.reason, dispatch.routed_under, dispatch.breaker_epoch, one_stream=failure.one_stream
         )
 
@@ -208,18 +201,18 @@ class Dispatcher:
         """Count a failed attempt against its worker, if that is to blame; `begun`: after its first token. Return what the failure
         says of the request itself."""
         request, endpoint, reason = live.request, dispatch.endpoint, failure.reason
-        poison, key = self._poison, endpoint.key
+        poison, key = self.poison, endpoint.key
         if reason == "invalid_output":  # its stream is open: nothing of it is read any more
             self.cancel(dispatch, "elsewhere")
             account = account_of(endpoint.worker, endpoint.joined.account)
-            self._intrusions.report(account, f"send {failure.detail}", worker=endpoint.worker)
+            self.intrusions.report(account, f"send {failure.detail}", worker=endpoint.worker)
         way = Way.of(reason, failure.detail, len(live.accepted))
         alone = reason in ERRORS or failure.one_stream  # its worker goes on
         if not failure.kind.blames or (alone and poison.repeats(request, key, way)):
             self.unjudged(dispatch, has_output=begun)
         else:
             self.blame(dispatch, failure)
-        connected = self._plane.load(endpoint.worker) is not None
+        connected = self.plane.load(endpoint.worker) is not None
         if not begun and poison.brings_down(reason, key, one_stream=failure.one_stream, connected=connected):
             poison.fell(request, endpoint, dispatch.slot, reason)
             return Suspicion.SUSPECT
@@ -230,14 +223,14 @@ class Dispatcher:
     def turned_away(self, dispatch: Dispatch) -> None:
         """A worker had no room for an attempt: that speaks against neither. It gets none until it next reports its load."""
         endpoint = dispatch.endpoint
-        endpoint.refuse(self._plane.external_load(endpoint.worker))
+        endpoint.refuse(self.plane.external_load(endpoint.worker))
         self.unjudged(dispatch, has_output=False)
 
     def closed_s(self, keys: Collection[Key]) -> float:
         """Return the least of the times, in seconds, for which these workers take no new requests; 0: none is closed."""
-        loads = [self._plane.external_load(worker) for worker, _ in keys]
+        loads = [self.plane.external_load(worker) for worker, _ in keys]
         return min((load.closed_s for load in loads if load is not None and load.closed_s), default=0.0)
 
     def unjudged(self, dispatch: Dispatch, *, has_output: bool) -> None:
         """An attempt ends through no fault of its worker: its client has left, or was mistaken."""
-        self._breakers.unjudged(dispatch.endpoint.key, dispatch.breaker_epoch, has_output=has_output)
+        self.breakers.unjudged(dispatch.endpoint.key, dispatch.breaker_epoch, has_output=has_output)

@@ -13,7 +13,7 @@ from the same reports. Where workers are equal each frontend therefore begins it
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 import structlog
@@ -40,28 +40,16 @@ _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # this frontend's clock as instants: o
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Placer:
     """The answers of one frontend that have to go on elsewhere, and where each of them goes."""
 
-    def __init__(
-        self,
-        frontend: str,
-        policy: MovingPolicy,
-        routing: Scheduler,
-        plane: RequestPlane,
-        running: RunningRequests,
-        peers: Peers,
-    ) -> None:
-        """Begin with none. `running` returns what runs on a worker, `peers` the other frontends that serve now, as far as is
-        known."""
-        self._frontend = frontend
-        self._policy = policy
-        self._routing = routing
-        self._table = routing.table
-        self._monitor = routing.monitor
-        self._plane = plane
-        self._running = running
-        self._peers = peers
+    frontend: str
+    policy: MovingPolicy
+    routing: Scheduler
+    plane: RequestPlane
+    running: RunningRequests
+    peers: Peers
 
     def place(self, waiting: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
         """Yield where each of these requests, which lost their workers in one turn of the loop, is to be sent; None: the router
@@ -107,7 +95,7 @@ class Placer:
         found = {endpoint.worker: endpoint for endpoint in endpoints}
         requests = {str(n): generation for n, generation in enumerate(generations)}
         placements = place(
-            self._policy,
+            self.policy,
             kv,
             [self._leaving(name, generation, found) for name, generation in requests.items()],
             [self._target(endpoint, source if kv is not None else None) for endpoint in found.values()],
@@ -121,16 +109,16 @@ class Placer:
         its prefix cache, while so many transfers share the link. The others do not change which method is recommended."""
         tokens, cached = len(live.request.prompt) + len(live.accepted), max(0, cached_tokens)
         kv, there = _kv_shape(source), self._target(endpoint, source, newcomers=0)
-        alone = estimate(self._policy, kv, there, tokens, cached_tokens=cached)
-        cost = estimate(self._policy, kv, there, tokens, cached_tokens=cached, at_once=at_once)
+        alone = estimate(self.policy, kv, there, tokens, cached_tokens=cached)
+        cost = estimate(self.policy, kv, there, tokens, cached_tokens=cached, at_once=at_once)
         return replace(cost, recommended=alone.recommended)
 
     def _leaving(self, name: str, generation: LiveRequest, targets: Mapping[str, Endpoint]) -> Leaving:
-        tier, state = generation.request.tier, generation.state
+        table, state = self.routing.table, generation.state
         tried = state.tried | closed_to(state)
         return Leaving(
             request_id=name,
-            priority=self._table.urgency(tier),
+            priority=table.urgency(generation.request.tier),
             arrived=_ZERO + timedelta(seconds=generation.state.began_at),
             tokens=len(generation.request.prompt) + len(generation.accepted),
             barred={key[0] for key in tried if key[0] in targets and targets[key[0]].key == key},
@@ -138,7 +126,7 @@ class Placer:
 
     def _targets(self, request: GenerationRequest) -> list[Endpoint]:
         """Return who could take them, the emptier ones first, and among equals in this frontend's own order."""
-        endpoints = self._routing.targets(request)
+        endpoints = self.routing.targets(request)
         first = self._share(len(endpoints))
         turn = {
             endpoint.key: (n - first) % len(endpoints)
@@ -150,13 +138,13 @@ class Placer:
     def _share(self, targets: int) -> int:
         """Return at which of so many equal targets this frontend begins. Frontends that know one another begin in equal
         distances; one that knows of no other begins where its name says."""
-        others = sorted({*self._peers.names(), self._frontend})
+        others = sorted({*self.peers.names(), self.frontend})
         if len(others) > 1:
-            return others.index(self._frontend) * targets // len(others)
-        return xxhash.xxh32_intdigest(self._frontend.encode()) % max(1, targets)
+            return others.index(self.frontend) * targets // len(others)
+        return xxhash.xxh32_intdigest(self.frontend.encode()) % max(1, targets)
 
     def _in_flight(self, endpoint: Endpoint) -> int:
-        external = self._plane.external_load(endpoint.worker)
+        external = self.plane.external_load(endpoint.worker)
         return (
             endpoint.active
             + endpoint.kept.requests
@@ -167,9 +155,14 @@ class Placer:
         return self._in_flight(endpoint) * LOAD_STEPS // max(1, endpoint.joined.profile.max_batch)
 
     def _target(self, endpoint: Endpoint, source: Endpoint | None, newcomers: int = 1) -> MigrationTarget:
-        profile, load = endpoint.joined.profile, self._plane.load(endpoint.worker)
+        profile, load, monitor = (
+            endpoint.joined.profile,
+            self.plane.load(endpoint.worker),
+            self.routing.monitor,
+        )
+        unread = int(sum(monitor.unread_by_rank(endpoint)))
         free = load.kv_total - load.kv_used if load is not None and load.kv_total else BLOCKS_UNKNOWN
-        rate = profile.prefill_tokens_per_s or self._policy.prefill_tokens_per_s
+        rate = profile.prefill_tokens_per_s or self.policy.prefill_tokens_per_s
         places = max(
             1, profile.max_batch
         )  # who registers nonsense must not keep others from being planned for
@@ -184,9 +177,7 @@ class Placer:
             ),
             free_blocks=max(0, free),
             lanes=self._lanes(source, endpoint) if source is not None else (),
-            queued_tokens=max(
-                _queued_tokens(self._running.at(endpoint)), int(sum(self._monitor.unread_by_rank(endpoint)))
-            ),
+            queued_tokens=max(_queued_tokens(self.running.at(endpoint)), unread),
             free_places=max(0, places - in_flight),
             queue_s=RESIDENCE_S * max(0, in_flight + newcomers - places) / places,
             step_s=step_s if 0 <= step_s < STEP_S_MAX else 0.0,
@@ -197,7 +188,7 @@ class Placer:
         theirs, ours = source.joined, target.joined
         if _shards(theirs) != _shards(ours):
             return ()
-        return lanes(self._policy.links, theirs.topology, ours.topology, theirs.tp)
+        return lanes(self.policy.links, theirs.topology, ours.topology, theirs.tp)
 
 
 def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None:

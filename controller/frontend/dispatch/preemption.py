@@ -12,7 +12,7 @@ What a reader would get wrong: a frontend puts off its own answers alone. Those 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from controller.frontend.admission.admission import Admission
 from controller.frontend.admission.rooms import Preemptor
@@ -22,7 +22,6 @@ from controller.frontend.request.events import Event, MovedOnPurpose
 from controller.frontend.request.failures import PREEMPTED, Failure
 from controller.frontend.request.state import Move
 from controller.frontend.scheduling.scheduler import Scheduler
-from controller.ports import Clock
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
 
@@ -42,41 +41,31 @@ class _PutOff:
     comment_at: float
 
 
+@dataclass(eq=False)
 class Preemption(Preemptor):
     """The answers of one frontend that are put off."""
 
-    def __init__(
-        self,
-        table: EndpointTable,
-        routing: Scheduler,
-        running: RunningRequests,
-        reports: MigrationReports,
-        clock: Clock,
-        park_s: float | None,
-    ) -> None:
-        """Begin with none. `park_s`: the longest that one answer is put off, in all; None: none ever is."""
-        self._table = table
-        self._routing = routing
-        self._monitor = routing.monitor
-        self._running = running
-        self._reports = reports
-        self._now = clock.monotonic
-        self.feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
-        self._park_s = park_s
-        self.put_off: dict[LiveRequest, _PutOff] = {}
-        self._in_vain: dict[tuple[str, Lineage], float] = {}  # until when nothing is tried there
-        self._looked_at = 0
-        self._making_room = False  # for another request
+    table: EndpointTable
+    routing: Scheduler
+    running: RunningRequests
+    reports: MigrationReports
+    now: Callable[[], float]
+    park_s: float | None  # the longest that one answer is put off, in all; None: none ever is
+    feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
+    put_off: dict[LiveRequest, _PutOff] = field(default_factory=dict)
+    vain_until: dict[tuple[str, Lineage], float] = field(default_factory=dict)  # nothing is tried there
+    looked_at: int = 0
+    making_room: bool = False  # for another request
 
     # --- making room
 
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Say whether room can be made for a request of this tier."""
-        if self._park_s is None or tier > 0 or self._now() < self._in_vain.get((model, lineage), 0.0):
+        if self.park_s is None or tier > 0 or self.now() < self.vain_until.get((model, lineage), 0.0):
             return False
         if self._victim(model, lineage) is not None:
             return True
-        self._looked_at += LOOKS_MAX  # at others the next time, where there are so many
+        self.looked_at += LOOKS_MAX  # at others the next time, where there are so many
         self.in_vain(model, lineage)
         return False
 
@@ -84,38 +73,38 @@ class Preemption(Preemptor):
         """Put one answer off. False: there is none that may be."""
         found = self._victim(model, lineage)
         source = found.endpoint if found is not None else None
-        if found is None or source is None or self._park_s is None or self.feed is None:
+        if found is None or source is None or self.park_s is None or self.feed is None:
             return False
-        now, why = self._now(), Failure(PREEMPTED, "")
+        now, why = self.now(), Failure(PREEMPTED, "")
         move = Move(why, why, source.server, now, len(found.accepted))
-        self._reports.preempted(found, source)
-        self._making_room = True
+        self.reports.preempted(found, source)
+        self.making_room = True
         try:
             self.feed(found, MovedOnPurpose(move, None))
         finally:
-            self._making_room = False
-        self.put_off[found] = _PutOff(move, now + self._park_s - found.state.put_off_s, now + COMMENTS_S)
+            self.making_room = False
+        self.put_off[found] = _PutOff(move, now + self.park_s - found.state.put_off_s, now + COMMENTS_S)
         return True
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
         """What was tried has brought no room: workers say only with their next report what is free."""
-        self._in_vain[model, lineage] = self._now() + IN_VAIN_S
+        self.vain_until[model, lineage] = self.now() + IN_VAIN_S
 
     def _victim(self, model: str, lineage: Lineage) -> LiveRequest | None:
         """Return the answer that is put off next: the one that is cheapest to compute again, where its leaving makes room; else,
         where KV blocks are what is missing, the one that has most of them."""
-        group = self._table.group(model, lineage)
+        group = self.table.group(model, lineage)
         if group is None:
             return None
         cheapest = largest = None
-        endpoints = group.endpoints
+        endpoints, monitor = group.endpoints, self.routing.monitor
         for n in range(min(LOOKS_MAX, len(endpoints))):
-            endpoint = endpoints[(self._looked_at + n) % len(endpoints)]
-            if not (endpoint.routable and endpoint.active > 0 and self._routing.takes(endpoint)):
+            endpoint = endpoints[(self.looked_at + n) % len(endpoints)]
+            if not (endpoint.routable and endpoint.active > 0 and self.routing.takes(endpoint)):
                 continue
             by_count = self._has_room_without_one(endpoint)
-            by_blocks = self._monitor.busy(endpoint) or self._monitor.lacks_blocks(endpoint)
-            for one in self._running.at(endpoint):
+            by_blocks = monitor.busy(endpoint) or monitor.lacks_blocks(endpoint)
+            for one in self.running.at(endpoint):
                 if not self._may_be_put_off(one, endpoint):
                     continue
                 if by_count and (cheapest is None or _size(one) < _size(cheapest)):
@@ -128,19 +117,19 @@ class Preemption(Preemptor):
         """Say whether a worker would take a new request, if one of ours were not there."""
         endpoint.end()
         try:
-            return self._routing.has_room(endpoint, Headroom.FRESH)
+            return self.routing.has_room(endpoint, Headroom.FRESH)
         finally:
             endpoint.begin()
 
     def _may_be_put_off(self, one: LiveRequest, endpoint: Endpoint) -> bool:
-        state, tiers = one.state, self._table.tiers
+        state, tiers = one.state, self.table.tiers
         return (
             tiers.is_last(one.request.tier)
             and state.has_output
             and state.transfer is None
             and not state.tried
-            and self._park_s is not None
-            and state.put_off_s < self._park_s
+            and self.park_s is not None
+            and state.put_off_s < self.park_s
             and one.request.deterministic  # else it would not go on as it would have
             and endpoint.joined.exact
             and not one.stays
@@ -156,17 +145,17 @@ class Preemption(Preemptor):
         for one, put_off in self.put_off.items():
             request = one.request
             if (request.model, request.lineage) == (model, lineage) and not _stale(one, put_off):
-                yield self._table.urgency(request.tier) <= tier
+                yield self.table.urgency(request.tier) <= tier
 
     def resume(
         self, admission: Admission, model: str | None = None
     ) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
         """Yield those that may go on, of one model or of all, each with a worker that has room for it. None: it has been
         put off for long enough, and there is no worker to take it. Each is to be sent before the next is asked for."""
-        if self._making_room:
+        if self.making_room:
             return
         full: set[tuple[str, Lineage, bool]] = set()
-        now = self._now()
+        now = self.now()
         for one, put_off in list(self.put_off.items()):
             request, due = one.request, now >= put_off.until
             pool = (request.model, request.lineage, due)
@@ -174,12 +163,12 @@ class Preemption(Preemptor):
                 del self.put_off[one]
             elif model in (None, request.model) and pool not in full:
                 best = None if due else admission.best_waiting(request.model, request.lineage)
-                if best is not None and best < self._table.urgency(request.tier):
+                if best is not None and best < self.table.urgency(request.tier):
                     full.add(pool)
                     continue
                 try:
                     room = Headroom.HELD if due else Headroom.FRESH
-                    endpoint = self._routing.route(request, one.state.tried, one.accepted, room=room).endpoint
+                    endpoint = self.routing.route(request, one.state.tried, one.accepted, room=room).endpoint
                 except AllBusy:
                     full.add(pool)
                 except NoWorker:
@@ -192,7 +181,7 @@ class Preemption(Preemptor):
 
     def comment(self) -> None:
         """Let the clients of those that are put off know that they are not forgotten. To be called often."""
-        now = self._now()
+        now = self.now()
         for one, put_off in list(self.put_off.items()):
             if now >= put_off.comment_at and not _stale(one, put_off):
                 self.put_off[one] = replace(put_off, comment_at=now + COMMENTS_S)

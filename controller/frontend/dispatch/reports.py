@@ -1,6 +1,7 @@
 """Facts and metrics about answers that changed their workers."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from controller.frontend.dispatch.live_request import LiveRequest
 from controller.frontend.request import effects as do
@@ -11,13 +12,13 @@ from controller.router.endpoints import Endpoint, Server
 from events.observations import RequestAbandoned, RequestMigrated, RequestPreempted, RequestResumed
 
 
+@dataclass(eq=False)
 class MigrationReports:
     """Emits what one frontend observes of its migrations."""
 
-    def __init__(self, frontend: str, observe: Observe, metrics: RequestMetrics) -> None:
-        self._frontend = frontend
-        self._observe = observe
-        self._metrics = metrics
+    frontend: str
+    observe: Observe
+    metrics: RequestMetrics
 
     def migrated(self, live: LiveRequest, effect: do.ReportMigrated, now: float) -> None:
         """An answer moved to its last attempt."""
@@ -37,10 +38,10 @@ class MigrationReports:
                 self._resumed(live, move, target[0], target[1], gap_s, exact=exact)
             return
         if effect.well:
-            self._metrics.resumed(cause, gap_s)
-        self._observe(
+            self.metrics.resumed(cause, gap_s)
+        self.observe(
             RequestMigrated(
-                frontend=self._frontend,
+                frontend=self.frontend,
                 request=request.id,
                 model=request.model,
                 source=source[0],
@@ -69,7 +70,7 @@ class MigrationReports:
         """A preempted answer continues."""
         request = live.request
         fact = RequestResumed(
-            frontend=self._frontend,
+            frontend=self.frontend,
             request=request.id,
             model=request.model,
             source=move.source.key[0],
@@ -79,14 +80,14 @@ class MigrationReports:
             gap_ms=gap_s * 1000,
             exact=exact,
         )
-        self._observe(fact, traceparent=request.traceparent)
+        self.observe(fact, traceparent=request.traceparent)
 
     def preempted(self, live: LiveRequest, source: Endpoint) -> None:
         """An answer is put off for a more urgent one."""
         request = live.request
-        self._metrics.preempted(request.model, request.tier)
+        self.metrics.preempted(request.model, request.tier)
         fact = RequestPreempted(
-            frontend=self._frontend,
+            frontend=self.frontend,
             request=request.id,
             model=request.model,
             tier=request.tier,
@@ -94,13 +95,13 @@ class MigrationReports:
             instance=source.instance,
             tokens=len(live.accepted),
         )
-        self._observe(fact, traceparent=request.traceparent)
+        self.observe(fact, traceparent=request.traceparent)
 
     def abandoned(self, live: LiveRequest, reason: str) -> None:
         """An answer could not be continued."""
         request, last = live.request, live.state.last
         fact = RequestAbandoned(
-            frontend=self._frontend,
+            frontend=self.frontend,
             request=request.id,
             model=request.model,
             worker=last.server.key[0] if last is not None else "",
@@ -108,7 +109,7 @@ class MigrationReports:
             reason=reason,
             tokens=len(live.accepted),
         )
-        self._observe(fact, traceparent=request.traceparent)
+        self.observe(fact, traceparent=request.traceparent)
 
 
 def same_answers(source: Server, target: Server, unset: Collection[str]) -> bool:

@@ -15,6 +15,7 @@ The limit never depends on the age itself, so a stuck stream cannot raise its ow
 """
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import structlog
 
@@ -31,36 +32,28 @@ LATE_S = 0.25  # a sweep that is later than this waits for the next one: tokens 
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class StallWatch:
     """Sweeps over the running streams of one frontend."""
 
-    def __init__(
-        self,
-        settings: StallSettings,
-        admission: AdmissionSettings,
-        table: EndpointTable,
-        running: RunningRequests,
-        plane: RequestPlane,
-        now: float,
-    ) -> None:
-        self._settings = settings
-        self._first_token_s = admission.first_token_s
-        self._first_token_s_per_token = admission.first_token_s_per_1k / 1000
-        self._table = table
-        self._running = running
-        self._plane = plane
-        self._due = now + settings.sweep_s
+    settings: StallSettings
+    admission: AdmissionSettings
+    table: EndpointTable
+    running: RunningRequests
+    plane: RequestPlane
+    swept_at: float
 
     def tick(self, now: float) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
         """Sweep if it is time. Yield the attempts that have stalled."""
-        due, settings = self._due, self._settings
+        settings = self.settings
+        due = self.swept_at + settings.sweep_s
         if now < due:
             return
-        self._due = now + settings.sweep_s
+        self.swept_at = now
         if now - due > LATE_S:
             return
         oldest = now - settings.floor_s
-        for endpoint, there in self._running.items():
+        for endpoint, there in self.running.items():
             quiet = [one for one in there if one.stats.last_at < oldest]
             if quiet:
                 yield from self._look(endpoint, there, quiet, now)
@@ -73,17 +66,17 @@ class StallWatch:
         now: float,
     ) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
         """Yield those of the `quiet` streams of one worker that are too old."""
-        streams = [one for one in there if one.state.has_output]
+        admission, streams = self.admission, [one for one in there if one.state.has_output]
         newest = max((one.stats.last_at for one in streams), default=0.0)
         paces = [pace for one in streams if (pace := pace_s(one.stats)) is not None]
-        load = self._plane.load(endpoint.worker)
+        load = self.plane.load(endpoint.worker)
         queued = load is not None and load.waiting > 0
-        reads = self._plane.others_work(endpoint.worker, 0, begun=True) == "before"
+        reads = self.plane.others_work(endpoint.worker, 0, begun=True) == "before"
         for one in quiet:
             dispatch, stats, state = one.dispatch, one.stats, one.state
             if dispatch is None or state.transfer is not None or not state.begun:
                 continue  # a first token has a limit of its own
-            latency = self._table.knobs(one.request.model).latency
+            latency = self.table.knobs(one.request.model).latency
             if state.has_output:
                 age = now - stats.last_at
                 patient = queued or bool(refusal(state, AnswerProgress(len(one.accepted), reached=1)))
@@ -92,7 +85,9 @@ class StallWatch:
                 limit = self._limit(stats, paces, patient=patient) * latency
             else:
                 age = now - stats.attempt_at
-                limit = (self._first_token_s + self._first_token_s_per_token * one.length) * latency
+                limit = (
+                    admission.first_token_s + admission.first_token_s_per_1k / 1000 * one.length
+                ) * latency
             if age > limit:
                 worker = dispatch.endpoint.worker
                 log.warning(
@@ -106,7 +101,7 @@ class StallWatch:
 
     def _limit(self, stats: OutputStats, paces: Collection[float], *, patient: bool) -> float:
         """Return the age in seconds at which a stream has stalled."""
-        settings = self._settings
+        settings = self.settings
         pace = pace_s(stats)
         if pace is None:
             pace = max(paces, default=settings.ceiling_s)

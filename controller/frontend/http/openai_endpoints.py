@@ -186,7 +186,7 @@ class OpenAiEndpoints:
                 finally:
                     reservation.free()  # for the answers, which are launched before another request's turn comes
             routing = self.director.routing
-            priority = 0 if admitted.first_token_by is None else director.table.urgency(admitted.tier)
+            priority = 0 if admitted.first_token_by is None else routing.table.urgency(admitted.tier)
             format, limit = answer_format(parsed, tokens, call.id), routing.limit(parsed.model)
             completion = Completion(admitted, format, stream, priority=priority, migration_limit=limit)
         except BaseException as why:
