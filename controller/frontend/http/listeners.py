@@ -130,13 +130,11 @@ class Listeners:
         """Let what is answered on the fast path end, and what was written leave, for `SHUTDOWN_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + SHUTDOWN_S
-        answering = [task for connection in tuple(self.fast_path) if (task := connection.end()) is not None]
-        if answering:
-            _, late = await asyncio.wait(answering, timeout=SHUTDOWN_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
         for connection in tuple(self.fast_path):
             connection.end()
         while self.fast_path and loop.time() < until:  # noqa: ASYNC110 (a moment, once in a life)
             await asyncio.sleep(_LOOK_S)
+        late = [task for connection in tuple(self.fast_path) if (task := connection.end()) is not None]
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
