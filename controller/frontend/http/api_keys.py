@@ -83,19 +83,16 @@ def read_keys(path: Path) -> list[tuple[str, bytes]]:
         line = line.strip()
         if not line or line.startswith("#"):
             continue
+        where = f"{path}, line {number}"
         name, colon, key = line.partition(":")
         name, key = (name.strip(), key.strip()) if colon else (f"key-{number}", line)
         if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"{path}, line {number}: a name has 1 to 64 letters, digits, dots, hyphens or underscores"
-            )
+            raise ValueError(f"{where}: a name has 1 to 64 letters, digits, dots, hyphens or underscores")
         if len(key) < KEY_CHARS_MIN or not key.isprintable() or " " in key:
-            raise ValueError(
-                f"{path}, line {number}: a key has at least {KEY_CHARS_MIN} characters and no spaces"
-            )
+            raise ValueError(f"{where}: a key has at least {KEY_CHARS_MIN} characters and no spaces")
         digest = _digest(key)
         if name in found or digest in found.values():
-            raise ValueError(f"{path}, line {number}: this name or key is given twice")
+            raise ValueError(f"{where}: this name or key is given twice")
         found[name] = digest
     if not 1 <= len(found) <= KEYS_MAX:
         raise ValueError(f"{path} has {len(found)} keys: 1 to {KEYS_MAX} are possible")
