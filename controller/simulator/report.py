@@ -39,7 +39,7 @@ def text(result: Result, again: str, expected: Forecast | None) -> str:
 
 def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, Any]:
     """Return a run as plain JSON values."""
-    scenario = result.scenario
+    scenario, besides = result.scenario, result.scenario.besides
     return {
         "seed": scenario.seed,
         "workers": scenario.workers,
@@ -47,11 +47,9 @@ def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str,
         "models": list(scenario.models),
         "controllers": scenario.controllers,
         "frontends": scenario.frontends,
-        "spares": scenario.besides.spares,
-        "planners": scenario.besides.planning.planners if scenario.besides.planning is not None else 0,
-        "room": scenario.besides.crowd.batch + scenario.besides.crowd.waiting
-        if scenario.besides.crowd is not None
-        else None,
+        "spares": besides.spares,
+        "planners": besides.planning.planners if besides.planning is not None else 0,
+        "room": besides.crowd.batch + besides.crowd.waiting if besides.crowd is not None else None,
         "canary_interval_s": scenario.interval / 1e6,
         "healed_at_s": scenario.heal_at / 1e6,
         "events": result.events,
@@ -84,16 +82,13 @@ def _head(result: Result) -> str:
 
 def _besides(scenario: Scenario) -> str:
     """Return what else there is in this world."""
-    planners = scenario.besides.planning.planners if scenario.besides.planning is not None else 0
-    found = [
-        f"{scenario.besides.spares} spares" if scenario.besides.spares else "",
-        f"{planners} planners" if planners else "",
-    ]
-    if scenario.besides.crowd is not None:
-        found.append(
-            f"room for {scenario.besides.crowd.batch} + {scenario.besides.crowd.waiting} requests at each worker"
-        )
-    return "".join(f", {one}" for one in found if one)
+    planning, crowd = scenario.besides.planning, scenario.besides.crowd
+    found = [f"{scenario.besides.spares} spares"] if scenario.besides.spares else []
+    if planning is not None:
+        found.append(f"{planning.planners} planners")
+    if crowd is not None:
+        found.append(f"room for {crowd.batch} + {crowd.waiting} requests at each worker")
+    return "".join(f", {one}" for one in found)
 
 
 def _happened(result: Result) -> str:

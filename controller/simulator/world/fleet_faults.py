@@ -8,6 +8,7 @@ from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND, coin, seconds_drawn
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.operators import Operators
+from controller.simulator.world.requests.frontends import SimulatedFrontend
 from controller.simulator.world.worker_faults import WorkerFaults
 from controller.simulator.world.world import SimulatedWorld
 
@@ -56,12 +57,8 @@ class FleetFaults:
     def _broker_gone(self) -> None:
         if not self.over:
             self._broker.go_down()
-            lasts = (
-                seconds_drawn(self._chance, 2, 90)
-                if self._chance.random() < 0.7
-                else seconds_drawn(self._chance, 125, 240)
-            )
-            self._kernel.after(lasts, self._broker_back)
+            low, high = (2, 90) if self._chance.random() < 0.7 else (125, 240)
+            self._kernel.after(seconds_drawn(self._chance, low, high), self._broker_back)
 
     def _broker_back(self) -> None:
         self._broker.come_up()
@@ -112,12 +109,11 @@ class FleetFaults:
         frontend = self._chance.choice(self._world.frontends)
         if frontend.up:
             frontend.slow_down(seconds_drawn(self._chance, 1, 20))
-            self._kernel.after(seconds_drawn(self._chance, 20, 120), self._catch_up, frontend.name)
+            self._kernel.after(seconds_drawn(self._chance, 20, 120), self._catch_up, frontend)
 
-    def _catch_up(self, name: str) -> None:
-        for frontend in self._world.frontends:
-            if frontend.name == name and frontend.up:
-                frontend.slow_down(0)
+    def _catch_up(self, frontend: SimulatedFrontend) -> None:
+        if frontend.up:
+            frontend.slow_down(0)
 
     def _projector_crash(self) -> None:
         self._projector.crash()
