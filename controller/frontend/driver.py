@@ -35,7 +35,8 @@ from controller.frontend.errors import ApiError, internal
 from controller.frontend.health.exposure import Exposures
 from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FaultMetrics
-from controller.frontend.openai.completion import Choice, Completion
+from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.completion import Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput, check_tokens
 from controller.frontend.openai.text.tokenizer import load_tokens
 from controller.frontend.request import effects as do

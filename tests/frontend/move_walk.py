@@ -21,7 +21,7 @@ from controller.adapters.request_plane.hang import HangPolicy
 from controller.deciders.fleet import Fleet, evolve
 from controller.frontend.director import Director, World
 from controller.frontend.dispatch.live_request import LiveRequest
-from controller.frontend.openai.completion import Choice
+from controller.frontend.openai.choice import Choice
 from controller.frontend.request.state import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable

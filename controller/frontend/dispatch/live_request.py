@@ -12,10 +12,10 @@ import msgspec
 from controller.frontend.admission.admission import Reservation
 from controller.frontend.dispatch.kv_move import KvMove
 from controller.frontend.health.exposure import Exposures, ServedSpan
-from controller.frontend.openai.completion import Choice, Completion
+from controller.frontend.openai.choice import Choice, ResponseWriter
+from controller.frontend.openai.completion import Completion
 from controller.frontend.openai.text.detokenizer import InvalidOutput
 from controller.frontend.openai.text.tokenizer import Tokens
-from controller.frontend.openai.writers import ResponseWriter
 from controller.frontend.request.events import TransferAdvanced
 from controller.frontend.request.state import (
     AnswerProgress,

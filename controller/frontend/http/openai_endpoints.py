@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import time
 from functools import cache
 
 import msgspec
@@ -19,7 +18,12 @@ from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.cors import Cors
 from controller.frontend.http.served_models import model_of
 from controller.frontend.openai.body_scan import UNSCANNED_BYTES
-from controller.frontend.openai.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
+from controller.frontend.openai.completion import (
+    AdmittedRequest,
+    Completion,
+    answer_tokens,
+    refuse_unsupported,
+)
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_head import (
     ENDPOINTS,
@@ -30,10 +34,10 @@ from controller.frontend.openai.request_head import (
     unknown_fields,
 )
 from controller.frontend.openai.request_parser import ParsedRequest, parse_body
-from controller.frontend.openai.sse import SseStream, StreamedResponse, response_head
+from controller.frontend.openai.sse import SseStream, StreamedResponse, worker_headers
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
-from controller.frontend.openai.writers import ResponseFormat, event
+from controller.frontend.openai.writers import event
 from controller.frontend.request.routing_overrides import read_overrides
 from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
@@ -163,32 +167,25 @@ class OpenAiEndpoints:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         head, parsed, headers = call.head, call.parsed, call.headers
         stream: SseStream | None = None
-        completion: Completion | None = None
         if parsed.stream:
             if call.transport is None:
                 raise asyncio.CancelledError
-            stream = SseStream(
-                call.transport,
-                self.director.settings.stream,
-                chunked=head.chunked,  # its head names the worker that the completion is with by then
-                head=lambda: response_head(head, headers | completion.headers if completion else headers),
-                overflow=lambda stream, why: self._cut(completion, stream, why),
-                began_at=call.arrived,
-            )
+            limits = self.director.settings.stream
+            stream = SseStream(call.transport, limits, head, headers, self._slow_clients, call.arrived)
             self._unanswered.add(stream)
         try:
             if self._admission.by_deadline:
-                admitted, tokens, reservation = await self._in_time(call)
+                admitted, reservation = await self._in_time(call)
             else:
                 reservation = await self._admission.admit(parsed.model, head.tier)
                 try:
-                    admitted, tokens = await self._admitted(call, reservation.lineage)
+                    admitted = await self._admitted(call, reservation.lineage)
                 finally:
                     reservation.free()  # for the answers, which are launched before another request's turn comes
             routing = self.director.routing
             priority = 0 if admitted.first_token_by is None else routing.table.urgency(admitted.tier)
-            format, limit = answer_format(parsed, tokens, call.id), routing.limit(parsed.model)
-            completion = Completion(admitted, format, stream, priority=priority, migration_limit=limit)
+            limit = routing.limit(parsed.model)
+            completion = Completion(admitted, stream, priority=priority, migration_limit=limit)
         except BaseException as why:
             if stream is None or not stream.started:
                 raise
@@ -203,36 +200,36 @@ class OpenAiEndpoints:
         error = await self._run(completion, stream, reservation)
         if stream is not None and (error is None or stream.started):
             return None, error
-        if stream is None and completion.worker:
-            headers |= completion.headers
+        if stream is None and completion.answers[0].endpoint is not None:
+            headers |= worker_headers(completion.answers)
         if error is not None:
             raise error
         return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
-    async def _in_time(self, call: Call) -> tuple[AdmittedRequest, Tokens, Reservation]:
+    async def _in_time(self, call: Call) -> tuple[AdmittedRequest, Reservation]:
         """Return a request that is admitted by its deadline, and its room, given back for the answers. Raise ApiError."""
         head, parsed = call.head, call.parsed
         client = head.asked.client(self.director.settings.admission.fairness_by, parsed.user)
         wanted = WantedRequest(parsed.model, head.tier, head.asked, client, call.arrived, head.id)
         lineage = self._admission.look(wanted)
-        admitted, tokens = await self._admitted(call, lineage)
+        admitted = await self._admitted(call, lineage)
         most = 0
         for prompt, _, _ in admitted.prompts:  # an invalid request does not wait in the queue
-            most = max(most, sampling(parsed, len(prompt), admitted.group, 0, 0).max_tokens)
+            most = max(most, answer_tokens(parsed, len(prompt), admitted.group))
         asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
         reservation, until = await self._admission.enter(wanted, lineage, asked)
         reservation.free()
-        return msgspec.structs.replace(admitted, first_token_by=until), tokens, reservation
+        return msgspec.structs.replace(admitted, first_token_by=until), reservation
 
-    async def _admitted(self, call: Call, lineage: Lineage) -> tuple[AdmittedRequest, Tokens]:
-        """Return a request with its prompts as tokens, and its model's tokenizer. Raise ApiError."""
+    async def _admitted(self, call: Call, lineage: Lineage) -> AdmittedRequest:
+        """Return a request with its prompts as tokens. Raise ApiError."""
         head, parsed, director = call.head, call.parsed, self.director
         began = director.now()
         try:
             tokens = await self.tokens(lineage[1])
             group = director.routing.group(parsed.model, lineage)
-            if parsed.guided or parsed.details is not None or parsed.logprobs is not None:
-                refuse_unsupported(parsed, group.engine, text_only=group.text_only)
+            if parsed.guided or group.text_only:
+                refuse_unsupported(parsed, group)
             prompts = await read_prompts(parsed, tokens, group.context_tokens, self.intake)
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=parsed.model, why=str(error))
@@ -246,8 +243,8 @@ class OpenAiEndpoints:
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
         asked, serial = head.overrides, next(self._serial)
         return AdmittedRequest(
-            parsed, call.id, head.tier, lineage, named, group, serial, head.trace, asked, call.arrived
-        ), tokens
+            parsed, call.id, head.tier, lineage, named, group, tokens, serial, head.trace, asked, call.arrived
+        )
 
     async def _run(
         self, completion: Completion, stream: SseStream | None, room: Reservation
@@ -307,14 +304,6 @@ class OpenAiEndpoints:
         """End the processes that parse bodies."""
         await self.intake.close()
 
-    def _cut(self, completion: Completion | None, stream: SseStream, why: str) -> None:
-        """Drop a client that does not read."""
-        if completion is not None:
-            log.warning("client_cut_off", request=completion.answers[0].request.id, why=why)
-            self._driver.cancel(completion.answers)
-        self._slow_clients.inc()
-        stream.abort()
-
     def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
         """Count a request that has ended; an error after the first token too, although its status was 200."""
         requests = self._requests
@@ -332,22 +321,6 @@ class OpenAiEndpoints:
             requests.rejections.labels(model, endpoint).inc()
         elif error.refusal:
             requests.refusals.labels(model, endpoint, error.refusal).inc()
-
-
-def answer_format(parsed: ParsedRequest, tokens: Tokens, id: str) -> ResponseFormat:
-    """Return the form of the answer to the request with this id."""
-    return ResponseFormat(
-        id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
-        model=parsed.called or parsed.model,
-        created=int(time.time()),  # noqa: TID251 (shown to the client, compared with nothing)
-        chat=parsed.chat,
-        usage=parsed.stream and parsed.include_usage,
-        tokens=tokens,
-        stops=parsed.stop,
-        min_tokens=parsed.sampling.min_tokens,
-        logprobs=parsed.logprobs,
-        logprobs_by_id=parsed.logprobs_by_id,
-    )
 
 
 def _shutting_down() -> ApiError:

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.request_parser import RESULTS, parse_body
+from controller.frontend.openai.request_parser import KINDS, parse_body
 
 HEAD = struct.Struct("<IB")
 SIZE = struct.Struct("<I")
-NAMES = tuple(RESULTS)
+NAMES = tuple(KINDS)
 NICENESS = 5  # streams go first where cores are scarce
 
 
@@ -52,7 +52,7 @@ def outcome(name: str, encoded: bytes) -> Any:
     found = msgspec.msgpack.decode(encoded, type=Parsed | Rejected)
     if isinstance(found, Rejected):
         raise ApiError(400, found.message, code=found.code, param=found.param)
-    return msgspec.msgpack.decode(found.result, type=RESULTS[name])
+    return msgspec.msgpack.decode(found.result, type=KINDS[name][1])
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ Unknown fields pass: clients send what their other servers understand. Those tha
 client is told of those that are not known (`request_models.py` has the tables).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,46 +26,25 @@ from controller.frontend.openai.request_models import (
     DetokenizeBody,
     PlainChat,
     RequestBody,
+    StreamOptions,
     TokenizeChatBody,
     TokenizePromptBody,
 )
+from events.wire import Sampling
 
 B = TypeVar("B", bound=BaseModel)
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Fields of sampling for which a model may have defaults of its own."""
-SAMPLING = (
-    "min_tokens", "temperature", "top_p", "seed", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "min_p",
-)  # fmt: skip
-"""Fields of a body that mean the same in RequestedSampling."""
-_LATER = DEFAULTED[2:]  # what a plain chat never has
+SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
+"""Fields of a body that mean the same in Sampling."""
 _PLAIN_UNSET = {
-    (heat, top): (*(() if heat else DEFAULTED[:1]), *(() if top else DEFAULTED[1:2]), *_LATER)
+    (heat, top): [name for name, given in zip(DEFAULTED, (heat, top, *[False] * 5), strict=True) if not given]
     for heat in (False, True)
     for top in (False, True)
 }
 """What a plain chat leaves out, by whether it has a temperature and a top_p."""
-
-
-class RequestedSampling(Struct, kw_only=True, frozen=True):
-    """How the client wants tokens to be chosen; fields that it left out have their defaults."""
-
-    max_tokens: int | None = None  # None: as many as the endpoint usually gives
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    seed: int | None = None  # None: one of ours
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_p: float = 0.0
-    logit_bias: dict[int, float] = {}
-    unset: tuple[str, ...] = ()  # of `DEFAULTED`, those that the client left out
 
 
 class AnswerDetails(Struct, kw_only=True, frozen=True):
@@ -74,6 +53,9 @@ class AnswerDetails(Struct, kw_only=True, frozen=True):
     echo: bool = False  # the prompt, before it
     token_ids: bool = False
     usage: bool = False  # as it is so far, with every event
+
+
+NO_DETAILS = AnswerDetails()
 
 
 class ParsedRequest(Struct, kw_only=True, frozen=True):
@@ -85,11 +67,13 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     stream: bool
     include_usage: bool
     n: int = 1
-    sampling: RequestedSampling
+    max_tokens: int | None = None  # None: as many as the endpoint usually gives
+    # What the client left out has its usual value, and is named in `unset`; what depends on the prompt is set later
+    sampling: Sampling
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # the k of the top-k that are shown; None: not wanted
     logprobs_by_id: bool = False  # they name tokens by their ids
-    details: AnswerDetails | None = None  # None: nothing but its text
+    details: AnswerDetails = NO_DETAILS
     guided: dict[str, Any] | None = None
     cache_salt: str = ""  # prefixes are shared only with requests that have the same
     messages: list[dict[str, Any]] | None = None  # of a chat
@@ -123,29 +107,12 @@ class DetokenizeRequest(Struct, kw_only=True, frozen=True):
 USER_CHARS_MAX = 128
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 FORMS = ("text", "json_object", "json_schema")
-RESULTS: dict[str, Any] = {
-    "chat_completions": ParsedRequest,
-    "completions": ParsedRequest,
-    "tokenize": TokenizeRequest,
-    "detokenize": DetokenizeRequest,
-    "json": Any,
-}
-"""What `parse_body` returns, by the kind of body."""
 _plain = msgspec.json.Decoder(PlainChat)
 
 
 def parse_body(kind: str, body: bytes) -> Any:
-    """Return what a body of this kind (a key of RESULTS) asks for. Raise ApiError (400), naming the field."""
-    match kind:
-        case "chat_completions":
-            return read_chat(body)
-        case "completions":
-            return parse_completion(read_json(body))
-        case "tokenize":
-            return read_tokenize(body)
-        case "detokenize":
-            return read_detokenize(body)
-    return read_json(body)
+    """Return what a body of this kind (a key of KINDS) asks for. Raise ApiError (400), naming the field."""
+    return read_chat(body) if kind == "chat_completions" else KINDS[kind][0](read_json(body))
 
 
 def read_chat(body: bytes) -> ParsedRequest:
@@ -176,8 +143,8 @@ def parse_any_chat(data: Any) -> ParsedRequest:
     return _parsed(
         body,
         unknown,
-        body.max_completion_tokens or body.max_tokens,
         chat=True,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         messages=[plain_message(place, message) for place, message in enumerate(body.messages)],
         template_extra=extra or None,
@@ -204,8 +171,8 @@ def parse_completion(data: Any) -> ParsedRequest:
     parsed = _parsed(
         body,
         unknown,
-        body.max_tokens,
         chat=False,
+        max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompts=prompts,
         echo=bool(body.echo),
@@ -222,8 +189,9 @@ def _from_plain(chat: PlainChat) -> ParsedRequest:
         model=chat.model,
         stream=chat.stream,
         include_usage=options is not None and options.include_usage,
-        sampling=RequestedSampling(
-            max_tokens=chat.max_completion_tokens or chat.max_tokens,
+        max_tokens=chat.max_completion_tokens or chat.max_tokens,
+        sampling=Sampling(
+            0,
             temperature=1.0 if chat.temperature is None else chat.temperature,
             top_p=1.0 if chat.top_p is None else chat.top_p,
             seed=chat.seed,
@@ -234,57 +202,41 @@ def _from_plain(chat: PlainChat) -> ParsedRequest:
     )
 
 
-def _parsed(
-    body: RequestBody, unknown: tuple[str, ...], max_tokens: int | None, *, echo: bool = False, **own: Any
-) -> ParsedRequest:
-    """Return what a body asks for; `own`: the fields of ParsedRequest that only one of the endpoints has, or each differently."""
-    options, details = body.stream_options, None
-    if options is not None:
-        unknown = (*unknown, *unknown_options(options.model_extra))
-    each = _usage_with_each(body)
-    if echo or each or body.return_token_ids:
-        details = AnswerDetails(echo=echo, token_ids=bool(body.return_token_ids), usage=each)
+def _parsed(body: RequestBody, unknown: tuple[str, ...], *, echo: bool = False, **own: Any) -> ParsedRequest:
+    """Return what a body asks for; `own`: the fields of ParsedRequest that only one of the endpoints has, or each differently.
+    Raise ApiError (400)."""
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options: only with stream: true", "stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise invalid("stream_options: continuous_usage_stats needs include_usage: true", "stream_options")
+    named = (f"stream_options.{name}" for name in options.model_extra or ())
     user = (body.model_extra or {}).get("user")
     return ParsedRequest(
         model=body.model,
         stream=body.stream,
-        include_usage=options is not None and options.include_usage,
+        include_usage=options.include_usage,
         n=body.n or 1,
-        sampling=_sampling(body, max_tokens),
+        sampling=_sampling(body),
         stop=_stops(body.stop),
         logprobs_by_id=bool(body.return_tokens_as_token_ids),
-        details=details,
+        details=AnswerDetails(
+            echo=echo, token_ids=bool(body.return_token_ids), usage=options.continuous_usage_stats
+        ),
         guided=_guided(body),
         cache_salt=body.cache_salt or "",
-        unknown=unknown,
+        unknown=(*unknown, *(name for name in named if name not in IGNORED)),
         user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
         **own,
     )
 
 
-def _usage_with_each(body: RequestBody) -> bool:
-    """Return whether each event of a stream carries the usage. Raise ApiError (400) for options of an answer that is not
-    streamed, or continuous usage without the usage."""
-    options = body.stream_options
-    if options is None:
-        return False
-    if not body.stream:
-        raise invalid("stream_options: only with stream: true", "stream_options")
-    if options.continuous_usage_stats and not options.include_usage:
-        raise invalid("stream_options: continuous_usage_stats needs include_usage: true", "stream_options")
-    return options.continuous_usage_stats
-
-
-def _sampling(body: RequestBody, max_tokens: int | None) -> RequestedSampling:
-    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
-    return RequestedSampling(
-        **given,
-        max_tokens=max_tokens,
-        top_k=max(0, body.top_k or 0),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items() if bias},
-        unset=tuple(name for name in DEFAULTED if getattr(body, name) is None),
-    )
+def _sampling(body: RequestBody) -> Sampling:
+    given: dict[str, Any] = {"max_tokens": 0, "temperature": 1.0}
+    given |= {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    given["top_k"] = max(0, body.top_k or 0)
+    given["logit_bias"] = {int(token): bias for token, bias in (body.logit_bias or {}).items() if bias}
+    return Sampling(**given, unset=[name for name in DEFAULTED if getattr(body, name) is None])
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
@@ -325,21 +277,21 @@ def _guided(body: RequestBody) -> dict[str, Any] | None:
 
 def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     """Return a message for the chat template: its content as a text or as text parts. Raise ApiError (400)."""
-    extra = message.model_extra or {}
-    content: str | list[dict[str, str]] = ""
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type != "text" or part.text is None:
-                raise unsupported(f"messages.{place}.content", f"parts of the type {quoted(part.type)!r}")
-        content = [{"type": "text", "text": part.text or ""} for part in message.content] or ""
-    elif message.content is not None:
-        content = message.content
+    extra, content, where = message.model_extra or {}, message.content, f"messages.{place}.content"
+    for part in content if isinstance(content, list) else ():
+        if part.type != "text" or part.text is None:
+            raise unsupported(where, f"parts of the type {quoted(part.type)!r}")
     calls = message.role == "assistant" and (extra.get("tool_calls") or extra.get("function_call"))
-    nothing = message.content is None or message.content == []
-    if nothing and not calls and not (message.role == "tool" and message.content is not None):
+    if not calls and (content is None or (content == [] and message.role != "tool")):
         why = "a message must have content; only an assistant's with tool_calls may have none"
-        raise invalid(f"messages.{place}.content: {why}", f"messages.{place}.content")
-    return {"role": message.role, **extra, "content": content}
+        raise invalid(f"{where}: {why}", where)
+    if isinstance(content, list):
+        return {
+            "role": message.role,
+            **extra,
+            "content": [{"type": "text", "text": part.text} for part in content] or "",
+        }
+    return {"role": message.role, **extra, "content": content or ""}
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -368,23 +320,19 @@ def plain_chat(body: bytes) -> PlainChat | None:
     return None if found.stream_options is not None and not found.stream else found
 
 
-def read_tokenize(body: bytes) -> TokenizeRequest:
-    """Return what a body asks for. Raise ApiError (400), naming the field."""
-    data = read_json(body)
-    if isinstance(data, dict) and "messages" in data:
-        if "prompt" in data:
-            raise invalid("either prompt, or messages", "prompt")
-        return _tokenize_chat(validated(TokenizeChatBody, data))
-    asked = validated(TokenizePromptBody, data)
-    return _tokenize(asked, text=asked.prompt)
-
-
-def _tokenize_chat(asked: TokenizeChatBody) -> TokenizeRequest:
-    found = _tokenize(asked)
-    names: dict[str, Any] = {"tools": asked.tools} if asked.tools else {}
-    names |= asked.chat_template_kwargs or {}
-    names["add_generation_prompt"] = asked.add_generation_prompt
-    messages = [plain_message(place, message) for place, message in enumerate(asked.messages)]
+def parse_tokenize(data: Any) -> TokenizeRequest:
+    """Return what a body of /tokenize asks for. Raise ApiError (400), naming the field."""
+    if not isinstance(data, dict) or "messages" not in data:
+        text = validated(TokenizePromptBody, data)
+        return _tokenize(text, text=text.prompt)
+    if "prompt" in data:
+        raise invalid("either prompt, or messages", "prompt")
+    chat = validated(TokenizeChatBody, data)
+    found = _tokenize(chat)
+    names: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
+    names |= chat.chat_template_kwargs or {}
+    names["add_generation_prompt"] = chat.add_generation_prompt
+    messages = [plain_message(place, message) for place, message in enumerate(chat.messages)]
     return msgspec.structs.replace(found, messages=messages, template_names=names)
 
 
@@ -398,10 +346,20 @@ def _tokenize(asked: TokenizePromptBody | TokenizeChatBody, text: str | None = N
     )
 
 
-def read_detokenize(body: bytes) -> DetokenizeRequest:
-    """Return what a body asks for. Raise ApiError (400), naming the field."""
-    asked = validated(DetokenizeBody, read_json(body))
+def parse_detokenize(data: Any) -> DetokenizeRequest:
+    """Return what a body of /detokenize asks for. Raise ApiError (400), naming the field."""
+    asked = validated(DetokenizeBody, data)
     return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "chat_completions": (parse_any_chat, ParsedRequest),
+    "completions": (parse_completion, ParsedRequest),
+    "tokenize": (parse_tokenize, TokenizeRequest),
+    "detokenize": (parse_detokenize, DetokenizeRequest),
+    "json": (lambda data: data, Any),
+}
+"""By the kind of a body: what parses it when it is decoded, and the type of the result."""
 
 
 def validated(model: type[B], data: Any) -> B:
@@ -428,19 +386,11 @@ def _is_type(step: int | str) -> bool:
 def refuse(extra: Mapping[str, Any] | None, refused: Mapping[str, tuple[Any, ...]]) -> tuple[str, ...]:
     """Return the fields in `extra` that are not known. Raise ApiError (400) for the first of the `refused` ones that has a value
     which is not harmless."""
-    unknown = []
-    for name, value in (extra or {}).items():
-        if name not in refused:
-            unknown.append(name)
-        elif value not in refused[name]:
+    given = extra or {}
+    for name, value in given.items():
+        if name in refused and value not in refused[name]:
             raise unsupported(name)
-    return tuple(name for name in unknown if name not in IGNORED)
-
-
-def unknown_options(extra: Mapping[str, Any] | None) -> Iterable[str]:
-    """Return the fields of `stream_options` that are not known, by their full names."""
-    names = (f"stream_options.{name}" for name in extra or ())
-    return (name for name in names if name not in IGNORED)
+    return tuple(name for name in given if name not in refused and name not in IGNORED)
 
 
 def bad_json(why: str) -> ApiError:

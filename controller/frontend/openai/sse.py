@@ -7,51 +7,59 @@ No stream waits for its client: what the client does not read is buffered up to 
 """
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Any
 
+import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from prometheus_client import Counter
 
+from controller.frontend.openai.choice import Choice
 from controller.frontend.openai.request_head import Head
+from controller.frontend.request.routing_overrides import EXPLAIN
 from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting for a worker\n\n"
 NO_TOKEN_YET = b": waiting for the first token\n\n"
+SUSPECT = "X-Holdfast-Suspect"
+EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
+
+log = structlog.get_logger(__name__)
 
 
 class SseStream:
     """The client's end of one streamed request."""
 
     __slots__ = (
-        "_chunked", "_head", "_limits", "_moved_at", "_overflow", "_quiet_at", "_quiet_bytes", "_seen", "_transport",
-        "_written", "ended", "parts", "started",
+        "_cut_off", "_head", "_headers", "_limits", "_moved_at", "_quiet_at", "_quiet_bytes", "_seen", "_transport",
+        "_written", "answers", "ended", "parts", "started",
     )  # fmt: skip
 
     def __init__(
         self,
         transport: asyncio.Transport,
         limits: StreamSettings,
-        *,
-        chunked: bool,
-        head: Callable[[], bytes],
-        overflow: Callable[["SseStream", str], None],
-        began_at: float = 0.0,
+        head: Head,
+        headers: dict[str, str],
+        cut_off: Counter,
+        began_at: float,
     ) -> None:
-        """Write to this connection, `chunked` if the client speaks HTTP/1.1, within the settings' limits.
+        """Answer the request with this head on this connection, with these headers, within the settings' limits.
 
-        `head` makes the response's head and is called once, with the first event; `overflow` is called with the reason why the
-        client must be cut off. `began_at`: monotonic seconds, when the request came.
+        `cut_off` counts the clients that do not read. `began_at`: monotonic seconds, when the request came.
         """
         self._transport = transport
         self._limits = limits
-        self._chunked = chunked
         self._head = head
-        self._overflow = overflow
+        self._headers = headers
+        self._cut_off = cut_off
+        self.answers: Sequence[Choice] = ()  # the head names the worker that they are with by then
         self._written = 0
         self._seen = 0  # bytes that had left our buffer when we looked last
         self._moved_at: float | None = None  # None: nothing is waiting
@@ -73,12 +81,12 @@ class SseStream:
         parts = self.parts
         if not parts:
             return
-        if self._chunked:
+        if self._head.chunked:
             parts.insert(0, b"%x\r\n" % sum(map(len, parts)))
             parts.append(b"\r\n0\r\n\r\n" if self.ended else b"\r\n")
         if not self.started:
             self.started = True
-            parts.insert(0, self._head())
+            parts.insert(0, response_head(self._head, self._headers | worker_headers(self.answers)))
         payload = b"".join(parts)  # once: an answer's bytes are many
         parts.clear()
         transport = self._transport
@@ -87,7 +95,7 @@ class SseStream:
         transport.write(payload)
         self._written += len(payload)
         if transport.get_write_buffer_size() > self._limits.buffer_bytes_max:
-            self._overflow(self, "the client does not read what it asked for")
+            self._cut("the client does not read what it asked for")
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
         """Send a comment, which clients ignore, where nothing else may come for a while."""
@@ -104,7 +112,7 @@ class SseStream:
         self._quiet_at, self._quiet_bytes = now, self._written
 
     def check(self, now: float) -> None:
-        """Cancel the client if bytes have waited for `write_deadline_s`, none of them moving. `now`: monotonic seconds."""
+        """Disconnect the client if bytes have waited for `write_deadline_s`, none of them moving. `now`: monotonic seconds."""
         waiting = self.waiting
         left = self._written - waiting
         if not waiting:
@@ -112,8 +120,15 @@ class SseStream:
         elif self._moved_at is None or left > self._seen:
             self._moved_at = now
         elif now - self._moved_at > self._limits.write_deadline_s:
-            self._overflow(self, f"the client has read nothing for {self._limits.write_deadline_s:g} s")
+            self._cut(f"the client has read nothing for {self._limits.write_deadline_s:g} s")
         self._seen = left
+
+    def _cut(self, why: str) -> None:
+        """Disconnect a client that does not read, which cancels its request."""
+        if self.answers:
+            log.warning("client_cut_off", request=self._headers["X-Request-Id"], why=why)
+        self._cut_off.inc()
+        self.abort()
 
     @property
     def socket(self) -> Any:
@@ -126,16 +141,12 @@ class SseStream:
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def release(self) -> None:
-        """Drop the callbacks, so that a finished request is freed at once, not by the collector of cycles."""
-        self._overflow, self._head = _nothing, bytes
+        """Drop the answers, so that a finished request is freed at once, not by the collector of cycles."""
+        self.answers = ()
 
     def abort(self) -> None:
         """Drop the client's connection."""
         self._transport.abort()
-
-
-def _nothing(stream: SseStream, why: str) -> None:
-    pass
 
 
 class StreamedResponse(web.StreamResponse):
@@ -150,6 +161,26 @@ class StreamedResponse(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         self._eof_sent = True
+
+
+def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
+    """Return what headers say of the choice of the worker that a request's answers are with."""
+    endpoint = answers[0].endpoint if answers else None
+    headers = {"X-Holdfast-Worker": _printable(endpoint.worker)} if endpoint is not None else {}
+    for answer in answers:
+        if answer.endpoint is not None and (suspect := answer.endpoint.suspect):
+            headers[SUSPECT] = _printable(suspect)
+    if answers and (why := answers[0].explained) is not None:
+        every, chosen = why["candidates"], why["chosen"]
+        best = every[:EXPLAINED_MAX]
+        best += [one for one in every[EXPLAINED_MAX:] if chosen.items() <= one.items()]
+        headers[EXPLAIN] = json.dumps(why | {"of": len(every), "candidates": best})
+    return headers
+
+
+def _printable(name: str) -> str:
+    """Return a worker's name as a header may have it: it registers as it likes."""
+    return name if name.isprintable() else ascii(name)
 
 
 def response_head(head: Head, headers: Mapping[str, str]) -> bytes:

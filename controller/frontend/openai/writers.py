@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from controller.frontend.openai.request_parser import AnswerDetails
+from controller.frontend.openai.choice import ResponseWriter
+from controller.frontend.openai.request_parser import NO_DETAILS, AnswerDetails, ParsedRequest
 from controller.frontend.openai.sse import SseStream
 from controller.frontend.openai.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, check_tokens
 from controller.frontend.openai.text.tokenizer import Tokens
@@ -35,32 +36,35 @@ ROLE = {"role": "assistant", "content": ""}
 class ResponseFormat(msgspec.Struct):
     """What all answers of one response share. It does not change."""
 
-    id: str
-    model: str
-    created: int
-    chat: bool
-    usage: bool  # a stream's chunks carry "usage": null, because the last one will carry it
+    parsed: ParsedRequest
     tokens: Tokens
-    stops: tuple[str, ...]
-    min_tokens: int
-    logprobs: int | None
-    logprobs_by_id: bool = False  # they name tokens by their ids
+    request: str  # its id
+    created: int  # seconds since 1970
     before: bytes = b""  # what stands before the choices in every event of a stream
     after: bytes = b""  # and behind them, where it is not the last event
 
     def __post_init__(self) -> None:
-        name = "chat.completion.chunk" if self.chat else "text_completion"
-        head = {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": ()}
-        self.before = b"data: " + msgspec.json.encode(head)[:-2]
-        self.after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
+        head = self.beginning("chat.completion.chunk" if self.parsed.chat else "text_completion")
+        self.before = b"data: " + msgspec.json.encode(head | {"choices": ()})[:-2]
+        # A stream's events carry "usage": null if the last one will carry it
+        self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
+
+    def beginning(self, object: str) -> dict[str, Any]:
+        """Return what a response or an event begins with."""
+        parsed = self.parsed
+        id = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request
+        return {
+            "id": id, "object": object, "created": self.created, "model": parsed.called or parsed.model,
+        }  # fmt: skip
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """Return a new detokenizer for one answer, with its stop strings."""
-        return IncrementalDetokenizer(self.tokens.detokenizer(), self.stops, self.min_tokens)
+        parsed = self.parsed
+        return IncrementalDetokenizer(self.tokens.detokenizer(), parsed.stop, parsed.sampling.min_tokens)
 
     def name_of(self, token: int) -> str:
         """Return what logprobs call a token: its text, or its id where the client wants that."""
-        return f"token_id:{token}" if self.logprobs_by_id else self.tokens.text_of(token)
+        return f"token_id:{token}" if self.parsed.logprobs_by_id else self.tokens.text_of(token)
 
     def characters(self, tokens: Sequence[int]) -> int:
         """Return how many characters the texts of these tokens have."""
@@ -74,19 +78,19 @@ class ResponseFormat(msgspec.Struct):
 class AnswerContext(msgspec.Struct):
     """What one answer shows besides its text, and the logprobs of its prompt."""
 
-    wanted: AnswerDetails
-    prompt: list[int]  # its tokens
-    prompt_text: str  # what is echoed
-    silent: bool  # nothing but the prompt is wanted: what is generated is not shown
+    wanted: AnswerDetails = NO_DETAILS
+    prompt: list[int] = []  # its tokens
+    prompt_text: str = ""  # what is echoed
+    silent: bool = False  # nothing but the prompt is wanted: what is generated is not shown
+    logprobs: bool = (
+        False  # those of the prompt are wanted: they come before those of an attempt's first tokens
+    )
     accepted: list[int] = []  # the answer's tokens, all of them: a list that grows with every step
+    due: bool = False  # the prompt's logprobs have not come yet
     prompt_logprobs: list[Logprob] = []
-    expected: int = 0  # logprobs of the prompt, before those of an attempt's first tokens
-    due: bool = False  # they have not come yet
 
-    def expect_logprobs(self, format: ResponseFormat) -> None:
-        """Expect logprobs of the prompt if they are echoed."""
-        self.due = self.wanted.echo and format.logprobs is not None
-        self.expected = len(self.prompt) if self.due else 0
+    def __post_init__(self) -> None:
+        self.due = self.logprobs
 
     def usage(self, made: int) -> dict[str, int]:
         """Return the usage when so many tokens have been shown."""
@@ -99,15 +103,15 @@ class AnswerContext(msgspec.Struct):
         """Keep those of the prompt, if they are due, and return those of these tokens of the answer."""
         if not self.due or logprobs is None:
             return logprobs
-        self.due = False
-        if len(logprobs) < self.expected + len(tokens):  # a worker of the release before gives none
+        self.due, read = False, len(self.prompt)
+        if len(logprobs) < read + len(tokens):  # a worker of the release before gives none
             return logprobs
-        self.prompt_logprobs = list(logprobs[: self.expected])
-        return logprobs[self.expected :]
+        self.prompt_logprobs = list(logprobs[:read])
+        return logprobs[read:]
 
     def rewind(self, count: int) -> None:
         """Expect the prompt's logprobs again where none of the answer's tokens is kept."""
-        self.due = self.due or (bool(self.expected) and not count)
+        self.due = self.due or (self.logprobs and not count)
 
     def echoed_logprobs(
         self, format: ResponseFormat, tokens: Sequence[int], own: Sequence[Logprob]
@@ -121,6 +125,10 @@ class AnswerContext(msgspec.Struct):
         for name in ("token_logprobs", "top_logprobs"):
             shown[name][:silent] = [None] * silent
         return shown
+
+
+PLAIN = AnswerContext()
+"""Of an answer that shows nothing but its text, as nearly all do."""
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -146,15 +154,10 @@ def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
 
 
 @lru_cache(CHOICES_KEPT)
-def _opening(index: int) -> bytes:
-    """Return the choice that begins a chat answer."""
-    return msgspec.json.encode(_choice(True, index, ROLE))
-
-
-@lru_cache(CHOICES_KEPT)
-def _ending(chat: bool, index: int, reason: str) -> bytes:
-    """Return the choice that ends an answer, with the reason."""
-    return msgspec.json.encode(_choice(chat, index, {} if chat else {"text": ""}, None, reason))
+def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
+    """Return the choice that ends an answer, with the reason; None: the one that begins a chat's."""
+    said = ROLE if reason is None else {} if chat else {"text": ""}
+    return msgspec.json.encode(_choice(chat, index, said, None, reason))
 
 
 def show_logprobs(
@@ -164,13 +167,13 @@ def show_logprobs(
 
     A completion's `top_logprobs` have the chosen token too, as OpenAI has it ("up to logprobs+1 elements"): with 0, it alone.
     """
-    k, name = format.logprobs or 0, format.name_of
-    if format.chat:
+    k, name, pairs = format.parsed.logprobs or 0, format.name_of, list(zip(tokens, logprobs, strict=False))
+    if format.parsed.chat:
         return {
             "content": [
                 _named(format, token, lp.chosen)
                 | {"top_logprobs": [_named(format, other, value) for other, value in lp.top[:k]]}
-                for token, lp in zip(tokens, logprobs, strict=False)
+                for token, lp in pairs
             ]
         }
     sizes = (len(format.tokens.text_of(token)) for token in tokens)
@@ -179,7 +182,7 @@ def show_logprobs(
         "token_logprobs": [lp.chosen for lp in logprobs],
         "top_logprobs": [
             {name(token): lp.chosen} | {name(other): value for other, value in lp.top[:k]}
-            for token, lp in zip(tokens, logprobs, strict=False)
+            for token, lp in pairs
         ],
         "text_offset": list(accumulate(sizes, initial=offset))[:-1],
     }
@@ -187,34 +190,6 @@ def show_logprobs(
 
 def _named(format: ResponseFormat, token: int, value: float) -> dict[str, Any]:
     return {"token": format.name_of(token), "logprob": value, "bytes": list(format.tokens.bytes_of(token))}
-
-
-class ResponseWriter:
-    """Takes the tokens of one answer and discards them. Others write them for a client."""
-
-    __slots__ = ()
-    stopped = False  # a stop string has been reached
-    reached = 0  # tokens that the client may have seen already
-
-    def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        """Take tokens and return how many of them were used: a stop string may end the answer among them. Raise InvalidOutput if
-        one is outside the vocabulary: none of them is written."""
-        return len(tokens)
-
-    def write_text(self, text: str, tokens: int) -> None:
-        """Take a text that came without tokens; it counts as so many."""
-
-    def finish(self, reason: str) -> None:
-        """Write what is left, and why the answer ends: `reason` is OpenAI's finish_reason."""
-
-    def flush(self) -> None:
-        """Send what one turn of the loop has brought."""
-
-    def keep_alive(self) -> None:
-        """Send a comment, so that the client does not take the connection for idle."""
-
-    def rewind(self, count: int) -> None:
-        """Forget all tokens after the first `count`, none of which the client has seen."""
 
 
 class StreamingWriter(ResponseWriter):
@@ -226,31 +201,29 @@ class StreamingWriter(ResponseWriter):
     )  # fmt: skip
 
     def __init__(
-        self, format: ResponseFormat, stream: SseStream, index: int, context: AnswerContext | None = None
+        self, format: ResponseFormat, stream: SseStream, index: int, context: AnswerContext = PLAIN
     ) -> None:
         """Write the answer with this index among the request's answers."""
+        parsed = format.parsed
         self._format = format
         self._stream = stream
         self.flush = stream.flush  # type: ignore[method-assign]  # one call less for each turn of the loop
         self._index = index
-        self._begun = not format.chat
+        self._begun = not parsed.chat
         self._context = context
-        self._prompt_due = context is not None  # no event has shown the prompt yet
+        self._prompt_due = context is not PLAIN  # no event has shown the prompt yet
         self.reached = 0
         self._offset = 0  # characters of the tokens whose logprobs were shown
         self.stopped = False
-        before, self._suffix = _around(format.chat, index, format.after)
+        before, self._suffix = _around(parsed.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
-        table = format.tokens.table
-        fast = table is not None and context is None and not format.stops and format.logprobs is None
-        self._table = table if fast else None
+        fast = context is PLAIN and not parsed.stop and parsed.logprobs is None
+        self._table = format.tokens.table if fast else None
         # None until a token comes that has no text, or ends within a character
         self._bytes: ByteDetokenizer | None = None
         # None until something comes that is not for the fast path
         self._detokenizer: IncrementalDetokenizer | None = None
-        if context is not None:
-            context.expect_logprobs(format)
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         if not self._begun:
@@ -271,8 +244,12 @@ class StreamingWriter(ResponseWriter):
     def _begin(self) -> None:
         """Begin a chat answer: the first chunk names the role."""
         self._begun = True
-        if self._context is None:
-            self._stream.parts += (self._format.before, _opening(self._index), self._format.after)
+        if self._context is PLAIN:
+            self._stream.parts += (
+                self._format.before,
+                _without_text(True, self._index, None),
+                self._format.after,
+            )
         else:
             self._event(ROLE)
 
@@ -282,11 +259,10 @@ class StreamingWriter(ResponseWriter):
 
     def _write_each(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         check_tokens(tokens, self._format.tokens.size)
-        context, detokenizer = self._context, self._started_detokenizer()
-        if context is not None:
-            logprobs = context.split_logprobs(logprobs, tokens)
-            if context.silent:
-                return len(tokens)
+        detokenizer = self._started_detokenizer()
+        logprobs = self._context.split_logprobs(logprobs, tokens)
+        if self._context.silent:
+            return len(tokens)
         for place, token in enumerate(tokens):
             text = detokenizer.feed(token)
             self.reached += 1
@@ -314,37 +290,36 @@ class StreamingWriter(ResponseWriter):
             rest += self._detokenizer.end()
         if rest or self._prompt_due:
             self._say(rest, [], ())
-        format, context = self._format, self._context
-        if context is None:
-            self._stream.parts += (format.before, _ending(format.chat, self._index, reason), format.after)
+        format, context, chat = self._format, self._context, self._format.parsed.chat
+        if context is PLAIN:
+            self._stream.parts += (format.before, _without_text(chat, self._index, reason), format.after)
             return
         hidden = [] if context.silent else context.accepted[self.reached :]  # a stop token, which is no text
         self.reached += len(hidden)
-        self._event({} if format.chat else {"text": ""}, None, "length" if context.silent else reason, hidden)
+        self._event({} if chat else {"text": ""}, None, "length" if context.silent else reason, hidden)
 
     def keep_alive(self) -> None:
         self._stream.keep_alive()
 
     def rewind(self, count: int) -> None:
         assert count >= self.reached, "what a client has seen cannot be taken back"
-        if self._context is not None:
-            self._context.rewind(count)
+        self._context.rewind(count)
 
     def _say(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
         """Write what a token, or none, has brought, with all that must stand before it."""
-        format, context = self._format, self._context
+        format, context, wanted = self._format, self._context, self._context.wanted
         shown: dict[str, Any] | None = None
-        if context is not None and self._prompt_due and context.wanted.echo:
+        if self._prompt_due and wanted.echo:
             text = context.prompt_text + text
-            if format.logprobs is not None:
+            if context.logprobs:
                 shown = context.echoed_logprobs(format, tokens, logprobs)
                 self._offset = format.characters(context.prompt)
-        elif format.logprobs is not None and logprobs:
+        elif format.parsed.logprobs is not None and logprobs:
             shown = show_logprobs(format, tokens, logprobs, self._offset)
         if shown is not None:
             self._offset += format.characters(tokens)
-        if text or shown is not None or (tokens and context is not None and context.wanted.token_ids):
-            self._event({"content" if format.chat else "text": text}, shown, None, tokens)
+        if text or shown is not None or (tokens and wanted.token_ids):
+            self._event({"content" if format.parsed.chat else "text": text}, shown, None, tokens)
 
     def _event(
         self,
@@ -353,100 +328,84 @@ class StreamingWriter(ResponseWriter):
         finish: str | None = None,
         tokens: Sequence[int] = (),
     ) -> None:
-        format, context = self._format, self._context
-        choice, after = _choice(format.chat, self._index, said, logprobs, finish), format.after
-        if context is not None:
-            beside: dict[str, Any] = {}
-            if context.wanted.token_ids:
-                choice["token_ids"] = tokens
-                if self._prompt_due:
-                    (beside if format.chat else choice)["prompt_token_ids"] = context.prompt
-            if context.wanted.usage:
-                beside["usage"] = context.usage(self.reached)
-                after = b"]}\n\n"
-            if beside:
-                after = b"]," + msgspec.json.encode(beside)[1:-1] + after[1:]
-            self._prompt_due = False
+        format, context, chat = self._format, self._context, self._format.parsed.chat
+        choice, after = _choice(chat, self._index, said, logprobs, finish), format.after
+        beside: dict[str, Any] = {}
+        if context.wanted.token_ids:
+            choice["token_ids"] = tokens
+            if self._prompt_due:
+                (beside if chat else choice)["prompt_token_ids"] = context.prompt
+        if context.wanted.usage:
+            beside["usage"] = context.usage(self.reached)
+            after = b"]}\n\n"
+        if beside:
+            after = b"]," + msgspec.json.encode(beside)[1:-1] + after[1:]
+        self._prompt_due = False
         self._stream.parts += (format.before, msgspec.json.encode(choice), after)
 
 
 class BufferedWriter(ResponseWriter):
     """Gathers the answer, and gives it whole, with the details that are wanted of it."""
 
-    def __init__(self, format: ResponseFormat, context: AnswerContext | None = None) -> None:
+    def __init__(self, format: ResponseFormat, context: AnswerContext = PLAIN) -> None:
         self._format = format
         self._context = context
+        self.reason = ""
+        self._begin()
+
+    def _begin(self) -> None:
         self._tokens: list[int] = []
         self._logprobs: list[Logprob] = []
-        self._detokenizer = format.detokenizer() if format.stops else None
         self._text: list[str] = []
+        self._detokenizer = self._format.detokenizer()
         self.stopped = False
-        self.reason = ""
-        if context is not None:
-            context.expect_logprobs(format)
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        if self._context is not None:
-            logprobs = self._context.split_logprobs(logprobs, tokens)
-            if self._context.silent:
-                return len(tokens)
-        return self._gather(tokens, logprobs)
+        logprobs = self._context.split_logprobs(logprobs, tokens)
+        return len(tokens) if self._context.silent else self._gather(tokens, logprobs)
 
     def _gather(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         check_tokens(tokens, self._format.tokens.size)
-        used = len(tokens)
-        if self._detokenizer is not None:
-            for place, token in enumerate(tokens):
-                self._text.append(self._detokenizer.feed(token))
-                if self._detokenizer.stopped:
-                    self.stopped, used = True, place + 1
-                    break
+        used = 0
+        for token in tokens:
+            used += 1
+            self._text.append(self._detokenizer.feed(token))
+            if self._detokenizer.stopped:
+                self.stopped = True
+                break
         self._tokens += tokens[:used]
         self._logprobs += (logprobs or ())[:used]
         return used
 
-    def _detokenized(self) -> IncrementalDetokenizer:
-        """Return the detokenizer, which has been fed all tokens so far."""
-        if self._detokenizer is None:
-            self._detokenizer = self._format.detokenizer()
-            self._text = [self._detokenizer.feed(token) for token in self._tokens]
-        return self._detokenizer
-
     def write_text(self, text: str, tokens: int) -> None:
-        detokenizer = self._detokenized()
-        self._text.append(detokenizer.feed_text(text, tokens))
-        self.stopped = detokenizer.stopped
+        self._text.append(self._detokenizer.feed_text(text, tokens))
+        self.stopped = self._detokenizer.stopped
 
     def finish(self, reason: str) -> None:
-        self.reason = "length" if self._context is not None and self._context.silent else reason
-        rest = self._detokenized().end()  # first: this may make the list of texts anew
-        self._text.append(rest)
+        self.reason = "length" if self._context.silent else reason
+        self._text.append(self._detokenizer.end())
 
     def rewind(self, count: int) -> None:
-        tokens, self._tokens = self._tokens[:count], []
-        logprobs, self._logprobs = self._logprobs[:count], []
-        self._text, self.stopped = [], False
-        self._detokenizer = self._format.detokenizer() if self._format.stops else None
+        tokens, logprobs = self._tokens[:count], self._logprobs[:count]
+        self._begin()
         self._gather(tokens, logprobs)
-        if self._context is not None:
-            self._context.rewind(count)
+        self._context.rewind(count)
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the finished answer as one choice of the response."""
         format, context, text, shown = self._format, self._context, "".join(self._text), None
-        echo = context if context is not None and context.wanted.echo else None
-        if format.logprobs is not None and echo is not None:
-            shown = echo.echoed_logprobs(format, self._tokens, self._logprobs)
-        elif format.logprobs is not None:
+        if context.logprobs:
+            shown = context.echoed_logprobs(format, self._tokens, self._logprobs)
+        elif format.parsed.logprobs is not None:
             shown = show_logprobs(format, self._tokens, self._logprobs, 0)
         out: dict[str, Any] = {"index": index, "finish_reason": self.reason, "logprobs": shown}
-        if format.chat:
+        if format.parsed.chat:
             out["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            out["text"] = echo.prompt_text + text if echo is not None else text
-        if context is not None and context.wanted.token_ids:
+            out["text"] = context.prompt_text + text
+        if context.wanted.token_ids:
             out["token_ids"] = [] if context.silent else list(context.accepted)
-            if not format.chat:
+            if not format.parsed.chat:
                 out["prompt_token_ids"] = context.prompt
         return out
 

@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from controller.frontend.dispatch.live_request import LiveRequest
-from controller.frontend.openai.completion import Choice
-from controller.frontend.openai.writers import ResponseWriter
+from controller.frontend.openai.choice import Choice, ResponseWriter
 from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import Lineage
 from events.blocks import BlockNames

@@ -14,7 +14,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from controller.adapters.clock import SystemClock
 from controller.frontend.director import Director, World
 from controller.frontend.driver import RequestSink
-from controller.frontend.openai.completion import Choice
+from controller.frontend.openai.choice import Choice
 from controller.frontend.request.events import FirstToken, Launched, Resumed
 from controller.frontend.request.failures import Failure
 from controller.frontend.request.state import GenerationRequest

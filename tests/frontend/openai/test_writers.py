@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.frontend.openai.request_parser import AnswerDetails
+from controller.frontend.openai.request_parser import parse_completion
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from controller.frontend.openai.writers import AnswerContext, BufferedWriter, ResponseFormat
 from events.wire import Logprob
@@ -12,8 +12,9 @@ from events.wire import Logprob
 def test_an_echo_that_begins_again_has_the_logprobs_of_its_own_tokens(kept: int) -> None:
     """An attempt from the beginning gives the prompt's logprobs anew; one that goes on behind a token does not."""
     tokens, prompt = load_tokens(BUILTIN), [300, 301, 302]
-    format = ResponseFormat("cmpl-1", "m", 5, False, False, tokens, (), 0, logprobs=0)
-    context = AnswerContext(AnswerDetails(echo=True), prompt, tokens.decode(prompt), silent=False)
+    parsed = parse_completion({"model": "m", "prompt": prompt, "echo": True, "logprobs": 0})
+    format = ResponseFormat(parsed, tokens, "1", 5)
+    context = AnswerContext(parsed.details, prompt, tokens.decode(prompt), logprobs=True)
     writer = BufferedWriter(format, context)
     of_prompt = [Logprob(0.0), Logprob(-1.0), Logprob(-2.0)]
     writer.write([400, 401], [*of_prompt, Logprob(-3.0), Logprob(-4.0)])

@@ -3,13 +3,14 @@
 import itertools
 import json
 import time
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.frontend.openai.request_parser import parse_completion
 from controller.frontend.openai.text.detokenizer import IncrementalDetokenizer, StopChecker
 from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens
 from controller.frontend.openai.writers import BufferedWriter, ResponseFormat, StreamingWriter
@@ -109,12 +110,15 @@ def test_unfinished_characters_are_flushed_at_the_end() -> None:
     assert "".join(map(detokenizer.feed, ids)) + detokenizer.end() == tokens.decode(ids) == "\ufffd"
 
 
+def format_of(id: str = "id", **asked: Any) -> ResponseFormat:
+    """Return the form of the answer to a completion, changed by `asked`."""
+    parsed = msgspec.structs.replace(parse_completion({"model": "m", "prompt": "p"}), **asked)
+    return ResponseFormat(parsed, load_tokens(BUILTIN), id, 5)
+
+
 def logprobs_of(count: int) -> dict[str, list[int]]:
     """Return the logprobs of a whole answer of so many tokens, as the completions endpoint shows them."""
-    tokens = load_tokens(BUILTIN)
-    format = ResponseFormat(
-        "id", "m", 0, chat=False, usage=False, tokens=tokens, stops=(), min_tokens=0, logprobs=1
-    )
+    format = format_of(logprobs=1)
     writer = BufferedWriter(format)
     writer.write([300] * count, [Logprob(chosen=-1.0)] * count)
     writer.finish("length")
@@ -158,9 +162,7 @@ def test_tokens_that_come_at_once_are_the_same_events_as_one_after_another(
     said: list[int], portions: list[int]
 ) -> None:
     tokens = load_tokens(BUILTIN)
-    format = ResponseFormat(
-        "id", "m", 0, chat=False, usage=False, tokens=tokens, stops=(), min_tokens=0, logprobs=None
-    )
+    format = format_of()
     pages = []
     for sizes in (portions, [1]):
         page = Page()
@@ -182,7 +184,7 @@ def test_what_is_made_once_for_all_answers_is_what_each_of_them_would_make(chat:
     """Every event byte by byte, for two requests and two places that take turns; ids and names may hold anything."""
     tokens = load_tokens(BUILTIN)
     for id, model, index, reason in 2 * [('a"b', "m\u20ac", 0, "stop"), ("c", "m", 7, 'odd"one')]:
-        format = ResponseFormat(id, model, 5, chat, usage, tokens, stops=(), min_tokens=0, logprobs=None)
+        format = format_of(id, model=model, chat=chat, stream=usage, include_usage=usage)
         page = Page()
         writer = StreamingWriter(format, page, index)  # type: ignore[arg-type]
         writer.write([300, 301], None)
@@ -191,7 +193,8 @@ def test_what_is_made_once_for_all_answers_is_what_each_of_them_would_make(chat:
 
         def whole(choices: list[dict[str, object]], last: object = None) -> bytes:
             name = "chat.completion.chunk" if chat else "text_completion"
-            body: dict[str, object] = {"id": id, "object": name, "created": 5, "model": model}  # noqa: B023
+            kind = "chatcmpl" if chat else "cmpl"
+            body: dict[str, object] = {"id": f"{kind}-{id}", "object": name, "created": 5, "model": model}  # noqa: B023
             body["choices"] = [{"index": index} | choice for choice in choices]  # noqa: B023
             if usage or last:
                 body["usage"] = last
