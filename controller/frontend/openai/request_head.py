@@ -13,6 +13,7 @@ Of two that mean the same ours holds. A header that makes no sense is refused: o
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, cast
@@ -23,7 +24,7 @@ from aiohttp.http import HttpRequestParser
 from multidict import CIMultiDictProxy
 
 from controller.deciders.tiers import Tiers
-from controller.frontend.errors import ApiError, invalid
+from controller.frontend.errors import invalid
 from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides, read_overrides
 from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
@@ -36,16 +37,6 @@ SHOWN_MAX = 8  # unknown fields that are named, and characters of a name
 NAME_MAX = 40
 ID_BYTES = 16  # random ones; an id is their hex digits
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-DEADLINE = ("x-holdfast-ttft-deadline-ms", "x-llm-d-slo-ttft-ms")
-LINE = ("x-holdfast-queue-ttl-ms", "x-llm-d-inference-ttl")
-CLIENT = ("x-holdfast-client", "x-llm-d-inference-fairness-id")
-RETRIES = "x-stainless-retry-count"
-SHOWN = {
-    DEADLINE[0]: "X-Holdfast-TTFT-Deadline-Ms",
-    LINE[0]: "X-Holdfast-Queue-TTL-Ms",
-    CLIENT[0]: "X-Holdfast-Client",
-    RETRIES: "X-Stainless-Retry-Count",
-}
 MS_MAX = 86_400_000.0
 CLIENT_CHARS_MAX = 128
 _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -153,84 +144,73 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
 def tier_asked(tiers: Tiers, priority: str | None) -> tuple[str, str]:
     """Return the tier that X-Priority names, and a warning for the client if it names none."""
     tier, known = tiers.asked(priority)
-    if known:
-        return tier, ""
-    shown = "".join(c for c in (priority or "")[:40] if c.isprintable() and c.isascii() and c not in '"\\')
-    return tier, f'299 - "unknown X-Priority {shown}: served as {tier}"'
+    return tier, "" if known else f'299 - "unknown X-Priority {_printable(priority or "")}: served as {tier}"'
 
 
 def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
     """Return what these headers ask of admission. Raise ApiError (400), naming the header."""
     found: dict[str, str] = {}
     for raw, value in headers:
-        name = raw.decode("latin-1").lower()
-        if name in _READ:
-            if name in found and name != "authorization":
-                raise invalid(f"the header {_shown(name)} is given more than once", _shown(name))
+        name = _SHOWN.get(raw.decode("latin-1").lower(), "")
+        if name in found and name != "authorization":
+            raise invalid(f"the header {name} is given more than once", name)
+        if name:
             found[name] = value.decode("latin-1").strip()
-    if not found:
-        return NOTHING
-    key = found.get("authorization", "").partition(" ")[2].strip()
-    return AdmissionHeaders(
-        _client(found),
-        blake2b(key.encode(), digest_size=8).hexdigest() if key else "",
-        _milliseconds(found, DEADLINE),
-        _line_s(found),
-        _retries(found),
-    )
+    asked: dict[str, Any] = {}
+    for name, (field, parse) in _ADMISSION.items():
+        if name not in found or field in asked:
+            continue
+        try:
+            parsed = parse(found[name])
+        except ValueError as wanted:
+            text = "".join(c for c in found[name][:40] if c.isprintable())
+            raise invalid(f"the header {name} is {text!r}: {wanted} is wanted", name) from wanted
+        if parsed is not None:
+            asked[field] = parsed
+    if key := found.get("authorization", "").partition(" ")[2].strip():
+        asked["api_key"] = blake2b(key.encode(), digest_size=8).hexdigest()
+    return AdmissionHeaders(**asked)
 
 
-_READ = frozenset((*DEADLINE, *LINE, *CLIENT, RETRIES, "authorization"))
+def _client(given: str) -> str | None:
+    if len(given) > CLIENT_CHARS_MAX:
+        raise ValueError(f"a name of {CLIENT_CHARS_MAX} characters at most")
+    return given or None
 
 
-def _shown(name: str) -> str:
-    return SHOWN.get(name, name)
+def _milliseconds(given: str) -> float:
+    value = -1.0
+    with suppress(ValueError):
+        value = float(given)
+    if not 0 < value <= MS_MAX:
+        raise ValueError(f"a number of milliseconds above 0, {MS_MAX:.0f} at most,")
+    return value / 1000
 
 
-def _refused(name: str, value: str, wanted: str) -> ApiError:
-    text = "".join(c for c in value[:40] if c.isprintable())
-    return invalid(f"the header {_shown(name)} is {text!r}: {wanted} is wanted", _shown(name))
-
-
-def _client(found: Mapping[str, str]) -> str:
-    for name in CLIENT:
-        if given := found.get(name):
-            if len(given) > CLIENT_CHARS_MAX:
-                raise _refused(name, given, f"a name of {CLIENT_CHARS_MAX} characters at most")
-            return given
-    return ""
-
-
-def _milliseconds(found: Mapping[str, str], names: Iterable[str]) -> float | None:
-    for name in names:
-        if (given := found.get(name)) is not None:
-            try:
-                value = float(given)
-            except ValueError:
-                value = -1.0
-            if not 0 < value <= MS_MAX:
-                raise _refused(name, given, f"a number of milliseconds above 0, {MS_MAX:.0f} at most,")
-            return value / 1000
-    return None
-
-
-def _line_s(found: Mapping[str, str]) -> float | None:
-    ours, theirs = LINE
-    if ours in found:
-        return _milliseconds(found, (ours,))
-    if (given := found.get(theirs)) is None:
-        return None
+def _duration(given: str) -> float | None:
     seconds = go_duration(given)
     if seconds is None or not 0 <= seconds <= MS_MAX / 1000:
-        raise _refused(theirs, given, "a duration such as 1.5s or 1500ms")
+        raise ValueError("a duration such as 1.5s or 1500ms")
     return seconds or None  # in llm-d 0 means none
 
 
-def _retries(found: Mapping[str, str]) -> int:
-    given = found.get(RETRIES, "0")
+def _retries(given: str) -> int:
     if not given.isascii() or not given.isdigit():
-        raise _refused(RETRIES, given, "a number")
+        raise ValueError("a number")
     return min(int(given[:9]), 1_000_000)
+
+
+_ADMISSION: dict[str, tuple[str, Any]] = {
+    "X-Holdfast-Client": ("header", _client),
+    "x-llm-d-inference-fairness-id": ("header", _client),
+    "X-Holdfast-TTFT-Deadline-Ms": ("deadline_s", _milliseconds),
+    "x-llm-d-slo-ttft-ms": ("deadline_s", _milliseconds),
+    "X-Holdfast-Queue-TTL-Ms": ("line_s", _milliseconds),
+    "x-llm-d-inference-ttl": ("line_s", _duration),
+    "X-Stainless-Retry-Count": ("retries", _retries),
+}
+"""The field of AdmissionHeaders that a header sets, and what parses it. Of two with one field the first holds."""
+_SHOWN = {name.lower(): name for name in (*_ADMISSION, "authorization")}
 
 
 def go_duration(text: str) -> float | None:
