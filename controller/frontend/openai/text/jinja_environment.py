@@ -22,7 +22,7 @@ Imported with the first template: a process that only counts tokens needs no Jin
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from datetime import UTC, datetime
 from functools import wraps
 from itertools import chain
@@ -476,53 +476,28 @@ def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
 
 def _loops_over_parts(tree: nodes.Template) -> bool:
     """Return whether a loop of the template runs over the content of a message."""
-    lists = {"messages"}  # names that hold messages
-    one: set[str] = set()  # names that hold one message
-    contents: set[str] = set()  # names that hold its content
+    names = {
+        ("messages", "messages")
+    }  # names, and what they stand for: messages, one message, or its content
     for _ in range(3):  # an alias of an alias of an alias
-        for target, value in _assignments(tree):
-            if _is_content(value, lists, one, contents):
-                contents.add(target)
-            elif _is_message(value, lists, one):
-                one.add(target)
-            elif _base_name(value) in lists:
-                lists.add(target)
+        for assigned in tree.find_all(nodes.Assign):
+            if isinstance(assigned.target, nodes.Name):
+                names |= {(assigned.target.name, kind) for kind in _kinds(assigned.node, names)}
         for loop in tree.find_all(nodes.For):
-            if isinstance(loop.target, nodes.Name) and _base_name(loop.iter) in lists:
-                one.add(loop.target.name)
-    return any(_is_content(loop.iter, lists, one, contents) for loop in tree.find_all(nodes.For))
+            if isinstance(loop.target, nodes.Name) and "messages" in _kinds(loop.iter, names):
+                names.add((loop.target.name, "message"))
+    return any("content" in _kinds(loop.iter, names) for loop in tree.find_all(nodes.For))
 
 
-def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    for assigned in tree.find_all(nodes.Assign):
-        if isinstance(assigned.target, nodes.Name):
-            yield assigned.target.name, assigned.node
-
-
-def _is_content(value: nodes.Node, lists: set[str], one: set[str], contents: set[str]) -> bool:
-    value = _unfiltered(value)
-    if isinstance(value, nodes.Name):
-        return value.name in contents
-    match value:
-        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
-            return _is_message(value.node, lists, one)
-    return False
-
-
-def _is_message(value: nodes.Node, lists: set[str], one: set[str]) -> bool:
-    value = _unfiltered(value)
-    if isinstance(value, nodes.Name):
-        return value.name in one
-    return isinstance(value, nodes.Getitem) and _base_name(value.node) in lists
-
-
-def _base_name(value: nodes.Node) -> str:
-    value = _unfiltered(value)
-    return value.name if isinstance(value, nodes.Name) else ""
-
-
-def _unfiltered(value: nodes.Node) -> nodes.Node:
-    """Return what a chain of filters and slices starts from."""
+def _kinds(value: nodes.Node, names: Set[tuple[str, str]]) -> set[str]:
+    """Return what a value may stand for, whatever filters and slices it passes."""
     while isinstance(value, nodes.Filter) and value.node is not None:
         value = value.node
-    return value
+    match value:
+        case nodes.Name():
+            return {kind for name, kind in names if name == value.name}
+        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+            return {"content"} if "message" in _kinds(value.node, names) else set()
+        case nodes.Getitem():
+            return {"message"} if "messages" in _kinds(value.node, names) else set()
+    return set()
