@@ -16,7 +16,7 @@ from controller.frontend.openai.request_head import id_header, unknown_fields
 from controller.frontend.openai.request_parser import DetokenizeRequest, TokenizeRequest
 from controller.frontend.openai.response_models import Detokenized, Tokenized
 from controller.frontend.openai.text.chat_templates import BadTemplate
-from controller.frontend.openai.text.tokenizer import LONG_TEXT, Tokens
+from controller.frontend.openai.text.tokenizer import Tokens
 from controller.router.endpoints import EndpointGroup
 
 
@@ -26,7 +26,7 @@ async def tokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.
     tokens, group = await _tokenizer(endpoints, asked.model)
     text = _rendered(asked, tokens) if asked.text is None else asked.text
     threads = endpoints.intake.long_texts
-    found = await tokens.encode_soon(text, special=asked.special, shared=False, threads=threads)
+    found = await tokens.encode_soon(text, threads, special=asked.special, shared=False)
     names = tokens.names_of(found) if asked.token_strs else None
     return _answer(request, Tokenized(len(found), group.shown_context, found, names), asked.unknown)
 
@@ -39,11 +39,7 @@ async def detokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> we
     highest = max(asked.tokens, default=0)
     if highest >= tokens.size:
         raise invalid(f"tokens: the token {highest} is not below {tokens.size}", "tokens")
-    if len(asked.tokens) < LONG_TEXT:
-        text = tokens.decode(asked.tokens, special=True)
-    else:
-        decode = partial(tokens.decode, asked.tokens, special=True)
-        text = await threads.read(len(asked.tokens), decode)
+    text = await threads.read(len(asked.tokens), partial(tokens.decode, asked.tokens, special=True))
     return _answer(request, Detokenized(text), asked.unknown)
 
 

@@ -7,7 +7,6 @@ Each bound is a setting, and each refusal is counted by its name.
 
 import asyncio
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -48,32 +47,20 @@ class Intake:
         self.body_bytes = 0  # of bodies that are being read
 
     async def parsed(self, kind: str, given: bytes | web.BaseRequest) -> Any:
-        """Return what a request's body of this kind asks for (`parse_body`). Raise ApiError: 400 for an invalid body, or what
-        `body` raises."""
-        if isinstance(given, bytes):
-            body, cheap = given, len(given) <= UNSCANNED_BYTES or await self.scanned(given)
-        else:
-            body, cheap = await self._received(given)
-        return parse_body(kind, body) if cheap else await self._parsers.parse(kind, body)
-
-    async def body(self, request: web.BaseRequest) -> bytes:
-        """Return a request's body, inflated. Raise ApiError: 400 for a broken one, or one of too many values, 408 after `body_s`,
-        413 above the request's `client_max_size`, 503 while all bodies together have `bodies_mb_max`."""
-        return (await self._received(request))[0]
+        """Return what a request's body of this kind asks for (`parse_body`). Raise ApiError: 400 for an invalid body or one
+        of too many values, 408 after `body_s`, 413 above the request's `client_max_size`, 503 beyond a bound."""
+        scan = BodyScan(self._limits)
+        body = given if isinstance(given, bytes) else await self._received(given, scan)
+        if scan.size != len(body) and len(body) > UNSCANNED_BYTES:  # it was not scanned while it came
+            await self.scan(scan, body)
+        return parse_body(kind, body) if scan.cheap else await self._parsers.parse(kind, body)
 
     async def close(self) -> None:
         """End the processes that parse bodies."""
         await self._parsers.close()
 
-    async def scanned(self, body: bytes) -> bool:
-        """Return whether a body can be parsed on the event loop. Raise ApiError (400) if it has too much of anything."""
-        if len(body) <= UNSCANNED_BYTES:
-            return True
-        scan = BodyScan(self._limits)
-        await self._scan(scan, body)
-        return scan.cheap
-
-    async def _scan(self, scan: BodyScan, piece: bytes) -> None:
+    async def scan(self, scan: BodyScan, piece: bytes) -> None:
+        """Count what a piece of a body has. Raise ApiError (400) if the body has too much of anything."""
         for at in range(0, len(piece), SLICE_BYTES):
             if too_much := scan.feed(piece[at : at + SLICE_BYTES]):
                 self.bounds.count("body_values")
@@ -81,9 +68,8 @@ class Intake:
             if at and at % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
 
-    async def _received(self, request: web.BaseRequest) -> tuple[bytes, bool]:
-        """Return a request's body, inflated, and whether it can be parsed on the event loop."""
-        limits = self._limits
+    async def _received(self, request: web.BaseRequest, scan: BodyScan) -> bytes:
+        """Return a request's body, inflated. What comes in pieces, and as it is, is scanned meanwhile."""
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
         most = request.client_max_size
@@ -91,25 +77,21 @@ class Intake:
             raise self._too_large()
         try:
             encoding = request.headers.get("Content-Encoding", "").lower()
-            scan = BodyScan(self._limits) if encoding in ("", "identity") else None
+            plain = encoding in ("", "identity")
             if request.content.is_eof():
                 body = request.content.read_nowait()  # it came with its head, as nearly all do
             else:
-                async with asyncio.timeout(limits.body_s):
-                    body = await self._gathered(request.content, most, scan)
-            if scan is None:
-                body = await self._inflated(body, encoding, most)
+                async with asyncio.timeout(self._limits.body_s):
+                    body = await self._gathered(request.content, most, scan if plain else None)
+            return body if plain else await self._inflated(body, encoding, most)
         except web.RequestPayloadError as error:  # cut off, or in chunks that are none
             raise bad_json(" ".join(str(error).split())) from error
         except ValueError as error:
             raise bad_json(str(error)) from error
         except TimeoutError as error:
             self.bounds.count("body_wait")
-            why = f"the body has not come within {limits.body_s:g} s"
+            why = f"the body has not come within {self._limits.body_s:g} s"
             raise ApiError(408, why, code="body_timeout") from error
-        if scan is None or scan.size != len(body):  # it was not scanned while it came
-            return body, await self.scanned(body)
-        return body, scan.cheap
 
     async def _inflated(self, body: bytes, encoding: str, most: int) -> bytes:
         """Inflate a body, a large one in a thread. Raise ValueError if it is invalid, ApiError beyond a bound."""
@@ -137,7 +119,7 @@ class Intake:
                 self.body_bytes += len(piece)
                 gathered += piece
                 if scan is not None:
-                    await self._scan(scan, piece)
+                    await self.scan(scan, piece)
         finally:
             self.body_bytes -= size
         return cast(bytes, gathered)  # its readers find no difference
@@ -185,38 +167,29 @@ async def read_prompts(
     `context`: tokens of the model's context; a prompt must have fewer. Raise ApiError: 400, or 503 where too much is to be
     tokenised; or BadTemplate.
     """
-    if parsed.sampling.logit_bias:
-        _check_bias(parsed.sampling.logit_bias, tokens.size)
-    # A salted request shares no cached text either: how fast it is tokenised would show whether it was read before
-    shared = not parsed.cache_salt
+    bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
+    if bias and (highest := max(bias)) >= tokens.size:
+        raise invalid(f"logit_bias: the token {highest} is not below {tokens.size}", "logit_bias")
+    prompts = parsed.prompts or []
     if parsed.messages is not None:
         if tokens.template is None:
             message = "this model has no chat template; use /v1/completions"
             raise invalid(message, "messages", "no_chat_template")
         if parsed.template_reads and not tokens.template.reads(parsed.template_reads):
             raise unsupported(parsed.template_reads, "this model's chat template does not read it")
-        text = tokens.template.render(parsed.messages, **(parsed.template_extra or {}))
-        _check_length(text, tokens, context, intake, "messages")
-        threads = intake.long_texts
-        return [(await tokens.encode_soon(text, special=False, shared=shared, threads=threads), text)]
-    return await _read_plain(parsed.prompts or (), tokens, context, intake, shared)
-
-
-async def _read_plain(
-    prompts: Sequence[str | list[int]], tokens: Tokens, context: int, intake: Intake, shared: bool
-) -> list[tuple[list[int], str]]:
+        prompts = [tokens.template.render(parsed.messages, **(parsed.template_extra or {}))]
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_length(prompt, tokens, context, intake, "prompt")
-    out, threads = [], intake.long_texts
+            _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
+    # A salted request shares no cached text either: how fast it is tokenised would show whether it was read before
+    shared, threads, out = not parsed.cache_salt, intake.long_texts, []
     for prompt in prompts:
         if isinstance(prompt, str):
-            out.append(
-                (await tokens.encode_soon(prompt, special=True, shared=shared, threads=threads), prompt)
-            )
+            read = await tokens.encode_soon(prompt, threads, special=not chat, shared=shared)
+            out.append((read, prompt))
         else:
             out.append((_token_ids(prompt, tokens.size, context), ""))
-    if any(not prompt for prompt, _ in out):
+    if not chat and not all(prompt for prompt, _ in out):
         raise invalid("prompt must not be empty", "prompt")
     return out
 
@@ -229,12 +202,6 @@ def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param
     if least >= context:
         intake.bounds.count("text_length")
         raise too_long(least, context, param, least=True)
-
-
-def _check_bias(bias: dict[int, float], size: int) -> None:
-    highest = max(bias)
-    if highest >= size:
-        raise invalid(f"logit_bias: the token {highest} is not below {size}", "logit_bias")
 
 
 def _token_ids(given: list[Any], size: int, context: int) -> list[int]:

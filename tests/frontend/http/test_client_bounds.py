@@ -8,13 +8,15 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, until
 from scripted_worker import ScriptedWorker
 
-from controller.frontend.openai.text.tokenizer import BUILTIN, LONG_TEXT, Tokens, load_tokenizer
+from controller.frontend.openai.text.long_texts import LONG_TEXT
+from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokenizer
 
 SECONDS = 20.0
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
@@ -292,7 +294,7 @@ async def test_long_texts_are_read_a_few_at_a_time_and_no_more_than_so_many_wait
             asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result(SECONDS)
             return "read"
 
-        first = asyncio.create_task(reading.read(500_000, held))
+        first = asyncio.create_task(reading.read(500_000, partial(held)))
         await until(lambda: reading.chars == 500_000)
         asked = asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=1))
         await until(lambda: reading.chars > 500_000)

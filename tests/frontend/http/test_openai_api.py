@@ -21,7 +21,8 @@ from controller.frontend.openai import writers
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_head import fresh_id, own_id
 from controller.frontend.openai.request_parser import parse_completion
-from controller.frontend.openai.text.tokenizer import LONG_TEXT, Tokens, ready_tokens
+from controller.frontend.openai.text.long_texts import LONG_TEXT
+from controller.frontend.openai.text.tokenizer import Tokens, ready_tokens
 from controller.frontend.settings import AdmissionSettings, FrontendSettings, StreamSettings
 from controller.processes.frontend import FrontendProcess
 from events.decisions import DegradationChanged, HealthStatus, Knobs

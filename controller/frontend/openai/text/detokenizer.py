@@ -12,6 +12,7 @@ it is clear; nothing of a stop string is ever sent.
 import codecs
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -55,51 +56,38 @@ class ByteTable:
                 data = b"" if added[token].special else added[token].content.encode()
             else:
                 data = _bytes_of(tokenizer.id_to_token(token) or "")
-            self._set(token, data)
-
-    def _set(self, token: int, data: bytes) -> None:
-        self.bytes[token] = data
-        try:
-            text: str | None = data.decode()
-        except UnicodeDecodeError:
-            text = None
-        self.text[token] = text
-        if text:
-            self.json[token] = json.dumps(text).encode()
+            self.bytes[token], self.text[token] = data, None
+            with suppress(UnicodeDecodeError):
+                text = self.text[token] = data.decode()
+                if text:
+                    self.json[token] = json.dumps(text).encode()
 
     def __len__(self) -> int:
         return len(self.bytes)
 
 
 class ByteDetokenizer:
-    """Detokenise by table. `pending` says whether bytes of an unfinished character are held back.
-
-    Most answers have no token that ends within a character, and need no decoder.
-    """
+    """Detokenise by table. `pending` says whether bytes of an unfinished character are held back."""
 
     __slots__ = ("_decoder", "pending", "table")
 
     def __init__(self, table: ByteTable) -> None:
         self.table = table
-        self._decoder: codecs.IncrementalDecoder | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.pending = False
 
     def feed(self, token: int) -> str:
         if not 0 <= token < len(self.table):
             return ""
-        if not self.pending:
-            text = self.table.text[token]
-            if text is not None:
-                return text
-        if self._decoder is None:
-            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = self._decoder.decode(self.table.bytes[token])
-        self.pending = bool(self._decoder.getstate()[0])
+        text = None if self.pending else self.table.text[token]
+        if text is None:
+            text = self._decoder.decode(self.table.bytes[token])
+            self.pending = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
         self.pending = False
-        return "" if self._decoder is None else self._decoder.decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class StreamDetokenizer:
@@ -110,9 +98,8 @@ class StreamDetokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._shown: list[
-            int
-        ] = []  # a few tokens before the held ones: decoding depends on what stands before
+        # A few tokens before the held ones: decoding depends on what stands before
+        self._shown: list[int] = []
         self._held: list[int] = []
 
     def feed(self, token: int) -> str:

@@ -12,7 +12,6 @@ free when it has been.
 """
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,11 +21,10 @@ from controller.frontend.errors import ApiError, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import TokenizingSettings
 
+LONG_TEXT = 16_384  # characters: milliseconds of the event loop
 HUGE_TEXT = 2**20  # characters: a second of a thread
 MB = 1_000_000
 RETRY_AFTER_S = 1
-
-Work = Callable[[], Any]
 
 
 class LongTexts:
@@ -40,15 +38,18 @@ class LongTexts:
         self._inflating = _Lane(1)
         self.chars = 0  # that are read, or wait
 
-    async def read(self, chars: int, work: Work) -> Any:
-        """Return what `work` returns, which reads so many characters. Raise ApiError (503) beyond a bound."""
+    async def read(self, chars: int, work: "partial[Any]") -> Any:
+        """Return what `work` returns, which reads so many characters: at once if they are few. Raise ApiError (503) beyond a
+        bound."""
+        if chars < LONG_TEXT:
+            return work()
         return await self._run(self._lanes[chars > HUGE_TEXT], chars, work)
 
-    async def inflate(self, size: int, work: Work) -> Any:
+    async def inflate(self, size: int, work: "partial[Any]") -> Any:
         """Return what `work` returns, which inflates a body of so many bytes. Raise ApiError (503) beyond a bound."""
         return await self._run(self._inflating, size, work)
 
-    async def _run(self, lane: "_Lane", chars: int, work: Work) -> Any:
+    async def _run(self, lane: "_Lane", chars: int, work: "partial[Any]") -> Any:
         most = self._settings.waiting_mb_max * MB
         if self.chars and self.chars + chars > most:
             raise self._busy("long_texts", "queue_full", f"texts of {self.chars} characters are waiting")

@@ -31,7 +31,6 @@ BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
 # A batch of one text cannot be shared among threads: it would only be moved to another one, and waited for
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 MARK = "\0"  # merges with nothing that follows it
-LONG_TEXT = 16_384  # characters from which a text is tokenised off the loop
 DEFAULTS_FILE = "generation_config.json"
 DEFAULTS_BYTES_MAX = 1024 * 1024
 DEFAULTS_BOUNDS: Mapping[str, tuple[float, float]] = {  # as in a request's body
@@ -87,22 +86,16 @@ class Tokens:
         return 0 if self._reach is None else self._reach.tokens_min(text, enough)
 
     async def encode_soon(
-        self, text: str, *, special: bool, shared: bool = True, threads: LongTexts | None = None
+        self, text: str, threads: LongTexts, *, special: bool, shared: bool = True
     ) -> list[int]:
-        """Return the tokens of `text`, without holding the loop up if it has `LONG_TEXT` characters or more.
+        """Return the tokens of `text`, without blocking the loop: `threads` tokenise what is long.
 
         `shared`: segments that earlier texts had may be taken from the cache, and this one's are kept for later ones.
-        `threads` run what takes long; None: a thread at once.
         """
         segments = self.segments
         if shared and segments is not None and (segments.bare or not special) and len(text) < TEXT_MAX:
-            return await segments.read(text, LONG_TEXT, threads)
-        if len(text) < LONG_TEXT:
-            return self.encode(text, special=special)
-        work = partial(self.encode, text, special=special)
-        found: list[int] = await (
-            asyncio.to_thread(work) if threads is None else threads.read(len(text), work)
-        )
+            return await segments.read(text, threads)
+        found: list[int] = await threads.read(len(text), partial(self.encode, text, special=special))
         return found
 
     def detokenizer(self) -> Detokenizer:

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_parser import parse_completion, read_chat
 from controller.frontend.openai.text.chat_templates import ChatTemplate
+from controller.frontend.openai.text.long_texts import LONG_TEXT
 from controller.frontend.openai.text.segment_cache import (
     CUTS_MAX,
     KEPT_BYTES,
@@ -26,12 +27,12 @@ from controller.frontend.openai.text.segment_cache import (
 from controller.frontend.openai.text.tokenizer import (
     BUILTIN,
     BUILTIN_FILE,
-    LONG_TEXT,
     Tokens,
     load_tokenizer,
 )
 from controller.frontend.settings import FrontendSettings
 
+THREADS = Intake(FrontendSettings()).long_texts
 ADDED = [
     AddedToken("<s>", special=True, normalized=False),
     AddedToken("<s>a", special=True, normalized=False),  # the longest counts
@@ -189,7 +190,7 @@ def test_a_text_in_pieces_reads_as_the_whole(name: str, texts: list[str]) -> Non
             assert tokens.segments is not None
             for text in [*texts, "".join(texts), *texts]:  # the later ones find segments of the earlier ones
                 whole = CUT[name].encode(text, add_special_tokens=False).ids
-                assert await tokens.encode_soon(text, special=False) == whole
+                assert await tokens.encode_soon(text, THREADS, special=False) == whole
                 assert tokens.encode(text, special=False) == whole
 
     asyncio.run(read())
@@ -200,7 +201,7 @@ async def test_plain_prompts_get_what_is_put_around_them(text: str) -> None:
     for name, tokens in LARGE.items():
         whole = CUT[name].encode(text, add_special_tokens=True).ids
         for _ in range(2):
-            assert await tokens.encode_soon(text, special=True) == whole
+            assert await tokens.encode_soon(text, THREADS, special=True) == whole
 
 
 def test_of_plain_prompts_only_those_are_kept_that_nothing_is_put_around() -> None:
@@ -264,7 +265,7 @@ def test_where_a_piece_may_read_otherwise_texts_are_read_whole(name: str, text: 
     assert tokens.segments is None
     if name != "by chance":
         whole = WHOLE[name].encode(text, add_special_tokens=False).ids
-        assert asyncio.run(tokens.encode_soon(text, special=False)) == whole
+        assert asyncio.run(tokens.encode_soon(text, THREADS, special=False)) == whole
 
 
 def test_a_kind_of_tokenizer_that_is_not_known_is_not_cut() -> None:
@@ -284,7 +285,7 @@ def test_thousands_of_added_tokens_and_long_runs_are_found() -> None:
     tokens = Tokens(tokenizer, None)
     text = "a" + " " * 250 + "<unused17><unused1><unused1.*b[x]" + "<unused5999>" * 3 + " x <unused6000>"
     whole = tokenizer.encode(text, add_special_tokens=False).ids
-    assert asyncio.run(tokens.encode_soon(text, special=False)) == whole
+    assert asyncio.run(tokens.encode_soon(text, THREADS, special=False)) == whole
 
 
 class Reader:
@@ -300,11 +301,11 @@ class Reader:
         self.read += texts
         return [SimpleNamespace(ids=[ord(char) for char in text]) for text in texts]
 
-    async def __call__(self, *texts: str, long: int = LONG_TEXT) -> list[str]:
+    async def __call__(self, *texts: str) -> list[str]:
         """Return what had to be read anew."""
         self.read.clear()
         for text in texts:
-            assert await self.segments.read(text, long) == [
+            assert await self.segments.read(text, THREADS) == [
                 token for part in text.replace("<s>", "\7") for token in (ord(part),)
             ]
         return self.read
@@ -341,7 +342,7 @@ async def test_what_is_kept_takes_no_more_memory_than_it_may(text: str) -> None:
     try:
         before = tracemalloc.get_traced_memory()[0]
         for n in range(3000):
-            await segments.read(f"<s>{text.format(n) * (n % 40)}<s>", LONG_TEXT)
+            await segments.read(f"<s>{text.format(n) * (n % 40)}<s>", THREADS)
         assert len(segments.kept) > 20
         assert room * 0.1 < tracemalloc.get_traced_memory()[0] - before < room * 1.1
     finally:
@@ -357,16 +358,17 @@ async def test_only_what_is_new_and_long_is_read_beside_the_loop() -> None:
             return [SimpleNamespace(ids=[1]) for _ in texts]
 
     segments = SegmentCache({"<s>": 7}, Encoder())  # type: ignore[arg-type]
-    await segments.read("<s>".join(["a" * 60, "b" * 60]), 100)
-    await segments.read("<s>".join(["a" * 60, "b" * 60, "c" * 60]), 100)
+    part = LONG_TEXT * 3 // 5
+    await segments.read("<s>".join(["a" * part, "b" * part]), THREADS)
+    await segments.read("<s>".join(["a" * part, "b" * part, "c" * part]), THREADS)
     assert where == [False, True]
 
 
 async def test_two_that_read_the_same_at_once_both_get_it() -> None:
     reader = Reader()
-    texts = ["<s>" + "x" * 50] * 3
-    read = await asyncio.gather(*(reader.segments.read(text, 10) for text in texts))
-    assert read == [[7, *[ord("x")] * 50]] * 3
+    texts = ["<s>" + "x" * LONG_TEXT] * 3
+    read = await asyncio.gather(*(reader.segments.read(text, THREADS) for text in texts))
+    assert read == [[7, *[ord("x")] * LONG_TEXT]] * 3
     assert await reader(texts[0]) == []
 
 
@@ -394,7 +396,7 @@ async def test_a_very_long_text_is_not_cut() -> None:
     tokens = Tokens(byte_level(), None)
     assert tokens.segments is not None
     text = "hello <s>" * (TEXT_MAX // 9 + 1)
-    assert await tokens.encode_soon(text, special=False) == tokens.encode(text, special=False)
+    assert await tokens.encode_soon(text, THREADS, special=False) == tokens.encode(text, special=False)
     assert not tokens.segments.kept
 
 
@@ -402,13 +404,13 @@ async def test_a_text_of_too_many_pieces_is_cut_so_often_and_no_more() -> None:
     tokens = Tokens(byte_level(), None)
     assert tokens.segments is not None
     text = "".join(f"{n}<s>" for n in range(CUTS_MAX + 500))
-    assert await tokens.encode_soon(text, special=False) == tokens.encode(text, special=False)
+    assert await tokens.encode_soon(text, THREADS, special=False) == tokens.encode(text, special=False)
     assert len(tokens.segments.kept) == CUTS_MAX + 1
 
 
 async def test_what_is_given_out_is_nobody_elses() -> None:
     tokens = Tokens(byte_level(), None)
-    first = await tokens.encode_soon("hello", special=False)
+    first = await tokens.encode_soon("hello", THREADS, special=False)
     kept = list(first)
     first.append(1)
-    assert await tokens.encode_soon("hello", special=False) == kept
+    assert await tokens.encode_soon("hello", THREADS, special=False) == kept

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from controller.frontend.openai.intake import Intake
 from controller.frontend.openai.text.chat_templates import SIM_TEMPLATE, BadTemplate, ChatTemplate
 from controller.frontend.openai.text.detokenizer import INCOMPLETE_TOKENS_MAX, StreamDetokenizer
 from controller.frontend.openai.text.jinja_environment import ChatEnvironment
@@ -26,6 +27,7 @@ from controller.frontend.openai.text.tokenizer import (
     load_tokens,
     ready_tokens,
 )
+from controller.frontend.settings import FrontendSettings
 
 SIM = load_tokens(BUILTIN)
 SIM_TOKENIZER = load_tokenizer(BUILTIN)
@@ -119,11 +121,11 @@ def test_a_run_of_incomplete_bytes_is_bounded() -> None:
 
 
 async def test_a_long_text_is_read_beside_the_loop_and_reads_the_same() -> None:
-    text = "hello wörld <|user|> " * 20_000
+    text, threads = "hello wörld <|user|> " * 20_000, Intake(FrontendSettings()).long_texts
 
     async def turns() -> int:
         """Return how often the loop goes round meanwhile."""
-        reading, count = asyncio.ensure_future(SIM.encode_soon(text, special=True)), 0
+        reading, count = asyncio.ensure_future(SIM.encode_soon(text, threads, special=True)), 0
         while not reading.done():
             await asyncio.sleep(0.001)
             count += 1
