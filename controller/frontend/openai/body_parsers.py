@@ -46,7 +46,7 @@ class BodyParsers:
         most, size = self._settings.bodies_mb_max * MIB, len(body)
         if self.waiting_bytes and self.waiting_bytes + size > most:
             why = f"{self.waiting_bytes // MIB} MB of requests' bodies are waiting to be parsed"
-            raise self._refusal("body_parse", "queue_full", why)
+            raise self._refusal("queue_full", why)
         self.waiting_bytes += size
         running = asyncio.create_task(self._parse(self._processes[size > HUGE_BYTES], name, body))
         running.add_done_callback(partial(self._parsed, size))
@@ -62,22 +62,17 @@ class BodyParsers:
         limit_s = self._settings.body_parse_s
         try:
             async with asyncio.timeout(limit_s), process.lock:
-                try:
-                    return await process.parse(name, body)
-                except (OSError, asyncio.IncompleteReadError) as error:  # it may have been dead before
-                    log.warning("body_parser_failed", why=type(error).__name__)
-                    return await process.parse(name, body)
+                for _ in range(2):  # the process may have been dead before
+                    try:
+                        return await process.parse(name, body)
+                    except (OSError, asyncio.IncompleteReadError) as error:
+                        log.warning("body_parser_failed", why=type(error).__name__)
         except TimeoutError as error:
-            why = f"the body was not parsed within {limit_s:g} s"
-            raise self._refusal("body_parse", "queue_timeout", why) from error
-        except (OSError, asyncio.IncompleteReadError) as error:
-            log.warning("body_parser_failed", why=type(error).__name__)
-            raise self._refusal(
-                "body_parse", "queue_full", "the process that parses bodies has ended"
-            ) from error
+            raise self._refusal("queue_timeout", f"the body was not parsed within {limit_s:g} s") from error
+        raise self._refusal("queue_full", "the process that parses bodies has ended")
 
-    def _refusal(self, bound: str, code: str, why: str) -> ApiError:
-        self._bounds.count(bound)
+    def _refusal(self, code: str, why: str) -> ApiError:
+        self._bounds.count("body_parse")
         return unavailable(why, code, RETRY_AFTER_S)
 
     async def close(self) -> None:

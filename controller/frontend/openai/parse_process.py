@@ -1,6 +1,6 @@
 """A process that parses large request bodies for a frontend, so that the frontend's event loop does not wait for them.
 
-    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of Parsed or Rejected
+    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of what it asks for or its 400
 
 It ends at the end of its input. The frontend kills it when one body takes too long.
 """
@@ -21,38 +21,31 @@ NAMES = tuple(KINDS)
 NICENESS = 5  # streams go first where cores are scarce
 
 
-class Parsed(msgspec.Struct, tag=True, frozen=True):
-    """What a body asks for, as its parser returns it."""
-
-    result: msgspec.Raw
-
-
-class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """The 400 of a body that is invalid."""
-
-    message: str
-    code: str
-    param: str | None
+Rejection = tuple[str, str, str | None]
+"""The 400 of a body that is invalid: message, code, param."""
 
 
 def parse(name: str, body: bytes) -> bytes:
-    """Return the encoded outcome of one body."""
+    """Return the encoded outcome of one body: what it asks for, or its rejection."""
+    result, rejection = None, None
     try:
-        result = msgspec.Raw(msgspec.msgpack.encode(parse_body(name, body)))
+        result = parse_body(name, body)
     except ApiError as error:
-        return msgspec.msgpack.encode(Rejected(str(error), error.code, error.param))
+        rejection = (str(error), error.code, error.param)
+    try:
+        return msgspec.msgpack.encode((result, rejection))
     except OverflowError:  # MessagePack has no integer of more than 64 bits
         why = "a number of the body has more than 64 bits"
-        return msgspec.msgpack.encode(Rejected(why, "invalid_value", None))
-    return msgspec.msgpack.encode(Parsed(result))
+        return msgspec.msgpack.encode((None, (why, "invalid_value", None)))
 
 
 def outcome(name: str, encoded: bytes) -> Any:
     """Return what a body asks for, of its encoded outcome. Raise ApiError (400)."""
-    found = msgspec.msgpack.decode(encoded, type=Parsed | Rejected)
-    if isinstance(found, Rejected):
-        raise ApiError(400, found.message, code=found.code, param=found.param)
-    return msgspec.msgpack.decode(found.result, type=KINDS[name][1])
+    result, rejection = msgspec.msgpack.decode(encoded, type=tuple[msgspec.Raw, Rejection | None])
+    if rejection is not None:
+        message, code, param = rejection
+        raise ApiError(400, message, code=code, param=param)
+    return msgspec.msgpack.decode(result, type=KINDS[name][1])
 
 
 def main() -> None:

@@ -271,59 +271,48 @@ class BusyThresholdBody(BaseModel):
         )
 
 
-_REFUSED_BY_BOTH: dict[str, tuple[Any, ...]] = {
-    name: harmless
-    for harmless, names in (  # other servers' fields: vLLM's, SGLang's, llama-server's, Hugging Face's
-        ((None, 1), "best_of typical_p length_penalty repeat_penalty tfs_z num_beams"),
-        (
-            (None, False),
-            "use_beam_search watermarking include_stop_str_in_output no_stop_trim return_hidden_states "
-            "return_routed_experts return_prompt_text",
-        ),
-        (
-            (None,),
-            "allowed_token_ids truncate_prompt_tokens prompt_logprobs logprob_token_ids prompt_embeds "
-            "repetition_detection lora_path custom_logit_processor guided_whitespace_pattern "
-            "guided_decoding_backend regex ebnf json_schema structural_tag n_predict samplers "
-            "max_new_tokens do_sample",
-        ),
-        ((None, []), "bad_words logits_processors"),
-        ((None, "", []), "stop_regex"),
-        ((None, True), "skip_special_tokens spaces_between_special_tokens"),
-        (
-            (None, 0),
-            "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count "
-            "routed_experts_prompt_start n_probs mirostat dynatemp_range xtc_probability dry_multiplier "
-            "top_a",
-        ),
-        ((None, -1), "thinking_token_budget top_n_sigma"),
-        ((None, {}), "kv_transfer_params ec_transfer_params vllm_xargs session_params custom_params"),
-        ((None, ""), "grammar"),
-    )
-    for name in names.split()
+def _but(harmless: tuple[Any, ...], *names: str) -> dict[str, tuple[Any, ...]]:
+    """Return fields that are refused but for null and these values."""
+    return {name: (None, *harmless) for line in names for name in line.split()}
+
+
+_REFUSED_BY_BOTH = {  # other servers' fields: vLLM's, SGLang's, llama-server's, Hugging Face's
+    **_but(
+        (),
+        "allowed_token_ids truncate_prompt_tokens prompt_logprobs logprob_token_ids prompt_embeds repetition_detection",
+        "lora_path custom_logit_processor guided_whitespace_pattern guided_decoding_backend regex ebnf json_schema",
+        "structural_tag n_predict samplers max_new_tokens do_sample",
+    ),
+    **_but(
+        (False,),
+        "use_beam_search watermarking include_stop_str_in_output no_stop_trim return_hidden_states",
+        "return_routed_experts return_prompt_text",
+    ),
+    **_but((True,), "skip_special_tokens spaces_between_special_tokens"),
+    **_but(
+        (0,),
+        "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count routed_experts_prompt_start",
+        "n_probs mirostat dynatemp_range xtc_probability dry_multiplier top_a",
+    ),
+    **_but((1,), "best_of typical_p length_penalty repeat_penalty tfs_z num_beams"),
+    **_but((-1,), "thinking_token_budget top_n_sigma"),
+    **_but(([],), "bad_words logits_processors"),
+    **_but(({},), "kv_transfer_params ec_transfer_params vllm_xargs session_params custom_params"),
+    **_but(("",), "grammar"),
+    **_but(("", []), "stop_regex"),
 }
-REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = _REFUSED_BY_BOTH | {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "verbosity": (None, "medium"),
-    "echo": (None, False),
-    "chat_template": (None,),
-    "documents": (None, []),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "add_special_tokens": (None, False),
-    "include_reasoning": (None, True),
-    "separate_reasoning": (None, False),
-    "stream_reasoning": (None, True),
+REFUSED_BY_CHAT = {
+    **_REFUSED_BY_BOTH,
+    **_but((), "audio prediction web_search_options chat_template"),
+    **_but((False,), "echo continue_final_message add_special_tokens separate_reasoning"),
+    **_but((True,), "add_generation_prompt include_reasoning stream_reasoning"),
+    **_but(([],), "functions documents"),
+    **_but(("none", "auto"), "function_call"),
+    **_but((["text"],), "modalities"),
+    **_but(("medium",), "verbosity"),
 }
-REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED_BY_BOTH | {
-    "suffix": (None, ""),
-    "add_special_tokens": (None, True),
-}
+REFUSED_BY_COMPLETIONS = _REFUSED_BY_BOTH | {"suffix": (None, ""), "add_special_tokens": (None, True)}
+REFUSED_BY_TOKENIZE = {"chat_template": (None,), "continue_final_message": (None, False)}
 IGNORED: dict[str, str] = {
     "user": "whose request it is",
     "safety_identifier": "whose request it is",
@@ -347,8 +336,4 @@ IGNORED: dict[str, str] = {
     "return_mm_kwargs": "vLLM gives them for rendered prompts only",
     "return_cached_tokens_details": "usage has the number of cached tokens",
     "stream_options.include_obfuscation": "events are not padded",
-}
-REFUSED_BY_TOKENIZE: dict[str, tuple[Any, ...]] = {
-    "chat_template": (None,),
-    "continue_final_message": (None, False),
 }

@@ -22,7 +22,7 @@ Imported with the first template: a process that only counts tokens needs no Jin
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from datetime import UTC, datetime
 from functools import wraps
 from itertools import chain
@@ -82,13 +82,11 @@ class RenderingBudget:
     """What one rendering may still use. Its seconds count from the first look at the clock, after 64 steps: some 10 µs late, and
     a short rendering never asks the system for its time."""
 
-    __slots__ = ("_clock", "_deadline", "_look", "_seconds", "_steps")
+    __slots__ = ("_deadline", "_look", "_seconds", "_steps")
 
-    def __init__(
-        self, clock: Callable[[], float] = thread_time, steps: int = STEPS_MAX, seconds: float = SECONDS_MAX
-    ) -> None:
+    def __init__(self, steps: int = STEPS_MAX, seconds: float = SECONDS_MAX) -> None:
         self._steps = steps
-        self._clock, self._seconds = clock, seconds
+        self._seconds = seconds
         self._deadline: float | None = None  # set at the first look
         self._look = STEPS_BETWEEN_CLOCK_READS
 
@@ -102,11 +100,15 @@ class RenderingBudget:
             raise OverBudget(f"it takes more than {STEPS_MAX:,} steps")
         if self._look < 0:
             self._look = STEPS_BETWEEN_CLOCK_READS
-            now = self._clock()
+            now = self.now()
             if self._deadline is None:
                 self._deadline = now + self._seconds
             elif now > self._deadline:
                 raise OverBudget(f"it takes more than {SECONDS_MAX:g} s")
+
+    def now(self) -> float:
+        """Return the seconds that this thread has run."""
+        return thread_time()
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):

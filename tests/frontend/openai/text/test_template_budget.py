@@ -1,6 +1,8 @@
 """A chat template that would never end, or would take all memory, is stopped: it comes with a model's files, which a
 compromised worker may name."""
 
+from collections.abc import Callable
+
 import pytest
 
 from controller.frontend.openai.text.chat_templates import (
@@ -122,10 +124,20 @@ def test_a_template_can_be_rendered_again_after_it_was_stopped() -> None:
     assert template.render(SAID, n=9) == "done"
 
 
+def timed(clock: Callable[[], float]) -> RenderingBudget:
+    """Return a budget whose seconds are this clock's."""
+
+    class Timed(RenderingBudget):
+        def now(self) -> float:
+            return clock()
+
+    return Timed()
+
+
 def test_time_is_bounded_where_steps_take_long() -> None:
     """A rendering of slow steps, of 1 ms each by this clock, ends at most 64 steps after its time."""
     now = 0.0
-    budget = RenderingBudget(lambda: now)
+    budget = timed(lambda: now)
     with pytest.raises(OverBudget, match=r"more than 0\.25 s"):
         for _ in range(STEPS_MAX // 2):
             now += 0.001
@@ -137,7 +149,7 @@ def test_the_clock_is_read_before_each_large_operation() -> None:
     """By this clock 1,000 characters take 10 ms."""
     now = 0.0
     template = ChatTemplate("{% for i in range(9999) %}{{ slow(i) }}{{ s | upper | length }}{% endfor %}", {})
-    template._budget = lambda: RenderingBudget(lambda: now)  # type: ignore[assignment,misc]
+    template._budget = lambda: timed(lambda: now)  # type: ignore[assignment,misc]
 
     def slow(_: int) -> str:
         nonlocal now
