@@ -189,7 +189,7 @@ class Completion:
         writers = [answer.writer for answer in self.answers]
         choices = [writer.choice(i) for i, writer in enumerate(writers) if isinstance(writer, BufferedWriter)]
         name = "chat.completion" if self._parsed.chat else "text_completion"
-        whole = self._format.beginning(name) | {"choices": choices, "usage": self.usage()}
+        whole = self._format.response(name, choices) | {"usage": self.usage()}
         if self._parsed.chat and self._parsed.details.token_ids:
             whole["prompt_token_ids"] = self.answers[0].request.prompt
         return whole

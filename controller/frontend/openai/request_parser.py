@@ -40,9 +40,10 @@ DEFAULTED = (
 SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
 """Fields of a body that mean the same in Sampling."""
 _PLAIN_UNSET = {
-    (heat, top): [name for name, given in zip(DEFAULTED, (heat, top, *[False] * 5), strict=True) if not given]
-    for heat in (False, True)
-    for top in (False, True)
+    (False, False): [*DEFAULTED],
+    (True, False): [*DEFAULTED[1:]],
+    (False, True): [DEFAULTED[0], *DEFAULTED[2:]],
+    (True, True): [*DEFAULTED[2:]],
 }
 """What a plain chat leaves out, by whether it has a temperature and a top_p."""
 

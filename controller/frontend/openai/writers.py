@@ -44,18 +44,16 @@ class ResponseFormat(msgspec.Struct):
     after: bytes = b""  # and behind them, where it is not the last event
 
     def __post_init__(self) -> None:
-        head = self.beginning("chat.completion.chunk" if self.parsed.chat else "text_completion")
-        self.before = b"data: " + msgspec.json.encode(head | {"choices": ()})[:-2]
+        whole = self.response("chat.completion.chunk" if self.parsed.chat else "text_completion", ())
+        self.before = b"data: " + msgspec.json.encode(whole)[:-2]
         # A stream's events carry "usage": null if the last one will carry it
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
 
-    def beginning(self, object: str) -> dict[str, Any]:
-        """Return what a response or an event begins with."""
+    def response(self, object: str, choices: Sequence[Any]) -> dict[str, Any]:
+        """Return a response, or an event of one, with these choices."""
         parsed = self.parsed
-        id = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request
-        return {
-            "id": id, "object": object, "created": self.created, "model": parsed.called or parsed.model,
-        }  # fmt: skip
+        id, model = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request, parsed.called or parsed.model
+        return {"id": id, "object": object, "created": self.created, "model": model, "choices": choices}
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """Return a new detokenizer for one answer, with its stop strings."""
