@@ -80,9 +80,7 @@ class AnswerContext(msgspec.Struct):
     prompt: list[int] = []  # its tokens
     prompt_text: str = ""  # what is echoed
     silent: bool = False  # nothing but the prompt is wanted: what is generated is not shown
-    logprobs: bool = (
-        False  # those of the prompt are wanted: they come before those of an attempt's first tokens
-    )
+    logprobs: bool = False  # the prompt's are wanted: they come before those of an attempt's first tokens
     accepted: list[int] = []  # the answer's tokens, all of them: a list that grows with every step
     due: bool = False  # the prompt's logprobs have not come yet
     prompt_logprobs: list[Logprob] = []

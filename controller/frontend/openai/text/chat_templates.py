@@ -26,10 +26,7 @@ SIM_TEMPLATE = (
 )
 PLAIN_ROLES = frozenset({"user", "assistant", "system"})  # a text of theirs is the same in each form
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-DEFAULT, WITH_TOOLS = (
-    "default",
-    "tool_use",
-)  # names of a model's templates, as transformers chooses among them
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # a model's templates, as transformers names them
 
 
 class BadTemplate(HoldfastError):
@@ -89,22 +86,18 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from jinja2.meta import find_undeclared_variables
 
-        from controller.frontend.openai.text.jinja_environment import (
-            ChatEnvironment,
-            RenderingBudget,
-            format_of,
-        )
+        from controller.frontend.openai.text import jinja_environment as jinja
 
         if len(source) > SOURCE_CHARS_MAX:
             raise BadTemplate(f"the chat template has more than {SOURCE_CHARS_MAX:,} characters")
-        self._environment, self._budget = ChatEnvironment(), RenderingBudget
+        self._environment, self._budget = jinja.ChatEnvironment(), jinja.RenderingBudget
         try:
             self._template = self._environment.from_string(source)
             tree = self._environment.parse(source)
             self._reads = find_undeclared_variables(tree)
         except (TemplateError, RecursionError) as error:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
-        self._format = MessageFormat(*format_of(tree))
+        self._format = MessageFormat(*jinja.format_of(tree))
         self._with_tools = with_tools
         # All names in one dict, copied once for every rendering: Jinja2's own merging takes longer than the template
         self._usual = {**self._template.globals, **specials, "add_generation_prompt": True, "tools": None}

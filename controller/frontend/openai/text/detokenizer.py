@@ -106,9 +106,7 @@ class StreamDetokenizer:
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except (
-            Exception
-        ):  # bare: the text so far reads otherwise now, as bytes of a character that never comes do
+        except Exception:  # bare: the text so far reads otherwise now, as incomplete bytes do
             return self._restart()
         if text is not None:
             self._shown, self._held = (self._shown + self._held)[-8:], []

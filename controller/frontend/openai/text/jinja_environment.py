@@ -36,9 +36,8 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-STEPS_MAX = (
-    1_000_000  # 1,000 messages with 1,000 steps each, or 256 million characters; a step takes about 0.3 µs
-)
+# 1,000 messages with 1,000 steps each, or 256 million characters; a step takes about 0.3 µs
+STEPS_MAX = 1_000_000
 SECONDS_MAX = 0.25  # of this thread; the largest conversations known take 50 ms
 OPERATION_STEPS_MAX = 32_768  # a text of 8 million characters: more than any model's context
 WIDTH_MAX = 1000  # of indent, center, ljust …: the largest known is 8

@@ -26,9 +26,8 @@ from controller.frontend.openai.text.long_texts import LongTexts
 from controller.frontend.openai.text.token_reach import parts_of
 
 KEPT_BYTES = 16 * 2**20  # of texts and tokens, per tokenizer
-SEGMENT_SHARE = (
-    64  # a segment that takes more than this part of it is not kept: it would drive out all others
-)
+# A segment that takes more than this part of it is not kept: it would drive out all others
+SEGMENT_SHARE = 64
 ENTRY_BYTES = 320  # what keeping a segment takes besides its text and its tokens
 CHAR_BYTES = 8  # of a text that is not ASCII: wide characters, and UTF-8 beside them
 TEXT_MAX = 262_144  # characters from which a text is not cut: that would hold up the loop for milliseconds
@@ -123,9 +122,8 @@ class SegmentCache:
 
 def _takes(segment: str, tokens: "array[int]") -> int:
     """Return how many bytes keeping a segment takes at most, the same at any time."""
-    return (
-        ENTRY_BYTES + len(segment) * (1 if segment.isascii() else CHAR_BYTES) + len(tokens) * tokens.itemsize
-    )
+    char_bytes = 1 if segment.isascii() else CHAR_BYTES
+    return ENTRY_BYTES + len(segment) * char_bytes + len(tokens) * tokens.itemsize
 
 
 def _reads_segments_alone(config: dict[str, Any]) -> bool:
@@ -136,10 +134,8 @@ def _reads_segments_alone(config: dict[str, Any]) -> bool:
         if part["type"] not in _WITHIN_A_SEGMENT or part.get("prepend_scheme") == "first":
             return False
     for part in parts_of(config["post_processor"]):
-        wholes = sum(
-            "Sequence" in one for one in part.get("single", ())
-        )  # how often a template contains the text
-        if part["type"] not in _AROUND_ALL or (part["type"] == "TemplateProcessing" and wholes != 1):
+        texts = sum("Sequence" in one for one in part.get("single", ()))  # of a template
+        if part["type"] not in _AROUND_ALL or (part["type"] == "TemplateProcessing" and texts != 1):
             return False
     return True
 

@@ -20,6 +20,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from controller.frontend.openai.text.detokenizer import byte_of_char
+
 COMPOSED_MAX = 4  # characters of the longest canonical decomposition (U+1F82 and its like: Unicode's stability policy keeps it)
 PIECE = 2**16  # characters that are looked at in one go
 LOOKED_AT_MAX = 2**23  # characters of which blanks are told apart: 50 ms
@@ -55,34 +57,26 @@ class TokenReach:
         return -(-found // reach)
 
 
-def reach_of(
-    tokenizer: Tokenizer, config: Mapping[str, Any], byte_of: Mapping[str, int]
-) -> TokenReach | None:
-    """Return the reach of a tokenizer with this JSON; None if one token can stand for any number of characters.
-
-    `byte_of`: the byte behind each printable stand-in of a byte-level vocabulary.
-    """
+def reach_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> TokenReach | None:
+    """Return the reach of a tokenizer with this JSON; None if one token can stand for any number of characters."""
     shrinks = _shrinks(config["normalizer"])
     words = list(parts_of(config["pre_tokenizer"]))
     if shrinks is None or config["truncation"] or not all(map(_keeps, words)):
         return None
-    byte_level = any(part["type"] == "ByteLevel" for part in words) or any(
-        part["type"] == "ByteLevel" for part in parts_of(config["normalizer"])
-    )
+    steps = (*words, *parts_of(config["normalizer"]))
+    byte_of = byte_of_char() if any(part["type"] == "ByteLevel" for part in steps) else {}
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    if not _knows_every_character(config["model"], vocabulary, byte_of if byte_level else ()):
+    if not _knows_every_character(config["model"], vocabulary, byte_of):
         return None
-    longest = max((_characters(token, byte_of if byte_level else {}) for token in vocabulary), default=1)
-    added = config["added_tokens"]
+    longest = max(1, *(_characters(token, byte_of) for token in vocabulary))
+    drops = any(part["type"] in _DROPS_BLANKS for part in words)
     normal = tokenizer.normalizer
-    for one in added:
+    for one in config["added_tokens"]:
         content = one["content"]
         longest = max(longest, len(content), len(normal.normalize_str(content)) if normal else 0)
+        drops = drops or one["lstrip"] or one["rstrip"]
     plain, composed = shrinks
-    drops = any(part["type"] in _DROPS_BLANKS for part in words) or any(
-        one["lstrip"] or one["rstrip"] for one in added
-    )
-    return TokenReach(max(1, longest) * plain, max(1, longest) * plain * composed, drops)
+    return TokenReach(longest * plain, longest * plain * composed, drops)
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> tuple[int, int] | None:
@@ -104,7 +98,7 @@ def _shrinks(normalizer: Mapping[str, Any] | None) -> tuple[int, int] | None:
 
 
 def _keeps(part: Mapping[str, Any]) -> bool:
-    """Say whether a pre-tokenizer drops nothing but blanks."""
+    """Return whether a pre-tokenizer drops nothing but blanks."""
     kind = part["type"]
     if kind in _KEEPS_UNLESS_TOLD:
         return bool(part["behavior"] != "Removed")
@@ -112,9 +106,9 @@ def _keeps(part: Mapping[str, Any]) -> bool:
 
 
 def _knows_every_character(
-    model: Mapping[str, Any], vocabulary: Mapping[str, int], stand_ins: Mapping[str, int] | tuple[()]
+    model: Mapping[str, Any], vocabulary: Mapping[str, int], stand_ins: Mapping[str, int]
 ) -> bool:
-    """Say whether each character that a model is given ends up in a token of its own, or in a known one."""
+    """Return whether each character that a model is given ends up in a token of its own, or in a known one."""
     if model["type"] not in ("BPE", "Unigram"):
         return False
     if stand_ins and all(char in vocabulary for char in stand_ins):

@@ -6,9 +6,8 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import structlog
 from tokenizers import Tokenizer
@@ -19,7 +18,6 @@ from controller.frontend.openai.text.detokenizer import (
     ByteTable,
     Detokenizer,
     StreamDetokenizer,
-    byte_of_char,
 )
 from controller.frontend.openai.text.long_texts import LongTexts
 from controller.frontend.openai.text.segment_cache import KEPT_BYTES, TEXT_MAX, SegmentCache
@@ -64,9 +62,10 @@ class Tokens:
         self.template = template
         self.size = ids_of(tokenizer)
         config = json.loads(tokenizer.to_str())
-        self.table = ByteTable(tokenizer, self.size) if _is_byte_level(config) else None
+        byte_level = (config.get("decoder") or {}).get("type") == "ByteLevel"
+        self.table = ByteTable(tokenizer, self.size) if byte_level else None
         self.segments = SegmentCache.of(tokenizer, config, kept_bytes)  # None: read whole
-        self._reach = reach_of(tokenizer, config, byte_of_char())
+        self._reach = reach_of(tokenizer, config)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
@@ -126,22 +125,21 @@ class Tokens:
 
 async def ready_tokens(name: str) -> Tokens:
     """Return a tokenizer; if it must be read first, off the loop: a large vocabulary takes seconds. Raise TokenizerMissing."""
-    if name not in _loaded:
-        _loaded[name] = await asyncio.to_thread(_load_alone, name)
-    return _loaded[name]
+    return _loaded[name] if name in _loaded else await asyncio.to_thread(load_tokens, name)
 
 
-def _load_alone(name: str) -> Tokens:
-    """Read a tokenizer once, however many wait: all at once they would keep the loop's thread from running, too."""
-    with _reading:
-        return load_tokens(name)
-
-
-@lru_cache(maxsize=32)
 def load_tokens(name: str) -> Tokens:
-    """Return the tokenizer and chat template of `name`: a folder, or "builtin:sim". Raise TokenizerMissing."""
-    folder = None if name == BUILTIN else Path(name)
-    return Tokens(load_tokenizer(name), load_template(folder), defaults=read_defaults(folder))
+    """Return the tokenizer and chat template of `name`: a folder, or "builtin:sim". Raise TokenizerMissing.
+
+    One thread reads, however many wait: all at once they would keep the loop's thread from running, too.
+    """
+    if name not in _loaded:
+        with _reading:
+            if name not in _loaded:
+                folder = None if name == BUILTIN else Path(name)
+                tokenizer, template = load_tokenizer(name), load_template(folder)
+                _loaded[name] = Tokens(tokenizer, template, defaults=read_defaults(folder))
+    return _loaded[name]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -160,11 +158,6 @@ _reading = threading.Lock()
 def ids_of(tokenizer: Tokenizer) -> int:
     """Return one more than the highest id: vocabularies may have holes, so their size is not enough."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-
-def _is_byte_level(config: dict[str, Any]) -> bool:
-    decoder = config.get("decoder") or {}
-    return bool(decoder.get("type") == "ByteLevel")
 
 
 def read_defaults(folder: Path | None) -> dict[str, float]:
