@@ -18,6 +18,7 @@ from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.cors import Cors
 from controller.frontend.http.served_models import model_of
 from controller.frontend.openai.body_scan import UNSCANNED_BYTES
+from controller.frontend.openai.choice import Call
 from controller.frontend.openai.completion import (
     AdmittedRequest,
     Completion,
@@ -44,21 +45,6 @@ from controller.router.selection.filter import NoWorker
 from events.blocks import BlockNames, seed
 
 log = structlog.get_logger(__name__)
-
-
-class Call(msgspec.Struct):
-    """A request for tokens that was parsed."""
-
-    head: Head
-    parsed: ParsedRequest
-    headers: dict[str, str]  # of every answer to it
-    arrived: float  # by the frontend's monotonic clock
-    transport: asyncio.Transport | None  # None: its client has disconnected
-
-    @property
-    def id(self) -> str:
-        """Its id, which the client has given or we have drawn."""
-        return self.headers["X-Request-Id"]
 
 
 class OpenAiEndpoints:
@@ -145,7 +131,8 @@ class OpenAiEndpoints:
             model = parsed.model
             self._active(model).inc()
             self.answering += 1
-            response, error = await self._answer(Call(head, parsed, headers, arrived, transport))
+            call = Call(headers["X-Request-Id"], head, parsed, headers, arrived, transport)
+            response, error = await self._answer(call)
             return response
         except ApiError as raised:
             error = raised
@@ -165,25 +152,25 @@ class OpenAiEndpoints:
 
     async def _answer(self, call: Call) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
-        head, parsed, headers = call.head, call.parsed, call.headers
+        parsed, headers = call.parsed, call.headers
         stream: SseStream | None = None
         if parsed.stream:
             if call.transport is None:
                 raise asyncio.CancelledError
             limits = self.director.settings.stream
-            stream = SseStream(call.transport, limits, head, headers, self._slow_clients, call.arrived)
+            stream = SseStream(call, call.transport, limits, self._slow_clients)
             self._unanswered.add(stream)
         try:
             if self._admission.by_deadline:
                 admitted, reservation = await self._in_time(call)
             else:
-                reservation = await self._admission.admit(parsed.model, head.tier)
+                reservation = await self._admission.admit(parsed.model, call.head.tier)
                 try:
                     admitted = await self._admitted(call, reservation.lineage)
                 finally:
                     reservation.free()  # for the answers, which are launched before another request's turn comes
             routing = self.director.routing
-            priority = 0 if admitted.first_token_by is None else routing.table.urgency(admitted.tier)
+            priority = 0 if admitted.first_token_by is None else routing.table.urgency(call.head.tier)
             limit = routing.limit(parsed.model)
             completion = Completion(admitted, stream, priority=priority, migration_limit=limit)
         except BaseException as why:
@@ -223,7 +210,7 @@ class OpenAiEndpoints:
 
     async def _admitted(self, call: Call, lineage: Lineage) -> AdmittedRequest:
         """Return a request with its prompts as tokens. Raise ApiError."""
-        head, parsed, director = call.head, call.parsed, self.director
+        parsed, director = call.parsed, self.director
         began = director.now()
         try:
             tokens = await self.tokens(lineage[1])
@@ -237,14 +224,11 @@ class OpenAiEndpoints:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
-            raise self._admission.refusal(error, parsed.model, head.tier) from error
+            raise self._admission.refusal(error, parsed.model, call.head.tier) from error
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
         salt = seed(namespace=parsed.cache_salt)
         named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
-        asked, serial = head.overrides, next(self._serial)
-        return AdmittedRequest(
-            parsed, call.id, head.tier, lineage, named, group, tokens, serial, head.trace, asked, call.arrived
-        )
+        return AdmittedRequest(call, lineage, named, group, tokens, next(self._serial))
 
     async def _run(
         self, completion: Completion, stream: SseStream | None, room: Reservation

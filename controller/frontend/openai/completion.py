@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
-from controller.frontend.openai.choice import Choice, ResponseWriter
+from controller.frontend.openai.choice import Call, Choice, ResponseWriter
 from controller.frontend.openai.request_parser import NO_DETAILS, ParsedRequest
 from controller.frontend.openai.sse import DONE, SseStream
 from controller.frontend.openai.text.tokenizer import Tokens
@@ -20,7 +20,6 @@ from controller.frontend.openai.writers import (
     StreamingWriter,
     event,
 )
-from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides
 from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames
@@ -34,19 +33,16 @@ ECHOED_LOGPROBS_MAX = 100_000  # of one prompt: 5 MB of an answer, and a tenth o
 class AdmittedRequest(msgspec.Struct, frozen=True):
     """A request that has been let in, tokenised."""
 
-    parsed: ParsedRequest
-    request: str  # its id
-    tier: str
+    call: Call
     lineage: Lineage
     # Tokens, the text if it was one, and its blocks' names
     prompts: Sequence[tuple[list[int], str, BlockNames]]
     group: EndpointGroup  # the workers of its lineage, as it was let in
     tokens: Tokens  # their tokenizer
     serial: int  # of this frontend's requests: unseeded sampling is seeded with it
-    traceparent: str = ""
-    overrides: RoutingOverrides = NO_OVERRIDES
-    arrived: float | None = None  # by the frontend's monotonic clock
-    first_token_by: float | None = None  # by the same, where it was let in by a deadline
+    first_token_by: float | None = (
+        None  # by the frontend's monotonic clock, where it was let in by a deadline
+    )
 
     @property
     def repeatable(self) -> bool:
@@ -54,7 +50,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
         The random numbers of other servers start anew, and what they are given as a prompt they do not count as output.
         """
-        asked = self.parsed.sampling
+        asked = self.call.parsed.sampling
         greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
         return greedy or self.group.engine != "openai"
 
@@ -63,7 +59,8 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
         What the client left out is up to the server behind the openai engine, else to the model's folder.
         """
-        parsed, asked, external = self.parsed, self.parsed.sampling, self.group.engine == "openai"
+        parsed, external = self.call.parsed, self.group.engine == "openai"
+        asked = parsed.sampling
         defaults: dict[str, Any] = {}
         if not external and self.tokens.defaults:
             given = self.tokens.defaults
@@ -92,9 +89,10 @@ class Completion:
     ) -> None:
         """Make the answers, and send none yet. Without `stream` the response is given whole. `priority`: at the worker. Raise
         ApiError (400)."""
-        self._parsed = parsed = admitted.parsed
+        call = admitted.call
+        self._parsed = parsed = call.parsed
         created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
-        self._format = ResponseFormat(parsed, admitted.tokens, admitted.request, created)
+        self._format = ResponseFormat(parsed, admitted.tokens, call.id, created)
         self.stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.answers: list[Choice] = []
@@ -102,7 +100,7 @@ class Completion:
         for prompt, text, names in admitted.prompts:
             for choice in range(parsed.n):
                 request = GenerationRequest(
-                    id=admitted.request,
+                    id=call.id,
                     model=parsed.model,
                     lineage=admitted.lineage,
                     prompt=prompt,
@@ -111,13 +109,13 @@ class Completion:
                     guided=parsed.guided,
                     deterministic=admitted.repeatable,
                     names=names,
-                    tier=admitted.tier,
+                    tier=call.head.tier,
                     priority=priority,
-                    arrived=admitted.arrived,
+                    arrived=call.arrived,
                     first_token_by=admitted.first_token_by,
                     cache_salt=parsed.cache_salt,
-                    overrides=admitted.overrides,
-                    traceparent=admitted.traceparent,
+                    overrides=call.head.overrides,
+                    traceparent=call.head.trace,
                 )
                 accepted: list[int] = []
                 writer = self._writer(prompt, text, accepted)

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from prometheus_client import Counter
 
-from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.choice import Call, Choice
 from controller.frontend.openai.request_head import Head
 from controller.frontend.request.routing_overrides import EXPLAIN
 from controller.frontend.settings import StreamSettings
@@ -37,34 +37,24 @@ class SseStream:
     """The client's end of one streamed request."""
 
     __slots__ = (
-        "_cut_off", "_head", "_headers", "_limits", "_moved_at", "_quiet_at", "_quiet_bytes", "_seen", "_transport",
-        "_written", "answers", "ended", "parts", "started",
+        "_call", "_cut_off", "_limits", "_moved_at", "_quiet_at", "_quiet_bytes", "_seen", "_transport", "_written",
+        "answers", "ended", "parts", "started",
     )  # fmt: skip
 
     def __init__(
-        self,
-        transport: asyncio.Transport,
-        limits: StreamSettings,
-        head: Head,
-        headers: dict[str, str],
-        cut_off: Counter,
-        began_at: float,
+        self, call: Call, transport: asyncio.Transport, limits: StreamSettings, cut_off: Counter
     ) -> None:
-        """Answer the request with this head on this connection, with these headers, within the settings' limits.
-
-        `cut_off` counts the clients that do not read. `began_at`: monotonic seconds, when the request came.
-        """
+        """Answer a request on its connection, within the settings' limits. `cut_off` counts the clients that do not read."""
+        self._call = call
         self._transport = transport
         self._limits = limits
-        self._head = head
-        self._headers = headers
         self._cut_off = cut_off
         self.answers: Sequence[Choice] = ()  # the head names the worker that they are with by then
         self._written = 0
         self._seen = 0  # bytes that had left our buffer when we looked last
         self._moved_at: float | None = None  # None: nothing is waiting
         # When the request came, or the last comment before the first token went out
-        self._quiet_at = began_at
+        self._quiet_at = call.arrived
         self._quiet_bytes = 0  # what was written by then: as long as no more is, no token has come
         self.parts: list[bytes] = []
         self.started = False
@@ -81,12 +71,13 @@ class SseStream:
         parts = self.parts
         if not parts:
             return
-        if self._head.chunked:
+        if self._call.head.chunked:
             parts.insert(0, b"%x\r\n" % sum(map(len, parts)))
             parts.append(b"\r\n0\r\n\r\n" if self.ended else b"\r\n")
         if not self.started:
             self.started = True
-            parts.insert(0, response_head(self._head, self._headers | worker_headers(self.answers)))
+            headers = self._call.headers | worker_headers(self.answers)
+            parts.insert(0, response_head(self._call.head, headers))
         payload = b"".join(parts)  # once: an answer's bytes are many
         parts.clear()
         transport = self._transport
@@ -126,7 +117,7 @@ class SseStream:
     def _cut(self, why: str) -> None:
         """Disconnect a client that does not read, which cancels its request."""
         if self.answers:
-            log.warning("client_cut_off", request=self._headers["X-Request-Id"], why=why)
+            log.warning("client_cut_off", request=self._call.id, why=why)
         self._cut_off.inc()
         self.abort()
 
