@@ -98,17 +98,14 @@ class HeadCache:
     def __init__(self, ours: RouterSettings, table: EndpointTable, *, by_deadline: bool = False) -> None:
         """Remember heads as they are with the table's tiers."""
         self._table = table
+        self._tiers: Tiers | None = None
         self._read_plain = partial(read_plain, ours, by_deadline)
-        self._use(table.tiers)
-
-    def _use(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-        self._read = lru_cache(KEPT_MAX)(partial(self._read_plain, tiers))
 
     def read(self, raw: bytes) -> Head | None:
         """Return what `read_plain` returns."""
         if self._table.tiers is not self._tiers:
-            self._use(self._table.tiers)
+            self._tiers = self._table.tiers
+            self._read = lru_cache(KEPT_MAX)(partial(self._read_plain, self._tiers))
         return self._read(raw)
 
 

@@ -323,27 +323,27 @@ def plain_chat(body: bytes) -> PlainChat | None:
 
 def parse_tokenize(data: Any) -> TokenizeRequest:
     """Return what a body of /tokenize asks for. Raise ApiError (400), naming the field."""
-    if not isinstance(data, dict) or "messages" not in data:
-        text = validated(TokenizePromptBody, data)
-        return _tokenize(text, text=text.prompt)
-    if "prompt" in data:
+    chat = isinstance(data, dict) and "messages" in data
+    if chat and "prompt" in data:
         raise invalid("either prompt, or messages", "prompt")
-    chat = validated(TokenizeChatBody, data)
-    found = _tokenize(chat)
-    names: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
-    names |= chat.chat_template_kwargs or {}
-    names["add_generation_prompt"] = chat.add_generation_prompt
-    messages = [plain_message(place, message) for place, message in enumerate(chat.messages)]
-    return msgspec.structs.replace(found, messages=messages, template_names=names)
-
-
-def _tokenize(asked: TokenizePromptBody | TokenizeChatBody, text: str | None = None) -> TokenizeRequest:
+    body = validated(TokenizeChatBody, data) if chat else validated(TokenizePromptBody, data)
+    unknown = refuse(body.model_extra, REFUSED_BY_TOKENIZE)
+    text, messages, names = None, [], dict[str, Any]()
+    if isinstance(body, TokenizePromptBody):
+        text = body.prompt
+    else:
+        names = {"tools": body.tools} if body.tools else {}
+        names |= body.chat_template_kwargs or {}
+        names["add_generation_prompt"] = body.add_generation_prompt
+        messages = [plain_message(place, message) for place, message in enumerate(body.messages)]
     return TokenizeRequest(
-        model=asked.model,
+        model=body.model,
         text=text,
-        special=asked.add_special_tokens,
-        token_strs=bool(asked.return_token_strs),
-        unknown=refuse(asked.model_extra, REFUSED_BY_TOKENIZE),
+        messages=messages,
+        template_names=names,
+        special=body.add_special_tokens,
+        token_strs=bool(body.return_token_strs),
+        unknown=unknown,
     )
 
 

@@ -12,8 +12,7 @@ free when it has been.
 """
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -63,19 +62,15 @@ class LongTexts:
                 why = f"it was not this text's turn within {self._settings.wait_s:g} s"
                 raise self._busy("long_text_wait", "queue_timeout", why) from error
             raise
-        loop = asyncio.get_running_loop()
-        future = lane.threads.submit(work)
-        future.add_done_callback(partial(self._free, loop, lane, chars))
-        return await asyncio.wrap_future(future)
+        running = asyncio.wrap_future(lane.threads.submit(work))
+        running.add_done_callback(partial(self._ended, lane, chars))
+        return await asyncio.shield(running)
 
-    def _free(self, loop: asyncio.AbstractEventLoop, lane: "_Lane", chars: int, done: "Future[Any]") -> None:
-        """Free the lane, on the loop: this is called by the thread."""
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(self._read, lane, chars)
-
-    def _read(self, lane: "_Lane", chars: int) -> None:
+    def _ended(self, lane: "_Lane", chars: int, running: "asyncio.Future[Any]") -> None:
         self.chars -= chars
         lane.free.release()
+        if not running.cancelled():
+            running.exception()  # retrieved also where the client has disconnected
 
     def _busy(self, bound: str, code: str, why: str) -> ApiError:
         self._bounds.count(bound)
