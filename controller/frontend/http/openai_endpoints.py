@@ -18,7 +18,6 @@ from controller.frontend.http.api_keys import ApiKeys
 from controller.frontend.http.cors import Cors
 from controller.frontend.http.served_models import model_of
 from controller.frontend.openai.body_scan import UNSCANNED_BYTES
-from controller.frontend.openai.choice import Call
 from controller.frontend.openai.completion import (
     AdmittedRequest,
     Completion,
@@ -28,14 +27,16 @@ from controller.frontend.openai.completion import (
 from controller.frontend.openai.intake import Intake, read_prompts
 from controller.frontend.openai.request_head import (
     ENDPOINTS,
+    Call,
     Head,
     fresh_id,
     read_admission,
     read_head,
     unknown_fields,
+    worker_headers,
 )
 from controller.frontend.openai.request_parser import ParsedRequest, parse_body
-from controller.frontend.openai.sse import SseStream, StreamedResponse, worker_headers
+from controller.frontend.openai.sse import SseStream, StreamedResponse
 from controller.frontend.openai.text.chat_templates import BadTemplate
 from controller.frontend.openai.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.openai.writers import event

@@ -1,28 +1,14 @@
-"""A client's request, and its answers as the driver knows them: what takes their tokens, and what has become of them."""
+"""One answer of a request, as the driver knows it: what is asked for, what takes its tokens, and what has become of it."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from controller.frontend.errors import ApiError
-from controller.frontend.openai.request_head import Head
-from controller.frontend.openai.request_parser import ParsedRequest
 from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import Endpoint
 from events.wire import Logprob
-
-
-class Call(msgspec.Struct):
-    """A request for tokens that was parsed."""
-
-    id: str  # which the client has given, or we have drawn
-    head: Head
-    parsed: ParsedRequest
-    headers: dict[str, str]  # of every answer to it
-    arrived: float  # by the frontend's monotonic clock
-    transport: asyncio.Transport | None  # None: its client has disconnected
 
 
 class ResponseWriter:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from controller.frontend.errors import ApiError, invalid, too_long, unsupported
-from controller.frontend.openai.choice import Call, Choice, ResponseWriter
+from controller.frontend.openai.choice import Choice, ResponseWriter
+from controller.frontend.openai.request_head import Call
 from controller.frontend.openai.request_parser import NO_DETAILS, ParsedRequest
 from controller.frontend.openai.sse import DONE, SseStream
 from controller.frontend.openai.text.tokenizer import Tokens

@@ -1,4 +1,5 @@
-"""The heads of requests for tokens: id, tier, trace, routing overrides, and how a request is to be admitted.
+"""The heads of requests for tokens: id, tier, trace, routing overrides, and how a request is to be admitted; and what the heads
+of answers say.
 
 Read only where requests are admitted by deadlines:
 
@@ -10,6 +11,8 @@ Read only where requests are admitted by deadlines:
 Of two that mean the same ours holds. A header that makes no sense is refused: one that is silently ignored is worse.
 """
 
+import asyncio
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +28,14 @@ from multidict import CIMultiDictProxy
 
 from controller.deciders.tiers import Tiers
 from controller.frontend.errors import invalid
-from controller.frontend.request.routing_overrides import NO_OVERRIDES, RoutingOverrides, read_overrides
+from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.request_parser import ParsedRequest
+from controller.frontend.request.routing_overrides import (
+    EXPLAIN,
+    NO_OVERRIDES,
+    RoutingOverrides,
+    read_overrides,
+)
 from controller.frontend.settings import FairnessKey, RouterSettings
 from controller.router.endpoints import EndpointTable
 
@@ -36,6 +46,8 @@ REQUEST_ID_MAX = 128
 SHOWN_MAX = 8  # unknown fields that are named, and characters of a name
 NAME_MAX = 40
 ID_BYTES = 16  # random ones; an id is their hex digits
+SUSPECT = "X-Holdfast-Suspect"
+EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MS_MAX = 86_400_000.0
 CLIENT_CHARS_MAX = 128
@@ -78,6 +90,17 @@ class Head(msgspec.Struct, frozen=True):
     asked: AdmissionHeaders = NOTHING  # how it is to be admitted, where that is by deadlines
     end: int = 0  # how many bytes it takes, with the empty line
     whole: int = 0  # and with the body
+
+
+class Call(msgspec.Struct):
+    """A request for tokens that was parsed."""
+
+    id: str  # which the client has given, or we have drawn
+    head: Head
+    parsed: ParsedRequest
+    headers: dict[str, str]  # of every answer to it
+    arrived: float  # by the frontend's monotonic clock
+    transport: asyncio.Transport | None  # None: its client has disconnected
 
 
 def read_head(
@@ -221,6 +244,26 @@ def go_duration(text: str) -> float | None:
         seconds += float(part[1]) * _UNITS_S[part[2]]
         at = part.end()
     return seconds if at == len(text) and at else None
+
+
+def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
+    """Return what headers say of the choice of the worker that a request's answers are with."""
+    endpoint = answers[0].endpoint if answers else None
+    headers = {"X-Holdfast-Worker": _of_worker(endpoint.worker)} if endpoint is not None else {}
+    for answer in answers:
+        if answer.endpoint is not None and (suspect := answer.endpoint.suspect):
+            headers[SUSPECT] = _of_worker(suspect)
+    if answers and (why := answers[0].explained) is not None:
+        every, chosen = why["candidates"], why["chosen"]
+        best = every[:EXPLAINED_MAX]
+        best += [one for one in every[EXPLAINED_MAX:] if chosen.items() <= one.items()]
+        headers[EXPLAIN] = json.dumps(why | {"of": len(every), "candidates": best})
+    return headers
+
+
+def _of_worker(name: str) -> str:
+    """Return a worker's name as a header may have it: it registers as it likes."""
+    return name if name.isprintable() else ascii(name)
 
 
 def id_header(request: web.BaseRequest) -> dict[str, str]:

@@ -7,7 +7,6 @@ No stream waits for its client: what the client does not read is buffered up to 
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
@@ -19,16 +18,13 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from prometheus_client import Counter
 
-from controller.frontend.openai.choice import Call, Choice
-from controller.frontend.openai.request_head import Head
-from controller.frontend.request.routing_overrides import EXPLAIN
+from controller.frontend.openai.choice import Choice
+from controller.frontend.openai.request_head import Call, Head, worker_headers
 from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting for a worker\n\n"
 NO_TOKEN_YET = b": waiting for the first token\n\n"
-SUSPECT = "X-Holdfast-Suspect"
-EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
 
 log = structlog.get_logger(__name__)
 
@@ -152,26 +148,6 @@ class StreamedResponse(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         self._eof_sent = True
-
-
-def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
-    """Return what headers say of the choice of the worker that a request's answers are with."""
-    endpoint = answers[0].endpoint if answers else None
-    headers = {"X-Holdfast-Worker": _printable(endpoint.worker)} if endpoint is not None else {}
-    for answer in answers:
-        if answer.endpoint is not None and (suspect := answer.endpoint.suspect):
-            headers[SUSPECT] = _printable(suspect)
-    if answers and (why := answers[0].explained) is not None:
-        every, chosen = why["candidates"], why["chosen"]
-        best = every[:EXPLAINED_MAX]
-        best += [one for one in every[EXPLAINED_MAX:] if chosen.items() <= one.items()]
-        headers[EXPLAIN] = json.dumps(why | {"of": len(every), "candidates": best})
-    return headers
-
-
-def _printable(name: str) -> str:
-    """Return a worker's name as a header may have it: it registers as it likes."""
-    return name if name.isprintable() else ascii(name)
 
 
 def response_head(head: Head, headers: Mapping[str, str]) -> bytes:

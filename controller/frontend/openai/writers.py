@@ -373,6 +373,9 @@ class BufferedWriter(ResponseWriter):
         self._logprobs += (logprobs or ())[:used]
         return used
 
+    def flush(self) -> None:
+        """Send nothing: the answer is given whole."""
+
     def write_text(self, text: str, tokens: int) -> None:
         self._text.append(self._detokenizer.feed_text(text, tokens))
         self.stopped = self._detokenizer.stopped
