@@ -20,6 +20,7 @@ from controller.frontend.openai.writers import (
     ResponseFormat,
     StreamingWriter,
     event,
+    usage,
 )
 from controller.frontend.request.state import GenerationRequest
 from controller.router.endpoints import EndpointGroup, Lineage
@@ -170,18 +171,11 @@ class Completion:
 
     def usage(self) -> dict[str, Any]:
         """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""
-        prompt = made = cached = 0
-        for place, answer in enumerate(self.answers):
-            made += 0 if self._silent else len(answer.accepted)
-            if place % self._parsed.n == 0:  # the choices of a prompt share it
-                prompt += len(answer.request.prompt)
-                cached += answer.cached_tokens or 0
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        made = 0 if self._silent else sum(len(answer.accepted) for answer in self.answers)
+        firsts = self.answers[:: self._parsed.n]  # the choices of a prompt share it
+        cached = sum(answer.cached_tokens or 0 for answer in firsts)
+        total = usage(sum(len(answer.request.prompt) for answer in firsts), made)
+        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def body(self) -> dict[str, Any]:
         """Return the whole answer of a request that is not streamed."""

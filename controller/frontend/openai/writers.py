@@ -88,11 +88,6 @@ class AnswerContext(msgspec.Struct):
     def __post_init__(self) -> None:
         self.due = self.logprobs
 
-    def usage(self, made: int) -> dict[str, int]:
-        """Return the usage when so many tokens have been shown."""
-        read = len(self.prompt)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-
     def split_logprobs(
         self, logprobs: Sequence[Logprob] | None, tokens: Sequence[int]
     ) -> Sequence[Logprob] | None:
@@ -125,6 +120,11 @@ class AnswerContext(msgspec.Struct):
 
 PLAIN = AnswerContext()
 """Of an answer that shows nothing but its text, as nearly all do."""
+
+
+def usage(read: int, made: int) -> dict[str, Any]:
+    """Return the usage of so many tokens of prompts and answers."""
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -239,13 +239,9 @@ class StreamingWriter(ResponseWriter):
 
     def _begin(self) -> None:
         """Begin a chat answer: the first chunk names the role."""
-        self._begun = True
+        self._begun, format = True, self._format
         if self._context is PLAIN:
-            self._stream.parts += (
-                self._format.before,
-                _without_text(True, self._index, None),
-                self._format.after,
-            )
+            self._stream.parts += (format.before, _without_text(True, self._index, None), format.after)
         else:
             self._event(ROLE)
 
@@ -332,7 +328,7 @@ class StreamingWriter(ResponseWriter):
             if self._prompt_due:
                 (beside if chat else choice)["prompt_token_ids"] = context.prompt
         if context.wanted.usage:
-            beside["usage"] = context.usage(self.reached)
+            beside["usage"] = usage(len(context.prompt), self.reached)
             after = b"]}\n\n"
         if beside:
             after = b"]," + msgspec.json.encode(beside)[1:-1] + after[1:]
