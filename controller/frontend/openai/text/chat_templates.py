@@ -118,9 +118,7 @@ class ChatTemplate:
         self._environment.budget = self._budget()
         try:
             return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
-        except (
-            Exception
-        ) as error:  # a template is a program: fed with a client's values, it may raise anything
+        except Exception as error:  # a template is a program: it may raise anything
             said = str(error)[:SAID_MAX]  # it may quote them
             raise BadTemplate(f"the chat template refused these messages: {said}") from error
 
