@@ -29,28 +29,27 @@ from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
 SEED_BITS = 31
-ECHOED_LOGPROBS_MAX = 100_000  # of one prompt: 5 MB of an answer, and a tenth of a second for everybody else
+ECHOED_LOGPROBS_MAX = 100_000  # of one prompt: 5 MB of an answer, and a tenth of a second of the event loop
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
-    """A request that has been let in, tokenised."""
+    """A request that was admitted, with its prompts as tokens."""
 
     call: Call
     lineage: Lineage
     # Tokens, the text if it was one, and its blocks' names
     prompts: Sequence[tuple[list[int], str, BlockNames]]
-    group: EndpointGroup  # the workers of its lineage, as it was let in
+    group: EndpointGroup  # the workers of its lineage when it was admitted
     tokens: Tokens  # their tokenizer
     serial: int  # of this frontend's requests: unseeded sampling is seeded with it
-    first_token_by: float | None = (
-        None  # by the frontend's monotonic clock, where it was let in by a deadline
-    )
+    # By the frontend's monotonic clock, where it was admitted by a deadline
+    first_token_by: float | None = None
 
     @property
     def repeatable(self) -> bool:
         """Whether any healthy worker goes on as the first one would have.
 
-        The random numbers of other servers start anew, and what they are given as a prompt they do not count as output.
+        Other servers start their random numbers again, and do not count as output what they are given as a prompt.
         """
         asked = self.call.parsed.sampling
         greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty

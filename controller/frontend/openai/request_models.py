@@ -2,7 +2,7 @@
 
 `/openapi.json` is made of the models. A field that they do not have is looked up in the tables, of which docs/api.md is made:
 
-    REFUSED_BY_…   would change the answer and is not obeyed: refused by name, but for the values that ask for what is done anyway
+    REFUSED_BY_…   would change the answer and is not obeyed: refused by name, except with values that ask for what is done anyway
     IGNORED        changes no answer: passes
     neither        passes, and the response header `Warning` names it
 """
@@ -271,45 +271,45 @@ class BusyThresholdBody(BaseModel):
         )
 
 
-def _but(harmless: tuple[Any, ...], *names: str) -> dict[str, tuple[Any, ...]]:
-    """Return fields that are refused but for null and these values."""
+def _unless(harmless: tuple[Any, ...], *names: str) -> dict[str, tuple[Any, ...]]:
+    """Return fields that are refused unless they have one of these values, or null."""
     return {name: (None, *harmless) for line in names for name in line.split()}
 
 
 _REFUSED_BY_BOTH = {  # other servers' fields: vLLM's, SGLang's, llama-server's, Hugging Face's
-    **_but(
+    **_unless(
         (),
         "allowed_token_ids truncate_prompt_tokens prompt_logprobs logprob_token_ids prompt_embeds repetition_detection",
         "lora_path custom_logit_processor guided_whitespace_pattern guided_decoding_backend regex ebnf json_schema",
         "structural_tag n_predict samplers max_new_tokens do_sample",
     ),
-    **_but(
+    **_unless(
         (False,),
         "use_beam_search watermarking include_stop_str_in_output no_stop_trim return_hidden_states",
         "return_routed_experts return_prompt_text",
     ),
-    **_but((True,), "skip_special_tokens spaces_between_special_tokens"),
-    **_but(
+    **_unless((True,), "skip_special_tokens spaces_between_special_tokens"),
+    **_unless(
         (0,),
         "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count routed_experts_prompt_start",
         "n_probs mirostat dynatemp_range xtc_probability dry_multiplier top_a",
     ),
-    **_but((1,), "best_of typical_p length_penalty repeat_penalty tfs_z num_beams"),
-    **_but((-1,), "thinking_token_budget top_n_sigma"),
-    **_but(([],), "bad_words logits_processors"),
-    **_but(({},), "kv_transfer_params ec_transfer_params vllm_xargs session_params custom_params"),
-    **_but(("",), "grammar"),
-    **_but(("", []), "stop_regex"),
+    **_unless((1,), "best_of typical_p length_penalty repeat_penalty tfs_z num_beams"),
+    **_unless((-1,), "thinking_token_budget top_n_sigma"),
+    **_unless(([],), "bad_words logits_processors"),
+    **_unless(({},), "kv_transfer_params ec_transfer_params vllm_xargs session_params custom_params"),
+    **_unless(("",), "grammar"),
+    **_unless(("", []), "stop_regex"),
 }
 REFUSED_BY_CHAT = {
     **_REFUSED_BY_BOTH,
-    **_but((), "audio prediction web_search_options chat_template"),
-    **_but((False,), "echo continue_final_message add_special_tokens separate_reasoning"),
-    **_but((True,), "add_generation_prompt include_reasoning stream_reasoning"),
-    **_but(([],), "functions documents"),
-    **_but(("none", "auto"), "function_call"),
-    **_but((["text"],), "modalities"),
-    **_but(("medium",), "verbosity"),
+    **_unless((), "audio prediction web_search_options chat_template"),
+    **_unless((False,), "echo continue_final_message add_special_tokens separate_reasoning"),
+    **_unless((True,), "add_generation_prompt include_reasoning stream_reasoning"),
+    **_unless(([],), "functions documents"),
+    **_unless(("none", "auto"), "function_call"),
+    **_unless((["text"],), "modalities"),
+    **_unless(("medium",), "verbosity"),
 }
 REFUSED_BY_COMPLETIONS = _REFUSED_BY_BOTH | {"suffix": (None, ""), "add_special_tokens": (None, True)}
 REFUSED_BY_TOKENIZE = {"chat_template": (None,), "continue_final_message": (None, False)}

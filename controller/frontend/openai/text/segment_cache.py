@@ -33,7 +33,7 @@ CHAR_BYTES = 8  # of a text that is not ASCII: wide characters, and UTF-8 beside
 TEXT_MAX = 262_144  # characters from which a text is not cut: that would hold up the loop for milliseconds
 CUTS_MAX = 2000  # in one text; what follows is one segment, which the tokenizer cuts
 ADDED_MAX = 100  # characters of an added token
-_WITHIN_A_SEGMENT = {  # what splits further: each split for itself, wherever it stands (but for one kind of Metaspace)
+_WITHIN_A_SEGMENT = {  # what splits further: each split for itself, wherever it stands (except one kind of Metaspace)
     "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation", "Sequence",
     "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
 }  # fmt: skip
