@@ -285,24 +285,31 @@ class Driver:
             self._apply(live, effect, now)
 
     def _apply(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
-        """Do one thing for a request. Return the event that answers a question; the commonest effects come first."""
+        """Do one thing for a request. Return the event that answers a question."""
+        dispatcher, dispatch = self.dispatcher, live.dispatch
+        # The effects of an undisturbed request: to match a class takes as long as many of them.
+        if type(effect) is do.SelectWorker:
+            event = dispatcher.route(live, effect, live, now)
+            if live.dispatch is not None and not live.state.begun:
+                self.waiting.sent(live)
+            return event
+        if type(effect) is do.Started and dispatch is not None:
+            dispatcher.prompt_read(live, dispatch, now)
+            if effect.first:
+                live.stats.first_output(now)
+                self.waiting.started(live)
+                self.admission.wake(live.request.model)
+            return None
+        if type(effect) is do.Complete and dispatch is not None:
+            self._leave_worker(live, dispatch, now)
+            dispatcher.served(live, dispatch, now, alone=effect.alone)
+            self._end(live, now, effect.finish)
+            return None
+        return self._apply_rare(live, effect, now)
+
+    def _apply_rare(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
         dispatcher, dispatch = self.dispatcher, live.dispatch
         match effect:
-            case do.SelectWorker():
-                event = dispatcher.route(live, effect, live, now)
-                if live.dispatch is not None and not live.state.begun:
-                    self.waiting.sent(live)
-                return event
-            case do.Started(first) if dispatch is not None:
-                dispatcher.prompt_read(live, dispatch, now)
-                if first:
-                    live.stats.first_output(now)
-                    self.waiting.started(live)
-                    self.admission.wake(live.request.model)
-            case do.Complete(finish, alone) if dispatch is not None:
-                self._leave_worker(live, dispatch, now)
-                dispatcher.served(live, dispatch, now, alone=alone)
-                self._end(live, now, finish)
             case do.End(finish, error):
                 self._end(live, now, finish, error)
             case do.LeaveWorker() if dispatch is not None:

@@ -1,7 +1,7 @@
 """What happens to a request: the events of its state machine. All are values."""
 
 from collections.abc import Collection
-from typing import TypeAlias
+from typing import TypeAlias, final
 
 import msgspec
 
@@ -12,12 +12,14 @@ from controller.migration import live
 from controller.router.endpoints import Key, Server
 
 
+@final
 class Launched(msgspec.Struct, frozen=True):
     """The request is admitted, and its prompt is read."""
 
     planned: Key | None = None  # worker that is preferred
 
 
+@final
 class Sent(msgspec.Struct, frozen=True):
     """An attempt was sent to this worker."""
 
@@ -38,10 +40,12 @@ class NoWorkerFound(msgspec.Struct, frozen=True):
     reopens_s: float = 0.0  # seconds until a closed worker takes it; inf: each has declined it
 
 
+@final
 class FirstToken(msgspec.Struct, frozen=True):
     """The present attempt has brought its first token."""
 
 
+@final
 class Finished(msgspec.Struct, frozen=True):
     """The answer is complete."""
 
