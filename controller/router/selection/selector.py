@@ -173,7 +173,9 @@ class ScoringRequest(
         if prompt.tokens < 1 or slots.paced:
             return None
         external_load = None if self.others is None else self.others.external_load
-        now, size, loads, device = self.now, prompt.block_tokens, list[CandidateLoad](), list[float]()
+        now, size = self.now, prompt.block_tokens
+        loads: list[CandidateLoad] = []  # `list[...]()` takes as long as the costs of a candidate
+        device: list[float] = []
         used = slots.pieces(prompt.blocks) if prompt.blocks else ()
         cached_at = (found.device.named() if type(found.device) is Depths else found.device).get
         for endpoint, holder, load in candidates.few:
