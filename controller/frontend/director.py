@@ -431,7 +431,7 @@ class Director:
         """Return the metrics as they stand now."""
         self.request_metrics.settle()
         faults = self.metrics.faults
-        faults.parked.set(self.driver.waiting.parked)
+        faults.parked.set(len(self.driver.waiting.parked))
         faults.put_off.set(len(self.preemption.put_off))
         for model in self.table.known:
             endpoints = self.table.models.get(model, ())

@@ -60,7 +60,8 @@ log = structlog.get_logger(__name__)
 _FIRST_TOKEN = on.FirstToken()
 
 
-class RequestSink(LiveRequest, kw_only=True):
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestSink(LiveRequest):
     """A live request as the request plane sees it: the end of a token's path. Implements `controller.ports.Sink`.
 
     Called synchronously, chunk by chunk. An attempt that has been left is cancelled at the plane, so that nothing late of it can

@@ -502,7 +502,7 @@ async def test_copies_of_an_unknown_prompt_keep_the_room_that_they_were_let_in_w
         asking = [asyncio.create_task(ask_as(kit, None)) for _ in range(5)]
         await until(lambda: sorted(worker.active for worker in workers) == [0, 2])
         await until(
-            lambda: (kit.director.admission.queued("m"), kit.director.driver.waiting.parked) == (1, 2)
+            lambda: (kit.director.admission.queued("m"), len(kit.director.driver.waiting.parked)) == (1, 2)
         )
         assert sum(endpoint.kept.requests for endpoint in endpoints.values()) == 2
         hold.set()

@@ -360,7 +360,7 @@ class TranscriptFrontend:
         director.metrics.settle()
         found = {
             "queued": float(sum(director.admission.waiting().values())),
-            "parked": float(director.driver.waiting.parked),
+            "parked": float(len(director.driver.waiting.parked)),
             "put_off": float(len(director.preemption.put_off)),
         }
         requests, histograms = director.metrics.requests, director.metrics.histograms

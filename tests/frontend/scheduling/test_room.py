@@ -81,7 +81,7 @@ async def test_a_stream_that_has_begun_goes_before_those_that_wait() -> None:
         waits = asyncio.create_task(kit.complete(PROMPT, 12))
         await until(lambda: kit.director.admission.queued("m") == 1)
         await dies.stop()
-        await until(lambda: kit.director.driver.waiting.parked == 1)
+        await until(lambda: len(kit.director.driver.waiting.parked) == 1)
         kit.director.table.endpoints["w2", "i1"].end(requests=1)  # what had kept it busy
         events = await stream
         assert (text_of(events), events[-1]) == (EXACT, {"done": True})
