@@ -14,8 +14,7 @@ from controller.frontend.request.effects import SelectWorker
 from controller.frontend.request.events import ConnectFailed, NoWorkerFound, Sent
 from controller.frontend.request.failures import ERRORS, Failure, Suspicion
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.scheduling.routing_state import RoutingState
-from controller.frontend.scheduling.scheduler import Scheduler, explained
+from controller.frontend.scheduling.scheduler import RoutingState, Scheduler, explained
 from controller.ports import RequestPlane, Sink, WorkerUnreachable
 from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
 from controller.router.selection.filter import AllBusy, AllClosed, AllTried, Headroom, NoWorker
