@@ -93,7 +93,7 @@ test-fast: install  ## less than a minute, for who changes one decider
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not servers and not engines" -k "not mypy" $(FAST)
 
 test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CPU
-	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/workers/transformers tests/e2e/test_survival.py tests/frontend/openai/text/test_chat_templates.py
+	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/workers/transformers_engine tests/e2e/test_survival.py tests/frontend/openai/text/test_chat_templates.py
 
 test-llamacpp: $(VENV)/.engines  ## the openai engine, and a whole fleet, against two real llama-servers, built here
 	$(BIN)/python tests/workers/openai/llamacpp_build.py $(LLAMACPP)

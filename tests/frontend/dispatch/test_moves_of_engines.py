@@ -1,4 +1,4 @@
-"""Every feature over a move, on the simulated engine; on a real model they are seen in `tests/workers/transformers`."""
+"""Every feature over a move, on the simulated engine; on a real model they are seen in `tests/workers/transformers_engine`."""
 
 import json
 from dataclasses import replace

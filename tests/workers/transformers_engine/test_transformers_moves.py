@@ -22,7 +22,7 @@ class TestTransformers(MoveContract):
 
     async def test_characters_survive_a_cut_inside_them(self, pair: Pair, small: Path) -> None:
         for seed in range(20):
-            wild = {"temperature": 2.0, "seed": seed}
+            wild: dict[str, Any] = {"temperature": 2.0, "seed": seed}
             tokens = await self.tokens(pair.kit, **wild)
             inside = inside_characters(str(small), tokens)
             cuts = [place for place in inside if place < COUNT - pair.late][:3]

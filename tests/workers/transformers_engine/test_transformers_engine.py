@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ from workers.engines.transformers.settings import BadEngineSetting, Transformers
 from workers.kv_events.ledger import KvEventLedger  # noqa: E402
 from workers.worker import WorkerDeadlines  # noqa: E402
 
-Make = MakeEngine = Callable[..., Any]
+MakeEngine = Callable[..., Any]
+Make = Callable[..., Awaitable[Rig]]
+
+
+def stepper(rig: Rig) -> Any:
+    """Return what computes in an engine."""
+    assert isinstance(rig.engine, TransformersEngine)
+    return rig.engine.stepper
 
 
 class TestTransformers(EngineContract):
@@ -55,7 +62,7 @@ class TestTransformersCrowded(EngineContract):
         alone = [(await rig.ask(prompt(30 + 9 * n, n), max_tokens=40)).tokens for n in range(6)]
         keys = [rig.submit(prompt(30 + 9 * n, n), max_tokens=40) for n in range(6)]
         assert [(await rig.answer(key)).tokens for key in keys] == alone
-        assert rig.engine.stepper.schedule.preemptions > 0  # type: ignore[attr-defined]
+        assert stepper(rig).schedule.preemptions > 0
 
 
 @pytest.fixture
@@ -113,7 +120,7 @@ async def test_logprobs_after_a_cut_are_the_same_numbers(start: Make) -> None:
 
 async def test_sampling_does_not_depend_on_the_company(start: Make) -> None:
     rig = await start()
-    chance = {"temperature": 1.1, "top_p": 0.9, "max_tokens": 24}
+    chance: dict[str, Any] = {"temperature": 1.1, "top_p": 0.9, "max_tokens": 24}
     alone = [(await rig.ask(prompt(20 + n, n), seed=n, **chance)).tokens for n in range(5)]
     keys = [rig.submit(prompt(20 + n, n), seed=n, **chance) for n in range(5)]
     assert [(await rig.answer(key)).tokens for key in keys] == alone
@@ -222,7 +229,7 @@ async def test_a_bit_flip_asked_for_right_after_a_heal_stays(start: Make) -> Non
 
 async def test_non_finite_logits_are_an_error_not_an_answer(start: Make) -> None:
     rig = await start()
-    weights = rig.engine.stepper.model.parameters()
+    weights = stepper(rig).model.parameters()
     weights["model.layers.1.mlp.down_proj.weight"][3, 4] = float("inf")
     assert ((await rig.ask(prompt())).error or "").startswith("non_finite: ")
 
@@ -233,7 +240,7 @@ async def test_a_step_that_keeps_raising_ends_the_engine(start: Make) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    rig.engine.stepper.model.forward = broken
+    stepper(rig).model.forward = broken
     for _ in range(3):
         await rig.engine.check()
         assert (await rig.ask(prompt())).error == (
@@ -300,7 +307,7 @@ async def test_while_it_is_distrusted_and_after_it_nothing_of_before_is_found(st
 async def test_after_a_step_that_failed_or_gave_no_numbers_nothing_is_found(start: Make) -> None:
     rig = await start(block_tokens=16)
     await rig.ask(prompt(70), max_tokens=10)
-    weights = rig.engine.stepper.model.parameters()["model.layers.1.mlp.down_proj.weight"]
+    weights = stepper(rig).model.parameters()["model.layers.1.mlp.down_proj.weight"]
     kept = float(weights[3, 4])
     weights[3, 4] = float("inf")
     assert ((await rig.ask(prompt())).error or "").startswith("non_finite: ")
