@@ -11,7 +11,7 @@ and at a place that is said to be quarantined, the broker is asked what has been
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -94,7 +94,7 @@ class JournalReader:
         self._address = ""
         self._consumer = ""
 
-    async def read(self, until: int | None) -> AsyncIterator[Sequence[Recorded]]:
+    async def read(self, until: int | None) -> AsyncGenerator[Sequence[Recorded], None]:
         """Yield batches until `until` has been yielded. Raise UnknownKind or JournalChanged."""
         self._connection.listen(self._connection_changed)
         try:

@@ -1,6 +1,6 @@
 """What a handle on the journal reads: events, and how the stream stands. `NatsJournal` is one who also writes."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -24,7 +24,7 @@ class JournalReading:
         self.stops_at: StopsAt = "all"
         self.connection = connection
 
-    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+    def read(self, after: int, *, until: int | None = None) -> AsyncGenerator[Sequence[Recorded], None]:
         return self._reader(after, self.stops_at).read(until)
 
     def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:

@@ -62,7 +62,10 @@ async def test_a_worker_that_starts_at_once_is_awaited_by_nobody(begin: Begin) -
 async def test_the_same_is_said_every_two_minutes_and_a_change_not_too_often() -> None:
     stream, engine = MemoryStream(), Patient()
     report = WaitReport(WorkerConfig(name="w0", instance="i1"), engine, MemoryJournal(stream, "worker:w0"))
-    facts = lambda: said([event.fact for event in stream.events])  # noqa: E731
+
+    def facts() -> list[tuple[str, str]]:
+        return said([event.fact for event in stream.events])
+
     engine.wait = None
     report.look(0.0)
     assert not facts()

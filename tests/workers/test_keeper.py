@@ -104,7 +104,7 @@ async def test_a_killed_process_closes_its_connections_before_its_memory_is_free
     start: Start, eventually: Eventually
 ) -> None:
     """The keeper lets go of the memory a tenth of a second later: a busy machine may look too late."""
-    left = []
+    left: list[int] = []
     while max(left, default=0) < HEAP_MB and len(left) < TRIES:
         one = start("kept", HEAP_MB)
         one.process.kill()

@@ -5,11 +5,13 @@ import contextlib
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
+from worker_life import Eventually
 from worker_process import START_S, Spawn
 
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -40,7 +42,9 @@ async def facts(url: str, count: int) -> list[Fact]:
     return found
 
 
-async def test_a_process_serves_without_a_fleet_and_goes_at_sigterm(spawn: Spawn, eventually) -> None:  # type: ignore[no-untyped-def]
+async def test_a_process_serves_without_a_fleet_and_goes_at_sigterm(
+    spawn: Spawn, eventually: Eventually
+) -> None:
     process = await spawn("--itl-ms", "1")
     await eventually(lambda: process.ready, START_S)
     assert any('"worker_without_fleet"' in line for line in process.lines), (
@@ -57,7 +61,7 @@ async def test_a_process_serves_without_a_fleet_and_goes_at_sigterm(spawn: Spawn
 
 
 @pytest.mark.servers
-async def test_a_process_joins_beats_and_leaves(spawn: Spawn, nats_url: str, eventually) -> None:  # type: ignore[no-untyped-def]
+async def test_a_process_joins_beats_and_leaves(spawn: Spawn, nats_url: str, eventually: Eventually) -> None:
     bus = await NatsBus.connect(nats_url, "test")
     beats: list[dict[str, object]] = []
     await bus.subscribe(subjects.beat("w5"), lambda subject, body: beats.append(dict(body)))
@@ -78,8 +82,8 @@ async def test_a_process_joins_beats_and_leaves(spawn: Spawn, nats_url: str, eve
 
 @pytest.mark.servers
 async def test_a_broker_that_is_away_keeps_nobody_from_serving(
-    spawn: Spawn, own_nats: EmbeddedServer, background, eventually
-) -> None:  # type: ignore[no-untyped-def]
+    spawn: Spawn, own_nats: EmbeddedServer, background: Any, eventually: Eventually
+) -> None:
     from controller.adapters.embedded.servers import start_nats
 
     background.run(own_nats.kill())
@@ -101,7 +105,7 @@ async def test_a_broker_that_is_away_keeps_nobody_from_serving(
     frontend.transport.abort()
 
 
-async def test_several_workers_share_a_process(spawn: Spawn, eventually) -> None:  # type: ignore[no-untyped-def]
+async def test_several_workers_share_a_process(spawn: Spawn, eventually: Eventually) -> None:
     process = await spawn("--name", "w3", "--count", "3")
     await eventually(lambda: len(process.ready) == 3, START_S)
     assert sorted(line["worker"] for line in process.ready) == ["w3", "w4", "w5"]
@@ -117,8 +121,8 @@ async def test_several_workers_share_a_process(spawn: Spawn, eventually) -> None
 
 @pytest.mark.servers
 async def test_a_process_that_has_lost_one_of_its_workers_does_not_say_that_it_shuts_down(
-    spawn: Spawn, nats_url: str, eventually
-) -> None:  # type: ignore[no-untyped-def]
+    spawn: Spawn, nats_url: str, eventually: Eventually
+) -> None:
     process = await spawn("--name", "h0", "--count", "2", nats_url=nats_url)
     await eventually(lambda: present(process.data), START_S)
     url, bus = present(process.data)[0].url + "/health", await NatsBus.connect(nats_url, "test")
@@ -137,8 +141,8 @@ async def test_a_process_that_has_lost_one_of_its_workers_does_not_say_that_it_s
 
 
 async def test_behind_the_broker_workers_of_one_process_serve_and_leave_in_good_order(
-    spawn: Spawn, own_nats: EmbeddedServer, eventually
-) -> None:  # type: ignore[no-untyped-def]
+    spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
+) -> None:
     process = await spawn("--count", "2", "--request-plane", "nats", nats_url=own_nats.url)
     await eventually(lambda: len(process.ready) == 2, START_S)
     places = [subjects.plane_of(line["url"]) for line in process.ready]
@@ -168,8 +172,8 @@ async def _gone(channels: Channels, place: str) -> bool:
 
 
 async def test_a_killed_worker_behind_the_broker_is_noticed_at_the_next_sign_of_life(
-    spawn: Spawn, own_nats: EmbeddedServer, eventually
-) -> None:  # type: ignore[no-untyped-def]
+    spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
+) -> None:
     process = await spawn("--itl-ms", "10", "--request-plane", "nats", nats_url=own_nats.url)
     await eventually(lambda: process.ready, START_S)
     channels = await Channels.open(own_nats.url, "test")
@@ -185,7 +189,7 @@ async def test_a_killed_worker_behind_the_broker_is_noticed_at_the_next_sign_of_
     await channels.close()
 
 
-async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually) -> None:  # type: ignore[no-untyped-def]
+async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually: Eventually) -> None:
     process = await spawn("--name", "w7")
     await eventually(lambda: present(process.data), START_S)
     (presence,) = present(process.data)
@@ -207,8 +211,8 @@ async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually) -> N
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc: run it on Linux")
 async def test_a_simulated_worker_carries_nothing_that_it_does_not_need(
-    nats_url: str, spawn: Spawn, eventually
-) -> None:  # type: ignore[no-untyped-def]
+    nats_url: str, spawn: Spawn, eventually: Eventually
+) -> None:
     process = await spawn(nats_url=nats_url)
     await eventually(lambda: present(process.data), START_S)  # the admin port, its last import, is there
     mapped = Path(f"/proc/{process.inner.pid}/maps").read_text()

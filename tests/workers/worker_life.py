@@ -19,7 +19,7 @@ from workers.worker import InferenceWorker, WorkerDeadlines
 
 Eventually = Callable[..., Awaitable[None]]
 DIED = "the simulated engine died, as the rehearsal asked"
-ABOUT = {"worker": "w0", "instance": "i1"}
+ABOUT: dict[str, Any] = {"worker": "w0", "instance": "i1"}
 
 
 @dataclass

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("shim.c")
 NAME = "libnvidia-ml.so.1"
@@ -33,7 +34,8 @@ class Gpu(ctypes.Structure):
     def raise_xid(self, code: int) -> None:
         self.xid = code
         self.xids += 1
-        self._b_base_._b_base_.ring()
+        gpus: Any = self._b_base_
+        gpus._b_base_.ring()
 
     def set(self, **fields: int) -> None:
         for name, value in fields.items():

@@ -132,7 +132,7 @@ def test_a_throttled_gpu_is_weighed_by_its_peers_clock(
 def test_what_a_gpu_does_not_support_is_silence(gpus: shim.State, watching: Watching) -> None:
     nothing = {
         name: -1
-        for name, _ in shim.Gpu._fields_
+        for name, *_ in shim.Gpu._fields_
         if name not in ("lost", "xids", "xid", "pid", "links", "mute")
     }
     gpus.gpu[0].set(**nothing, links=0)

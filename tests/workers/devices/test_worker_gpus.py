@@ -45,7 +45,7 @@ from workers.engines.simulated.timing import ConstantTiming
 from workers.exits import FELL
 from workers.worker import InferenceWorker
 
-ABOUT = {"worker": "w0", "instance": "i1", "device": "GPU-0001"}
+ABOUT: dict[str, Any] = {"worker": "w0", "instance": "i1", "device": "GPU-0001"}
 Eventually = Callable[..., Awaitable[None]]
 
 

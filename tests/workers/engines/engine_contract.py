@@ -65,7 +65,7 @@ class Rig:
         ] = []  # ranks, and what their caches have stored and removed
         self._keys = itertools.count(1)
         self.threaded = False  # known from the first delivery on
-        self.after_delivery: Callable[[], None] | None = None  # what a test does in the same turn of the loop
+        self.after_delivery: Callable[[], object] | None = None  # what a test does in the same turn
         self._said = asyncio.Event()
         self._left: dict[int, int] = {}  # tokens until a request halts
         self._goes_on = threading.Event()
@@ -277,7 +277,7 @@ class EngineContract:
             assert len(values) == 5
             assert values == sorted(values, reverse=True)
             assert all(math.isfinite(value) and value <= 0 for value in values)
-            assert logprob.top[0] == (token, pytest.approx(logprob.chosen, abs=1e-5))
+            assert logprob.top[0] == pytest.approx((token, logprob.chosen), abs=1e-5)
 
     async def test_logprobs_do_not_change_the_tokens(self, rig: Rig) -> None:
         assert (await rig.ask(prompt(), logprobs=3)).tokens == (await rig.ask(prompt())).tokens

@@ -20,8 +20,8 @@ from workers.engines.engine import MOVES_MAX, Engine, Export, Import, MoveEnded,
 
 Made = Callable[[], Engine]
 COUNT = 40  # tokens of an answer
-CHANCE = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7}
-PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+CHANCE: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7}
+PENALTIES: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded sampling": CHANCE,
@@ -186,7 +186,7 @@ class EngineMoves:
         await self.same(pair, prompt(20), 5, method, stop_token_ids=[whole[4], stop], min_tokens=5)
 
     async def test_a_moved_answer_ends_where_its_own_end_is(self, pair: Pair) -> None:
-        ending = {"max_tokens": 120, "ignore_eos": False, "temperature": 1.8, "seed": 3}
+        ending: dict[str, Any] = {"max_tokens": 120, "ignore_eos": False, "temperature": 1.8, "seed": 3}
         for salts in (range(at, at + 8) for at in range(0, 64, 8)):
             keys = {salt: pair.source.submit(prompt(20, salt), **ending) for salt in salts}
             wholes = {salt: await pair.source.answer(key) for salt, key in keys.items()}
@@ -220,11 +220,11 @@ class EngineMoves:
         assert (len(after.tokens), after.finish) == (8, "length")
 
     async def test_blocks_leave_while_others_and_it_itself_decode(self, pair: Pair) -> None:
-        tokens, sampling = prompt(5 * pair.block), {"max_tokens": 300}
-        whole = await pair.whole(tokens, **sampling)
+        tokens, most = prompt(5 * pair.block), 300
+        whole = await pair.whole(tokens, max_tokens=most)
         company = [pair.source.submit(prompt(30, n), max_tokens=60) for n in range(1, 4)]
-        key, export = await pair.leaving(tokens, **sampling)
-        other, coming = pair.reserve(asked(0, tokens, **sampling), len(tokens) + 280)
+        key, export = await pair.leaving(tokens, max_tokens=most)
+        other, coming = pair.reserve(asked(0, tokens, max_tokens=most), len(tokens) + 280)
         shipped = [coming.cached_tokens // pair.block] * len(pair.source.engine.kv)
         async with asyncio.timeout(DEADLINE_S):
             while min(shipped) < 7:

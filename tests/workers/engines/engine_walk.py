@@ -82,8 +82,13 @@ class Walk:
             whole = None
         if whole is None:
             self.given_up += 1
-            self.draw.choice([coming.abort, lambda: rigs[1].engine.cancel(other)])()
-            self.draw.choice([export.close, lambda: (export.resume(), export.close())])()
+            if self.draw.choice([True, False]):
+                coming.abort()
+            else:
+                rigs[1].engine.cancel(other)
+            if self.draw.choice([False, True]):
+                export.resume()
+            export.close()
             return None
         self.moved += 1
         if self.draw.random() < 0.5:
@@ -124,7 +129,10 @@ class Walk:
         if first < end:
             copies = [self.ship(export, coming, shard, first, end) for shard in range(shards)]
             if 0.2 < chance < 0.3:
-                self.draw.choice([rigs[1].engine.cancel, lambda _: coming.abort()])(other)
+                if self.draw.choice([True, False]):
+                    rigs[1].engine.cancel(other)
+                else:
+                    coming.abort()
             if 0.3 < chance < 0.4:
                 shipping = asyncio.gather(*copies)
                 await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from canary_world import World
 
@@ -64,7 +65,7 @@ async def probed(
         InferenceWorker(WorkerConfig(name=name, instance="i1"), engine, world.journal, bus)
         for name, engine in zip(names, engines, strict=True)
     ]
-    running = [asyncio.ensure_future(worker.run(stop)) for worker in workers]
+    running: list[asyncio.Future[Any]] = [asyncio.ensure_future(worker.run(stop)) for worker in workers]
     try:
         await made.until(lambda: world.fleet.workers.keys() >= set(names), within_s)
         for engine in engines:

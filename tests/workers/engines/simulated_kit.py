@@ -15,6 +15,9 @@ class Listener:
         self.held: dict[int, set[int]] = {tier: set() for tier in Tier}
         self.total = kv.total if kv is not None else 1 << 31
 
+    def announce(self, rank: int, events: list[KvEvent]) -> None:
+        self.hear(events)
+
     def hear(self, events: Iterable[KvEvent]) -> None:
         for event in events:
             match event:

@@ -15,7 +15,7 @@ from workers.engines.adaptive import CUT, LEAST, LOOK_S, STEPS_LEAST, TOLERATED,
 from workers.engines.build import build_engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
-from workers.engines.simulated.timing import ConstantTiming
+from workers.engines.simulated.timing import ConstantTiming, StepPlan
 
 BATCH = 64
 STEP_S = 0.020  # of a full batch, by its profile
@@ -87,7 +87,7 @@ def test_the_limit_stays_within_its_bounds(looks: list[tuple[float, int]]) -> No
 class Slow(ConstantTiming):
     """Steps that take longer, the more requests share them."""
 
-    def step_s(self, plan: Any) -> float:
+    def step_s(self, plan: StepPlan) -> float:
         return 0.001 * plan.decodes
 
     def profile(self, shape: EngineShape) -> Profile:

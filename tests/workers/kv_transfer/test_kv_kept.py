@@ -75,7 +75,7 @@ def test_memory_is_given_back_while_somebody_still_refers_to_it(tmp_path: Path) 
 def test_a_region_that_is_taken_while_all_is_closed_leaves_no_folder(tmp_path: Path) -> None:
     for number in range(100):
         owner = Regions(f"late-{number}", tmp_path)
-        taking = threading.Thread(target=lambda owner=owner: [owner.take(4096) for _ in range(8)])  # type: ignore[misc]
+        taking = threading.Thread(target=lambda owner=owner: [owner.take(4096) for _ in range(8)])
         taking.start()
         owner.close()
         taking.join()

@@ -25,7 +25,7 @@ async def test_the_loop_goes_on_while_blocks_travel(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             got = await waiting
         assert isinstance(got, Arrived)
-        assert (got.memory, got.tokens, got.computed, got.state) == (source, TOKENS, 50, b"state")
+        assert (bytes(got.memory), got.tokens, got.computed, got.state) == (source, TOKENS, 50, b"state")
         receiver.release(grant.ticket)
 
 
@@ -40,7 +40,8 @@ async def test_shipments_share_threads(tmp_path: Path) -> None:
             async with Shipment(grant, KV, threads=threads) as sent:
                 await sent.send(source[:4096])
                 await sent.finish(source[4096:], TOKENS, 50)
-            assert isinstance(await asyncio.wrap_future(receiver.arrival(grant.ticket)), Arrived)
+            arrived = await asyncio.wrap_future(receiver.arrival(grant.ticket))
+            assert isinstance(arrived, Arrived)
             receiver.release(grant.ticket)
 
         async with asyncio.timeout(20):
@@ -57,7 +58,8 @@ async def test_leaving_a_shipment_early_frees_the_reservation(tmp_path: Path) ->
         async with Shipment(grant, KV) as sent:
             await sent.send(content(1))
         async with asyncio.timeout(20):
-            assert isinstance(await asyncio.wrap_future(receiver.arrival(grant.ticket)), TransferRefused)
+            arrived = await asyncio.wrap_future(receiver.arrival(grant.ticket))
+            assert isinstance(arrived, TransferRefused)
 
 
 async def test_a_cancelled_await_ends_soon_and_cancels_the_transfer(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ SAY = {
 
 
 def changed(piece: Piece, **fields: object) -> Message:
-    return msgspec.structs.replace(piece[0], **fields)  # type: ignore[type-var]
+    return msgspec.structs.replace(piece[0], **fields)
 
 
 @pytest.mark.parametrize("what", SAY)

@@ -34,7 +34,7 @@ from workers.server import WorkerServer
 SHAPE = EngineShape(context_tokens=4096, kv_blocks=1024, tp=2)
 STEP_S = 0.012
 COUNT = 250  # tokens of an answer: it is not over before it has moved
-SAMPLING = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
 F = TypeVar("F", bound=ToFrontend)
 
 _undisturbed: dict[str, list[int]] = {}

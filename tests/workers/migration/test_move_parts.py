@@ -11,13 +11,13 @@ from road import Declined, road
 
 from events.wire import Generate, Sampling
 from workers.engines.engine import MoveRefused
+from workers.frontends import RequestOrigin
 from workers.kv_transfer.messages import STATE_BYTES_MAX, Description, Grant
 from workers.kv_transfer.receiver import Regions
 from workers.migration.settings import KvMoveSettings
 from workers.migration.source import together
 from workers.migration.state import (
     RequestMigrationState,
-    RequestOrigin,
     difference,
     packed_state,
     unpacked_state,

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -469,7 +470,7 @@ async def _broken(root: Path, broken: list[tuple[str, str]], chance: random.Rand
             move = await way.begin(length=chance.randint(5, 200), salt=n, most=COUNT)
             watch(way, point, move, ACTS[act])
             way.ask_for_room(move)
-            await until(lambda move=move: way.target.frontend.frames and told(way, move))
+            await until(partial(told, way, move))
             way.ship(move)
             await settled(way, move) if act not in (
                 "stay",

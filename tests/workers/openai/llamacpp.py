@@ -63,7 +63,7 @@ class LlamaServer:
 
     def begin(self) -> None:
         """Start it (again), and wait until it serves."""
-        command = [server_in(self.made), "--model", self.made / "tiny.gguf", *FLAGS]
+        command: list[str | Path] = [server_in(self.made), "--model", self.made / "tiny.gguf", *FLAGS]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import openai
 import pytest
@@ -71,7 +72,8 @@ async def run(fleet: DemoFleet, stream: Stream, tokens: int = TOKENS) -> Stream:
         async for chunk in answer:
             for choice in chunk.choices:
                 stream.pieces.append(choice.text)
-                stream.finish = choice.finish_reason or stream.finish
+                reason = cast("str | None", choice.finish_reason)  # only the last one has it
+                stream.finish = reason or stream.finish
             if len(stream.pieces) >= 2:
                 stream.started.set()
     return stream

@@ -245,6 +245,7 @@ async def test_a_prompt_whose_salt_is_not_told_has_no_names(
 ) -> None:
     """An earlier version of vLLM."""
     heard, tell = Heard(), upstream.stored
+    assert tell is not None
     upstream.stored = lambda tokens, salt: tell(tokens, "")
     rig = await started(upstream, heard, kv_events=[publisher.endpoint])
     await ask(rig, prompt(70), cache_salt="tenant")
@@ -419,9 +420,11 @@ async def test_what_was_heard_is_a_metric(
 ) -> None:
     rig = await started(upstream, Heard(), kv_events=[publisher.endpoint])
     try:
+        engine = rig.engine
+        assert isinstance(engine, OpenAIEngine)
         publisher.publish(removed([1]))
-        await eventually(lambda: rig.engine.kv_event_counts["batches"] >= 1)
-        assert not rig.engine.kv_event_counts["malformed"]
+        await eventually(lambda: engine.kv_event_counts["batches"] >= 1)
+        assert not engine.kv_event_counts["malformed"]
     finally:
         await rig.engine.stop()
     assert {family.name for family in WorkerMetrics([]).collect()} >= {"holdfast_worker_upstream_kv_events"}

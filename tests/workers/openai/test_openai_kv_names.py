@@ -157,7 +157,7 @@ def test_tiers_follow_the_medium_and_a_block_lives_as_long_as_any_of_them_has_it
 @pytest.mark.parametrize(
     "elsewhere", [{"medium": "EXTERNAL"}, {"locality": "REMOTE"}, {"kv_cache_spec_kind": "sliding_window"}]
 )
-def test_what_is_not_in_this_engines_prefix_cache_is_not_ours(elsewhere: dict[str, str]) -> None:
+def test_what_is_not_in_this_engines_prefix_cache_is_not_ours(elsewhere: dict[str, Any]) -> None:
     names = Names()
     assert heard(names, stored([1], TOKENS[:4], 4, **elsewhere)) == []
     assert names.block_tokens is None

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from engine_contract import Answer, Rig
@@ -24,7 +25,7 @@ from workers.engines.openai.upstream import Upstream
 
 PROMPT = [40 + n * 7 % 1900 for n in range(48)]  # ids that any vocabulary of 2,048 knows
 TEXT = "def main(argv):\n    parser = ArgumentParser(description="
-GREEDY = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 
 
 def urls(variable: str, request: pytest.FixtureRequest) -> list[str]:

@@ -31,7 +31,7 @@ STORED = (
 
 def stored(
     keys: Sequence[Any],
-    tokens: Sequence[int],
+    tokens: Sequence[Any],
     size: int,
     parent: Any = None,
     shape: Shape = "map",

@@ -388,7 +388,7 @@ def test_a_pass_is_reported_in_the_words_of_dynamos_snapshot() -> None:
     scheduler.plan()
     said = stats(scheduler, 0.5)
     assert (said.request_active_slots, said.num_requests_waiting) == (2, 1)
-    assert said[8:15] == (1, 23, 0.0, 16, 1, 9, pytest.approx(0.0))
+    assert said[8:15] == pytest.approx((1, 23, 0.0, 16, 1, 9, 0.0))
     assert said[15:] == (1, 60, 0.0, 0, 0, 0.0, 0.5)
     while not scheduler.preemptions:
         scheduler.step()

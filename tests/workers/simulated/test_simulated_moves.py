@@ -273,7 +273,7 @@ async def test_such_histories_are_full_of_moves() -> None:
 async def test_caches_are_announced_as_they_are_through_all_moves(seed: int) -> None:
     rigs, heard = [Rig(SimulatedEngine(CROWDED)) for _ in range(2)], [Listener() for _ in range(2)]
     for rig, listener in zip(rigs, heard, strict=True):
-        await rig.engine.start(rig.deliver, lambda _, events, listener=listener: listener.hear(events))
+        await rig.engine.start(rig.deliver, listener.announce)
     await walk(Pair(*rigs), seed)
     for rig, listener in zip(rigs, heard, strict=True):
         if not rig.engine.each[0].scheduler.prefill.trusted:  # type: ignore[attr-defined]
