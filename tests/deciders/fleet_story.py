@@ -6,13 +6,15 @@ Shared by the deciders' tests. Time is virtual; the story keeps every recorded e
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, TypeVar
 
 from controller.deciders.fleet import Fleet, FleetPolicy, Worker, evolve, settle
-from events.decisions import Decision, HealthStatus
-from events.fact import Fact, Recorded
+from events.decisions import HealthStatus
+from events.fact import Decision, Fact, Recorded
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
+    CanaryReason,
     CanarySlow,
     DeviceFaulted,
     DeviceRecovered,
@@ -28,6 +30,7 @@ from events.observations import (
     RequestSuspected,
     ResumeRequested,
     ShutdownBegan,
+    TopK,
     WorkerAwaited,
     WorkerHeard,
     WorkerJoined,
@@ -38,6 +41,7 @@ from events.observations import (
 )
 from events.order import Order
 
+D = TypeVar("D", bound=Decision)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile(
     kv_blocks=8192,
@@ -50,7 +54,7 @@ PROFILE = Profile(
 
 def joined(
     worker: str, instance: str = "i1", *, model: str = "llama", profile: Profile = PROFILE, key: str = "k"
-):
+) -> WorkerJoined:
     return WorkerJoined(
         worker=worker,
         instance=instance,
@@ -69,7 +73,9 @@ def joined(
     )
 
 
-def awaited(worker: str, instance: str = "i1", *, reason: str = "cannot connect", model: str = ""):
+def awaited(
+    worker: str, instance: str = "i1", *, reason: str = "cannot connect", model: str = ""
+) -> WorkerAwaited:
     return WorkerAwaited(worker=worker, instance=instance, reason=reason, model=model)
 
 
@@ -81,8 +87,8 @@ def passed(
     canary: str = "c1",
     slow: bool = False,
     key: str = "k",
-):
-    shared = {
+) -> CanaryPassed | CanarySlow:
+    shared: dict[str, Any] = {
         "worker": worker,
         "instance": instance,
         "canary_key": key,
@@ -100,12 +106,12 @@ def failed(
     instance: str = "i1",
     *,
     under: int = 0,
-    reason: str = "exception",
+    reason: CanaryReason = "exception",
     confirmed: bool = False,
-    golden: str = "none",
+    golden: Literal["agreed", "provisional", "none"] = "none",
     canary: str = "c1",
     engine_went_on: bool = False,
-):
+) -> CanaryFailed:
     return CanaryFailed(
         worker=worker,
         instance=instance,
@@ -123,8 +129,15 @@ def failed(
 
 
 def proposed(
-    worker: str, tokens=(1, 2), *, instance="i1", canary="c1", top_k=(), tolerance=0.0, configured=False
-):
+    worker: str,
+    tokens: Iterable[int] = (1, 2),
+    *,
+    instance: str = "i1",
+    canary: str = "c1",
+    top_k: Iterable[TopK] = (),
+    tolerance: float = 0.0,
+    configured: bool = False,
+) -> GoldenProposed:
     return GoldenProposed(
         worker=worker,
         instance=instance,
@@ -139,7 +152,9 @@ def proposed(
     )
 
 
-def disputed(worker: str, tokens, *, against: str, instance="i1", canary="c1"):
+def disputed(
+    worker: str, tokens: Iterable[int], *, against: str, instance: str = "i1", canary: str = "c1"
+) -> GoldenDisputed:
     return GoldenDisputed(
         worker=worker,
         instance=instance,
@@ -150,7 +165,9 @@ def disputed(worker: str, tokens, *, against: str, instance="i1", canary="c1"):
     )
 
 
-def request_failed(worker: str, count: int, *, instance="i1", under: int = 0, frontend="f0"):
+def request_failed(
+    worker: str, count: int, *, instance: str = "i1", under: int = 0, frontend: str = "f0"
+) -> RequestFailed:
     return RequestFailed(
         worker=worker,
         instance=instance,
@@ -161,7 +178,9 @@ def request_failed(worker: str, count: int, *, instance="i1", under: int = 0, fr
     )
 
 
-def poisonous(worker: str, left: int, *, instance="i1", under: int = 0, frontend="f0"):
+def poisonous(
+    worker: str, left: int, *, instance: str = "i1", under: int = 0, frontend: str = "f0"
+) -> RequestPoisonous:
     """A request that fails everywhere; without it so many in a row have failed on this worker."""
     return RequestPoisonous(
         worker=worker, instance=instance, frontend=frontend, request="r", model="llama", fingerprint="0" * 32,
@@ -170,14 +189,14 @@ def poisonous(worker: str, left: int, *, instance="i1", under: int = 0, frontend
     )  # fmt: skip
 
 
-def suspected(worker: str, *, instance="i1", frontend="f0"):
+def suspected(worker: str, *, instance: str = "i1", frontend: str = "f0") -> RequestSuspected:
     return RequestSuspected(
         worker=worker, instance=instance, frontend=frontend, request="r", model="llama", fingerprint="0" * 32,
         reason="disconnected", prompt_tokens=3,
     )  # fmt: skip
 
 
-def served(worker: str, *, instance="i1", under: int = 0, frontend="f0"):
+def served(worker: str, *, instance: str = "i1", under: int = 0, frontend: str = "f0") -> RequestsServed:
     return RequestsServed(
         worker=worker,
         instance=instance,
@@ -191,59 +210,67 @@ def served(worker: str, *, instance="i1", under: int = 0, frontend="f0"):
     )
 
 
-def slow(worker: str, instance="i1", frontend="f0"):
+def slow(worker: str, instance: str = "i1", frontend: str = "f0") -> WorkerSlow:
     return WorkerSlow(worker=worker, instance=instance, frontend=frontend, latency_ms=9.0, baseline_ms=1.0)
 
 
-def slow_cleared(worker: str, instance="i1"):
+def slow_cleared(worker: str, instance: str = "i1") -> WorkerSlowCleared:
     return WorkerSlowCleared(worker=worker, instance=instance, frontend="f0", latency_ms=1.0, baseline_ms=1.0)
 
 
-def silent(worker: str, instance="i1"):
+def silent(worker: str, instance: str = "i1") -> WorkerSilent:
     return WorkerSilent(worker=worker, instance=instance, silent_s=3.0, observer="o")
 
 
-def heard(worker: str, instance="i1"):
+def heard(worker: str, instance: str = "i1") -> WorkerHeard:
     return WorkerHeard(worker=worker, instance=instance, observer="o")
 
 
-def left(worker: str, instance="i1", mode="graceful"):
+def left(
+    worker: str, instance: str = "i1", mode: Literal["graceful", "immediate", "self_initiated"] = "graceful"
+) -> WorkerLeft:
     return WorkerLeft(worker=worker, instance=instance, mode=mode, exit=0)
 
 
-def drain_requested(worker: str, instance="i1", deadline_s=None):
+def drain_requested(worker: str, instance: str = "i1", deadline_s: float | None = None) -> DrainRequested:
     return DrainRequested(worker=worker, instance=instance, deadline_s=deadline_s, by="op")
 
 
-def resume(worker: str, instance="i1"):
+def resume(worker: str, instance: str = "i1") -> ResumeRequested:
     return ResumeRequested(worker=worker, instance=instance, by="op")
 
 
-def shutdown(worker: str, instance="i1", mode="graceful"):
+def shutdown(
+    worker: str, instance: str = "i1", mode: Literal["graceful", "self_initiated"] = "graceful"
+) -> ShutdownBegan:
     return ShutdownBegan(worker=worker, instance=instance, mode=mode)
 
 
-def drained(worker: str, instance="i1"):
+def drained(worker: str, instance: str = "i1") -> DrainFinished:
     return DrainFinished(worker=worker, instance=instance, completed=1, migrated=0)
 
 
-def device_faulted(worker: str, instance="i1", fatal=True, device="gpu0"):
+def device_faulted(
+    worker: str, instance: str = "i1", fatal: bool = True, device: str = "gpu0"
+) -> DeviceFaulted:
     return DeviceFaulted(
         worker=worker, instance=instance, device=device, fault_class="xid", code="48", fatal=fatal
     )
 
 
-def device_limited(worker: str, weight: float, instance="i1", device="gpu0"):
+def device_limited(worker: str, weight: float, instance: str = "i1", device: str = "gpu0") -> DeviceFaulted:
     return DeviceFaulted(
         worker=worker, instance=instance, device=device, fault_class="throttle", fatal=False, weight=weight
     )
 
 
-def device_recovered(worker: str, instance="i1", device="gpu0", fault_class="xid"):
+def device_recovered(
+    worker: str, instance: str = "i1", device: str = "gpu0", fault_class: str = "xid"
+) -> DeviceRecovered:
     return DeviceRecovered(worker=worker, instance=instance, device=device, fault_class=fault_class)
 
 
-def engine_faulted(worker: str, instance="i1", fatal=True):
+def engine_faulted(worker: str, instance: str = "i1", fatal: bool = True) -> EngineFaulted:
     return EngineFaulted(worker=worker, instance=instance, reason="died", fatal=fatal)
 
 
@@ -312,6 +339,13 @@ class Story:
         self.now += timedelta(seconds=seconds)
         return self.settle()
 
+    def reach_trial(self, name: str = "w0") -> None:
+        """Let time pass until an open breaker is due for its trial."""
+        retry_at = self.worker(name).breaker.retry_at
+        assert retry_at is not None
+        self.now = retry_at
+        self.settle()
+
     def up(self, *names: str, model: str = "llama") -> "Story":
         """Bring workers to HEALTHY, weight 1."""
         for name in names:
@@ -324,3 +358,9 @@ class Story:
 def kinds(decisions: Iterable[Decision]) -> list[str]:
     """Return the kinds of decisions, in order."""
     return [type(decision).__name__ for decision in decisions]
+
+
+def only(decisions: Iterable[Decision], kind: type[D]) -> D:
+    """Return the one decision of a kind."""
+    (found,) = [decision for decision in decisions if isinstance(decision, kind)]
+    return found

@@ -26,6 +26,7 @@ from controller.deciders.health_state import Canaries, Charges, Exit, Health, Sl
 from controller.deciders.incident import Incident
 from controller.deciders.spares import Spare
 from controller.deciders.thresholds import BusyThresholds
+from controller.deciders.votes.camps import Vote
 from controller.deciders.votes.wanted import GoldenMoves, OperatorWish
 from controller.deciders.worker import Conviction, LastCanary
 from events.codec import KINDS
@@ -147,7 +148,7 @@ def test_a_part_that_is_rebuilt_is_caught_and_one_that_is_forgotten_is_not() -> 
 
 def test_every_state_of_a_fleet_is_tried() -> None:
     """A state that is new belongs into `STATES`, or here: what one fact says and the next replaces."""
-    said_once = {LastCanary, Conviction, golden.Vote, OperatorWish, AwaitedWorker, BusyThresholds, Spare}
+    said_once = {LastCanary, Conviction, Vote, OperatorWish, AwaitedWorker, BusyThresholds, Spare}
     assert _dataclasses(Fleet) == {*STATES, *PARTS, *said_once}
 
 

@@ -1,5 +1,7 @@
 """The ejection budget: doubt may take half of a model out of service, and no more; certainty is not limited."""
 
+from typing import Any
+
 import pytest
 from fleet_story import (
     Story,
@@ -22,11 +24,13 @@ from fleet_story import (
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.fleet import FleetPolicy
 from events.decisions import HealthStatus, WeightCapped
+from events.fact import Fact
+from events.observations import CanaryFailed
 
 FOUR = ("w0", "w1", "w2", "w3")
 
 
-def doubt(*names: str) -> list:
+def doubt(*names: str) -> list[CanaryFailed]:
     return [failed(name) for name in names for _ in range(3)]
 
 
@@ -47,8 +51,7 @@ def test_the_least_bad_stay() -> None:
     story = Story().up(*FOUR)
     story.tell(*doubt("w0", "w1"))
     assert kept(story) == set()
-    story.now = story.worker("w0").breaker.retry_at
-    story.settle()
+    story.reach_trial()
     story.tell(failed("w0"), failed("w1"))  # their trials
     story.tell(*doubt("w2"))
     assert kept(story) == {"w2"}
@@ -79,7 +82,7 @@ def test_the_only_worker_is_kept_whatever_is_doubted() -> None:
         failed("w0", reason="non_finite"),
     ],
 )
-def test_certainty_is_never_kept_and_does_not_count(fact) -> None:
+def test_certainty_is_never_kept_and_does_not_count(fact: Fact) -> None:
     policy = FleetPolicy(budget=BudgetPolicy(keep_last=False))
     story = Story(policy).up("w0")
     story.tell(*doubt("w0"))
@@ -93,7 +96,7 @@ def test_certainty_is_never_kept_and_does_not_count(fact) -> None:
     assert len(kept(story)) == 2  # of three that count, one may go
 
 
-MISMATCH = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
+MISMATCH: dict[str, Any] = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
 
 
 def test_a_conviction_by_canary_does_not_remove_the_last_serving_worker() -> None:
@@ -108,7 +111,7 @@ def test_a_conviction_by_canary_does_not_remove_the_last_serving_worker() -> Non
 
 
 @pytest.mark.parametrize("fact", [silent("w1"), left("w1"), engine_faulted("w1"), drain_requested("w1")])
-def test_a_worker_that_canaries_convicted_serves_again_when_the_last_other_one_is_gone(fact) -> None:
+def test_a_worker_that_canaries_convicted_serves_again_when_the_last_other_one_is_gone(fact: Fact) -> None:
     story = Story().up("w0", "w1")
     story.tell(failed("w0", **MISMATCH))
     story.tell(fact)
@@ -131,7 +134,7 @@ def test_a_kept_last_worker_to_which_its_devices_leave_nothing_is_replaced_by_an
     "fact",
     [silent("w0"), engine_faulted("w0"), device_faulted("w0"), failed("w0", reason="non_finite"), left("w0")],
 )
-def test_the_last_worker_leaves_when_more_than_a_canarys_golden_convicts_it(fact) -> None:
+def test_the_last_worker_leaves_when_more_than_a_canarys_golden_convicts_it(fact: Fact) -> None:
     story = Story().up("w0")
     story.tell(failed("w0", **MISMATCH))
     assert story.worker().serves_suspect
@@ -181,8 +184,7 @@ def test_a_kept_worker_is_not_given_up() -> None:
     story = Story().up("w0")
     story.tell(*doubt("w0"))
     for _ in range(8):
-        story.now = story.worker().breaker.retry_at
-        story.settle()
+        story.reach_trial()
         story.tell(failed("w0"))
     assert story.status() is HealthStatus.UNHEALTHY
     assert story.worker().weight == 0.1
@@ -210,7 +212,7 @@ def test_a_joining_worker_neither_counts_nor_is_kept() -> None:
         (failed("w0", reason="non_finite"), resume("w0")),
     ],
 )
-def test_what_was_no_mere_doubt_comes_back_only_by_its_trial(fact, over) -> None:
+def test_what_was_no_mere_doubt_comes_back_only_by_its_trial(fact: Fact, over: Fact) -> None:
     story = Story().up("w0")
     story.tell(fact)
     story.tell(over)

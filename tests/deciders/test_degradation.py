@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from fleet_story import (
@@ -37,7 +38,7 @@ LONG_AGO = START - timedelta(days=1)
 ONE = worker_capacity(PROFILE, Slo()).effective_capacity_rps
 
 
-def ladder(workers: float, **slo) -> FleetPolicy:
+def ladder(workers: float, **slo: Any) -> FleetPolicy:
     """Return a policy whose SLO asks for the capacity of this many workers."""
     wanted = Slo(slo_throughput_rps=workers * ONE, **slo)
     return FleetPolicy(degradation=DegradationPolicy(slos={"llama": wanted}))
@@ -47,10 +48,12 @@ def level(story: Story) -> int:
     return story.fleet.models["llama"].level
 
 
-def at_ratio(ratio: float, state: Degradation, now=START) -> DegradationChanged | None:
+def at_ratio(ratio: float, state: Degradation, now: datetime = START) -> DegradationChanged | None:
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE)})
     state, twice = replace(state, served_since=LONG_AGO), [(PROFILE, 2.0)]  # provisioned: twice the objective
-    return next(decide(policy, state, [(PROFILE, ratio)], now, twice), None)  # type: ignore
+    decision = next(decide(policy, state, [(PROFILE, ratio)], now, twice), None)
+    assert decision is None or isinstance(decision, DegradationChanged)
+    return decision
 
 
 @pytest.mark.parametrize(

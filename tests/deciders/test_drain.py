@@ -1,5 +1,6 @@
 """Drains: who wants them, until when, and how they end."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,17 +11,19 @@ from fleet_story import (
     drained,
     kinds,
     left,
+    only,
     passed,
     resume,
     shutdown,
 )
 
 from events.decisions import DrainEnded, DrainStarted, HealthStatus
+from events.fact import Decision
 
 DR, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
 
 
-def outcomes(decisions) -> list[str]:
+def outcomes(decisions: Iterable[Decision]) -> list[str]:
     return [d.outcome for d in decisions if isinstance(d, DrainEnded)]
 
 
@@ -46,7 +49,8 @@ def test_an_operator_sets_the_deadline(wish: float | None, wait: float) -> None:
 def test_n24_the_default_leaves_time_to_stop_within_the_usual_60_s() -> None:
     story = Story().up("w0", "w1")
     story.tell(drain_requested("w0"))
-    assert story.worker().drain.deadline - story.now <= timedelta(seconds=45)
+    deadline = story.worker().drain.deadline
+    assert deadline is not None and deadline - story.now <= timedelta(seconds=45)
 
 
 def test_past_its_deadline_a_worker_that_is_not_empty_is_dead() -> None:
@@ -112,8 +116,8 @@ def test_shutdown_drains_within_its_grace() -> None:
     story = Story().up("w0", "w1")
     decisions = story.tell(shutdown("w0"))
     assert kinds(decisions) == ["HealthChanged", "DrainStarted"]
-    assert decisions[1].reason == "shutdown: graceful"
-    assert decisions[1].deadline == story.now + timedelta(seconds=60)
+    started = only(decisions, DrainStarted)
+    assert (started.reason, started.deadline) == ("shutdown: graceful", story.now + timedelta(seconds=60))
 
 
 def test_a_wish_that_came_onto_the_journal_after_its_deadline_is_not_heeded() -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,7 +45,7 @@ from controller.deciders.forgetting import ForgettingPolicy
 from controller.deciders.golden import GoldenPolicy
 from controller.deciders.health_moves import HealthPolicy
 from events.decisions import PolicyAdopted
-from events.fact import Decision, Recorded
+from events.fact import Decision, Fact, Recorded
 
 
 def test_a_new_leader_first_adopts_its_policy() -> None:
@@ -112,7 +113,7 @@ SETTINGS = TypeAdapter(FleetPolicy)
         ({"drain": {"wait": -1}}, "wait"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_in_a_sentence(wrong, said: str) -> None:
+def test_settings_that_make_no_sense_are_refused_in_a_sentence(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SETTINGS.validate_python(wrong)
 
@@ -179,6 +180,7 @@ def test_the_last_pass_of_each_canary_is_remembered_for_exposure() -> None:
     assert len(story.worker().passes) == 64
     story.tell(failed("w0", canary="c2"))
     last = story.worker().last_canary
+    assert last is not None
     assert (last.canary, last.outcome, last.reason) == ("c2", "failed", "exception")
 
 
@@ -187,7 +189,7 @@ def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:
     story.tell(proposed("w0"), proposed("w0", canary="c2"), passed("w0", canary="c2"))
     story.now += timedelta(seconds=7)
     assert story.worker().cache_epoch == 0
-    wrong = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
+    wrong: dict[str, Any] = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
     later = passed("w0", canary="c2")  # absolves nobody
     story.tell(failed("w0", canary="c2", **wrong), later)
     (one,) = story.worker().convictions
@@ -235,7 +237,7 @@ def test_evolve_shares_what_did_not_change() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(facts(), st.sampled_from([0, 1, 30, 100])), max_size=40))
-def test_evolve_and_settle_take_anything(told) -> None:
+def test_evolve_and_settle_take_anything(told: list[tuple[Fact, int]]) -> None:
     fleet, now, policy = Fleet(), START, FleetPolicy()
     for name in ("w0", "w1"):
         fleet = evolve(fleet, Recorded(seq=1, at=START, fact=joined(name), id="j"))

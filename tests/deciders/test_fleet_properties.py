@@ -1,8 +1,10 @@
 """What the machines together must never do, whatever the world says and in whatever order."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any, Literal
 
 import pytest
 from fleet_story import (
@@ -52,8 +54,8 @@ def random_fact(r: random.Random, story: Story, workers: int) -> Fact:
     it = now if r.random() < 0.93 else f"i{r.randrange(1, 4)}"
     under = max(0, story.fleet.number - (0 if r.random() < 0.8 else r.randrange(12)))
     canary = f"c{r.randrange(3)}"
-    key = {"under": under}
-    choices = [
+    key: dict[str, Any] = {"under": under}
+    choices: list[tuple[int, Callable[[], Fact]]] = [
         (30, lambda: passed(name, it, canary=canary, **key)),
         (8, lambda: passed(name, it, canary=canary, slow=True, **key)),
         (12, lambda: failed(name, it, canary=canary, **key)),
@@ -90,7 +92,7 @@ def random_fact(r: random.Random, story: Story, workers: int) -> Fact:
 
 
 LIMITS = (0.0, 0.1, 0.5, 0.9, 1.0, float("nan"), -1.0, 7.0)
-GOLDENS = ("agreed", "provisional", "none")
+GOLDENS: tuple[Literal["agreed", "provisional", "none"], ...] = ("agreed", "provisional", "none")
 
 
 def random_story(seed: int, steps: int = 250, workers: int = 5, policy: FleetPolicy = POLICY) -> Story:
@@ -199,9 +201,8 @@ def at_most_one_trial_at_a_time_and_moves_alternate(story: Story) -> None:
     }
     after = {BreakerOpened: "open", BreakerHalfOpened: "half_open", BreakerClosed: "closed"}
     for event in story.events:
-        kind = type(event.fact)
-        if kind in allowed:
-            life = (event.fact.worker, event.fact.instance)
+        if isinstance(event.fact, BreakerOpened | BreakerHalfOpened | BreakerClosed):
+            kind, life = type(event.fact), (event.fact.worker, event.fact.instance)
             assert position.get(life, "closed") in allowed[kind]
             position[life] = after[kind]
 

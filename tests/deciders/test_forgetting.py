@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Literal
 
 import pytest
 from fleet_story import START, Story, awaited, device_faulted, joined, kinds, left, passed, silent
@@ -13,7 +14,9 @@ from controller.deciders.forgetting import DEPARTED_MAX, ForgettingPolicy
 from events.decisions import HealthStatus, WorkerForgotten
 from events.order import Order
 
-AFTER_S = ForgettingPolicy().forget_after.total_seconds()
+AFTER = ForgettingPolicy().forget_after
+assert AFTER is not None
+AFTER_S = AFTER.total_seconds()
 
 
 def test_a_worker_that_left_is_shown_for_ten_minutes_and_its_model_goes_with_the_last() -> None:
@@ -113,7 +116,9 @@ def test_one_that_has_served_before_is_awaited_with_the_model_that_it_served() -
 @pytest.mark.parametrize(
     ("mode", "gone"), [("graceful", True), ("immediate", False), ("self_initiated", False)]
 )
-def test_only_who_is_told_to_leave_is_awaited_no_more(mode: str, gone: bool) -> None:
+def test_only_who_is_told_to_leave_is_awaited_no_more(
+    mode: Literal["graceful", "immediate", "self_initiated"], gone: bool
+) -> None:
     """Of every other end its supervisor may start another life."""
     story = Story()
     story.tell(awaited("w0"), awaited("w1"))

@@ -1,12 +1,15 @@
 """Goldens: proposed, agreed, disputed, voted on again."""
 
+from typing import Any
+
 import pytest
-from fleet_story import Story, disputed, failed, joined, kinds, left, passed, proposed, resume
+from fleet_story import Story, disputed, failed, joined, kinds, left, only, passed, proposed, resume
 
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.golden import Golden
 from controller.deciders.votes.camps import Vote, agrees, camps, distance
 from events.decisions import GoldenAgreed, GoldenRetired, HealthStatus
+from events.observations import TopK
 
 H, S, U, DR, DEAD = HealthStatus
 KEY = ("k", "c1")
@@ -30,7 +33,8 @@ def test_a_first_answer_is_provisional_and_a_second_workers_agrees() -> None:
     assert story.tell(proposed("w0")) == ()
     assert golden(story).status == "provisional"
     decisions = story.tell(proposed("w1"))
-    assert [(type(d), d.by) for d in decisions] == [(GoldenAgreed, ("w0", "w1"))]
+    assert kinds(decisions) == ["GoldenAgreed"]
+    assert only(decisions, GoldenAgreed).by == ("w0", "w1")
     assert golden(story).status == "agreed"
 
 
@@ -62,7 +66,7 @@ def test_a_lone_worker_that_an_operator_resumes_after_its_own_golden_convicted_i
     story = Story().up("w0")
     story.tell(proposed("w0", WRONG), passed("w0"))  # it was corrupt when its golden was recorded
     story.tell(left("w0"), joined("w0", "i2"))
-    wrong = {"reason": "token_mismatch", "confirmed": True, "golden": "provisional"}
+    wrong: dict[str, Any] = {"reason": "token_mismatch", "confirmed": True, "golden": "provisional"}
     story.tell(failed("w0", "i2", **wrong))  # its next life is well, and nobody can know
     assert story.status("w0") is U
     decisions = story.tell(resume("w0", "i2"))
@@ -220,7 +224,9 @@ def test_votes_are_bounded() -> None:
         ((((1, -1.0),),), (), 0.0),
     ],
 )
-def test_distance_is_the_worst_shared_logprob(one, other, expected: float) -> None:
+def test_distance_is_the_worst_shared_logprob(
+    one: tuple[TopK, ...], other: tuple[TopK, ...], expected: float
+) -> None:
     assert distance(one, other) == expected
 
 
@@ -252,7 +258,9 @@ def test_two_workers_that_part_at_a_near_tie_agree_and_neither_is_in_doubt() -> 
     story = Story().up("w0", "w1")
     story.tell(proposed("w0", (1, 2, 4), top_k=SEEN_BY_W0, tolerance=1e-3))
     decisions = story.tell(proposed("w1", (1, 3, 6), top_k=SEEN_BY_W1, tolerance=1e-3))
-    assert [(type(d), d.by, d.tied) for d in decisions] == [(GoldenAgreed, ("w0", "w1"), ("w1",))]
+    assert kinds(decisions) == ["GoldenAgreed"]
+    agreed = only(decisions, GoldenAgreed)
+    assert (agreed.by, agreed.tied) == (("w0", "w1"), ("w1",))
     assert (golden(story).tokens, golden(story).dissent) == ((1, 2, 4), ())
     assert (story.status("w0"), story.status("w1")) == (H, H)
 

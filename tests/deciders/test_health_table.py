@@ -158,8 +158,7 @@ def given_up(story: Story) -> None:
     story.up("w1", "w2", "w3")
     doubted(story)
     for _ in range(5):
-        story.now = story.worker().breaker.retry_at
-        story.settle()
+        story.reach_trial()
         story.tell(failed("w0"))
 
 

@@ -3,18 +3,20 @@ a busy worker is no failure; under a policy of deciders version 5 all is decided
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from fleet_story import Story, failed, heard, kinds, passed, request_failed, silent
 
 from controller.deciders.fleet import FleetPolicy, load
 from events.decisions import HealthStatus
+from events.observations import CanaryReason
 
 H, S, U = HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS, HealthStatus.UNHEALTHY
 BEFORE = load({})
 
 
-def timeouts(story: Story, *names: str, times: int = 3, every_s: float = 30, **more: bool) -> None:
+def timeouts(story: Story, *names: str, times: int = 3, every_s: float = 30, **more: Any) -> None:
     """Let canaries of these workers time out, so many times in a row."""
     for _ in range(times):
         story.tell(*[failed(name, reason="timeout", under=story.fleet.number, **more) for name in names])
@@ -68,7 +70,7 @@ def test_a_trial_that_failed_for_want_of_an_answer_is_repeated_half_a_wait_later
 
 
 @pytest.mark.parametrize("reason", ["exception", "token_mismatch", "logit_drift"])
-def test_a_worker_that_gave_a_wrong_answer_waits_and_returns_by_the_ramp(reason: str) -> None:
+def test_a_worker_that_gave_a_wrong_answer_waits_and_returns_by_the_ramp(reason: CanaryReason) -> None:
     story = Story().up("w0", "w1", "w2")
     timeouts(story, "w0", times=2)
     story.tell(failed("w0", reason=reason, under=story.fleet.number))

@@ -1,6 +1,8 @@
 """Spares: they wait with their weights loaded, and take the places of those that are lost."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fleet_story import (
@@ -26,14 +28,14 @@ from controller.deciders.fleet import FleetPolicy, evolve
 from controller.deciders.spares import SparesPolicy
 from controller.read_model.rows import COLUMNS, worker_row
 from events.decisions import HealthStatus, SpareActivated, SpareReleased, WorkerDecision
-from events.fact import Decision
+from events.fact import Decision, Fact
 from events.observations import Topology, WorkerJoined
 
 RELEASE = FleetPolicy(spares=SparesPolicy(on_return="release"))
 
 
-def spare(worker: str, instance: str = "i1", **changes: object) -> WorkerJoined:
-    return replace(joined(worker, instance), spare=True, **changes)  # type: ignore[arg-type]
+def spare(worker: str, instance: str = "i1", **changes: Any) -> WorkerJoined:
+    return replace(joined(worker, instance), spare=True, **changes)
 
 
 def fleet(*spares: str, policy: FleetPolicy | None = None) -> Story:
@@ -168,7 +170,7 @@ def test_a_spare_that_is_not_well_takes_no_place_until_it_is() -> None:
 @pytest.mark.parametrize(
     "changes", [{"revision": "r2"}, {"tp": 8}, {"dp": 2}, {"model": "mistral"}, {"dtype": "fp8"}]
 )
-def test_a_spare_of_another_kind_takes_no_place(changes: dict[str, object]) -> None:
+def test_a_spare_of_another_kind_takes_no_place(changes: dict[str, Any]) -> None:
     story = Story().up("w0", "w1")
     story.tell(spare("s0", **changes))
     story.tell(passed("s0"))
@@ -308,11 +310,11 @@ def test_no_spare_has_traffic_and_no_place_is_taken_twice(
             lives[name] += 1
             decisions = story.tell(replace(joined(name, f"i{lives[name]}"), spare=name.startswith("s")))
         else:
-            fact = {
+            facts: dict[str, Callable[[str, str], Fact]] = {
                 "silent": silent, "killed": lambda n, i: left(n, i, mode="immediate"), "device": device_faulted,
-                "good": passed, "bad": lambda n, i: failed(n, i), "resumed": resume, "drain": drain_requested,
-            }[what](name, life)  # fmt: skip
-            decisions = story.tell(fact)
+                "good": passed, "bad": failed, "resumed": resume, "drain": drain_requested,
+            }  # fmt: skip
+            decisions = story.tell(facts[what](name, life))
         _check(story, decisions)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from fleet_story import Story, failed, joined, left, passed, proposed
@@ -12,13 +13,13 @@ from events.decisions import HealthChanged, HealthStatus, WeightCapped
 from events.observations import GoldenRequested, WorkerJoined, canary_key, is_new_lineage
 
 H, S, U, DR, DEAD = HealthStatus
-PLACE = {
+PLACE: dict[str, Any] = {
     "model": "llama", "revision": "r1", "tokenizer": "t", "engine": "openai", "engine_version": "1",
     "dtype": "unknown", "tp": 1, "device": "upstream",
 }  # fmt: skip
 
 
-def key(lineage: str = "", **other) -> str:
+def key(lineage: str = "", **other: Any) -> str:
     return canary_key(**{**PLACE, **other}, lineage=lineage)
 
 

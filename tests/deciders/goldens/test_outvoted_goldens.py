@@ -1,6 +1,7 @@
 """An agreed golden is outvoted by workers on more hosts that contradict it alike; those that it convicted are tried at once."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fleet_story import Story, failed, joined, kinds, left, passed, proposed
@@ -10,19 +11,26 @@ from hypothesis import strategies as st
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.golden import GoldenPolicy
 from events.decisions import BreakerHalfOpened, GoldenAgreed, GoldenRetired, HealthStatus
-from events.fact import Fact
+from events.observations import CanaryFailed
 
 H, S, U, DR, DEAD = HealthStatus
 OLD, NEW, OTHER = (1, 2), (5, 6), (8, 9)
 KEY = ("k", "c1")
 
 
-def contradicts(worker: str, tokens=NEW, *, instance="i1", canary="c1", whole=True) -> Fact:
+def contradicts(
+    worker: str,
+    tokens: tuple[int, ...] = NEW,
+    *,
+    instance: str = "i1",
+    canary: str = "c1",
+    whole: bool = True,
+) -> CanaryFailed:
     fact = failed(worker, instance, reason="token_mismatch", confirmed=True, golden="agreed", canary=canary)
     return replace(fact, expected=OLD, got=tokens, whole=whole)
 
 
-def agreed(count: int, policy: FleetPolicy | None = None, **registered: str) -> Story:
+def agreed(count: int, policy: FleetPolicy | None = None, **registered: Any) -> Story:
     """So many workers, which agree on one golden."""
     story = Story(policy)
     for number in range(count):
@@ -133,7 +141,8 @@ def test_what_was_compared_with_the_fallen_golden_convicts_nobody_afterwards() -
 
 @pytest.mark.parametrize("field", ["server", "account"])
 def test_workers_of_one_server_or_account_are_one_voice(field: str) -> None:
-    story = agreed(3, **{field: "one"})
+    one: dict[str, Any] = {field: "one"}
+    story = agreed(3, **one)
     story.tell(contradicts("w0"), contradicts("w1"), contradicts("w2"))
     assert story.fleet.goldens[KEY].tokens == OLD
 
@@ -179,7 +188,9 @@ class Servers:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_rolling_update_of_2_3_or_8_servers_in_any_order_always_leaves_one_that_serves(data) -> None:
+def test_a_rolling_update_of_2_3_or_8_servers_in_any_order_always_leaves_one_that_serves(
+    data: st.DataObject,
+) -> None:
     count = data.draw(st.sampled_from((2, 3, 8)))
     servers = Servers(count)
     for name in data.draw(st.permutations(sorted(servers.answers))):

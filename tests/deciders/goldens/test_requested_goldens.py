@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any, Literal
 
 import pytest
-from fleet_story import START, Story, disputed, failed, joined, kinds, passed, proposed
+from fleet_story import START, Story, disputed, failed, joined, kinds, only, passed, proposed
 
 from controller.deciders.fleet import evolve
 from controller.deciders.golden import Golden
@@ -16,7 +17,13 @@ H, S, U, DR, DEAD = HealthStatus
 OLD, NEW = (1, 2), (5, 6)
 
 
-def requested(act: str, worker: str = "", *, canaries: tuple[str, ...] = ("c1",), **more) -> GoldenRequested:
+def requested(
+    act: Literal["approve", "retire", "record"],
+    worker: str = "",
+    *,
+    canaries: tuple[str, ...] = ("c1",),
+    **more: Any,
+) -> GoldenRequested:
     instance = "i1" if worker else ""
     return GoldenRequested(
         act=act, canary_key="k", canaries=canaries, worker=worker, instance=instance, by="ann", **more
@@ -50,7 +57,8 @@ def test_approving_a_provisional_golden_makes_it_agreed_by_the_operator_and_by_t
     story = Story().up("w0")
     story.tell(proposed("w0", OLD))
     decisions = story.tell(requested("approve"))
-    assert [(type(d), d.by) for d in decisions] == [(GoldenAgreed, ("operator ann", "w0"))]
+    assert kinds(decisions) == ["GoldenAgreed"]
+    assert only(decisions, GoldenAgreed).by == ("operator ann", "w0")
     assert (golden(story).status, golden(story).tokens, golden(story).moves.wanted) == ("agreed", OLD, None)
     assert golden(story).approved
     story.tell(failed("w0", reason="token_mismatch", confirmed=True, golden="agreed"))
