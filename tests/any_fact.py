@@ -3,6 +3,7 @@
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import cache
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -39,13 +40,20 @@ MEETING = {
 }
 
 
-@cache
 def facts_of(kind: type[Fact]) -> st.SearchStrategy[Fact]:
     """Return facts of one kind, with optional fields sometimes left out."""
+    return _facts_of(kind.kind())
+
+
+@cache
+def _facts_of(name: str) -> st.SearchStrategy[Fact]:
+    kind = KINDS[name]
     st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
     st.register_type_strategy(datetime, INSTANTS)
     st.register_type_strategy(int, st.integers(0, INT_MAX))
-    chosen = {f.name: MEETING[f.name] for f in fields(kind) if MEETING.get(f.name) is not None}
+    chosen: dict[str, Any] = {
+        f.name: MEETING[f.name] for f in fields(kind) if MEETING.get(f.name) is not None
+    }
     return st.builds(kind, **chosen)
 
 

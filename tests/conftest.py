@@ -47,7 +47,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 
-class OneByOne(LoadScopeScheduling):
+class OneByOne(LoadScopeScheduling):  # type: ignore[misc]  # xdist publishes no types
     """Hands tests out one after another. Those that share something go to one tester, so that it is made once."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 import nats
+from nats.aio.client import Client
 
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from events import codec, subjects
@@ -212,7 +213,7 @@ async def publish(url: str, events: Sequence[Recorded]) -> int:
         await client.close()
 
 
-async def _last_decided(client: nats.NATS) -> int:
+async def _last_decided(client: Client) -> int:
     try:
         return int((await client.jetstream().get_last_msg(subjects.STREAM, subjects.DECIDED_ALL)).seq or 0)
     except nats.js.errors.NotFoundError:

@@ -9,7 +9,7 @@ from closing_loop import ClosingLoop
 def test_a_server_that_was_left_open_is_closed_and_told_of() -> None:
     loop = ClosingLoop()
     server = loop.run_until_complete(loop.create_server(asyncio.Protocol, "127.0.0.1", 0))
-    port = server.sockets[0].getsockname()[1]
+    port = server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]  # uvloop's has them, as asyncio's
     with pytest.raises(ResourceWarning, match="TCPServer"):
         loop.close()
     with pytest.raises(ConnectionRefusedError):

@@ -262,8 +262,9 @@ def silent_things() -> list[str]:
         if tree.body and ast.get_docstring(tree) is None:
             silent.append(f"{name}: the module")
         for node in tree.body:
-            definition = isinstance(node, Function | ast.ClassDef)
-            if definition and not node.name.startswith("_") and ast.get_docstring(node) is None:
+            if not isinstance(node, Function | ast.ClassDef):
+                continue
+            if not node.name.startswith("_") and ast.get_docstring(node) is None:
                 silent.append(f"{name}:{node.lineno} {node.name}")
     return silent
 

@@ -40,7 +40,7 @@ def lives(child: Child, instance: str) -> list[tuple[str, str]]:
 class WorkerExits:
     """The instances of all worker processes' present lives, what is said when one of them ends, and who is to end."""
 
-    def __init__(self, observe: Callable[[WorkerLeft], None]) -> None:
+    def __init__(self, observe: Callable[[WorkerLeft], object]) -> None:
         self._observe = observe
         self._lives: dict[
             str, dict[str, str]

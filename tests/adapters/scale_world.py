@@ -37,11 +37,12 @@ class ScaleServer:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer as Kubernetes does."""
         body = await request.read()
-        change = json.loads(body) if body else None
+        change: Any = json.loads(body) if body else None
         self.asked.append((request.method, request.raw_path, dict(request.headers), change))
         if self.instead is not None:
             found = self.instead(request)
-            return await found if asyncio.iscoroutine(found) else found
+            answer: web.StreamResponse = await found if asyncio.iscoroutine(found) else found
+            return answer
         if request.method == "GET":
             shown = self.scale()
             self.after_get()

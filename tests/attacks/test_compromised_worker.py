@@ -11,6 +11,7 @@ from typing import Any
 import nats
 import pytest
 from fleet import running, streamed, undisturbed
+from nats.aio.client import Client
 
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import find
@@ -74,7 +75,7 @@ def lives(status: Any) -> dict[str, str]:
 class Intruder:
     """An attacker with a worker's broker account."""
 
-    def __init__(self, fleet: DemoFleet, connection: nats.NATS, joined: WorkerJoined) -> None:
+    def __init__(self, fleet: DemoFleet, connection: Client, joined: WorkerJoined) -> None:
         self.fleet, self.connection, self.joined = fleet, connection, joined
         self.told: list[str] = []
 

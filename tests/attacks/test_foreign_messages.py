@@ -8,6 +8,7 @@ from pathlib import Path
 import nats
 import nats.js.errors
 from fleet import holdfast, running, streamed, undisturbed
+from nats.aio.client import Client
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.demo.fleet import DemoFleet
@@ -79,7 +80,7 @@ async def test_nonsense_stops_nobody_and_what_stops_all_does_so_until_it_is_quar
         await broker.close()
 
 
-async def quarantined(fleet: DemoFleet, broker: nats.NATS) -> None:
+async def quarantined(fleet: DemoFleet, broker: Client) -> None:
     """Publish what may be a newer version's: those who fold stop, until an operator has decided."""
     place = ["--data", str(fleet.data)]
     unknown = headers(HEARD, "worker_dreamt")
@@ -99,7 +100,7 @@ async def quarantined(fleet: DemoFleet, broker: nats.NATS) -> None:
     assert await streamed(fleet, [400, 401], 16) == undisturbed([400, 401], 16)
 
 
-async def forged(fleet: DemoFleet, broker: nats.NATS) -> None:
+async def forged(fleet: DemoFleet, broker: Client) -> None:
     """Publish a decision as a controller would, with a number that is not next: all who fold stop, until an operator has
     decided. Then they go on by themselves."""
     place = ["--data", str(fleet.data)]
@@ -135,7 +136,7 @@ async def forged(fleet: DemoFleet, broker: nats.NATS) -> None:
     assert await streamed(fleet, [600, 601], 16) == undisturbed([600, 601], 16)
 
 
-async def out_of_turn(fleet: DemoFleet, broker: nats.NATS) -> tuple[int, int]:
+async def out_of_turn(fleet: DemoFleet, broker: Client) -> tuple[int, int]:
     """Return where a forged decision lies, and the number of the last before it."""
     while True:
         events = await fleet.events()

@@ -11,8 +11,10 @@ from fleet import holdfast, running
 from controller.demo.fleet import DemoFleet
 
 WORKERS = 4
-FLAGS = ("--workers", str(WORKERS), "--chaos", "--itl-ms", "10", "--canary-interval", "0.5")
-FLAGS += ("--breaker-wait", "0.5", "--breaker-backoff", "1")
+FLAGS = (
+    *("--workers", str(WORKERS), "--chaos", "--itl-ms", "10", "--canary-interval", "0.5"),
+    *("--breaker-wait", "0.5", "--breaker-backoff", "1"),
+)
 SOON = {"HOLDFAST_CONTROLLER__POLICY__HEALTH__DEAD_AFTER": "4"}
 
 

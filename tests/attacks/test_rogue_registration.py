@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from fleet import holdfast, streamed, undisturbed
@@ -20,7 +21,7 @@ PROMPT_TOKENS = 96  # six blocks of 16
 async def test_a_foreign_process_is_not_signalled(tmp_path: Path) -> None:
     victim = await asyncio.create_subprocess_exec("sleep", "120")
     try:
-        about = {"changed": lambda joined: replace(joined, pid=victim.pid)}
+        about: dict[str, Any] = {"changed": lambda joined: replace(joined, pid=victim.pid)}
         async with with_rogue(tmp_path, **about) as (fleet, rogue):
             await rogue.bus.close()  # it obeys nothing: the controller has to signal its process
             done = await asyncio.to_thread(holdfast, "restart", "x0", "--data", str(fleet.data))

@@ -58,7 +58,8 @@ async def test_all_that_happens_is_told_in_order_and_a_page_is_resolved(tmp_path
     (routes := tmp_path / "routes").write_text("R" * 32)
 
     def moody(received: Received) -> Act:
-        return [503, 200, "drop"][len(ops.all) % 3] if len(ops.all) < 12 else 200
+        acts: tuple[Act, ...] = (503, 200, "drop")
+        return acts[len(ops.all) % len(acts)] if len(ops.all) < 12 else 200
 
     async with receiving() as ops, receiving() as page:
         ops.act = moody

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_without_dynamo_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.Cap
 def test_the_table_gives_medians_and_pools_what_faults_did() -> None:
     fault = {"streams": 24, "lost": 0, "altered": 1, "struck": 8, "pauses_ms": [30.0, 50.0]}
     mute = fault | {"lost": 8, "pauses_ms": []}
-    results = {
+    results: dict[str, dict[str, list[Any]]] = {
         "TTFT": {"Dynamo": [44.0, 43.0, 1234.5], "Holdfast": [0.5, 0.25, 0.75]},
         "hang": {"Dynamo": [mute, mute], "Holdfast": [fault, fault | {"pauses_ms": [40.0]}]},
     }

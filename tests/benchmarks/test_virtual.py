@@ -110,7 +110,7 @@ def test_balance_is_the_most_that_a_worker_has_over_the_mean() -> None:
 
 def test_the_hottest_worker_is_compared_with_the_others_over_the_whole_run() -> None:
     in_turn, always = {1: {0: 10.0}, 2: {1: 10.0}}, {1: {0: 10.0}, 2: {0: 10.0, 1: 5.0}}
-    assert (hottest(in_turn, 2, 41.0), hottest(always, 2, 41.0)) == (1.0, pytest.approx(4 / 3))
+    assert (hottest(in_turn, 2, 41.0), hottest(always, 2, 41.0)) == pytest.approx((1.0, 4 / 3))
     assert math.isnan(hottest({}, 2, 41.0))
 
 

@@ -1,6 +1,7 @@
 """When could nobody serve? What the random walk takes from the journal to tell needed errors from others."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from made_history import EPOCH, History
 
@@ -18,7 +19,7 @@ def gaps(events: Sequence[Recorded], since: int) -> Spans:
 
 
 def broken(worker: str, fault: str, duration_s: float | None = None, detail: str = "") -> ChaosInjected:
-    about = {"worker": worker, "instance": f"{worker}-a", "fault": fault, "detail": detail}
+    about: dict[str, Any] = {"worker": worker, "instance": f"{worker}-a", "fault": fault, "detail": detail}
     return ChaosInjected(**about, duration_s=duration_s)
 
 

@@ -56,7 +56,12 @@ class FleetInProcess:
         """Start a worker, and wait until the frontend sends it requests."""
         worker = await RealWorker(name, SimulatedEngine(SHAPE)).start()
         self.kit.workers.append(worker)  # type: ignore[arg-type]
-        identity = {"worker": name, "instance": worker.instance, "url": worker.url, "model": "m"}
+        identity: dict[str, Any] = {
+            "worker": name,
+            "instance": worker.instance,
+            "url": worker.url,
+            "model": "m",
+        }
         self.journal.observe(WorkerJoined(**identity, **worker.facts))
         self.journal.observe(CanaryPassed(**self._canary(worker), check_type="join"))
         plane, fleet = self.kit.plane, self.view

@@ -179,8 +179,13 @@ async def test_a_timer_that_was_set_before_runs_after_the_recording(
 ) -> None:
     called = modules[1]
     runs: list[bool] = []
+
+    def rings() -> None:
+        called.run()
+        runs.append(True)
+
     with CallRecorder(tmp_path, ["ours"]).installed() as recorder:
-        asyncio.get_running_loop().call_later(0.001, lambda: (called.run(), runs.append(True)))
+        asyncio.get_running_loop().call_later(0.001, rings)
         async with recorder.recording() as way:
             pass
         assert not way.files

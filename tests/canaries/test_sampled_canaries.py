@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import TypeVar
 
 import pytest
 from canary_world import FakeWorker, World
@@ -17,6 +18,7 @@ from controller.runtime.canary.sampling_check import ACCUSED_S, ATTEMPTS_MAX, SE
 from controller.runtime.settings import CanarySettings
 from events.observations import CanaryFailed, CanaryPassed, RequestsServed, TokensUnlikely
 
+Canary = TypeVar("Canary", CanaryPassed, CanaryFailed)
 ROUND_S = 5 * 2.0  # one canary in five is sampled, every 2 s
 
 
@@ -29,7 +31,7 @@ async def a_fleet(
     return world
 
 
-def sampled(world: World, kind: type = CanaryPassed) -> list[CanaryPassed]:
+def sampled(world: World, kind: type[Canary]) -> list[Canary]:
     return [fact for fact in world.facts(kind) if fact.temperature is not None]
 
 
@@ -134,7 +136,7 @@ async def test_one_canary_in_five_is_sampled_and_passes_on_correct_workers() -> 
         async with world.running():
             await world.pass_time(120)
         asked = [fact for fact in world.facts(CanaryPassed) if fact.check_type == "scheduled"]
-        assert 0.15 < len(sampled(world)) / len(asked) < 0.25
+        assert 0.15 < len(sampled(world, CanaryPassed)) / len(asked) < 0.25
         assert not world.facts(CanaryFailed)
         assert not world.facts(TokensUnlikely)
 
@@ -262,13 +264,13 @@ def test_the_p_values_of_a_correct_sampler_are_no_smaller_than_chance(temperatur
     worlds = []
     for _ in range(40):
         logits = [sorted((draw.gauss(0, 3) for _ in range(vocabulary)), reverse=True) for _ in range(8)]
-        tops = []
+        seen_tops = []
         for row in logits:
             row[0] += 3
             seen = [value + draw.uniform(-0.02, 0.02) for value in row]  # on another day
             total = math.log(sum(map(math.exp, seen)))
-            tops.append(tuple((t, seen[t] - total) for t in range(5)))
-        worlds.append((logits, tuple(tops)))
+            seen_tops.append(tuple((t, seen[t] - total) for t in range(5)))
+        worlds.append((logits, tuple(seen_tops)))
     for _ in range(rounds):
         logits, tops = draw.choice(worlds)
         got = [draw.choices(range(vocabulary), [math.exp(v / temperature) for v in row])[0] for row in logits]

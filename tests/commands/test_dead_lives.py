@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ class Supervised:
 
     def decide(self, worker: str, instance: str, reason: str = "drained: left") -> None:
         after = HealthStatus.DEAD
-        about = {"worker": worker, "instance": instance, "reason": reason, "weight": 0.0}
+        about: dict[str, Any] = {"worker": worker, "instance": instance, "reason": reason, "weight": 0.0}
         now = MemoryStream().clock()
         self.hear(HealthChanged(**about, before=HealthStatus.DRAINING, after=after, decided_at=now, cause=""))
 
@@ -125,9 +126,8 @@ def joined(worker: str, instance: str, pid: int) -> WorkerJoined:
         "canary_key",
     )
     profile = Profile(kv_blocks=1, block_tokens=1, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=())
-    return WorkerJoined(
-        worker=worker, instance=instance, pid=pid, profile=profile, tp=1, **dict.fromkeys(names, "")
-    )
+    unnamed: dict[str, Any] = dict.fromkeys(names, "")
+    return WorkerJoined(worker=worker, instance=instance, pid=pid, profile=profile, tp=1, **unnamed)
 
 
 async def test_a_process_of_many_is_ended_only_when_all_of_them_are_dead(tmp_path: Path) -> None:

@@ -37,7 +37,12 @@ def test_a_pipe_that_nobody_reads_does_not_hold_up_who_says_something(
     read, write = os.pipe()
     with os.fdopen(read, "r"), os.fdopen(write, "w") as stream:
         monkeypatch.setattr("sys.stdout", stream)
-        saying = threading.Thread(target=lambda: [say("x" * 1000) for _ in range(1000)], daemon=True)
+
+        def say_much() -> None:
+            for _ in range(1000):
+                say("x" * 1000)
+
+        saying = threading.Thread(target=say_much, daemon=True)
         saying.start()
         saying.join(10)
         assert not saying.is_alive()

@@ -43,7 +43,7 @@ class Refused(HoldfastError):
     """Somebody does not want it."""
 
 
-def reader(*command: str, **more: float) -> HistoryReader:
+def reader(*command: str, **more: Any) -> HistoryReader:
     """Return what runs a command in the place of `holdfast`."""
     return HistoryReader(command or ("false",), (), {}, **more)
 

@@ -1,6 +1,6 @@
 """The console's page in a real browser: it shows what is, follows what changes, and everybody can use it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -89,7 +89,7 @@ async def test_it_follows_a_worker_into_trouble_and_out_of_it_without_being_load
 async def test_a_page_that_took_every_change_has_what_a_new_one_gets(tmp_path: Path) -> None:
     history = History().start()
     async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
-        steps = (
+        steps: tuple[Callable[[], object], ...] = (
             lambda: history.corruption(),
             lambda: history.say(*(lost(f"r{n}", worker=f"w{n}") for n in range(TOLD_MAX + 20))),
             lambda: history.recovery(),

@@ -1,5 +1,6 @@
 """What the console shows of a fleet, its models, incidents and events."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -224,12 +225,13 @@ def test_rows_of_what_has_not_changed_are_the_same_ones() -> None:
 def test_a_page_that_takes_changes_has_what_a_new_one_gets() -> None:
     shown = Shown(History().start())
     page = shown.now()
-    for step in (
+    steps: tuple[Callable[[History], object], ...] = (
         lambda history: history.corruption(),
         lambda history: history.say(lost("r1"), lost("r2")),
         lambda history: history.recovery(),
         lambda history: history.say(rejected(3)),
-    ):
+    )
+    for step in steps:
         before = shown.now()
         page = applied(page, changes(page, before))
         step(shown.history)

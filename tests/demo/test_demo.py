@@ -16,6 +16,7 @@ from rich.console import Console
 from controller.demo import cli as demo
 from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Received, TokenDifference, compare
+from controller.trace.rows import BadTrace
 from events.decisions import SpareActivated
 from events.fact import Fact, Recorded
 from events.observations import RequestExposed, RequestMigrated, WorkerHeard, WorkerSilent
@@ -172,7 +173,7 @@ def test_a_trace_is_scaled_in_time_and_length(tmp_path: Path) -> None:
 def test_a_bad_trace_is_named(text: str, says: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(text)
-    with pytest.raises(profile.BadTrace, match=says):
+    with pytest.raises(BadTrace, match=says):
         profile.from_trace(trace, 10, 1)
 
 

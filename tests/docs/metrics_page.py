@@ -6,6 +6,7 @@ python tests/docs/metrics_page.py
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
@@ -61,7 +62,7 @@ def _entries(registry: CollectorRegistry) -> Iterator[Entry]:
     collectors: list[Collector] = list(registry._collector_to_names)
     for collector in collectors:
         for family in collector.collect():
-            labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+            labels: Any = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
             name = f"{family.name}_total" if family.type == "counter" else family.name
             yield Entry(name, family.type, tuple(labels), family.documentation)
 

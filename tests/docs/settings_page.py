@@ -139,7 +139,7 @@ def tables() -> str:
         lines.append(f"| `{place}` | {only}, always: {why} |")
     lines += ["", "### Dynamo's variables", "", "| variable | here |", "|---|---|"]
     of_worker = {variable: f"worker.{name}" for variable, name in WORKER_DYNAMO.items()}
-    lines += [f"| `{variable}` | `{place}` |" for variable, place in (DYNAMO | of_worker).items()]
+    lines += [f"| `{variable}` | `{place}` |" for variable, place in {**DYNAMO, **of_worker}.items()]
     lines.append("")
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ def test_every_metric_says_what_it_is_and_belongs_to_one_of_three_families() -> 
 
 
 def test_no_metric_is_exposed_twice_with_different_labels() -> None:
-    seen = {}
+    seen: dict[str, tuple[tuple[str, ...], str]] = {}
     for role, entries in roles().items():
         for entry in entries:
             known = seen.setdefault(entry.name, (entry.labels, entry.type))

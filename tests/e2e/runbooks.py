@@ -112,7 +112,7 @@ async def write() -> None:
 
 async def first_incident(data: Path) -> str:
     """Return the incident that was opened first."""
-    from controller.demo.fleet import read_all
+    from controller.processes.operator_client import read_all
     from events.decisions import IncidentOpened
 
     (found, *_) = [one.fact for one in await read_all(data, 0) if isinstance(one.fact, IncidentOpened)]

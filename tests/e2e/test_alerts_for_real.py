@@ -381,7 +381,7 @@ async def test_what_takes_days_in_a_fleet_is_noticed(tmp_path: Path, start: Star
 
     async def controls() -> None:
         with (data / "log").open("wb") as log:
-            said = {"stdout": log, "stderr": log, "preexec_fn": die_with(os.getpid())}
+            said: dict[str, Any] = {"stdout": log, "stderr": log, "preexec_fn": die_with(os.getpid())}
             processes.append(subprocess.Popen(command, **said))  # noqa: ASYNC220 (a fork of 1 ms)
 
     processes: list[subprocess.Popen[bytes]] = []

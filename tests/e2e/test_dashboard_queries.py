@@ -108,8 +108,8 @@ async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -
             name for name, query in asked("postgres") if not await rows(url, filled(query.ask, **chosen))
         }
         assert nothing <= QUIET, nothing - QUIET
-        told = await printed(fleet.data, all_shown(), await first_incident(fleet.data))
-        for command, (code, output, errors) in told.items():
+        shown = await printed(fleet.data, all_shown(), await first_incident(fleet.data))
+        for command, (code, output, errors) in shown.items():
             assert code == 0 and output.strip() and not errors, (command, code, output, errors)
         for command in all_named():  # one after another: some move workers
             ((code, output, errors),) = (await printed(fleet.data, [command], "")).values()

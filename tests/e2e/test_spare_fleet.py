@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet import holdfast, running, streamed, undisturbed
@@ -16,6 +18,11 @@ FLAGS = ("--workers", "2", "--spares", "1", "--itl-ms", "40", "--planner-mode", 
 # workers are killed here: one that a busy machine has paused for a while keeps its place
 GROUPS = {"HOLDFAST_WORKER_TP": "8", "HOLDFAST_CONTROLLER__LIVENESS__ANSWER_S": "5"}
 STREAMS, TOKENS = 6, 200
+
+
+def have(wanted: dict[str, str], status: dict[str, Any]) -> bool:
+    """Return whether the workers of a fleet are what is wanted."""
+    return roles(status) == wanted
 
 
 def roles(status: dict[str, object]) -> dict[str, str]:
@@ -50,7 +57,7 @@ async def test_a_lost_groups_place_is_a_spares_and_the_lost_one_is_the_spare(tmp
             assert [await one for one in asked] == [
                 undisturbed([300 + n] * 20, TOKENS) for n in range(STREAMS)
             ]
-            await fleet.until(lambda s, now=now: roles(s) == now)
+            await fleet.until(partial(have, now))
         facts = [event.fact for event in await fleet.events()]
         verified = await asyncio.to_thread(holdfast, "replay", "verify", "--data", str(fleet.data))
         told = await asyncio.to_thread(holdfast, "replay", "timeline", "--data", str(fleet.data))

@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -96,17 +98,22 @@ async def test_status_events_and_chaos_as_an_operator_types_them(fleet: DemoFlee
     assert "nothing to resume" in again.stderr
 
 
+def replaced(killed: dict[str, Any], status: dict[str, Any]) -> bool:
+    """Return whether another process has the name of one that was killed."""
+    return any(
+        (p["role"], p["name"]) == (killed["role"], killed["name"]) and p["pid"] != killed["pid"]
+        for p in status["processes"]
+    )
+
+
 async def test_every_kind_of_child_that_is_killed_comes_back(fleet: DemoFleet) -> None:
     await fleet.healthy(2)
     before = len(await fleet.events())
     whole = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
     for killed in whole["processes"]:
-        role, name, pid = killed["role"], killed["name"], killed["pid"]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(killed["pid"], signal.SIGKILL)
         await fleet.until(
-            lambda s, role=role, name=name, pid=pid: any(
-                (p["role"], p["name"]) == (role, name) and p["pid"] != pid for p in s["processes"]
-            ),
+            partial(replaced, killed),
             60,
         )
     await fleet.healthy(2)

@@ -98,7 +98,8 @@ async def bears_a_lost_database(fleet: DemoFleet) -> None:
 
 def _another(status: dict[str, Any], name: str, before: dict[str, int]) -> bool:
     """Say whether a process of this name is there, and not the one that was."""
-    return {p["name"]: p["pid"] for p in status["processes"]}.get(name, before[name]) != before[name]
+    pids: dict[str, int] = {p["name"]: p["pid"] for p in status["processes"]}
+    return pids.get(name, before[name]) != before[name]
 
 
 @contextmanager

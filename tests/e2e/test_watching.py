@@ -13,6 +13,7 @@ from rehearsal import FLAGS, users
 
 from controller.replay import travel
 from events.journal.nats import NatsJournal
+from events.observations import RequestExposed
 
 TMUX = shutil.which("tmux")
 COLUMNS, LINES = 80, 24
@@ -95,7 +96,7 @@ async def test_the_post_mortem_of_a_real_incident_is_what_the_journal_has(tmp_pa
         assert report["incident"]["subject"] == "worker:w0"
         assert next(one["seconds"] for one in report["phases"] if one["phase"] == "noticed") < BROKEN_S
         exposed = {one["request"] for one in report["requests"] if one["exposed"]}
-        told = {one.fact.request for one in await fleet.events() if one.fact.kind() == "request_exposed"}
+        told = {one.fact.request for one in await fleet.events() if isinstance(one.fact, RequestExposed)}
         assert exposed == told and exposed
         journal = await NatsJournal.connect(fleet.nats_url("operator"), "reader", None, make=False)
         try:

@@ -36,9 +36,9 @@ def test_whoever_says_a_fact_may_and_nobody_else() -> None:
         for kind in kinds:
             said.setdefault(kind.kind(), set()).add(role)
     assert said.keys() == EMITTERS.keys()
-    for kind, roles in said.items():
+    for name, roles in said.items():
         for role, words in SPOKEN.items():
-            assert (role in roles) is (words in EMITTERS[kind]), (kind, role)
+            assert (role in roles) is (words in EMITTERS[name]), (name, role)
 
 
 @pytest.mark.parametrize("role", SAYS)

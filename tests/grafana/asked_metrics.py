@@ -58,7 +58,7 @@ def counted(ask: str) -> set[str]:
         for call in growth
         for argument in call.args
         for one in nodes(argument)
-        if isinstance(one, promql.VectorSelector)
+        if isinstance(one, promql.VectorSelector) and one.name is not None
     }
 
 

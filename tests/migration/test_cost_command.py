@@ -18,6 +18,7 @@ def cost(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def link(found: dict[str, Any], name: str) -> dict[str, Any]:
+    one: dict[str, Any]
     (one,) = [one for one in found["move"]["links"] if one["link"] == name]
     return one
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from migration_kit import LLAMA_70B, leaving, target
 
-from controller.migration.cost import MigrationTarget, MovingPolicy
+from controller.migration.cost import KvShape, MigrationTarget, MovingPolicy
 from controller.migration.placement import Placement, place
 
 POLICY = MovingPolicy()
@@ -119,7 +119,7 @@ def test_a_request_goes_where_its_prefix_is_cached() -> None:
 
 
 @pytest.mark.parametrize("kv", [LLAMA_70B, None])
-def test_a_request_does_not_go_where_it_must_not(kv) -> None:
+def test_a_request_does_not_go_where_it_must_not(kv: KvShape | None) -> None:
     requests = [replace(leaving(f"r{n}"), barred={"g0"}) for n in range(3)] + [leaving("free", 8000)]
     plan = place(POLICY, kv, requests, [target("g0", "nvswitch"), target("g1")])
     assert {p.target for p in plan if p.request_id != "free"} == {"g1"}
@@ -176,7 +176,7 @@ def test_n15_a_planned_move_of_the_same_requests_sends_15_4_gb() -> None:
 
 @pytest.mark.parametrize("free", [200_000, 10_000])
 @pytest.mark.parametrize("kv", [LLAMA_70B, None])
-def test_a_thousand_requests_are_placed_in_no_time(kv, free: int) -> None:
+def test_a_thousand_requests_are_placed_in_no_time(kv: KvShape | None, free: int) -> None:
     requests = [leaving(f"r{n}", 100 + 37 * n % 4000, priority=n % 3, after_s=n) for n in range(1000)]
     survivors = groups(15, free)
     began = time.process_time()

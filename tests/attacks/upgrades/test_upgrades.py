@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import nats
@@ -178,7 +179,7 @@ class MixedFleet:
                 return life and worker["health"] == "HEALTHY" and worker["weight"] == 1
         return False
 
-    async def status(self) -> dict[str, object]:
+    async def status(self) -> dict[str, Any]:
         """Return what the leading controller says; nothing while none does."""
         bus = await NatsBus.connect(self.nats_url, "test")
         try:

@@ -34,7 +34,8 @@ async def listed(fleet: DemoFleet, wanted: Callable[[list[dict[str, Any]]], bool
     """Return the goldens once the projection shows what is wanted."""
     for _ in range(60):
         _, text = await typed(fleet, "list", "-o", "json")
-        if wanted(found := json.loads(text)):
+        found: list[dict[str, Any]] = json.loads(text)
+        if wanted(found):
             return found
         await asyncio.sleep(0.5)
     raise AssertionError(text)

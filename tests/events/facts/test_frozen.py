@@ -39,7 +39,7 @@ def test_it_holds_what_it_was_given_and_the_defaults_for_the_rest() -> None:
         ((1,), {"seen": {"a": 2}}),
         ((), {"seq": 3, "name": "x"}),
     ):
-        slow, quick = Slow(*arguments, **named), Quick(*arguments, **named)  # type: ignore[arg-type]
+        slow, quick = Slow(*arguments, **named), Quick(*arguments, **named)
         assert [getattr(slow, f.name) for f in fields(slow)] == [
             getattr(quick, f.name) for f in fields(quick)
         ]
@@ -104,7 +104,7 @@ def test_a_copy_has_the_changes_and_shares_the_rest(of: Slow | Quick) -> None:
     with pytest.raises(FrozenInstanceError):
         made.name = "w2"  # type: ignore[misc]
     with pytest.raises(AttributeError, match="colour"):
-        replace(of, colour="red")
+        replace(of, colour="red")  # type: ignore[call-arg]
 
 
 def test_a_copy_of_a_fact_has_the_fields_of_all_its_families() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import nats
 import pytest
+from nats.aio.client import Client
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events import follow as module
@@ -188,9 +189,9 @@ async def test_what_got_lost_on_its_way_is_read_again(
     nats_url: str, journal: NatsJournal, breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else takes what was meant for this reader: the broker holds it for delivered, as what a broken connection lost."""
-    connected, clients = module._connected, list[nats.NATS]()
+    connected, clients = module._connected, list[Client]()
 
-    async def noted(url: str) -> nats.NATS:
+    async def noted(url: str) -> Client:
         clients.append(await connected(url))
         return clients[-1]
 

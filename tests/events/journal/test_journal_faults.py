@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from events import codec, subjects
 from events.fact import Recorded
-from events.journal import stream
+from events.journal import broker, stream
 from events.journal.broker import BrokerRefused
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalUnavailable
@@ -337,7 +337,7 @@ async def test_a_reader_that_falls_behind_is_not_flooded(nats_url: str) -> None:
 async def test_a_broker_that_refuses_to_be_examined_is_asked_again(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    asked, ask = 0, stream.ask
+    asked, ask = 0, broker.ask
 
     async def electing(*arguments: Any) -> Any:
         nonlocal asked

@@ -37,9 +37,9 @@ def test_kinds_of_0_2_0_always_pass() -> None:
 def test_a_new_kind_waits_until_it_is_known_what_is_in_force_and_is_published_then() -> None:
     one = Gate()
     one.say(NEW, OLD)
-    assert one.published == [OLD] and one.gate.waits
+    assert (one.published, one.gate.waits) == ([OLD], True)
     one.gate.learn(frozenset({"worker_awaited"}))
-    assert one.published == [OLD, NEW] and not one.gate.waits
+    assert (one.published, one.gate.waits) == ([OLD, NEW], False)
     one.say(NEW)
     assert one.published[2:] == [NEW] and not one.counters.withheld
 

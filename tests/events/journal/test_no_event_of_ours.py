@@ -18,7 +18,7 @@ from events.fact import Decision, Fact, Recorded, Skipped
 from events.journal import messages
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
-from events.journal.port import Fenced, Journal
+from events.journal.port import Fenced
 from events.observations import DrainRequested, EventQuarantined, WorkerHeard
 from events.order import Order, OutOfTurn, Position
 
@@ -37,6 +37,7 @@ def headers_of(fact: Fact, **change: str) -> dict[str, str]:
     return {**made, **change}
 
 
+AnyJournal = NatsJournal | MemoryJournal
 TOMORROW = {"ce-type": "holdfast.of_tomorrow"}
 DREAMT = "fleet.observed.worker.w1.of_tomorrow"
 NASTY: dict[str, tuple[str, bytes, dict[str, str]]] = {
@@ -78,9 +79,9 @@ NASTY: dict[str, tuple[str, bytes, dict[str, str]]] = {
 class Stage:
     """A stream on which anybody can put anything."""
 
-    journal: Journal
+    journal: AnyJournal
     publish: Callable[[str, bytes, dict[str, str]], Awaitable[None]]
-    another: Callable[[str], Awaitable[Journal]]
+    another: Callable[[str], Awaitable[AnyJournal]]
 
     async def say(self, *facts: DrainRequested | EventQuarantined) -> None:
         for fact in facts:
@@ -100,10 +101,10 @@ class Stage:
 @pytest.fixture(params=["memory", pytest.param("nats", marks=pytest.mark.servers)])
 async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
     """A journal, in memory and on a broker."""
-    stream, made = MemoryStream(), list[Journal]()
+    stream, made = MemoryStream(), list[AnyJournal]()
     url = request.getfixturevalue("nats_url") if request.param == "nats" else ""
 
-    async def another(source: str) -> Journal:
+    async def another(source: str) -> AnyJournal:
         made.append(await NatsJournal.connect(url, source) if url else MemoryJournal(stream, source))
         return made[-1]
 

@@ -156,7 +156,7 @@ def test_who_has_closed_or_broken_a_channel_hears_nothing_more_of_it() -> None:
             sides.carry()
 
         sides = play(act)
-        assert (sides.ears[1].heard, sides.ears[1].lost, len(sides.ears[0].lost)) == (b"", [None], 1)
+        assert (bytes(sides.ears[1].heard), sides.ears[1].lost, len(sides.ears[0].lost)) == (b"", [None], 1)
 
 
 def test_what_came_before_the_other_side_broke_it_is_still_heard() -> None:

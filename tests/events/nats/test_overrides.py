@@ -92,7 +92,7 @@ def test_a_client_has_what_is_touched(attribute: str, kind: type) -> None:
 
 
 async def test_the_rest_of_what_is_touched_is_there() -> None:
-    assert {"_io_reader", "_io_writer"} <= vars(TcpTransport()).keys()
+    assert {"_io_reader", "_io_writer"} <= vars(TcpTransport()).keys()  # type: ignore[no-untyped-call]
     assert "_id" in inspect.getsource(Subscription.__init__)
     assert hasattr(transport, "aiohttp")
     assert {"buf", "state", "needed"} <= vars(parser.Parser(None)).keys()
@@ -102,7 +102,7 @@ async def test_the_rest_of_what_is_touched_is_there() -> None:
 
 def test_web_sockets_get_what_they_need() -> None:
     load_web_sockets("nats://one:4222,wss://two")
-    assert transport.aiohttp is not None
+    assert transport.aiohttp is not None  # type: ignore[attr-defined]
 
 
 # --- what is mended, on a real broker -------------------------------------------------------------------------

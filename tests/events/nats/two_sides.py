@@ -83,7 +83,8 @@ class Sides:
     def deliver(self, side: int, message: Message) -> None:
         """Let a message that `side` has sent arrive."""
         if self.channels[1 - side] not in self.wires[1 - side].forgotten:
-            self.channels[1 - side].hear(*HEAD.unpack(message[0]), message[1])
+            kind, place, read = HEAD.unpack(message[0])
+            self.channels[1 - side].hear(kind, place, read, message[1])
 
     def carry(self) -> None:
         """Let everything arrive, both ways, until nothing is left to say."""
