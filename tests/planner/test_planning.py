@@ -280,8 +280,8 @@ async def test_a_supervisor_that_does_not_answer_is_asked_again() -> None:
     fleet.history.say(ScaleSet(model="llama", workers=5, by="op", reason=""))
     await fleet.project()
     await looks(fleet, [planner], 11)
-    (proposed,) = [event for event in fleet.history.events if isinstance(event.fact, ScaleProposed)]
-    assert proposed.fact.by == "supervisor"
+    (proposed,) = [event.fact for event in fleet.history.events if isinstance(event.fact, ScaleProposed)]
+    assert proposed.by == "supervisor"
     await looks(fleet, [planner], 3)
     assert len(fleet.proposals()) == 2
     last = next(e for e in reversed(fleet.history.events) if isinstance(e.fact, ScaleProposed))
@@ -355,7 +355,7 @@ async def test_a_worker_is_lost_when_it_has_been_out_of_service_for_long() -> No
 async def test_who_leaves_in_good_order_is_not_counted() -> None:
     fleet = PlannedFleet(3)
     planner = fleet.planner(mode="observe")
-    about = {"worker": "w2", "instance": "w2-a"}
+    about: dict[str, Any] = {"worker": "w2", "instance": "w2-a"}
     fleet.history.say(ShutdownBegan(mode="graceful", **about))
     fleet.history.decide()
     await fleet.project()

@@ -32,7 +32,7 @@ class Told:
         """Tell of the minute of this number after noon, at its end."""
         begin = NOON + number * MINUTE
         source = more.pop("source", "")
-        body = {
+        body: dict[str, Any] = {
             "prompt_tokens": 100 * requests,
             "prompt_tokens_squared": 10_000 * requests,
             "output_tokens": 50 * requests,
@@ -131,11 +131,11 @@ def test_changes_are_of_the_last_hour_and_a_wish_holds_until_it_is_released() ->
     for ago in (70, 50, 10):
         told.say(proposed(ago), NOON - ago * MINUTE)
     assert [change.after for change in told.history.changes(NOON)] == [50, 10]
-    assert told.history.set_by_operator is None
-    told.say(ScaleSet(model="m", workers=7, by="op", reason="a launch"), NOON)
-    assert told.history.set_by_operator == 7
-    told.say(ScaleSet(model="m", workers=None, by="op", reason="it is over"), NOON)
-    assert told.history.set_by_operator is None
+    wishes = [told.history.set_by_operator]
+    for workers, reason in ((7, "a launch"), (None, "it is over")):
+        told.say(ScaleSet(model="m", workers=workers, by="op", reason=reason), NOON)
+        wishes.append(told.history.set_by_operator)
+    assert wishes == [None, 7, None]
 
 
 def test_what_is_told_late_still_counts() -> None:
@@ -176,5 +176,5 @@ def test_nothing_that_was_told_of_a_known_minute_is_lost(lines: list[tuple[int, 
             sums[number] = sums.get(number, 0) + count
     seen = requests(told.seen(40))
     first = min(sums, default=0)
-    for place, count in enumerate(seen):
-        assert count is None or count == sums[first + place]
+    for place, total in enumerate(seen):
+        assert total is None or total == sums[first + place]

@@ -66,8 +66,8 @@ async def test_what_is_measured_over_http_is_what_is_known(server: LawfulServer)
     for one in measuring.decode:
         assert one.itl_ms == exactly(server.itl_ms(one.batch, one.context))
     assert [one.context - one.asked for one in measuring.decode] == pytest.approx([12] * 4, abs=12)
-    for one in measuring.beside:  # an answer goes on while this server computes a prompt
-        assert (one.tokens, one.step_ms) == (64, exactly(one.other_ms))
+    for step in measuring.beside:  # an answer goes on while this server computes a prompt
+        assert (step.tokens, step.step_ms) == (64, exactly(step.other_ms))
     assert len(measuring.beside) == BESIDE
     assert measuring.skipped == []
 
@@ -215,7 +215,8 @@ async def test_what_a_profile_says_is_measured_of_who_follows_it(tmp_path: Path)
     prefill = [PrefillPoint(tokens, 5.0 + 0.05 * tokens) for tokens in (16, 1024)]
     decode = [DecodePoint(b, c, c, law(b, c)) for b, c in product((1, 2, 4, 8), (32, 128, 512, 1024))]
     given = tmp_path / "given.npz"
-    np.savez(given, pass_ms=np.array(3.0), **arrays(prefill, decode))
+    measured: dict[str, Any] = arrays(prefill, decode)
+    np.savez(given, pass_ms=np.array(3.0), **measured)
     async with simulated(planner_profile_data=given) as url:
         made = await profiled(url)
     assert made["prefill_ttft_ms"] == exactly(5.0 + 0.05 * made["prefill_isl"])

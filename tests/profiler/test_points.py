@@ -27,7 +27,7 @@ def measured(batches: list[int], contexts: list[int]) -> list[DecodePoint]:
     return [DecodePoint(b, c, c + 10.0, law(b, c + 10.0)) for b, c in product(batches, contexts)]
 
 
-def read(made: dict[str, np.ndarray], active: float, context: float) -> float:  # type: ignore[type-arg]
+def read(made: dict[str, np.ndarray], active: float, context: float) -> float:
     """Read a profile as a mocker does: bilinear."""
     columns = [
         np.interp(active, made["decode_active_kv_tokens"], made["decode_itl"][:, column])

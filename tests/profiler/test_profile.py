@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from lawful import LawfulServer
 
 from controller.adapters.embedded.free_port import free_port
 from controller.cli import main
-from controller.profiler.points import BesidePoint, DecodePoint
 from controller.profiler.sweep import NotTogether, beside_point, point
 from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefused
 
@@ -28,7 +28,8 @@ def test_the_step_that_computed_a_prompt_is_known_by_its_first_token() -> None:
     answer = ProfiledStream(asked_at=0.0)
     for at in (0.010, 0.014, 0.018, 0.027, 0.031, 0.035):
         answer.said(at)
-    assert beside_point(answer, _said(0.0271), 16) == BesidePoint(16, pytest.approx(9.0), pytest.approx(4.0))
+    found = beside_point(answer, _said(0.0271), 16)
+    assert found is not None and astuple(found) == pytest.approx((16, 9.0, 4.0))
     assert beside_point(answer, _said(0.009), 16) is None  # before the answer began
     assert beside_point(answer, _said(0.050), 16) is None  # and after its end
 
@@ -42,7 +43,8 @@ def _said(at: float) -> ProfiledStream:
 def test_only_the_time_counts_in_which_all_answer() -> None:
     streams = [ProfiledStream(0.0, [n * 0.01 + late for n in range(20)], 20, 100) for late in (0.0, 0.05)]
     found = point(streams, 100, 16)
-    assert found == DecodePoint(2, 100, pytest.approx(100 + 2.5 + 7.0, abs=1.0), pytest.approx(10.0))
+    assert (found.batch, found.asked, found.itl_ms) == pytest.approx((2, 100, 10.0))
+    assert found.context == pytest.approx(100 + 2.5 + 7.0, abs=1.0)
     with pytest.raises(NotTogether):
         point([streams[0], ProfiledStream(0.0, [1.0 + n * 0.01 for n in range(20)], 20, 100)], 100, 16)
 

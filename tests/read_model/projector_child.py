@@ -31,4 +31,5 @@ async def main(nats_url: str, database_url: str, spool: str, until: int, wanted:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:4], int(sys.argv[4]), sys.argv[5], int(sys.argv[6])))
+    nats_url, database_url, spool, until, wanted, nth = sys.argv[1:]
+    asyncio.run(main(nats_url, database_url, spool, int(until), wanted, int(nth)))

@@ -14,12 +14,13 @@ from store_databases import execute
 
 from controller.adapters.postgres import migrate, statements, tables
 from controller.adapters.postgres import schema as names
-from controller.adapters.postgres.link import Link, StoreRefused
+from controller.adapters.postgres.link import Link
 from controller.adapters.postgres.migrate import DatabaseInUse, DatabaseTooNew
 from controller.adapters.postgres.store import PostgresStore
 from controller.cli import main
 from controller.ports import StoreUnavailable
 from controller.read_model import rows as projection
+from controller.read_model.errors import StoreRefused
 from controller.runtime.projection.projector import Projector
 from events.journal.memory import MemoryJournal
 

@@ -6,10 +6,10 @@ from typing import Any
 from made_history import History
 
 from controller.adapters.memory_store import MemoryStore
-from controller.adapters.postgres.link import StoreRefused
 from controller.ports import RowsRead, StoreUnavailable
 from controller.read_model import rows as projection
 from controller.read_model.diff import RowDifference
+from controller.read_model.errors import StoreRefused
 from controller.runtime.projection.projector import Projector
 from controller.runtime.projection.row_watch import RowWatch
 from controller.runtime.view import FleetView

@@ -15,10 +15,10 @@ from controller.runtime.projection.projector import Projector
 from events import codec
 from events import observations as o
 from events.decisions import GoldenAgreed, GoldenRetired, SpareActivated, SpareReleased
-from events.fact import Decision, Fact, Recorded
+from events.fact import Decision, Fact, Observation, Recorded
 from events.journal.memory import MemoryJournal
 
-GOLDEN = {"canary_key": "key", "canary": "c0"}
+GOLDEN: dict[str, Any] = {"canary_key": "key", "canary": "c0"}
 
 
 def naming_several(history: History) -> dict[str, Fact]:
@@ -56,6 +56,7 @@ async def test_a_fact_is_found_under_each_worker_that_it_names(open_store: OpenS
             number += 1
             history.append([replace(fact, number=number)], through=len(history.events))
         else:
+            assert isinstance(fact, Observation)
             history.say(fact)
     kinds = {fact.kind() for fact in said.values()}
     store = open_store()

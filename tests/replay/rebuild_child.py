@@ -26,5 +26,5 @@ class Waiting(PostgresStore):
 
 
 if __name__ == "__main__":
-    store = Waiting(sys.argv[1], help_policy=HelperPolicy(events_min=1, cores_min=1))
+    store: PostgresStore = Waiting(sys.argv[1], help_policy=HelperPolicy(events_min=1, cores_min=1))
     asyncio.run(rebuild(MemoryJournal(History().start().stream, "p"), store))

@@ -53,7 +53,7 @@ class Store(PostgresStore):
 
     fresh: PostgresStore
 
-    async def beside(self) -> PostgresStore:
+    async def beside(self) -> Any:
         self.fresh = await super().beside()
         return self.fresh
 

@@ -21,7 +21,7 @@ from controller.replay.scan import JournalArchive
 from controller.replay.sentences import span
 from controller.replay.travel import NotYet
 from controller.replay.written import CannotWrite
-from events.decisions import DegradationChanged, IncidentOpened, Knobs
+from events.decisions import DegradationChanged, HealthChanged, IncidentOpened, Knobs
 from events.errors import HoldfastError, UsageError
 from events.journal.memory import MemoryJournal
 from events.observations import (
@@ -153,7 +153,7 @@ async def test_who_was_hurt_and_at_what_cost(history: History) -> None:
     steps = [
         (e.at, e.fact.weight)
         for e in history.events
-        if e.fact.kind() == "health_changed" and e.fact.worker == "w2"
+        if isinstance(e.fact, HealthChanged) and e.fact.worker == "w2"
     ]
     steps = [one for one in steps if one[0] >= EPOCH + timedelta(seconds=7)]
     lacked = sum((1 - weight) * (until - at).total_seconds() for (at, weight), (until, _) in pairwise(steps))

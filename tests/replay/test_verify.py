@@ -15,7 +15,7 @@ from controller.replay.travel import NotYet
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
 from events import codec
-from events.decisions import HealthChanged
+from events.decisions import HealthChanged, PolicyAdopted
 from events.observations import EngineFaulted
 
 
@@ -249,12 +249,13 @@ async def test_other_deciders_are_not_asked_again(open_store: OpenStore) -> None
     history = busy()
     first = seq_of(history, "policy_adopted")
     event = history.events[first - 1]
-    older = replace(event.fact, deciders_version=OLDEST - 1)  # type: ignore[arg-type]
+    assert isinstance(event.fact, PolicyAdopted)
+    older = replace(event.fact, deciders_version=OLDEST - 1)
     history.events[first - 1] = replace(event, fact=older)
     wrong = seq_of(history, "health_changed", 5)
-    history.events[wrong - 1] = replace(
-        history.events[wrong - 1], fact=replace(history.events[wrong - 1].fact, weight=0.75)
-    )  # type: ignore[arg-type]
+    event = history.events[wrong - 1]
+    assert isinstance(event.fact, HealthChanged)
+    history.events[wrong - 1] = replace(event, fact=replace(event.fact, weight=0.75))
     store = await projected(history, open_store())
     report = await verify(journal(history), store)
     assert report.difference is None, report.lines()

@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -23,15 +24,14 @@ SCHEDULED, TRIAL = CHECKS.index("scheduled"), CHECKS.index("trial")
 def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozenset()) -> CanariesTold:
     """Return what canaries said, in turn: `.` right, `~` right but slow, `x` wrong, `-` nothing."""
     found = CanariesTold("w0", "w0-a", names=list(NAMES))
-    life = {
+    life: dict[str, Any] = {
         "worker": "w0",
         "instance": "w0-a",
         "canary_key": "key",
         "check_type": "scheduled",
-        "sent_under": 0,
     }
-    probe = {**life, "sent_at": EPOCH, "latency_ms": 50.0}
-    found.good = CanaryPassed(**probe, canary="c0")  # type: ignore[arg-type]
+    probe = {**life, "sent_under": 0, "sent_at": EPOCH, "latency_ms": 50.0}
+    found.good = CanaryPassed(**probe, canary="c0")
     for n, answer in enumerate(answers):
         found.sent.append(every * n)
         found.at.append(every * n + 0.05)
@@ -39,12 +39,11 @@ def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozense
         found.asked.append(n % len(NAMES))
         found.said.append({".": GOOD, "~": SLOW, "x": WRONG, "-": MUTE}[answer])
         if answer == "~":
-            found.facts[n] = CanarySlow(**probe, canary=NAMES[n % 4], baseline_ms=10.0)  # type: ignore[arg-type]
+            found.facts[n] = CanarySlow(**probe, canary=NAMES[n % 4], baseline_ms=10.0)
         elif answer != ".":
-            reason = "token_mismatch" if answer == "x" else "timeout"
-            found.facts[n] = CanaryFailed(
-                **probe, canary=NAMES[n % 4], reason=reason, confirmed=answer == "x"
-            )  # type: ignore[arg-type]
+            wrong = answer == "x"
+            reason: Literal["token_mismatch", "timeout"] = "token_mismatch" if wrong else "timeout"
+            found.facts[n] = CanaryFailed(**probe, canary=NAMES[n % 4], reason=reason, confirmed=wrong)
     return found
 
 
@@ -241,7 +240,7 @@ def test_who_is_another_than_before_is_told_whatever_the_order_of_the_names() ->
     assert changed_since(fleet, fleet) == []
     assert changed_since(fleet, {**fleet, "w1": other}) == ["w1"]
     assert changed_since({}, fleet) == [*fleet]
-    turned = {name: fleet[name] for name in reversed(fleet)}
+    turned = {name: fleet[name] for name in reversed([*fleet])}
     assert changed_since(turned, {**fleet, "w1": other}) == ["w1"]
     assert changed_since({"w9": fleet["w0"], **turned}, {**fleet, "w1": other}) == ["w1"]
 

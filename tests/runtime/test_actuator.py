@@ -148,10 +148,10 @@ async def test_a_resumed_worker_is_told_so() -> None:
     async with Told().running() as told:
         told.wish(DrainRequested, deadline_s=300)
         await told.pass_time(3)
-        assert told.draining
+        before = told.draining
         told.wish(ResumeRequested)
         await told.pass_time(3)
-        assert not told.draining
+        assert (before, told.draining) == (True, False)
     assert [what for what, _ in told.heard] == ["drain", "resume"]
 
 
@@ -189,7 +189,7 @@ async def test_a_worker_that_was_declared_dead_and_lives_is_told_to_end() -> Non
 
 async def test_one_that_hangs_among_others_of_its_process_and_was_declared_dead_is_told_to_end() -> None:
     async with Told().running() as told:
-        process = {"pid": 17, "topology": Topology(host="here")}
+        process: dict[str, Any] = {"pid": 17, "topology": Topology(host="here")}
         for worker, more in (("w2", process), ("w3", process), ("w4", {**process, "pid": 18})):
             told.world.join(worker, **more)
         await told.bus.subscribe(subjects.retire("w2"), told.on_retire)
@@ -248,11 +248,11 @@ async def test_a_worker_that_may_compute_wrongly_is_told_so_and_told_when_that_i
         told.world.journal.observe(DeviceFaulted(**about, fatal=True, weight=0.0))
         told.world.turn()
         await told.pass_time(4)
-        assert told.convicted
+        before = told.convicted
         told.world.journal.observe(DeviceRecovered(**about))
         told.world.turn()
         await told.pass_time(4)
-        assert not told.convicted
+        assert (before, told.convicted) == (True, False)
     (first, second) = [body for what, body in told.heard if what == "distrust"]
     assert "GPU-1" in first["reason"] and second["reason"] == ""
 

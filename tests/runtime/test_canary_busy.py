@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 import pytest
 from canary_world import World
@@ -89,7 +90,7 @@ async def rig(
     )
     stop, bus = asyncio.Event(), MemoryBus()
     worker = InferenceWorker(WorkerConfig(name="w0", instance="i1"), engine, world.journal, bus)
-    running = [asyncio.ensure_future(worker.run(stop))]
+    running: list[asyncio.Future[Any]] = [asyncio.ensure_future(worker.run(stop))]
     made = Rig(world, worker, users)
     try:
         await made.until(lambda: "w0" in world.fleet.workers, 10)

@@ -1,6 +1,7 @@
 """The canary loop: who is probed when, and what is said about it."""
 
 import random
+from typing import Any
 
 from canary_world import FakeWorker, World, joined
 
@@ -95,7 +96,8 @@ async def test_a_short_context_a_slow_engine_or_the_operator_gets_plain_question
         (CanarySettings(), {"profile": slow}),  # it would take the whole deadline to read such a question
     ):
         world = World(settings)
-        world.join("w1", **{"context_tokens": 4_096, **more})
+        about: dict[str, Any] = {"context_tokens": 4_096, **more}
+        world.join("w1", **about)
         async with world.running():
             await world.pass_time(5)
         assert world.status("w1") == "HEALTHY"
@@ -174,7 +176,7 @@ async def test_workers_that_joined_together_are_not_probed_together() -> None:
     async with world.running():
         await world.pass_time(60)
         before = len(world.facts(CanaryResult))
-        counts = []
+        counts: list[int] = []
         for _ in range(30):
             await world.pass_time(1)
             counts.append(len(world.facts(CanaryResult)) - before - sum(counts))

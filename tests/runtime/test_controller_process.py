@@ -134,7 +134,7 @@ async def test_a_corrupt_worker_is_convicted_and_a_healthy_one_never(
 
         async def convicted() -> bool:
             workers = {w["id"]: w for w in (await processes.status())["workers"]}
-            return workers[name]["health"] == "UNHEALTHY" and workers[name]["weight"] == 0
+            return (workers[name]["health"], workers[name]["weight"]) == ("UNHEALTHY", 0)
 
         await eventually(convicted, 20)
         failed = await processes.facts(CanaryFailed)

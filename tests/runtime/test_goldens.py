@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -81,7 +82,7 @@ def test_tokens_must_be_the_very_same() -> None:
 
 def test_b14_logprobs_are_compared_within_a_tolerance() -> None:
     shifted = ((5, -0.1005), (6, -2.5), (7, -3.0))
-    golden = {"tokens": (5,), "top_k": (TOP,)}
+    golden: dict[str, Any] = {"tokens": (5,), "top_k": (TOP,)}
     assert compare(CanaryAnswer((5,), (shifted,)), tolerance=1e-3, **golden).reason is None
     drifted = compare(CanaryAnswer((5,), (shifted,)), tolerance=1e-4, **golden)
     assert drifted.reason == "logit_drift"

@@ -1,6 +1,7 @@
 """Dead instances whose process lives all the same are said, once, and counted while it lasts."""
 
 import asyncio
+from typing import Any
 
 from canary_world import World, joined
 
@@ -84,7 +85,7 @@ async def test_one_that_still_beats_lingers_wherever_it_is() -> None:
     await dying.die("w2")
     for _ in range(5):
         at = dying.world.clock.now().isoformat()
-        body = {"worker": "w2", "instance": "w2-1", "load": {}, "at": at}
+        body: dict[str, Any] = {"worker": "w2", "instance": "w2-1", "load": {}, "at": at}
         await dying.bus.publish(subjects.beat("w2"), body)
         await dying.pass_time(LOOK_S)
     assert dying.said() == [("w2", "beat", 17, "far")]

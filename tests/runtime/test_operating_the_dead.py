@@ -111,10 +111,15 @@ async def test_one_of_many_that_hangs_is_told_to_end_and_its_neighbours_are_spar
     doubles = OperationsOverDoubles()
     for worker in ("w1", "w2"):
         doubles.world.join(worker, pid=4711, topology=Topology(host=HostProcesses().host))
-    heard: list[Mapping[str, Any]] = []
-    await doubles.bus.subscribe(subjects.retire("w1"), lambda subject, body: heard.append(body) or {})
+    heard: list[str] = []
+
+    def retire(subject: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        heard.append(body["instance"])
+        return {}
+
+    await doubles.bus.subscribe(subjects.retire("w1"), retire)
     assert "its next instance takes its place" in await doubles.operations.restart("w1", "ada")
-    assert ([body["instance"] for body in heard], doubles.signals) == (["w1-1"], [])
+    assert (heard, doubles.signals) == (["w1-1"], [])
 
 
 async def test_of_what_a_dead_worker_has_not_it_is_said_how_it_stands() -> None:
@@ -149,12 +154,14 @@ async def test_heal_lets_a_hung_worker_go_on_and_waits_until_it_hears() -> None:
     doubles.world.join("w1", pid=4711)
     heard: list[str] = []
 
+    def chaos(subject: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        heard.append(body["fault"])
+        return {}
+
     async def wakes() -> None:
         while not doubles.signals:  # noqa: ASYNC110 (a signal sets no flag here)
             await asyncio.sleep(0.01)
-        await doubles.bus.subscribe(
-            subjects.chaos("w1"), lambda subject, body: heard.append(body["fault"]) or {}
-        )
+        await doubles.bus.subscribe(subjects.chaos("w1"), chaos)
 
     async with asyncio.timeout(20):
         await asyncio.gather(wakes(), doubles.operations.chaos("w1", "heal", None, None, "ada"))
@@ -206,9 +213,11 @@ def test_a_process_that_began_after_the_instance_had_joined_is_somebody_elses() 
     worker = world.fleet.workers["w1"]
     joined_at = worker.joined_at.timestamp()
     for began, lives in ((joined_at - 60, True), (joined_at + 1, True), (joined_at + CLOCKS_S + 1, False)):
-        processes = HostProcesses(
-            "here", lambda pid, began=began: began, lambda pid, number: signals.append(number)
-        )
+
+        def began_at_that_time(pid: int, began: float = began) -> float:
+            return began
+
+        processes = HostProcesses("here", began_at_that_time, lambda pid, number: signals.append(number))
         assert processes.live(worker) is lives
         with contextlib.nullcontext() if lives else pytest.raises(NotPossible, match="another process has"):
             processes.send(worker, signal.SIGUSR1)

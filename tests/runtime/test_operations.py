@@ -128,10 +128,12 @@ async def test_a_restart_is_on_the_journal_before_the_worker_is_told() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1")
     heard: list[tuple[str, int]] = []
-    await doubles.bus.subscribe(
-        subjects.stop("w1"),
-        lambda _, body: heard.append((body["instance"], len(doubles.world.facts(RestartRequested)))) or {},
-    )
+
+    def stop(subject: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        heard.append((body["instance"], len(doubles.world.facts(RestartRequested))))
+        return {}
+
+    await doubles.bus.subscribe(subjects.stop("w1"), stop)
     assert await doubles.operations.restart("w1", "ada") == "w1 shuts down; its supervisor starts it again"
     assert heard == [("w1-1", 1)]
 
@@ -190,7 +192,12 @@ async def test_one_of_many_in_a_process_is_struck_alone(fault: str) -> None:
     for worker in ("w1", "w2"):
         doubles.world.join(worker, pid=4711, topology=topology)
     heard: list[Any] = []
-    await doubles.bus.subscribe(subjects.chaos("w1"), lambda _, body: heard.append(body["fault"]) or {})
+
+    def chaos(subject: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        heard.append(body["fault"])
+        return {}
+
+    await doubles.bus.subscribe(subjects.chaos("w1"), chaos)
     await doubles.operations.chaos("w1", fault, None, None, "ada")
     assert (heard, doubles.signals) == ([fault], [])
     assert [f.worker for f in doubles.world.facts(ChaosInjected)] == ["w1"]

@@ -423,9 +423,11 @@ async def test_a_view_compares_itself_with_the_store(eventually: Eventually, wro
     task = asyncio.create_task(view.run())
     await view.ready(5)
     if wrong:
+        assert store.snapshot is not None
         store.snapshot = replace(store.snapshot, fleet=Fleet())
     history.absorb()
     later = kept(history).snapshot
+    assert later is not None
     store.snapshot = replace(later, fleet=Fleet()) if wrong else later
     compared: list[bool] = []  # what is read where the view is too, it compares at once
     store.on_load = lambda: compared.append(later.position == view.order.position)

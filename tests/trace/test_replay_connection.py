@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import certificate
@@ -146,7 +147,7 @@ async def test_what_is_no_stream_of_events_is_a_body() -> None:
 async def test_a_connection_is_used_again_unless_it_is_closed() -> None:
     for closing, opened in ((b"", 1), (b"Connection:close\r\n", 3)):
         async with answering(STREAM + closing + chunked(EVENTS, 1000)) as one:
-            seen = set()
+            seen: set[Any] = set()
             for _ in range(3):
                 assert (await asked(one))[1] == TAKEN
                 seen |= one.connections

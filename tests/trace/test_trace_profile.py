@@ -130,7 +130,9 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [(value, key) for key in keys] + below
 
 
-odd = st.sampled_from([-1, 0, 1, 2, 600, 10**6, 2**63, 10**30, 1.5, 1e300, None, "x", True, [], {}])
+odd: st.SearchStrategy[Any] = st.sampled_from(
+    [-1, 0, 1, 2, 600, 10**6, 2**63, 10**30, 1.5, 1e300, None, "x", True, [], {}]
+)
 
 
 @settings(max_examples=60)

@@ -33,7 +33,7 @@ def test_an_azure_trace_counts_time_from_its_first_request(tmp_path: Path) -> No
     lines = "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     first, second = read(written(tmp_path, AZURE + lines))
     assert first == TraceRow(0.0, 374, 44, [])
-    assert (second.timestamp, second.input_length) == (pytest.approx(4314.579, abs=0.01), 396)
+    assert (second.timestamp, second.input_length) == pytest.approx((4314.579, 396), abs=0.01)
     zones = "2024-05-10 00:00:00+00:00,1,2\n2024-05-10 02:00:01+02:00,3,4\n"
     assert list(read(written(tmp_path, AZURE + zones))) == [TraceRow(0, 1, 2, []), TraceRow(1000, 3, 4, [])]
 

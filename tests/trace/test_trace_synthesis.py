@@ -7,6 +7,7 @@ from itertools import islice
 from math import isclose
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,10 +274,11 @@ def test_senseless_knobs_are_named(name: str, value: float, says: str) -> None:
 
 @pytest.mark.parametrize("name", ["prefix_len_multiplier", "prompt_len_multiplier", "osl_multiplier"])
 def test_lengths_that_would_not_fit_into_memory_are_an_error(name: str, profile: TraceProfile) -> None:
+    much: dict[str, Any] = {name: 1e6}
     with pytest.raises(
         UsageError, match=r"a prompt or an answer would have .* tokens, more than .*: multiply by less"
     ):
-        made(profile, **{name: 1e6})
+        made(profile, **much)
 
 
 # --- small and odd traces ---------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ ALLOWED = [
 
 
 def settings(host: str, **more: Any) -> NotifierSettings:
-    return NotifierSettings(webhooks=[{"url": f"http://{host}:8080/latest"}], **more)  # type: ignore[list-item]
+    return NotifierSettings(webhooks=[{"url": f"http://{host}:8080/latest"}], **more)
 
 
 @pytest.mark.parametrize("host", REFUSED)

@@ -10,7 +10,7 @@ from events.fact import Decision, Fact
 from events.follow import FollowedEvent
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
-TAKES = {"decided_at": AT}
+TAKES: dict[str, Any] = {"decided_at": AT}
 
 
 def event(fact: Fact, number: int = 1, *, after_s: float = 0.0) -> FollowedEvent:

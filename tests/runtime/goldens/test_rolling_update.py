@@ -2,6 +2,7 @@
 workers return without a command."""
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 from canary_world import World
@@ -122,7 +123,8 @@ async def test_one_corrupt_worker_outvotes_nobody_however_long_it_is_asked() -> 
 async def test_workers_of_one_server_or_one_broker_account_are_one_voice(shared: str) -> None:
     world = World(SETTINGS)
     for name in ("w0", "w1", "w2"):
-        world.join(name, **({shared: "one"} if name != "w2" else {}))
+        about: dict[str, Any] = {shared: "one"} if name != "w2" else {}
+        world.join(name, **about)
     async with world.running():
         await world.pass_time(30)
         for name in ("w0", "w1"):

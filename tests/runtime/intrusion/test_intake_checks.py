@@ -21,7 +21,7 @@ LEFT = WorkerLeft(worker="w0", instance="w0-1", mode="graceful", exit=0)
 USER = "worker-w0"
 
 
-def headers(fact: Fact, source: str = "worker:w0:life", number: int = 1, **more: str) -> bytes:
+def headers(fact: Fact, source: str = "worker:w0:life", number: int = 1, **more: Any) -> bytes:
     made = codec.encode_headers(fact, id=codec.new_id(), source=source, source_number=number, said_at=NOW)
     return as_sent({**made, **more})
 
@@ -66,13 +66,19 @@ def test_what_is_refused_for_good(said: dict[str, Any], why: str) -> None:
 
 
 def test_a_newer_workers_fact_waits_for_a_newer_controller() -> None:
-    head = headers(LEFT, **{"ce-type": "holdfast.worker_dreamt"})
+    dreamt: dict[str, Any] = {"ce-type": "holdfast.worker_dreamt"}
+    head = headers(LEFT, **dreamt)
     with pytest.raises(NotNow):
         accepted(USER, "w0", "worker_dreamt", head, b"{}")
 
 
 def test_no_header_that_jetstream_obeys_comes_from_a_worker() -> None:
-    obeyed = {"Nats-Batch-Id": "b", "Nats-Batch-Sequence": "1", "Nats-Rollup": "all", "Nats-TTL": "1s"}
+    obeyed: dict[str, Any] = {
+        "Nats-Batch-Id": "b",
+        "Nats-Batch-Sequence": "1",
+        "Nats-Rollup": "all",
+        "Nats-TTL": "1s",
+    }
     obeyed |= {"Nats-Expected-Last-Sequence": "0"}
     event = take(LEFT, said=headers(LEFT, **obeyed))
     rewritten = written(event, {"traceparent": "t", **obeyed})
