@@ -9,14 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from controller.router.endpoints import WorkerRank
 from controller.router.load.active_sequences import LOOK_S, RECENT_S, STALE_S, ActiveSequences, RankWork
 from events.blocks import sequence_hashes
 
 Path = tuple[int, ...]
 
 PATHS = st.lists(st.integers(0, 2), max_size=6).map(tuple)
-HOLDERS = st.integers(0, 3)
+RANKS = [WorkerRank(f"w{number}", "i") for number in range(4)]
+HOLDERS = st.sampled_from(RANKS)
 NAMES = st.integers(0, 7)
+W = WorkerRank("w", "i")
 BLOCK = 4
 
 
@@ -30,7 +33,7 @@ class AgainstAPlainList(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.slots = ActiveSequences()
-        self.there: dict[int, tuple[int, Path, int, int, str]] = {}
+        self.there: dict[int, tuple[WorkerRank, Path, int, int, str]] = {}
         self.ever: set[Path] = set()
 
     @rule(
@@ -41,7 +44,7 @@ class AgainstAPlainList(RuleBasedStateMachine):
         own=st.integers(0, 2),
         owner=st.sampled_from(["", "f2"]),
     )
-    def add(self, name: int, holder: int, path: Path, tokens: int, own: int, owner: str) -> None:
+    def add(self, name: int, holder: WorkerRank, path: Path, tokens: int, own: int, owner: str) -> None:
         fresh = self.slots.add(
             name,
             holder,
@@ -69,7 +72,7 @@ class AgainstAPlainList(RuleBasedStateMachine):
         assert self.slots.free(name, now=0.0) == (self.there.pop(name, None) is not None)
 
     @rule(holder=HOLDERS)
-    def forget(self, holder: int) -> None:
+    def forget(self, holder: WorkerRank) -> None:
         self.slots.forget(holder, now=0.0)
         self.there = {name: one for name, one in self.there.items() if one[0] != holder}
 
@@ -82,17 +85,17 @@ class AgainstAPlainList(RuleBasedStateMachine):
 
     @rule(path=PATHS)
     def shared(self, path: Path) -> None:
-        depths, sharers = self.slots.shared(sequence_hashes(path), self.slots.rows(range(4)))
-        for holder, depth in enumerate(depths.tolist()):
+        depths, sharers = self.slots.shared(sequence_hashes(path), self.slots.rows(RANKS))
+        for holder, depth, sharing in zip(RANKS, depths.tolist(), sharers.tolist(), strict=True):
             held = [set(prefixes(one[1])) for one in self.there.values() if one[0] == holder]
             common = sorted((p for p in prefixes(path) if any(p in one for one in held)), key=len)
             assert depth == len(common)
-            assert sharers[holder] == (sum(common[-1] in one for one in held) if common else 0)
+            assert sharing == (sum(common[-1] in one for one in held) if common else 0)
 
     @invariant()
     def everybody_has_this_to_do(self) -> None:
         assert len(self.slots) == len(self.there)
-        for holder in range(4):
+        for holder in RANKS:
             mine = [one for one in self.there.values() if one[0] == holder]
             blocks = len(set().union(*(prefixes(one[1]) for one in mine))) + sum(one[3] for one in mine)
             work = RankWork(sum(one[2] for one in mine), blocks, len(mine))
@@ -114,7 +117,7 @@ def reading(*prompts: tuple[int, float | None]) -> ActiveSequences:
     """Return a tracker where a worker reads prompts of so many tokens, for which it needs so many seconds."""
     slots = ActiveSequences()
     for name, (tokens, expected_s) in enumerate(prompts):
-        slots.add(name, "w", now=0.0, prefill_tokens=tokens, expected_s=expected_s)
+        slots.add(name, W, now=0.0, prefill_tokens=tokens, expected_s=expected_s)
     return slots
 
 
@@ -138,91 +141,92 @@ def reading(*prompts: tuple[int, float | None]) -> ActiveSequences:
 def test_a_prompt_that_is_read_weighs_less_with_time(
     prompts: list[tuple[int, float | None]], now: float, left: float
 ) -> None:
-    assert reading(*prompts).work("w", now=now).prefill_tokens == left
+    assert reading(*prompts).work(W, now=now).prefill_tokens == left
 
 
 def test_the_next_prompt_is_the_oldest_from_the_moment_the_one_before_it_is_read() -> None:
     slots = reading((100, 10.0), (60, 6.0))
     slots.prefill_done(0, now=12.0)
-    assert slots.work("w", now=12.0).prefill_tokens == 60
-    assert slots.work("w", now=15.0).prefill_tokens == 30
+    assert slots.work(W, now=12.0).prefill_tokens == 60
+    assert slots.work(W, now=15.0).prefill_tokens == 30
     slots.free(1, now=15.0)
-    assert slots.work("w", now=15.0) == RankWork(0.0, 0.0, 1)
+    assert slots.work(W, now=15.0) == RankWork(0.0, 0.0, 1)
 
 
 def test_a_prompt_that_ends_before_the_oldest_leaves_the_oldest_alone() -> None:
     slots = reading((100, 10.0), (60, 6.0))
     slots.free(1, now=4.0)
-    assert slots.work("w", now=5.0).prefill_tokens == 50
+    assert slots.work(W, now=5.0).prefill_tokens == 50
 
 
 def test_requests_of_which_nothing_was_heard_for_an_hour_are_forgotten() -> None:
     slots = ActiveSequences()
-    slots.add("a", "w", [1], now=0.0, prefill_tokens=5)
-    slots.add("b", "w", [1, 2], now=10.0)
+    slots.add("a", W, [1], now=0.0, prefill_tokens=5)
+    slots.add("b", W, [1, 2], now=10.0)
     assert slots.expire(now=STALE_S - LOOK_S) == []
     assert slots.expire(now=STALE_S - 1) == (), "it looks twice a minute"
-    slots.add("c", "w", now=STALE_S)
+    slots.add("c", W, now=STALE_S)
     assert slots.expire(now=STALE_S) == ["a"]
-    assert slots.work("w", now=STALE_S) == RankWork(0.0, 2.0, 2)
+    assert slots.work(W, now=STALE_S) == RankWork(0.0, 2.0, 2)
     assert slots.free("a", now=STALE_S) is False
 
 
 def test_an_answer_counts_each_block_that_it_fills() -> None:
     slots = ActiveSequences(track_output=True)
-    slots.add("a", "w", [1, 2], now=0.0, block_tokens=BLOCK)
+    slots.add("a", W, [1, 2], now=0.0, block_tokens=BLOCK)
     blocks = []
     for tokens in (3, 1, 4, 1):
         slots.output("a", tokens)
-        blocks.append(slots.work("w", now=0.0).blocks)
+        blocks.append(slots.work(W, now=0.0).blocks)
     assert blocks == [2, 3, 4, 4]
     slots.output("nobody", 9)
     slots.free("a", now=0.0)
-    assert slots.work("w", now=0.0).blocks == 0
+    assert slots.work(W, now=0.0).blocks == 0
 
 
 def test_answers_are_not_counted_by_default() -> None:
     slots = ActiveSequences()
-    slots.add("a", "w", [1], now=0.0, block_tokens=BLOCK)
+    slots.add("a", W, [1], now=0.0, block_tokens=BLOCK)
     slots.output("a", 100)
-    assert slots.work("w", now=0.0).blocks == 1
+    assert slots.work(W, now=0.0).blocks == 1
 
 
 def test_a_row_goes_to_somebody_else_only_after_its_holder_is_forgotten() -> None:
-    slots = ActiveSequences()
-    rows = slots.rows(range(100))  # more than there are at first
+    slots, ranks = ActiveSequences(), [WorkerRank(f"w{number}", "i") for number in range(101)]
+    rows = slots.rows(ranks[:100])  # more than there are at first
     assert len(set(rows.tolist())) == 100
-    slots.add("a", 7, [1], now=0.0, prefill_tokens=3)
+    slots.add("a", ranks[7], [1], now=0.0, prefill_tokens=3)
     layout = slots.layout
-    slots.forget(7, now=0.0)
+    slots.forget(ranks[7], now=0.0)
     assert slots.layout != layout
-    assert slots.rows([100])[0] == rows[7]
-    assert slots.work(100, now=0.0) == RankWork()
-    assert set(slots.holders) == set(range(101)) - {7}
+    assert slots.rows(ranks[100:])[0] == rows[7]
+    assert slots.work(ranks[100], now=0.0) == RankWork()
+    assert set(slots.holders) == {*ranks} - {ranks[7]}
 
 
 def test_what_was_sent_lately_is_remembered_for_some_seconds() -> None:
     slots = ActiveSequences()
-    slots.add(1, "w", now=0.0, prefill_tokens=1000)
+    slots.add(1, W, now=0.0, prefill_tokens=1000)
     slots.free(1, now=1.0)
-    assert slots.work("w", now=0.0).recent_tokens == 1000
-    slots.add(2, "w", now=RECENT_S, prefill_tokens=1000)
-    assert slots.work("w", now=RECENT_S).recent_tokens == pytest.approx(1000 / e + 1000)
-    assert slots.work("w", now=2 * RECENT_S).recent_tokens == pytest.approx(1000 / e**2 + 1000 / e)
-    assert slots.work("w", now=0.0).recent_tokens == pytest.approx(1000 / e + 1000), (
+    assert slots.work(W, now=0.0).recent_tokens == 1000
+    slots.add(2, W, now=RECENT_S, prefill_tokens=1000)
+    assert slots.work(W, now=RECENT_S).recent_tokens == pytest.approx(1000 / e + 1000)
+    assert slots.work(W, now=2 * RECENT_S).recent_tokens == pytest.approx(1000 / e**2 + 1000 / e)
+    assert slots.work(W, now=0.0).recent_tokens == pytest.approx(1000 / e + 1000), (
         "a time before adds nothing"
     )
-    slots.add("told later", "w", now=0.0, prefill_tokens=1000, owner="f2")
-    assert slots.work("w", now=RECENT_S).recent_tokens == pytest.approx(2000 / e + 1000), (
+    slots.add("told later", W, now=0.0, prefill_tokens=1000, owner="f2")
+    assert slots.work(W, now=RECENT_S).recent_tokens == pytest.approx(2000 / e + 1000), (
         "nobody else's is lost"
     )
     slots.free("told later", now=0.0)
-    (load,) = slots.rank_loads(["w"])
-    assert load.recent_tokens_at(15.0) == pytest.approx(slots.work("w", now=15.0).recent_tokens)
+    (load,) = slots.rank_loads([W])
+    assert load.recent_tokens_at(15.0) == pytest.approx(slots.work(W, now=15.0).recent_tokens)
 
 
 def test_the_columns_say_what_stands_however_seldom_they_are_asked() -> None:
-    slots, holders, dice = ActiveSequences(), range(100), Random(7)  # more than there are rows at first
+    slots, dice = ActiveSequences(), Random(7)
+    holders = [WorkerRank(f"w{number}", "i") for number in range(100)]  # more than there are rows at first
     alive: list[int] = []
     for request in range(2000):
         slots.add(request, dice.choice(holders), [1, 2, request], now=0.0, prefill_tokens=dice.randrange(9))
@@ -242,7 +246,8 @@ def test_the_columns_say_what_stands_however_seldom_they_are_asked() -> None:
 
 def test_a_holder_does_not_inherit_what_one_before_it_was_sent() -> None:
     slots = ActiveSequences()
-    slots.add(1, "old", now=0.0, prefill_tokens=1000)
-    slots.forget("old", now=0.0)
-    row = slots.rows(["new"])
+    old, new = WorkerRank("w", "old"), WorkerRank("w", "new")
+    slots.add(1, old, now=0.0, prefill_tokens=1000)
+    slots.forget(old, now=0.0)
+    row = slots.rows([new])
     assert slots.loads(row, now=0.0).recent_tokens.tolist() == [0.0]

@@ -176,7 +176,12 @@ def test_where_all_are_full_by_the_counts_nobody_is_looked_at_more_closely() -> 
     """In an overload each refusal looks at all of them: at 64 workers' KV blocks that took a third of a frontend's time."""
     among, endpoints = filter_of([Made(active=CAP)] * 3 + [Made(others=CAP)], Asked())
     looked: list[Endpoint] = []
-    among.rules = rules(among.rules.plane, CAP, lambda one: bool(looked.append(one)))
+
+    def look(endpoint: Endpoint) -> bool:
+        looked.append(endpoint)
+        return False
+
+    among.rules = rules(among.rules.plane, CAP, look)
     assert among.left() == [endpoints[3]], "others have its batch full, but a frontend alone may fill its own"
     assert looked == [endpoints[3]]
 

@@ -89,9 +89,11 @@ class Publisher(KvPublisher):
         await self._heard.cancel()
         answer, loop = self._asked, asyncio.get_running_loop()
         subject = subjects.kv_ask(self.worker, self.instance)
-        self._heard = await self._connection.subscribe_raw(
-            subject, lambda *question: loop.call_later(late_s, answer, *question)
-        )
+
+        def asked(subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+            loop.call_later(late_s, answer, subject, reply, body, headers)
+
+        self._heard = await self._connection.subscribe_raw(subject, asked)
 
 
 class Fleet:

@@ -15,7 +15,9 @@ from events.kv import Tier
 Path = tuple[int, ...]
 
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
-HOLDERS = st.integers(0, 4)
+HOLDERS = st.sampled_from([WorkerRank(f"w{number}", "i") for number in range(5)])
+A, B, C, D = (WorkerRank(name, "i") for name in "abcd")
+GONE, STAYS, NEW = (WorkerRank(name, "i") for name in ("gone", "stays", "new"))
 TIERS = st.sampled_from(list(Tier))
 
 
@@ -33,13 +35,13 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = KvIndex()
-        self.held: dict[int, dict[Tier, set[Path]]] = defaultdict(lambda: defaultdict(set))
+        self.held: dict[WorkerRank, dict[Tier, set[Path]]] = defaultdict(lambda: defaultdict(set))
 
-    def has(self, holder: int, path: Path, slowest: Tier = Tier.DISK) -> bool:
+    def has(self, holder: WorkerRank, path: Path, slowest: Tier = Tier.DISK) -> bool:
         return any(path in self.held[holder][tier] for tier in Tier if tier <= slowest)
 
     @rule(holder=HOLDERS, path=PATHS, cut=st.integers(0, 8), tier=TIERS)
-    def store(self, holder: int, path: Path, cut: int, tier: Tier) -> None:
+    def store(self, holder: WorkerRank, path: Path, cut: int, tier: Tier) -> None:
         cut = min(cut, len(path) - 1)
         blocks = named(path)
         parent = blocks[cut - 1] if cut else None
@@ -51,7 +53,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
         self.held[holder][tier].update(prefixes(path)[cut:])
 
     @rule(holder=HOLDERS, path=PATHS, size=st.integers(1, 4), tier=TIERS, order=st.permutations(range(4)))
-    def remove(self, holder: int, path: Path, size: int, tier: Tier, order: list[int]) -> None:
+    def remove(self, holder: WorkerRank, path: Path, size: int, tier: Tier, order: list[int]) -> None:
         last = prefixes(path)[-size:]
         gone = [last[place] for place in order if place < len(last)]
         missing = sum(one not in self.held[holder][tier] for one in gone)
@@ -59,7 +61,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
         self.held[holder][tier] -= set(gone)
 
     @rule(holder=HOLDERS)
-    def forget(self, holder: int) -> None:
+    def forget(self, holder: WorkerRank) -> None:
         self.index.forget(holder)
         self.held.pop(holder, None)
 
@@ -111,41 +113,41 @@ TestAgainstAPlainRecord = AgainstAPlainRecord.TestCase
 
 def test_a_holder_that_is_gone_is_in_no_match_and_leaves_nothing() -> None:
     index = KvIndex()
-    for holder in ("a", "b"):
+    for holder in (A, B):
         index.store(holder, None, named((1, 2, 3)))
-    index.store("a", named((1, 2, 3))[-1], named((1, 2, 3, 4))[3:])
-    index.forget("a")
-    assert index.find(named((1, 2, 3, 4))).device == {"b": 3}
+    index.store(A, named((1, 2, 3))[-1], named((1, 2, 3, 4))[3:])
+    index.forget(A)
+    assert index.find(named((1, 2, 3, 4))).device == {B: 3}
     assert not index.sweep()
     assert len(index) == 3
-    index.store("c", None, named((1, 2)))
-    assert index.find(named((1, 2, 3))).device == {"b": 3, "c": 2}
+    index.store(C, None, named((1, 2)))
+    assert index.find(named((1, 2, 3))).device == {B: 3, C: 2}
 
 
 def test_a_hole_ends_a_match_until_it_is_filled() -> None:
     index = KvIndex()
     blocks = named((1, 2, 3, 4))
-    index.store("a", None, blocks)
-    index.remove("a", blocks[1:2])
-    assert index.find(blocks).device == {"a": 1}
-    index.store("a", blocks[0], blocks[1:2])
-    assert index.find(blocks).device == {"a": 4}
+    index.store(A, None, blocks)
+    index.remove(A, blocks[1:2])
+    assert index.find(blocks).device == {A: 1}
+    index.store(A, blocks[0], blocks[1:2])
+    assert index.find(blocks).device == {A: 4}
 
 
 def test_what_was_found_stays_what_it_was() -> None:
     index = KvIndex()
     blocks = named((1, 2, 3))
-    for holder, depth in (("a", 1), ("b", 3), ("c", 2)):
+    for holder, depth in ((A, 1), (B, 3), (C, 2)):
         index.store(holder, None, blocks[:depth])
     found = index.find(blocks).device
-    index.forget("b")
+    index.forget(B)
     index.sweep()
-    index.store("d", None, blocks)
-    assert found and found == {"a": 1, "b": 3, "c": 2}
-    assert (len(found), found.get("d"), sorted(found), repr(found)) == (
+    index.store(D, None, blocks)
+    assert found and found == {A: 1, B: 3, C: 2}
+    assert (len(found), found.get(D), sorted(found), repr(found)) == (
         3,
         None,
-        ["a", "b", "c"],
+        [A, B, C],
         repr(dict(found)),
     )
     assert not index.find(named((9,))).device
@@ -154,7 +156,7 @@ def test_what_was_found_stays_what_it_was() -> None:
 def test_blocks_that_lie_elsewhere_are_refused() -> None:
     index = KvIndex()
     blocks = named((1, 2, 3))
-    index.store("a", None, blocks)
+    index.store(A, None, blocks)
     for parent, wrong in (
         (None, blocks[1:]),
         (blocks[2], blocks[:1]),
@@ -162,8 +164,8 @@ def test_blocks_that_lie_elsewhere_are_refused() -> None:
         (None, [8, blocks[2]]),
     ):
         with pytest.raises(Misplaced):
-            index.store("a", parent, wrong)
-    assert index.find(blocks).device == {"a": 3}
+            index.store(A, parent, wrong)
+    assert index.find(blocks).device == {A: 3}
     assert len(index) == 3
 
 
@@ -172,9 +174,9 @@ def test_blocks_that_lie_elsewhere_are_refused() -> None:
 def test_what_is_told_on_gives_the_same_index(paths: list[Path]) -> None:
     index = KvIndex()
     for number, path in enumerate(paths):
-        index.store("ab"[number % 2], None, named(path), Tier(number % 3))
+        index.store((A, B)[number % 2], None, named(path), Tier(number % 3))
     copy = KvIndex()
-    for holder in "ab":
+    for holder in (A, B):
         for tier, parent, blocks in index.held(holder):
             copy.store(holder, parent, blocks, tier)
     for path in paths:
@@ -183,41 +185,41 @@ def test_what_is_told_on_gives_the_same_index(paths: list[Path]) -> None:
 
 def test_who_comes_after_somebody_gone_is_not_taken_for_him() -> None:
     index = KvIndex()
-    index.store("a", None, [1])
-    assert index.find([1]).device == {"a": 1}
-    index.forget("a")
+    index.store(A, None, [1])
+    assert index.find([1]).device == {A: 1}
+    index.forget(A)
     while index.sweep():
         pass
-    index.store("b", None, [1])
-    assert index.find([1]).device == {"b": 1}
+    index.store(B, None, [1])
+    assert index.find([1]).device == {B: 1}
 
 
 def test_runs_that_are_split_while_somebody_gone_is_swept_out_are_swept_too() -> None:
     index = KvIndex()
     chains = [[10 * n + 1, 10 * n + 2, 10 * n + 3, 10 * n + 4] for n in range(40)]
     for chain in chains:
-        index.store("gone", None, chain)
-        index.store("stays", None, chain)
-    index.forget("gone")
+        index.store(GONE, None, chain)
+        index.store(STAYS, None, chain)
+    index.forget(GONE)
     index.sweep(20)
     for chain in chains:
-        index.remove("stays", chain[3:])
+        index.remove(STAYS, chain[3:])
     while index.sweep(20):
         pass
     for chain in chains:
-        index.store("new", None, chain[:3])
-        assert index.find(chain).device == {"stays": 3, "new": 3}
+        index.store(NEW, None, chain[:3])
+        assert index.find(chain).device == {STAYS: 3, NEW: 3}
 
 
 def test_what_comes_after_two_runs_that_are_joined_stays_where_it_is() -> None:
     index = KvIndex()
-    index.store("a", None, [1, 2, 3, 10])
-    index.store("a", 3, [20])
-    index.store("b", None, [1, 2])
-    index.remove("b", [1, 2])
-    assert index.remove("a", [10]) == 0
-    assert index.find([1, 2, 3, 20]).device == {"a": 4}
-    assert index.find([1, 2, 3, 10]).device == {"a": 3}
+    index.store(A, None, [1, 2, 3, 10])
+    index.store(A, 3, [20])
+    index.store(B, None, [1, 2])
+    index.remove(B, [1, 2])
+    assert index.remove(A, [10]) == 0
+    assert index.find([1, 2, 3, 20]).device == {A: 4}
+    assert index.find([1, 2, 3, 10]).device == {A: 3}
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.sets(st.integers(0, 7)))

@@ -147,7 +147,7 @@ def test_whoever_has_the_terms_and_the_pricing_can_reckon_the_cost(pricing: Pric
         "sharers",
         "weights",
     )
-    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    columns: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     scores = priced(pricing, size=len(rows), others=1.5, **columns)
     for place in range(len(rows)):
         t = scores.terms.at(place)

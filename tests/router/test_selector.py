@@ -61,7 +61,7 @@ class Router:
     def lade(self, worker: str, requests: int, rank: int = 0, owner: str = "") -> None:
         """Let a worker have requests in flight."""
         for number in range(requests):
-            name = (worker, rank, owner, number)
+            name = (f"{worker} {rank} {owner}", number)
             self.slots.add(name, WorkerRank(worker, "i1", rank), now=0.0, own_blocks=1, owner=owner)
 
     def cache(self, tokens: list[int], worker: str, rank: int = 0, tier: Tier = Tier.DEVICE) -> None:
