@@ -17,7 +17,7 @@ from controller.frontend.admission.queue import Line, QueuedRequest
 from controller.planner.plan import PlannerPolicy, Proposal
 from controller.planner.planner import Planner, PlannerOutlook
 from controller.planner.traffic import Minute, Traffic
-from controller.router.endpoints import Endpoint, EndpointTable, TableChange
+from controller.router.endpoints import EndpointTable, TableChange
 from controller.simulator.world.seams import Seams, Stored
 from events.decisions import (
     BreakerHalfOpened,
@@ -231,11 +231,11 @@ def _shown_as_settled(order: Order[Fleet]) -> Stored:
 class HealthAlone(EndpointTable):
     """Lets requests go wherever a worker is not dead."""
 
-    def absorb(self, fleet: Fleet) -> list[Endpoint]:
-        convicted = super().absorb(fleet)
+    def absorb(self, fleet: Fleet) -> TableChange:
+        change = super().absorb(fleet)
         for endpoint in self.endpoints.values():
             endpoint.weight = max(endpoint.weight, 0.1)
-        return convicted
+        return change
 
 
 class SparesServe(EndpointTable):

@@ -3,7 +3,8 @@
 import pytest
 from planted import PLANTED
 
-from controller.simulator.simulation import Violation, simulate
+from controller.simulator.checks.watch import Violation
+from controller.simulator.simulation import simulate
 
 pytestmark = pytest.mark.seeds
 
