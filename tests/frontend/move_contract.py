@@ -61,7 +61,11 @@ class EngineWorker(ScriptedWorker):
 
     async def start(self) -> ScriptedWorker:
         loop = asyncio.get_running_loop()
-        await self.engine.start(lambda out: loop.call_soon_threadsafe(self._take, out))
+
+        def deliver(out: list[tuple[int, Chunk]]) -> None:
+            loop.call_soon_threadsafe(self._take, out)
+
+        await self.engine.start(deliver)
         return await super().start()
 
     async def stop(self) -> None:
@@ -197,13 +201,8 @@ class Moving:
 
     async def answer(self, kit: Kit, stream: bool, **ask: Any) -> Any:
         """Return a whole answer, or all events of a stream, without what names the one request."""
-        ask = {
-            "model": "m",
-            "prompt": PROMPT,
-            "max_tokens": COUNT,
-            "temperature": 0,
-            "ignore_eos": True,
-        } | ask
+        usual: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
+        ask = {**usual, "temperature": 0, "ignore_eos": True, **ask}
         if stream:
             return [unnamed(e) for e in await kit.stream(stream_options={"include_usage": True}, **ask)]
         status, body, _ = await kit.post("/v1/completions", **ask)
@@ -278,7 +277,13 @@ class MoveContract(Moving):
     async def test_a_chat_has_one_role_one_choice_and_one_end(self, pair: Pair) -> None:
         seen, kit = [], pair.kit
         messages = [{"role": "user", "content": "hello"}]
-        ask = {"model": "m", "messages": messages, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+        ask: dict[str, Any] = {
+            "model": "m",
+            "messages": messages,
+            "max_tokens": COUNT,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         for cut in (0, 9):
             if cut:
                 pair.cut(cut, SLOWER_MAX)

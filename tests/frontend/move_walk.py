@@ -119,7 +119,7 @@ class Model:
     def clear(self) -> None:
         """The connection is gone, and all that hung on it."""
         for kept in (self.streams, self.reserved, self.inbox, self.outbox):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
 
 
 class Wire(asyncio.Transport):

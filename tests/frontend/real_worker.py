@@ -73,7 +73,7 @@ class RealWorker:
         config = WorkerConfig(name=self.name, instance=self.instance)
         self._worker = InferenceWorker(config, self.engine, self, None, channels=self.channels)  # type: ignore[arg-type]
         server = self._worker.server
-        self._deliver, server.deliver = server.deliver, self._watch  # type: ignore[method-assign]
+        self._deliver, server.deliver = server.deliver, self._watch
         self._generate, server.generate = server.generate, self._asked  # type: ignore[method-assign]
         self._reserve, server.reserve = server.reserve, self._reserved  # type: ignore[method-assign]
         self._running = asyncio.ensure_future(self._worker.run(asyncio.Event()))

@@ -42,7 +42,7 @@ async def midway(kit: Kit, bad: ScriptedWorker, good: ScriptedWorker, stream: bo
     await kit.add(good)
     kit.director.table.endpoints[(good.name, good.instance)].begin(requests=50)
     kit.tell(canary(CanaryPassed, bad))
-    ask = {"model": "m", "prompt": PROMPT, "max_tokens": 12}
+    ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 12}
     call = kit.stream(**ask) if stream else kit.post("/v1/completions", **ask)
     asking = asyncio.create_task(call)
     await until(lambda: bad.active)
@@ -173,7 +173,7 @@ async def test_every_choice_of_an_answer_is_named_as_it_was() -> None:
     bad = ScriptedWorker("w1", follow=corrupt, step_s=0.02)
     async with frontend(bad, on_corruption="error") as kit:
         kit.tell(canary(CanaryPassed, bad))
-        ask = {"model": "m", "prompt": PROMPT, "max_tokens": 30, "n": 2}
+        ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 30, "n": 2}
         asking = asyncio.create_task(kit.post("/v1/completions", **ask))
         endpoint = kit.director.table.endpoints[("w1", "i1")]
         await until(
@@ -251,7 +251,7 @@ async def test_a_conviction_that_came_together_with_the_next_life_names_those_of
         failed = canary(CanaryFailed, worker, reason="token_mismatch", confirmed=True, golden="agreed")
         kit.tell(  # one batch, as after an outage of the broker
             failed,
-            WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9),
+            WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=-9),
             replace(joined(worker), instance="i2"),
         )
         (fact,) = kit.said(RequestExposed)
@@ -446,8 +446,8 @@ def test_a_short_stint_has_no_marks_and_is_known_as_a_whole() -> None:
     served_span = ServedSpan("r", "m", 10, 1)
     for at in (1.0, 1.1, 1.2):
         served_span.add(at, 2)
-    assert served_span.marks is None
-    assert (served_span.since(0.5), served_span.since(1.1), served_span.since(1.3)) == (
+    assert (served_span.marks, served_span.since(0.5), served_span.since(1.1), served_span.since(1.3)) == (
+        None,
         (10, 15),
         (10, 15),
         None,

@@ -115,7 +115,7 @@ async def test_logprobs_are_not_promised_for_text() -> None:
     worker = TextWorker("w1", breaks=False)
     async with frontend() as kit:
         await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
-        asked = {"model": "m", "prompt": "a", "max_tokens": 4, "logprobs": 1}
+        asked: dict[str, Any] = {"model": "m", "prompt": "a", "max_tokens": 4, "logprobs": 1}
         status, body, _ = await kit.post("/v1/completions", **asked)
         assert (status, body["error"]["param"]) == (400, "logprobs")
         assert not worker.requests
@@ -168,7 +168,7 @@ async def test_what_came_as_tokens_is_told_as_text_to_an_engine_that_takes_only_
         await kit.add(first, engine="openai", exact=True)
         await kit.add(second, engine="openai", exact=False)  # type: ignore[arg-type]
         kit.director.table.endpoints[("w2", "i1")].begin()
-        ask = {"model": "m", "prompt": "tell:", "max_tokens": 50}
+        ask: dict[str, Any] = {"model": "m", "prompt": "tell:", "max_tokens": 50}
         if stream:
             text = text_of(await kit.stream(**ask))
         else:

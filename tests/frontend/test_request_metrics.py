@@ -32,7 +32,7 @@ async def test_metrics_show_no_last_answer_of_a_worker_that_went_before_anybody_
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         await kit.complete(PROMPT, 4)
-        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=-9))
         kit.health(worker, HealthStatus.DEAD, 0.0)
         assert 'worker_id="w1"' not in kit.director.render_metrics().decode()
 

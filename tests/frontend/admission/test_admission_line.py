@@ -167,11 +167,11 @@ STEPS = st.lists(
 @given(STEPS)
 def test_nobody_is_lost_or_served_twice_and_work_adds_up(steps: list[Step]) -> None:
     line: Line = Line()
-    waiting: dict[Placed, None] = {}
+    waiting: dict[QueuedRequest, None] = {}
     for number, (what, tier, client, work) in enumerate(steps):
         now = number * 0.01
         if what == "push":
-            one = place(str(number), tier, client, work, now, now + 0.3)
+            one: QueuedRequest = place(str(number), tier, client, work, now, now + 0.3)
             waiting[one] = None
             line.push(one)
         elif what == "serve":

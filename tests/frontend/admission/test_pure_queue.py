@@ -4,6 +4,7 @@ no effect on the others.
 
 from collections.abc import Iterable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,15 +17,15 @@ LINEAGES = (None, ("r1", "t"), ("r2", "t"))
 CLIENTS = ("a", "b", "c")
 
 
-def request(number: int, model: str = "m", **more: object) -> QueuedRequest:
-    return QueuedRequest(model, number=number, **more)  # type: ignore[arg-type]
+def request(number: int, model: str = "m", **more: Any) -> QueuedRequest:
+    return QueuedRequest(model, number=number, **more)
 
 
 def numbers(requests: Iterable[QueuedRequest]) -> list[int]:
     return [one.number for one in requests]
 
 
-def state(line: Line) -> object:
+def state(line: Line) -> tuple[list[int], list[float]]:
     """Return all that a line remembers of its requests, and what it answers."""
     kept = deepcopy(line)
     order = []
@@ -74,22 +75,15 @@ PLACED = st.tuples(
 )
 
 
-def placed(number: int, given: tuple[object, ...]) -> QueuedRequest:
+def placed(number: int, given: tuple[Any, ...]) -> QueuedRequest:
     model, lineage, tier, client, work, sent_back = given
     return request(
-        number,
-        model,
-        lineage=lineage,
-        tier=tier,
-        client=client,
-        work=work,
-        sent_back=sent_back,
-        latest=9.0,  # type: ignore[arg-type]
+        number, model, lineage=lineage, tier=tier, client=client, work=work, sent_back=sent_back, latest=9.0
     )
 
 
 @given(st.lists(PLACED, max_size=40), st.integers(1, 6))
-def test_its_bound_holds_for_each_model_over_all_lines(given: list[tuple[object, ...]], most: int) -> None:
+def test_its_bound_holds_for_each_model_over_all_lines(given: list[tuple[Any, ...]], most: int) -> None:
     queue = Queue(most)
     counts = dict.fromkeys(MODELS, 0)
     for number, one in enumerate(given):
@@ -108,7 +102,7 @@ def test_its_bound_holds_for_each_model_over_all_lines(given: list[tuple[object,
 
 @given(st.lists(PLACED, min_size=1, max_size=30), st.data())
 def test_a_request_that_is_withdrawn_leaves_no_trace(
-    given: list[tuple[object, ...]], data: st.DataObject
+    given: list[tuple[Any, ...]], data: st.DataObject
 ) -> None:
     """The queue answers as if it had never arrived, except for the turn among clients with equal accounts."""
     gone = data.draw(st.integers(0, len(given) - 1))
@@ -126,8 +120,8 @@ def test_a_request_that_is_withdrawn_leaves_no_trace(
         assert numbers(queue.sent_back(model)) == numbers(never.sent_back(model))
         for lineage in LINEAGES:
             ours, others = queue.line(model, lineage), never.line(model, lineage)
-            order, before = state(ours)  # type: ignore[misc]
-            expected, expected_before = state(others)  # type: ignore[misc]
+            order, before = state(ours)
+            expected, expected_before = state(others)
             assert sorted(order) == sorted(expected)
             assert tiers(made, order) == sorted(tiers(made, order)), "the best tier first"
             assert before == pytest.approx(expected_before)

@@ -3,15 +3,16 @@
 import pytest
 
 from benchmarks.failures import exact
+from benchmarks.serving.inside import METHODS
 
 
-@pytest.mark.parametrize("method", exact.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 async def test_sampled_streams_that_move_twice_are_the_undisturbed_ones(method: str) -> None:
     found = await exact.sampling(exact.simulated, method, 32, seed=5)
     assert (found["identical"], found["moved"], found["wrong"]) == (32, 32, 0), found
 
 
-@pytest.mark.parametrize("method", exact.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 async def test_an_engine_goes_on_with_what_another_one_has_begun(method: str) -> None:
     found = await exact.continuation(exact.simulated, method, 32, 3, seed=5)
     assert (found["cuts"], found["wrong"], found["blocks kept"]) == (96, 0, 0), found

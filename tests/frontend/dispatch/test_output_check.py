@@ -14,7 +14,7 @@ from events.observations import RequestMigrated
 from events.wire import Chunk, Generate, Logprob
 
 PROMPT, COUNT = [300, 301], 9
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "streamed by table": {"stream": True},
     "streamed through a detokenizer": {"stream": True, "stop": ["never said"]},
     "streamed with logprobs": {"stream": True, "logprobs": 1},

@@ -101,6 +101,7 @@ def generation_of(
         tier=tier,
     )
     live = director.driver.open(Choice(request, Silent()))  # type: ignore[arg-type]
+    assert isinstance(live, RequestSink)
     barred = frozenset((worker, worker.replace("w", "i")) for worker in tried)
     live.state = structs.replace(live.state, tried=barred)
     return live
@@ -297,7 +298,7 @@ async def test_requests_that_cannot_be_planned_for_together_go_on_one_by_one() -
     plane.open, plane.cancel = lambda *_: 1, lambda *_: None  # type: ignore[attr-defined]
     lives = [generation_of(director, 100) for _ in range(2)]
     lose(director, lives)
-    plane.load = {}.__getitem__  # type: ignore[method-assign]  # a mistake of ours, which only the plan makes
+    plane.load = dict[str, Load]().__getitem__  # type: ignore[assignment, method-assign]  # a mistake of ours, which only the plan makes
     await asyncio.sleep(0)
     assert all(live.endpoint is not None for live in lives)
 

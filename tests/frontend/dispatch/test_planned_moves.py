@@ -152,7 +152,7 @@ async def test_b16_a_crash_is_a_replay_of_the_tokens_that_the_frontend_has_itsel
         assert (fact.method, fact.cause, fact.target) == ("reprefill", "disconnected", "w2")
         (request,) = p.target.requests
         assert request.tokens == PROMPT + undisturbed(PROMPT, fact.tokens) and fact.tokens >= 3
-        assert p.target.reservations == p.source.shipments == [], "nothing is asked of a dead worker"
+        assert (p.target.reservations, p.source.shipments) == ([], []), "nothing is asked of a dead worker"
 
 
 async def test_a_wish_to_move_that_came_after_its_deadline_moves_nobody() -> None:

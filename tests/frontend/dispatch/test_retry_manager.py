@@ -18,9 +18,10 @@ from controller.frontend.driver import RequestSink
 from controller.frontend.errors import CODES
 from controller.frontend.request.events import AttemptFailed, Judged, Launched, Resumed, Sent, Woken
 from controller.frontend.request.failures import KINDS, PLANNED, Failure, Suspicion
-from controller.frontend.request.state import AnswerProgress, RequestState, RequestTerms, Server, refusal
+from controller.frontend.request.state import AnswerProgress, RequestState, RequestTerms, refusal
 from controller.frontend.request.step import step
 from controller.ports import RequestPlane, Sink, WorkerUnreachable
+from controller.router.endpoints import Server
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated
 from events.wire import Chunk, Generate
 
@@ -40,12 +41,13 @@ def broken(name: str, after: int) -> ScriptedWorker:
 
 async def stream(kit: Kit, **more: Any) -> list[dict[str, Any]]:
     """Ask for the answer as a stream."""
-    return await kit.stream(**({"model": "m", "prompt": PROMPT, "max_tokens": COUNT} | more))
+    ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, **more}
+    return await kit.stream(**ask)
 
 
 async def failed(kit: Kit, **more: Any) -> tuple[int, dict[str, Any]]:
     """Ask for an answer that cannot be given; return the status and the error."""
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "stream": True} | more
+    body: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "stream": True} | more
     status, body, _ = await kit.post("/v1/completions", **body)
     return status, body["error"]
 
@@ -105,6 +107,7 @@ async def test_the_first_dispatch_cannot_be_made_and_the_next_succeeds() -> None
     ) as kit:  # a connection that cannot be made is free of charge
         await first_goes_to(kit, first, other)
         plane = kit.world.plane
+        assert isinstance(plane, Unmade)
         plane.broken.add("w1")
         assert text_of(await stream(kit)) == EXACT
         assert (plane.refused, first.requests) == (["w1"], [])
@@ -349,7 +352,9 @@ async def test_a_request_that_was_moved_on_purpose_and_finds_nobody_ends_with_an
         await first_goes_to(kit, source, other)
         asking = asyncio.create_task(stream(kit, max_tokens=400))
         await until(lambda: any(g.state.has_output for g in kit.running("w1")))
-        kit.world.plane.broken |= {"w1", "w2"}  # nobody can be sent anything from now on
+        plane = kit.world.plane
+        assert isinstance(plane, Unmade)
+        plane.broken |= {"w1", "w2"}  # nobody can be sent anything from now on
         kit.tell(MoveRequested(worker="w1", instance="i1", by="test"))
         events = await asyncio.wait_for(asking, 20)
         assert events[-1]["error"]["code"] == "no_worker"
@@ -485,7 +490,7 @@ async def test_with_no_token_left_the_answer_is_whole() -> None:
 
 
 async def test_the_booking_of_a_failed_attempt_is_released_before_the_next_dispatch() -> None:
-    first, booked = failing("w1", "error"), []
+    first, booked = failing("w1", "error"), list[tuple[float, float, int]]()
 
     def follow(tokens: Sequence[int]) -> int:
         endpoint = kit.director.table.endpoints[("w1", "i1")]
@@ -549,7 +554,8 @@ def asked(chat: bool) -> tuple[str, dict[str, Any]]:
 
 
 def content(choice: dict[str, Any]) -> str:
-    return choice["text"] if "text" in choice else choice["message"]["content"]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
 
 
 @pytest.mark.parametrize("as_stream", [True, False], ids=["stream", "unary"])
@@ -565,13 +571,13 @@ async def test_the_matrix(limit: int, cap: int | None, end: str, chat: bool, as_
         else {"how": "error", "error": "engine_shutdown: the worker leaves"}
     )
     goes_on = asyncio.Event()
-    first, other = failing("w1", after=5, hold=goes_on, **how), ScriptedWorker("w2")  # type: ignore[arg-type]
+    first, other = failing("w1", after=5, hold=goes_on, **how), ScriptedWorker("w2")
     path, body = asked(chat)
     survives = limit > 0 and cap != 1
     async with frontend(migration_limit=limit, migration_max_seq_len=cap) as kit:
         await first_goes_to(kit, first, other)
         ask = kit.stream if as_stream else kit.post
-        asking: asyncio.Task[Any] = asyncio.create_task(ask(path, max_tokens=COUNT, **body))  # type: ignore[arg-type]
+        asking: asyncio.Task[Any] = asyncio.create_task(ask(path, max_tokens=COUNT, **body))
         await until(lambda: any(one.stats.counted == 5 for one in kit.running("w1")))
         goes_on.set()  # the beginning is with the client when the end comes
         if as_stream:

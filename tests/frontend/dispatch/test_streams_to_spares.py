@@ -30,7 +30,7 @@ class Lost:
     async def stream(self, count: int) -> None:
         """Begin so many streams, and return when all of them have tokens."""
         for _ in range(count):
-            ask = {"model": "m", "prompt": PROMPT, "max_tokens": 400}
+            ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 400}
             self.asked.append(asyncio.create_task(self.kit.stream(**ask)))
         await until(lambda: len(self.source.running) == count)
         running = self.source.running

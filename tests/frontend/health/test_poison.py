@@ -154,7 +154,11 @@ def test_a_newcomer_goes_to_others_while_a_suspect_is_tried(bench: Bench) -> Non
     bench.fall(first, (suspect, bench.send(suspect, first)))
     bench.send(suspect, second)
     where = bench.it.where(newcomer)
-    assert where is not None and (where.avoid, where.endpoint, where.waits) == ({second.key}, None, False)
+    assert where is not None and (where.avoid, where.endpoint, where.waits) == (
+        frozenset({second.key}),
+        None,
+        False,
+    )
     bench.it.read(suspect, first.key)
     assert bench.it.where(newcomer) is None, "it is none any more"
 

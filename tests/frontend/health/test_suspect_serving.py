@@ -22,7 +22,8 @@ def adopt(kit: Kit, *, keep_last: bool = True) -> None:
 
 def evidence(worker: ScriptedWorker) -> CanaryFailed:
     found = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
-    return canary(CanaryFailed, worker, **found)
+    fact: CanaryFailed = canary(CanaryFailed, worker, **found)
+    return fact
 
 
 def keep(kit: Kit, worker: ScriptedWorker, weight: float | None = 1.0) -> None:

@@ -70,7 +70,10 @@ class Maker:
         )
         values = [low, high, 0, 0.5, 1e-300, self.dice.uniform(max(low, -9.0), min(high, 9.0))]
         open_below = "exclusiveMinimum" in schema
-        return self.dice.choice([n for n in values if low <= n <= high and not (open_below and n == low)])
+        number: float = self.dice.choice(
+            [n for n in values if low <= n <= high and not (open_below and n == low)]
+        )
+        return number
 
     def _string(self, schema: Mapping[str, Any], depth: int) -> str:
         if "pattern" in schema:

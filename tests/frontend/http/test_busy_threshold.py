@@ -52,7 +52,7 @@ async def test_what_is_set_holds_for_the_next_request() -> None:
     worker = ScriptedWorker("w1", kv_used=60)
     async with frontend(worker, admission_control="token-capacity") as kit:
         await until(lambda: (load := kit.plane.load("w1")) is not None and load.kv_used == 60)
-        ask = {"model": "m", "prompt": [300], "max_tokens": 2}
+        ask: dict[str, Any] = {"model": "m", "prompt": [300], "max_tokens": 2}
         assert (await kit.post("/v1/completions", **ask))[0] == 200
         await post(kit, model="m", active_decode_blocks_threshold=0.5)
         fold(kit)

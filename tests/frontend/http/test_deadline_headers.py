@@ -27,11 +27,15 @@ async def full(**settings: Any) -> AsyncIterator[tuple[Kit, ScriptedWorker, Call
     async with frontend(worker, **ON, **settings) as kit:
         taken = [asyncio.create_task(ask(kit, {}, 4000)) for _ in range(8)]
         await until(lambda: worker.active == 8)
-        try:
-            yield kit, worker, lambda: [task.cancel() for task in taken] and None
-        finally:
+
+        def free() -> None:
             for task in taken:
                 task.cancel()
+
+        try:
+            yield kit, worker, free
+        finally:
+            free()
             await asyncio.gather(*taken, return_exceptions=True)
             await until(lambda: not worker.active)
 

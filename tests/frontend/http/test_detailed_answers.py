@@ -17,7 +17,7 @@ from workers.engines.simulated.sequence import PROMPT_LOGPROBS_MAX
 
 PROMPT = [300, 301, 302, 1500]
 TEXT = TOKENS.decode(PROMPT)
-USUAL = {"model": "m", "temperature": 0, "ignore_eos": True, "max_tokens": 6}
+USUAL: dict[str, Any] = {"model": "m", "temperature": 0, "ignore_eos": True, "max_tokens": 6}
 
 
 async def whole(kit: Kit, path: str = "/v1/completions", **ask: Any) -> dict[str, Any]:
@@ -107,8 +107,8 @@ async def test_nothing_but_the_prompt_is_generated_where_nothing_else_is_wanted(
 
 async def test_an_answer_that_needs_no_generation_ends_well_although_its_first_token_ends_it() -> None:
     async with simulated() as kit:
-        ask = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "logprobs": 1, "ignore_eos": False}
-        body = await whole(kit, **ask, logit_bias={str(EOS): 100})
+        ask: dict[str, Any] = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "logprobs": 1}
+        body = await whole(kit, **ask, ignore_eos=False, logit_bias={str(EOS): 100})
         assert body["choices"][0]["text"] == TEXT
         assert body["choices"][0]["finish_reason"] == "length"
 
@@ -264,8 +264,8 @@ async def test_logprobs_0_are_those_of_the_chosen_tokens(stream: bool) -> None:
 
 async def test_logprobs_may_name_tokens_by_their_ids() -> None:
     async with simulated() as kit:
-        ask = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        choice = (await whole(kit, **ask))["choices"][0]
+        ask: dict[str, Any] = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True}
+        choice = (await whole(kit, **ask, return_tokens_as_token_ids=True))["choices"][0]
         ids = [f"token_id:{token}" for token in choice["token_ids"]]
         assert choice["logprobs"]["tokens"] == ids
         assert all(
@@ -284,7 +284,7 @@ async def test_logprobs_may_name_tokens_by_their_ids() -> None:
 # --- all of it together
 
 
-WANTED = {
+WANTED: dict[str, dict[str, Any]] = {
     "echo": {"echo": True},
     "ids": {"return_token_ids": True},
     "logprobs": {"logprobs": 2},
@@ -339,6 +339,7 @@ async def test_the_official_client_is_pleased() -> None:
             extra_body={"return_token_ids": True, "min_p": 0.5},
         )
         chunks = [chunk async for chunk in stream]
-        ids = [token for chunk in chunks for one in chunk.choices for token in one.model_extra["token_ids"]]
+        more = [one.model_extra or {} for chunk in chunks for one in chunk.choices]
+        ids = [token for extra in more for token in extra["token_ids"]]
         assert ids == [300] * 3
         assert json.loads(chunks[-1].to_json())["usage"]["completion_tokens"] == 3

@@ -4,15 +4,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
+import pytest
 from frontend_kit import Kit, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.openai.text.tokenizer import Tokens, ready_tokens
 
 COMMENT = b": waiting for the first token\n"
-BODY = {"model": "m", "prompt": [300, 301], "max_tokens": 3}
+BODY: dict[str, Any] = {"model": "m", "prompt": [300, 301], "max_tokens": 3}
 
 
 def held(how: str = "finish", after: int = 0) -> tuple[ScriptedWorker, asyncio.Event]:
@@ -62,20 +64,20 @@ async def test_an_error_after_the_head_is_an_event_of_the_stream() -> None:
         assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "engine_error"
 
 
-async def test_comments_are_repeated_and_can_be_turned_off() -> None:
+@pytest.mark.parametrize(("every_s", "comments"), [(15.0, 3), (0.0, 0)])
+async def test_comments_are_repeated_and_can_be_turned_off(every_s: float, comments: int) -> None:
     """`--early-head 0`: nothing is sent before the first token, and an error keeps its status."""
-    for every_s, comments in ((15.0, 3), (0.0, 0)):
-        worker, hold = held()
-        async with frontend(worker, migration_limit=0, stream={"early_head_s": every_s}) as kit:
-            asked = kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True})
-            request = asyncio.ensure_future(asked)
-            await until(lambda worker=worker: worker.active)
-            for number in range(1, 7):  # in steps of 8 s: 16, 32 and 48 s
-                kit.api.openai.check(kit.director.now() + 8.0 * number)
-            hold.set()
-            response = await request
-            assert response.status == (200 if comments else 500)
-            assert (await response.read()).count(COMMENT.strip()) == comments
+    worker, hold = held()
+    async with frontend(worker, migration_limit=0, stream={"early_head_s": every_s}) as kit:
+        asked = kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True})
+        request = asyncio.ensure_future(asked)
+        await until(lambda: worker.active)
+        for number in range(1, 7):  # in steps of 8 s: 16, 32 and 48 s
+            kit.api.openai.check(kit.director.now() + 8.0 * number)
+        hold.set()
+        response = await request
+        assert response.status == (200 if comments else 500)
+        assert (await response.read()).count(COMMENT.strip()) == comments
 
 
 @asynccontextmanager

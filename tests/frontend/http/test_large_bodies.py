@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from typing import Any
 
 import psutil
 import pytest
@@ -101,7 +102,12 @@ async def test_a_body_is_refused_while_it_arrives() -> None:
 @pytest.mark.parametrize("count", [10, 3000])
 async def test_a_chat_of_many_messages_means_the_same_in_a_process_of_its_own(count: int) -> None:
     async with frontend(ScriptedWorker()) as kit:
-        body = {**CHAT, "messages": [{"role": "user", "content": "a"}] * count, "max_tokens": 4, "n": 1}
+        body: dict[str, Any] = {
+            **CHAT,
+            "messages": [{"role": "user", "content": "a"}] * count,
+            "max_tokens": 4,
+            "n": 1,
+        }
         status, answer, _ = await kit.post("/v1/chat/completions", **body)
         assert len(parsers()) == (count > 1000)
         assert (status, answer.get("error", {}).get("code")) in (
@@ -118,7 +124,7 @@ async def test_an_invalid_large_body_is_refused_like_a_small_one() -> None:
             ({"best_of": 3}, "unsupported_parameter", "best_of"),
             ({"seed": 10**30}, "invalid_value", "seed"),
         ):
-            body = {**CHAT, "messages": [BIG] * 2000, **more}
+            body: dict[str, Any] = {**CHAT, "messages": [BIG] * 2000, **more}
             status, answer, _ = await kit.post("/v1/chat/completions", **body)
             error = answer["error"]
             assert (status, error["code"], error["param"]) == (400, code, param)
@@ -166,8 +172,9 @@ async def test_a_parser_that_dies_is_replaced_and_one_that_is_too_slow_is_killed
             await asyncio.sleep(pause_s)
             assert (await intake.parsed("completions", body)).model == "m"
             assert parsers() != [process]
-        pipe = intake._parsers._processes[0]._process.stdin
-        pipe.transport.close()  # as uvloop closes it where the process has died and is not waited for yet
+        process = intake._parsers._processes[0]._process
+        assert process is not None and process.stdin is not None
+        process.stdin.transport.close()  # as uvloop closes it where the process has died and is not waited for yet
         assert (await intake.parsed("completions", body)).model == "m"
         with pytest.raises(Exception, match=r"not parsed within 0\.01 s"):
             await hurried.parsed("completions", body)

@@ -120,6 +120,11 @@ def panic(world: Frontend) -> None:
     world.plane.gone.add("b")
 
 
+def another_joins(world: Frontend) -> None:
+    world.plane.gone.add("b")
+    world.join("a", "b", "c")
+
+
 FACTS: dict[str, tuple[Callable[[Frontend], Any], str]] = {
     "the fleet takes it out": (lambda world: setattr(world.endpoint("a"), "weight", 0.0), "b"),
     "its breaker opens": (lambda world: world.fail("a"), "b"),
@@ -128,7 +133,7 @@ FACTS: dict[str, tuple[Callable[[Frontend], Any], str]] = {
     "others load it": (lambda world: world.plane.loads.update(a=BUSY), "b"),
     "it is full": (lambda world: setattr(world.endpoint("a").kept, "requests", 10_000), "b"),
     "it leaves": (lambda world: world.join("b"), "b"),
-    "another one joins": (lambda world: [world.plane.gone.add("b"), world.join("a", "b", "c")], "a c"),
+    "another one joins": (another_joins, "a c"),
     "everybody has failed": (panic, "a"),
     "nobody is left": (lambda world: world.plane.gone.update("ab"), "NoneReachable"),
 }

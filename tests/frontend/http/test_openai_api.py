@@ -7,6 +7,7 @@ import json
 import socket
 from collections import deque
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -596,10 +597,14 @@ async def test_who_came_first_is_served_first() -> None:
     worker = ScriptedWorker(acts=deque([Act(after=0, how="error", error="invalid_request: x", hold=hold)]))
     async with frontend(worker, admission=AdmissionSettings(inflight_max=1)) as kit:
         asking = []
+
+        def there(waiting: int) -> bool:
+            return kit.director.admission.queued("m") == waiting and worker.active > 0
+
         for number in range(8):
             ask = kit.post("/v1/completions", model="m", prompt=[300 + number], max_tokens=2)
             asking.append(asyncio.create_task(ask))
-            await until(lambda n=number: kit.director.admission.queued("m") == n and worker.active)
+            await until(partial(there, number))
         hold.set()
         await asyncio.gather(*asking)
         assert [request.tokens[0] for request in worker.requests] == [300 + n for n in range(8)]
@@ -676,7 +681,7 @@ async def test_unknown_model_and_nobody_in_service_are_told_apart() -> None:
 async def test_a_model_whose_workers_have_all_died_is_not_unknown() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
-        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=-9))
         kit.health(worker, HealthStatus.DEAD, 0.0)
         status, body, headers = await ask_as(kit, None)
         assert (status, body["error"]["code"]) == (503, "no_routable_worker")
@@ -689,7 +694,7 @@ async def test_a_models_requests_are_counted_on_when_its_workers_have_been_away(
     ends = ("model", "endpoint", "request_type", "status", "error_type")
     async with frontend(ScriptedWorker()) as kit:
         await kit.complete(PROMPT, 2)
-        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=-9))
         kit.health(kit.workers[0], HealthStatus.DEAD, 0.0)
         assert (await ask_as(kit, None))[0] == 503
         await kit.add(ScriptedWorker("w2"))
@@ -707,7 +712,7 @@ async def test_the_last_worker_dies_while_the_prompt_is_read() -> None:
         await kit.add(worker, context_tokens=1_000_000)
         asking = asyncio.create_task(kit.post("/v1/completions", model="m", prompt="hello " * 40_000))
         await until(lambda: 'active_requests{model="m"} 1.0' in kit.director.render_metrics().decode())
-        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=-9))
         kit.health(worker, HealthStatus.DEAD, 0.0)
         status, body, _ = await asking
         assert (status, body["error"]["code"]) == (503, "no_routable_worker")
@@ -720,7 +725,7 @@ async def test_metrics_show_nothing_of_workers_that_are_gone() -> None:
         kit.director.table.endpoints[("w1", "i1")].begin()
         assert kit.counted("dynamo_frontend_inflight_requests", "model") == {("m",): 1}
         assert 'worker_id="w1"' in kit.director.render_metrics().decode()
-        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=-9))
         kit.health(worker, HealthStatus.DEAD, 0.0)
         assert kit.counted("dynamo_frontend_inflight_requests", "model") == {}
         assert 'worker_id="w1"' not in kit.director.render_metrics().decode()

@@ -7,9 +7,13 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 from frontend_kit import TOKENS, Kit, frontend
+from openai.types.chat import ChatCompletionMessageParam
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
-MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+MESSAGES: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+]
 CHAT = TOKENS.encode("system: be brief\nuser: hi\nassistant:", special=False)
 
 

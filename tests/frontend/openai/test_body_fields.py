@@ -89,9 +89,11 @@ def test_however_many_are_unknown_the_warning_stays_short() -> None:
 
 @pytest.mark.parametrize("calls", [{"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}])
 def test_an_assistants_message_with_calls_needs_no_content(calls: dict[str, Any]) -> None:
-    for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
+    contents: list[dict[str, Any]] = [{}, {"content": None}, {"content": ""}, {"content": []}]
+    for content in contents:
         messages = [*CHAT["messages"], {"role": "assistant", **content, **calls}]
-        assert parse_any_chat(CHAT | {"messages": messages}).messages[1] == {
+        parsed = parse_any_chat(CHAT | {"messages": messages}).messages
+        assert parsed is not None and parsed[1] == {
             "role": "assistant",
             "content": "",
             **calls,

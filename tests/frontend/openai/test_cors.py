@@ -14,7 +14,7 @@ ALLOWED = "Access-Control-Allow-Origin"
 async def allowed(
     kit: Kit, origin: str, method: str = "POST", path: str = "/v1/chat/completions", **more: Any
 ) -> str | None:
-    body = {} if method in ("GET", "OPTIONS") else {"json": CHAT}
+    body: dict[str, Any] = {} if method in ("GET", "OPTIONS") else {"json": CHAT}
     headers = {"Origin": origin, **more}
     async with kit.http.request(method, kit.url + path, headers=headers, **body) as answer:
         await answer.read()

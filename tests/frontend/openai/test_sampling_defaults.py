@@ -131,7 +131,6 @@ def test_workers_and_frontends_of_0_2_0_read_the_longer_frames() -> None:
         read = msgspec.msgpack.decode(msgspec.msgpack.encode(longer), type=older)
         assert [getattr(read, name) for name, _ in fields] == [getattr(longer, name) for name, _ in fields]
         back = msgspec.msgpack.decode(msgspec.msgpack.encode(read), type=type(longer))
-        assert getattr(back, names[-1]) == getattr(
-            type(longer)(*([0] if "max_tokens" in names else [])), names[-1]
-        )
+        usual = Sampling(0) if isinstance(longer, Sampling) else Load()
+        assert getattr(back, names[-1]) == getattr(usual, names[-1])
     assert Beat("idle", 0.0).load.closed_s == 0.0

@@ -18,10 +18,10 @@ from controller.frontend.request.state import (
     OnCorruption,
     RequestState,
     RequestTerms,
-    Server,
 )
 from controller.frontend.request.step import PAUSE_S, SUSPECT_PAUSE_S, Next, step
 from controller.migration import live
+from controller.router.endpoints import Server
 
 A, B, C = (Server((name, "1")) for name in "abc")
 BROKE, ERRED, DRAINS = Failure("disconnected", ""), Failure("engine_error", "E"), Failure("drain", "")

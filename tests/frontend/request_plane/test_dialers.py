@@ -9,7 +9,7 @@ from controller.adapters.request_plane.dialers import TcpConnection
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.ports import WorkerUnreachable
 from events import wire
-from events.wire import Cancel, Chunk, Generate, Hello, Sampling, Stay, Welcome
+from events.wire import Cancel, Chunk, Generate, Hello, Proof, Sampling, Stay, Welcome
 
 
 class Socket(asyncio.Transport):
@@ -82,7 +82,7 @@ async def test_what_one_turn_says_is_one_write_in_its_order() -> None:
     await asyncio.sleep(0)
     (said,) = socket.frames
     assert [type(frame) for frame in said] == [Generate, Generate, Generate, Cancel, Stay]
-    assert [frame.stream for frame in said if not isinstance(frame, Hello)] == [1, 2, 3, 2, 3]
+    assert [frame.stream for frame in said if not isinstance(frame, Hello | Proof)] == [1, 2, 3, 2, 3]
 
 
 async def test_where_turns_say_one_thing_each_nothing_waits_for_their_end() -> None:

@@ -65,7 +65,7 @@ async def vanish(worker: ScriptedWorker) -> None:
 
 
 async def stream(kit: Kit, **more: Any) -> list[dict[str, Any]]:
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
+    body: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
     return await kit.stream(**(body | more))
 
 

@@ -58,7 +58,7 @@ def connection_with(*streams: int) -> tuple[WorkerConnection, list[object]]:
     tell(connection, Welcome("w0", "i1", "m"))
     for stream in streams:
         request = Generate(0, "r", [1], 1, Sampling(max_tokens=64))
-        connection.open(stream, request, Ear(heard, stream))  # type: ignore[arg-type]
+        connection.open(stream, request, Ear(heard, stream))
     return connection, heard
 
 
@@ -112,7 +112,7 @@ async def test_one_streams_tokens_may_end_another_of_the_same_read() -> None:
             super().take(chunk)
             connection.cancel(2, "gone")
 
-    connection.open(1, Generate(0, "r", [1], 1, Sampling(max_tokens=64)), Selfish(heard, 1))  # type: ignore[arg-type]
+    connection.open(1, Generate(0, "r", [1], 1, Sampling(max_tokens=64)), Selfish(heard, 1))
     tell(connection, Step([Chunk(1, [5]), Chunk(2, [7])]))
     assert heard == [(1, [5], None), (1, "flush")] and connection.late == 1
 

@@ -108,8 +108,13 @@ def test_equals_take_turns() -> None:
 
 
 def test_room_for_a_request_is_found_without_a_look_at_everybody() -> None:
-    endpoints, looks = [endpoint(f"w{n}") for n in range(1000)], []
-    known = rules(Links(heard=lambda w: looks.append(w) or True))
+    endpoints, looks = [endpoint(f"w{n}") for n in range(1000)], list[str]()
+
+    def heard(worker: str) -> bool:
+        looks.append(worker)
+        return True
+
+    known = rules(Links(heard=heard))
     picker = Picker()
     found = [picker.room(endpoints, known).worker for _ in range(5)]
     assert len(set(found)) == 5
@@ -139,7 +144,8 @@ def drawn(dice: Random) -> tuple[list[Endpoint], Any]:
 
 def outcome(find: Any, endpoints: list[Endpoint], rules: Any) -> str:
     try:
-        return find(endpoints, rules).worker
+        found: Endpoint = find(endpoints, rules)
+        return found.worker
     except NoWorker as error:
         return type(error).__name__
 

@@ -198,7 +198,7 @@ async def test_a_worker_that_is_gone_is_forgotten() -> None:
         await one.stop()
         kit.tell(replace(joined(one), instance="i2", url="tcp://127.0.0.1:1"))
         assert scheduler.state.guessed == 0
-        assert ("w1", "i1", 0) not in scheduler.slots.holders
+        assert WorkerRank("w1", "i1", 0) not in scheduler.slots.holders
 
 
 # --- what clients may wish, and be told -------------------------------------------------------------------------

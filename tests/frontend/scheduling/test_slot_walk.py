@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Hashable
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -13,7 +12,7 @@ from frontend_kit import Kit, counted_are_there, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.errors import internal
-from controller.router.load.active_sequences import ActiveSequences, RankWork
+from controller.router.load.active_sequences import ActiveSequences, RankWork, RequestId
 from events.decisions import HealthStatus
 from events.observations import RequestMigrated
 
@@ -26,17 +25,17 @@ class Books:
     """Counts how often each slot is given and freed."""
 
     def __init__(self, slots: ActiveSequences) -> None:
-        self.given: Counter[Hashable] = Counter()
-        self.freed: Counter[Hashable] = Counter()
+        self.given: Counter[RequestId] = Counter()
+        self.freed: Counter[RequestId] = Counter()
         self.slots = slots
         self._add, self._free = slots.add, slots.free
         slots.add, slots.free = self.add, self.free  # type: ignore[method-assign]
 
-    def add(self, request: Hashable, *what: Any, **more: Any) -> bool:
+    def add(self, request: RequestId, *what: Any, **more: Any) -> bool:
         self.given[request] += 1
         return self._add(request, *what, **more)
 
-    def free(self, request: Hashable, *, now: float) -> bool:
+    def free(self, request: RequestId, *, now: float) -> bool:
         self.freed[request] += 1
         return self._free(request, now=now)
 

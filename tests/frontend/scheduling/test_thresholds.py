@@ -1,6 +1,7 @@
 """Admission by thresholds (seed 003), off unless it is asked for: a busy worker gets nothing new; where all are, nobody waits."""
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -33,11 +34,13 @@ def rejections(kit: Kit) -> dict[tuple[str, ...], float]:
 
 async def seen_full(kit: Kit, *workers: ScriptedWorker) -> None:
     """Wait until the workers have said how full they are."""
+
+    def says(name: str, used: int) -> bool:
+        load = kit.plane.load(name)
+        return load is not None and load.kv_used == used
+
     for worker in workers:
-        used = worker.kv_used
-        await until(
-            lambda w=worker, n=used: (load := kit.plane.load(w.name)) is not None and load.kv_used == n
-        )  # type: ignore[misc]
+        await until(partial(says, worker.name, worker.kv_used))
 
 
 async def test_without_the_switch_nobody_is_rejected_by_load() -> None:

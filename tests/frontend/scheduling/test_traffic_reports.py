@@ -186,7 +186,12 @@ def test_nothing_that_came_is_lost_or_told_of_twice(came: list[tuple[float, int]
 
 
 async def ask(kit: Kit, **more: Any) -> int:
-    body = {"model": "m", "prompt": [300, 301, 302], "max_tokens": 12, "ignore_eos": True} | more
+    body: dict[str, Any] = {
+        "model": "m",
+        "prompt": [300, 301, 302],
+        "max_tokens": 12,
+        "ignore_eos": True,
+    } | more
     return (await kit.post("/v1/completions", **body))[0]
 
 

@@ -36,7 +36,7 @@ def source(family: str) -> str:
 
 def ours(family: str) -> dict[str, str | None]:
     """Return what the product makes of each conversation, from the body of a request on."""
-    template, made = ChatTemplate(source(family), SPECIALS), {}
+    template, made = ChatTemplate(source(family), SPECIALS), dict[str, str | None]()
     for name, conversation in CONVERSATIONS.items():
         body = {"model": "m", "messages": conversation["messages"]}
         if "tools" in conversation:
@@ -97,7 +97,7 @@ def theirs(family: str) -> dict[str, str | None]:
 
 def for_templates(message: dict[str, Any], family: str) -> dict[str, Any]:
     """Return a message of the API as vLLM's chat endpoint hands it to a template."""
-    plain = {**message, "content": message["content"] or ""}
+    plain: dict[str, Any] = {**message, "content": message["content"] or ""}
     if isinstance(plain["content"], list) and family not in PARTS:
         plain["content"] = "\n".join(part["text"] for part in plain["content"])
     if isinstance(plain["content"], str) and family == "smolvlm_parts_only":

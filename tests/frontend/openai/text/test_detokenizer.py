@@ -200,15 +200,18 @@ def test_what_is_made_once_for_all_answers_is_what_each_of_them_would_make(chat:
                 body["usage"] = last
             return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
-        goes_on = {"logprobs": None, "finish_reason": None}
+        goes_on: dict[str, object] = {"logprobs": None, "finish_reason": None}
         said = [{"content": tokens.text_of(token)} for token in (300, 301)]
-        opening = [whole([{"delta": {"role": "assistant", "content": ""}} | goes_on])] if chat else []
+        opening = [whole([{"delta": {"role": "assistant", "content": ""}, **goes_on}])] if chat else []
         assert b"".join(page.parts) == b"".join(
             [
                 *opening,
-                *(whole([({"delta": one} if chat else {"text": one["content"]}) | goes_on]) for one in said),
+                *(
+                    whole([{**({"delta": one} if chat else {"text": one["content"]}), **goes_on}])
+                    for one in said
+                ),
                 whole(
-                    [({"delta": {}} if chat else {"text": ""}) | {"logprobs": None, "finish_reason": reason}]
+                    [{**({"delta": {}} if chat else {"text": ""}), "logprobs": None, "finish_reason": reason}]
                 ),
                 whole([], {"total_tokens": 3}),
             ]

@@ -4,7 +4,8 @@ that names another folder gets no request and is reported."""
 from pathlib import Path
 
 import pytest
-from frontend_kit import ScriptedWorker, frontend, joined, sentencepiece_like
+from frontend_kit import frontend, joined, sentencepiece_like
+from scripted_worker import ScriptedWorker
 
 from controller.frontend.openai.text.model_folders import ModelFolders
 from controller.frontend.openai.text.tokenizer import BUILTIN
