@@ -36,6 +36,14 @@ def test_mypy_finds_nothing() -> None:
     run("mypy")
 
 
+def test_mypy_checks_each_conftest() -> None:
+    """mypy checks one module of each name: it finds the other `conftest` modules by their full names."""
+    tests = ROOT / "tests"
+    listed = re.findall(r"^import (\S+)$", (tests / "every_conftest.py").read_text(), re.MULTILINE)
+    found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in tests.rglob("conftest.py")}
+    assert {*listed} == found - {"tests.conftest"}
+
+
 def test_nobody_imports_what_he_may_not() -> None:
     run("lint-imports", "--no-cache")
 

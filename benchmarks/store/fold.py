@@ -67,7 +67,7 @@ def canary(kind: type[CanaryPassed] | type[CanaryFailed], worker: str, under: in
         "sent_at": AT,
         "latency_ms": 5.0,
     }
-    return kind(**shared, **({"reason": "timeout", "confirmed": False} if kind is CanaryFailed else {}))  # type: ignore
+    return kind(**shared, **({"reason": "timeout", "confirmed": False} if kind is CanaryFailed else {}))  # type: ignore[arg-type]
 
 
 def served(worker: str, under: int) -> Fact:
