@@ -72,8 +72,9 @@ def test_each_family_computes_what_transformers_computes(family: str, tied: bool
 
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(family, **SMALL, tie_word_embeddings=tied)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    causal: Any = transformers.AutoModelForCausalLM
+    causal.from_config(config).save_pretrained(tmp_path)
+    original = causal.from_pretrained(tmp_path)
     ours = Reader(load_model(tmp_path, device="cpu", dtype="float32", context_tokens=512))
     asked = tokens(77, vocabulary=160)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from controller.frontend.openai.text.chat_templates import BadTemplate, ChatTemp
 FOLDER = Path(__file__).with_name("chat_templates")
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 CONVERSATIONS: Mapping[str, Any] = json.loads((FOLDER / "conversations.json").read_text())
-SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+SPECIALS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
 PARTS = {
     "llama4_parts",
     "smolvlm_parts_only",
@@ -83,13 +83,14 @@ def theirs(family: str) -> dict[str, str | None]:
     for name, conversation in CONVERSATIONS.items():
         messages = [for_templates(message, family) for message in conversation["messages"]]
         try:
-            (made[name],), _ = render_jinja_template(
+            rendered: Any = render_jinja_template(  # it says that it returns a string
                 conversations=[messages],
                 tools=conversation.get("tools"),
                 chat_template=source(family),
                 add_generation_prompt=conversation.get("add_generation_prompt", True),
                 **SPECIALS,
             )
+            (made[name],), _ = rendered
         except (TemplateError, TypeError):
             made[name] = REFUSED
     return made
