@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "divide the workers' faults as this field study found them"
     parser.add_argument("--rates", choices=sorted(PRESETS), help=text)
     add("--tp", default=8, metavar="T", help="GPUs per worker, for --rates (default: %(default)s)")
+    text = (
+        "play every request token by token through the frontend's request machine, and check it as well: waiting, "
+        "moves with and without the KV cache, convictions, deadlines, clients that disconnect"
+    )
+    parser.add_argument("--live-requests", action="store_true", help=text)
     add("--dump", type=Path, metavar="FILE", help="write the history as JSON lines")
     text = "tell one scenario instead: a GPU of one of 16 groups fails with 23 requests in flight"
     parser.add_argument("--scenario", choices=("group-failure",), help=text)
@@ -62,7 +68,8 @@ def run_cli(args: argparse.Namespace) -> int:
     from controller.simulator.simulation import Simulation
     from controller.simulator.world.scenario import draw
 
-    simulation = Simulation(draw(args.seed, args.workers, args.minutes, args.rates))
+    scenario = draw(args.seed, args.workers, args.minutes, args.rates)
+    simulation = Simulation(scenario, live_requests=args.live_requests)
     result = simulation.run()
     if args.dump is not None:
         try:
@@ -78,7 +85,8 @@ def _sweep(args: argparse.Namespace) -> int:
     from controller.simulator.sweep import SweepRun, sweep
 
     seeds = range(args.seed, args.seed + args.runs)
-    runs = [SweepRun(seed, args.workers, args.minutes, args.rates) for seed in seeds]
+    one = SweepRun(args.seed, args.workers, args.minutes, args.rates, args.live_requests)
+    runs = [replace(one, seed=seed) for seed in seeds]
     status = EXIT_OK
     for result in sweep(runs, args.processes):
         _report(args, result)
@@ -87,11 +95,13 @@ def _sweep(args: argparse.Namespace) -> int:
     return status
 
 
-def command(seed: int, workers: int, minutes: float, rates: str | None = None) -> str:
+def command(
+    seed: int, workers: int, minutes: float, rates: str | None = None, *, live_requests: bool = False
+) -> str:
     """Return the command that plays a seed again."""
-    with_rates = f" --rates {rates}" if rates else ""
+    flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
     exact = int(minutes) if minutes == int(minutes) else minutes  # every digit counts
-    return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{with_rates}"
+    return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
 
 
 def _wrong(args: argparse.Namespace) -> str:
@@ -104,6 +114,8 @@ def _wrong(args: argparse.Namespace) -> str:
         return "--dump writes one history: leave --runs away"
     if args.scenario is not None and args.output == "json":
         return "--scenario is told in words: leave -o json away"
+    if args.live_requests and args.scenario is not None:
+        return "--live-requests is for seeds: leave --scenario away"
     if args.spares and args.scenario is None:
         return "--spares is for --scenario: a seed draws its own"
     return f"--tp {args.tp}: a worker has at least one GPU" if args.tp < 1 else ""
@@ -112,7 +124,8 @@ def _wrong(args: argparse.Namespace) -> str:
 def _report(args: argparse.Namespace, result: Any) -> None:
     from controller.simulator import report
 
-    again = command(result.scenario.seed, args.workers, args.minutes, args.rates)
+    seed, live = result.scenario.seed, args.live_requests
+    again = command(seed, args.workers, args.minutes, args.rates, live_requests=live)
     forecast = report.forecast(args.rates, args.workers, args.tp)
     if args.output == "json":
         print(json.dumps(report.as_plain(result, again, forecast)))

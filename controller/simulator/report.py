@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from controller.simulator.checks.invariants import INVARIANTS
+from controller.simulator.checks.invariants import ALL_INVARIANTS
 from controller.simulator.rates import PRESETS, Forecast
 from controller.simulator.simulation import Result
 from controller.simulator.world.scenario import Scenario
@@ -112,7 +112,11 @@ def _clients(result: Result) -> str:
 
 
 def _checked(result: Result) -> str:
-    rows = [f"  {result.checks.get(i.name, 0):>9,} x  {i.sentence}" for i in INVARIANTS.values()]
+    rows = [
+        f"  {result.checks[i.name]:>9,} x  {i.sentence}"
+        for i in ALL_INVARIANTS.values()
+        if i.name in result.checks
+    ]
     verdict = "all held" if result.violation is None else f"{result.violation.invariant} was broken"
     return f"invariants: {verdict}\n" + "\n".join(rows)
 

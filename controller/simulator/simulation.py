@@ -13,7 +13,7 @@ from json.encoder import encode_basestring_ascii as quoted
 import structlog
 
 from controller.deciders.fleet import Fleet, FleetPolicy
-from controller.simulator.checks.invariants import INVARIANTS
+from controller.simulator.checks.invariants import ALL_INVARIANTS, INVARIANTS
 from controller.simulator.checks.watch import InvariantWatch, Violated, Violation
 from controller.simulator.world.broker import Broker, Network
 from controller.simulator.world.controllers import SimulatedController
@@ -29,6 +29,7 @@ from controller.simulator.world.replica import Remembered, Replica
 from controller.simulator.world.requests.crowd import CrowdedRequests
 from controller.simulator.world.requests.demand import SimulatedDemand
 from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.requests.live_requests import LiveRequests
 from controller.simulator.world.requests.traffic import ClientTally, SimulatedTraffic
 from controller.simulator.world.requests.underway import RequestsUnderWay
 from controller.simulator.world.scenario import Scenario, draw, profile_of
@@ -67,14 +68,18 @@ class Result:
 class Simulation:
     """The world of one seed. `run` plays it to the end or to the first broken invariant."""
 
-    def __init__(self, scenario: Scenario, seams: Seams | None = None) -> None:
-        self.scenario = scenario
+    def __init__(
+        self, scenario: Scenario, seams: Seams | None = None, *, live_requests: bool = False
+    ) -> None:
+        """`live_requests`: play each request token by token."""
+        self.scenario, self._live_requests = scenario, live_requests
         self.seams = seams or Seams()
         self.kernel = kernel = Kernel(scenario.seed)
         self.acknowledged = AcknowledgedNumbers()
         self.notes: list[tuple[int, int, str]] = []  # when, after which event, what
         self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
-        self.watch = InvariantWatch(self, INVARIANTS)
+        invariants = ALL_INVARIANTS if live_requests else INVARIANTS
+        self.watch = InvariantWatch(self, invariants)
         self.broker.watchers.append(self.watch.recorded)
         self.machines = {name: self._machine(name, i) for i, name in enumerate(self._names())}
         self.surroundings = self._surroundings()
@@ -226,7 +231,11 @@ class Simulation:
 
     def _frontend(self, index: int) -> SimulatedFrontend:
         name = f"frontend{index + 1}"
-        underway = RequestsUnderWay if self.scenario.besides.crowd is None else CrowdedRequests
+        besides, chance = self.scenario.besides, self.kernel.chance(name)
+        underway: type[RequestsUnderWay] = RequestsUnderWay if besides.crowd is None else CrowdedRequests
+        request_chance = chance
+        if self._live_requests:
+            underway, request_chance = LiveRequests, self.kernel.chance(f"{name} requests")
         traffic = SimulatedTraffic(
             per_second=self.demand.per_second,
             machines=self.machines,
@@ -234,10 +243,13 @@ class Simulation:
             tally=self.tally,
             routed=self.watch.routed,
             judged=self.watch.judged,
+            stepped=self.watch.stepped,
+            said=self.watch.said,
+            ended=self.watch.ended,
             stored=lambda: self.projector.stored,
             told=self.demand.told,
         )
-        return SimulatedFrontend(name, self.surroundings, traffic, self.kernel.chance(name), underway)
+        return SimulatedFrontend(name, self.surroundings, traffic, chance, underway, request_chance)
 
     # --- playing ------------------------------------------------------------------------------------------------
 
@@ -340,13 +352,14 @@ def simulate(
     *,
     rates: str | None = None,
     seams: Seams | None = None,
+    live_requests: bool = False,
 ) -> Result:
     """Play one seed for so many virtual minutes and return what came of it, a broken invariant included.
 
     With `rates`, a preset's name, the workers' faults divide as that field study says; raise KeyError for no preset.
     """
     with uncollected():
-        return Simulation(draw(seed, workers, minutes, rates), seams).run()
+        return Simulation(draw(seed, workers, minutes, rates), seams, live_requests=live_requests).run()
 
 
 def _note_line(note: tuple[int, int, str]) -> str:

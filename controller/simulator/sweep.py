@@ -16,12 +16,13 @@ class SweepRun:
     workers: int
     minutes: float
     rates: str | None = None
+    live_requests: bool = False
 
 
 def play(run: SweepRun) -> Result:
     """Play one history. An exception out of it says which one it was."""
     try:
-        return simulate(run.seed, run.workers, run.minutes, rates=run.rates)
+        return simulate(run.seed, run.workers, run.minutes, rates=run.rates, live_requests=run.live_requests)
     except Exception as error:
         error.add_note(f"while playing {run}")
         raise

@@ -516,16 +516,6 @@ PLANTED: dict[str, Planted] = {
         Seams(leaves_late=lambda: False),
         ("late_is_not_sent",),
     ),
-    "refusal_fails": Planted(
-        "a refusal for want of room counts against the worker",
-        Seams(refusal=lambda: "failed"),
-        ("refusal_is_no_fault",),
-    ),
-    "refusal_moves": Planted(
-        "a refusal for want of room is told as a migration",
-        Seams(refusal=lambda: "moved"),
-        ("refusal_is_no_failure",),
-    ),
     "to_nothing": Planted(
         "a planner lets the last worker go",
         Seams(planner=ToNothing),

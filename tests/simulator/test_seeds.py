@@ -16,6 +16,7 @@ SEEDS = int(os.environ.get("SEEDS", "200"))
 SHARE = 20  # of one test, so that they can run beside each other
 FIRST = 16  # with every `make test`, half an hour of each
 FIRST_SHARE = 8
+LIVE_MINUTES = 30.0  # token by token an hour takes 1.4 times as long to play
 FOUND = Path(__file__).with_name("seeds.txt")
 
 
@@ -23,11 +24,10 @@ def broken(runs: Iterable[SweepRun]) -> list[str]:
     """Play these and return what was broken, each with the command that plays it again. In this process: the tests
     run beside each other, and to start another one costs as much as a seed.
     """
-    found = []
-    for result in sweep(runs, 1):
-        if result.violation is not None:
-            scenario, seen = result.scenario, result.violation
-            again = command(scenario.seed, scenario.workers, scenario.minutes)
+    found, runs = [], [*runs]
+    for run, result in zip(runs, sweep(runs, 1), strict=True):
+        if (seen := result.violation) is not None:
+            again = command(run.seed, run.workers, run.minutes, live_requests=run.live_requests)
             found.append(f"{again}\n    {seen.invariant} at {seen.at_s:.3f} s: {seen.detail}")
     return found
 
@@ -40,8 +40,9 @@ def once_broken() -> list[SweepRun]:
     ]
 
 
-def played(seeds: range, minutes: float) -> None:
-    found = broken(SweepRun(seed, 3 + seed % 3, minutes) for seed in seeds)
+def played(seeds: range, minutes: float, *, live_requests: bool = False) -> None:
+    runs = (SweepRun(seed, 3 + seed % 3, minutes, live_requests=live_requests) for seed in seeds)
+    found = broken(runs)
     assert not found, "\n".join(["add these to seeds.txt:", *found])
 
 
@@ -51,9 +52,16 @@ def test_every_invariant_holds_in_200_seeds_of_an_hour(first: int) -> None:
     played(range(first, first + SHARE), 60.0)
 
 
+@pytest.mark.seeds
+@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+def test_every_invariant_holds_in_200_seeds_with_live_requests(first: int) -> None:
+    played(range(first, first + SHARE), LIVE_MINUTES, live_requests=True)
+
+
+@pytest.mark.parametrize("live_requests", [False, True])
 @pytest.mark.parametrize("first", range(0, FIRST, FIRST_SHARE))
-def test_every_invariant_holds_in_the_first_seeds(first: int) -> None:
-    played(range(first, first + FIRST_SHARE), 30.0)
+def test_every_invariant_holds_in_the_first_seeds(first: int, live_requests: bool) -> None:
+    played(range(first, first + FIRST_SHARE), 30.0, live_requests=live_requests)
 
 
 @pytest.mark.seeds

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.simulator.checks.invariants import INVARIANTS
+from controller.simulator.checks.invariants import ALL_INVARIANTS, INVARIANTS
 from controller.simulator.cli import add_arguments, command, run_cli
 
 
@@ -44,6 +44,15 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found["checks"]) == set(INVARIANTS)
 
 
+def test_live_requests_are_checked_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--seed", "4", "--workers", "4", "--minutes", "10", "--live-requests")
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    for invariant in ALL_INVARIANTS.values():
+        assert invariant.sentence in said
+    assert f"again: holdfast simulate {' '.join(words)}" in said
+
+
 @pytest.mark.parametrize(("minutes", "said"), [(60.0, "60"), (10_080.0, "10080"), (1.23456789, "1.23456789")])
 def test_the_command_to_play_it_again_plays_the_same(minutes: float, said: str) -> None:
     assert command(7, 4, minutes) == f"holdfast simulate --seed 7 --workers 4 --minutes {said}"
@@ -79,6 +88,7 @@ def test_a_history_is_dumped_as_json_lines(tmp_path: Path) -> None:
         ("--tp", "0"),
         ("--processes", "0"),
         ("--runs", "2", "--dump", "x"),
+        ("--scenario", "group-failure", "--live-requests"),
     ],
 )
 def test_bad_numbers_get_one_sentence(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

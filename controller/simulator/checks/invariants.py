@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from controller.simulator.checks import decisions, end, folds, overload, planner, spares, world
+from controller.simulator.checks import decisions, end, folds, overload, planner, requests, spares, world
 from controller.simulator.checks.watch import Invariant
 
 
@@ -13,3 +13,4 @@ def invariants_of(*modules: ModuleType) -> dict[str, Invariant]:
 
 
 INVARIANTS = invariants_of(decisions, spares, overload, planner, folds, world, end)
+ALL_INVARIANTS = INVARIANTS | invariants_of(requests)  # with live requests

@@ -21,7 +21,7 @@ def room_is_used(watch: InvariantWatch) -> str | None:
         underway = frontend.underway if frontend.life else None
         if not isinstance(underway, CrowdedRequests):
             continue
-        wanted = {waiting.model for waiting in underway.lines if frontend.up and waiting.attempt == 1}
+        wanted = {one.model for one in underway.waiting() if frontend.up and one.attempt == 1}
         for machine in machines.values():
             idle = machine.model in wanted and underway.could_take(machine)
             since = steady.lasts_since("idle", frontend.name, machine.instance, so=idle)
@@ -36,19 +36,18 @@ def tiers_ordered(watch: InvariantWatch, frontend: RequestSender, request: Simul
 
     A request that was let in before goes before all that were not.
     """
-    best, waited = frontend.best_waiting(request.model), request.waited
-    if waited is None or waited.let_in or best is None or best >= waited.rank:
+    best = frontend.best_waiting(request.model)
+    if request.sent_times or best is None or best >= request.rank:
         return None
-    return f"{frontend.name} sent {request.request} of tier {waited.tier} while tier {best} waits"
+    return f"{frontend.name} sent {request.request} of tier {request.tier} while tier {best} waits"
 
 
 @invariant("routed")
 def late_is_not_sent(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
     """No worker gets a request whose time in line is over."""
-    waited, now = request.waited, watch.kernel.now
-    if waited is None or request.attempt > 1 or now <= waited.latest:
+    if request.attempt > 1 or watch.kernel.now <= request.latest:
         return None
-    return f"{frontend.name} sent {request.request}, which was to be sent by {waited.latest / SECOND} s"
+    return f"{frontend.name} sent {request.request}, which was to be sent by {request.latest / SECOND} s"
 
 
 @invariant("judged")
@@ -56,7 +55,7 @@ def refusal_is_no_fault(
     watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest, before: object, after: object
 ) -> str | None:
     """That a worker has no room moves no breaker."""
-    if request.refused:
+    if (request.request, request.attempt, request.instance) in frontend.traffic.refused:
         return f"{frontend.name} takes it for a failure that {request.instance} had no room for {request.request}"
     return None
 
@@ -70,10 +69,7 @@ def refusal_is_no_failure(
         (fact.source_instance, fact.attempt - 1) if isinstance(fact, RequestMigrated) else (fact.instance, 1)
     )
     for frontend in watch.world.frontends:
-        underway = frontend.underway if frontend.life else None
-        if not isinstance(underway, CrowdedRequests):
-            continue
-        if (fact.request, attempt, instance) in underway.refused:
+        if (fact.request, attempt, instance) in frontend.traffic.refused:
             return f"{fact.kind()} of {fact.request}: all that was wrong is that {instance} had no room"
     return None
 

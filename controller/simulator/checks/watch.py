@@ -14,6 +14,7 @@ from typing import Any, Literal
 from controller.deciders.breaker import Breaker
 from controller.deciders.fleet import Fleet
 from controller.simulator.checks.ledger import CheckLedger, LedgerEntry
+from controller.simulator.checks.request_ledger import MachineStep, RequestLedger
 from controller.simulator.checks.steadiness import Steadiness
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.replica import Replica
@@ -32,7 +33,19 @@ from events.observations import GoldenDisputed, GoldenProposed, ScaleProposed
 from events.order import Order, OutOfOrder
 
 On = Literal[
-    "before", "recorded", "appended", "absorbed", "routed", "judged", "accused", "proposed", "tick", "end"
+    "before",
+    "recorded",
+    "appended",
+    "absorbed",
+    "routed",
+    "judged",
+    "stepped",
+    "said",
+    "ended",
+    "accused",
+    "proposed",
+    "tick",
+    "end",
 ]
 Check = Callable[..., str | None]
 
@@ -53,8 +66,9 @@ def invariant(on: On, about: type | UnionType | None = None) -> Callable[[Check]
 
     `on` is when it is checked: "before" a decision is written into the ledger, after an event was "recorded", after an
     append ("appended"), after a process folded a batch ("absorbed"), when a request was "routed", when its outcome is
-    in ("judged"), when a worker was "accused" of silence, when a scaling is about to be "proposed", once a second
-    ("tick"), and at the "end". A check returns what it saw if the sentence is false, and None if it holds.
+    in ("judged"), when its machine has "stepped", tokens of it have come ("said") or it has "ended", when a worker was
+    "accused" of silence, when a scaling is about to be "proposed", once a second ("tick"), and at the "end". A check
+    returns what it saw if the sentence is false, and None if it holds.
     """
 
     def of(check: Check) -> Invariant:
@@ -103,6 +117,7 @@ class InvariantWatch:
         self.compared: dict[str, tuple[Replica, Fleet, Fleet]] = {}
         self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found right
         self.replayed: Fleet | None = None  # folded from the journal's beginning to what is stored at the end
+        self.requests: dict[SimulatedRequest, RequestLedger] = {}  # where they are played token by token
         self.goldens_moved: dict[str, int] = {}  # by canary key
         self.worst_level: dict[str, int] = {}
         self._invariants = invariants
@@ -161,6 +176,21 @@ class InvariantWatch:
     ) -> None:
         """A frontend has told its own breaker how a request fared."""
         self._run("judged", frontend, request, before, after)
+
+    def stepped(self, request: SimulatedRequest, event: Any, effects: Any) -> None:
+        """The request machine has taken an event; its effects are applied next."""
+        ledger = self.requests.get(request) or self.requests.setdefault(request, RequestLedger(request.state))
+        step = MachineStep(ledger, request, event, effects)
+        self._run("stepped", step)
+        ledger.write(step, self.kernel.now / SECOND)
+
+    def said(self, request: SimulatedRequest, stream: object) -> None:
+        """A worker has sent tokens for a request."""
+        self._run("said", request, stream)
+
+    def ended(self, request: SimulatedRequest, underway: object) -> None:
+        """A request is over."""
+        self._run("ended", request, underway)
 
     def accused(self, worker: str, instance: str) -> None:
         """An observer has called a worker silent."""

@@ -43,7 +43,7 @@ def shedding_obeyed(watch: InvariantWatch, frontend: RequestSender, request: Sim
 
     A request that had been let in before may be sent.
     """
-    if request.waited is not None and request.waited.since < watch.kernel.now:
+    if request.since < watch.kernel.now:
         return None
     level = watch.shown[frontend.replica.seq].models.get(request.model)
     if request.attempt == 1 and level is not None and level.level >= 4 and frontend.replica.whole:

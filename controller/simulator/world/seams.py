@@ -10,6 +10,10 @@ from typing import Any
 
 from controller.deciders import fleet
 from controller.frontend.admission.queue import Line
+from controller.frontend.request import step
+from controller.frontend.request.events import Event
+from controller.frontend.request.state import RequestState
+from controller.frontend.request.step import Next
 from controller.planner.planner import Planner
 from controller.router.endpoints import EndpointTable
 from events.fact import Decision, Observation
@@ -49,11 +53,6 @@ def knobs(fleet: fleet.Fleet, model: str) -> Any:
     return None if level is None else level.knobs
 
 
-def refusal() -> str:
-    """Return for what a refusal for want of room is taken: for nothing, and not for `failed` or `moved`."""
-    return ""
-
-
 def leaves_late() -> bool:
     """Return whether a request leaves the line when its time is over."""
     return True
@@ -82,6 +81,6 @@ class Seams:
     knobs: Callable[..., Any] = knobs
     planner: Callable[..., Planner] = Planner
     lines: type[Line] = Line
-    refusal: Callable[[], str] = refusal
+    step: Callable[[RequestState, Event, float], Next] = step.step
     leaves_late: Callable[[], bool] = leaves_late
     wakes: Callable[[], bool] = wakes

@@ -1,21 +1,26 @@
-"""Requests before workers that take only so many at once: who finds no room waits in a line, until his time is over.
+"""Requests before workers that take only so many at once: those that find no room wait in a line, until their time is over.
 
 The queue is production's (`controller.frontend.admission.queue`), and so is the filter that finds room. What other frontends have
-at a worker is known as of its last report. A worker that has no room after all refuses: that is no failure, and the request is
-sent back, before all that wait.
+at a worker is known as of its last report. A worker that has no room after all turns a request away: that is no failure, and the
+request waits once more, before all others.
 """
 
+import itertools
 from random import Random
 
-from controller.router.endpoints import EndpointTable, Key
+from controller.frontend.admission.queue import Queue, QueuedRequest
+from controller.frontend.errors import ApiError
+from controller.frontend.request import effects as do
+from controller.frontend.request import events as on
+from controller.frontend.request.failures import FULL, Failure
+from controller.router.endpoints import Endpoint, EndpointTable
 from controller.router.load.monitor import LoadLimits
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.requests.traffic import SimulatedRequest, WaitingRequest
+from controller.simulator.world.requests.traffic import SimulatedRequest
 from controller.simulator.world.requests.underway import RequestsUnderWay, SendingProcess
-from controller.simulator.world.requests.waiting import WaitingLines
-from events.observations import RequestAbandoned, RequestsRejected
+from events.observations import RequestsRejected
 from events.wire import Load
 
 REPORT = SECOND
@@ -23,6 +28,7 @@ REROUTE = 10 * SECOND  # that one that has begun waits for room elsewhere
 WAITS = (2, 10, 40)  # seconds, of which one is drawn for each request
 LONGER = 4.0  # answers take so much longer here: few requests make a crowd
 ANSWER_S = LONGER * 4.5  # that they take on average
+TOO_LATE = ApiError(503, "no room came in time", code="deadline")
 
 
 class CrowdedRequests(RequestsUnderWay):
@@ -30,24 +36,30 @@ class CrowdedRequests(RequestsUnderWay):
 
     def __init__(self, frontend: SendingProcess, chance: Random) -> None:
         super().__init__(frontend, chance)
-        self.refused: set[tuple[str, int, str]] = set()  # request, attempt, instance that had no room
-        self.lines = WaitingLines(self._seams.lines)
+        self._queue = Queue(line=self._seams.lines)
+        self._numbers = itertools.count()
+        self._queued: dict[SimulatedRequest, QueuedRequest] = {}
+        self._in_line: dict[int, SimulatedRequest] = {}  # by number in the queue
         self._kernel.after(chance.randrange(REPORT), self._report)
 
     def close(self) -> None:
         """End with the process, also for those who wait."""
         super().close()
-        self._traffic.tally.lost += len([*self.lines])
+        self._traffic.tally.lost += len(self._queued)
         for request in self.requests:
             self.machine(request).standing.leave(request)
 
     def unanswered(self) -> int:
         """Return how many requests have had no answer yet."""
-        return super().unanswered() + len([*self.lines]) if self.open else 0
+        return super().unanswered() + len(self._queued) if self.open else 0
+
+    def waiting(self) -> list[SimulatedRequest]:
+        """Return the requests in line."""
+        return [*self._queued]
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of which anybody waits in line; None: nobody does."""
-        return self.lines.best(model)
+        """Return the best tier of the requests in line; None: none waits."""
+        return min((one.tier for line in self._queue.lines(model) for one in line), default=None)
 
     def could_take(self, machine: Machine) -> bool:
         """Say whether one request more could go to this worker: it serves, may be tried, and has room."""
@@ -62,84 +74,119 @@ class CrowdedRequests(RequestsUnderWay):
         """Return how many requests may be with a worker: its batch, and less on a degradation level."""
         return LoadLimits(inflight_per_batch=1.0), self._table
 
-    # --- the way in -------------------------------------------------------------------------------------------------
+    # --- the line ---------------------------------------------------------------------------------------------------
 
     def take_in(self, id: str, model: str, tier: str) -> None:
         """Let a request stand in line, and look whether it may go at once."""
-        now = self._kernel.now
-        latest = now + self._chance.choice(WAITS) * SECOND
-        waiting = WaitingRequest(id, model, tier, self._table.urgency(tier), now, latest)
-        self.lines.push(waiting, self._name)
-        self._kernel.after(latest - now, self._late, waiting)
+        request = self._new(id, model, tier)
+        self._wait(request, self._chance.choice(WAITS) * SECOND)
+        since, latest = request.since / SECOND, request.latest / SECOND
+        self._push(request, QueuedRequest(model, None, request.rank, self._name, 1.0, since, latest))
         self._wake(model)
 
+    def _wait(self, request: SimulatedRequest, wait: int) -> None:
+        request.waits, request.latest = True, self._kernel.now + wait
+        self._kernel.after(wait, self._late, request, request.latest)
+
+    def _push(self, request: SimulatedRequest, queued: QueuedRequest) -> None:
+        queued.number = next(self._numbers)
+        self._in_line[queued.number], self._queued[request] = request, queued
+        self._queue.line_of(queued).push(queued)
+
+    def _push_back(self, request: SimulatedRequest) -> None:
+        """Put a request before all in line: its worker had no room."""
+        if request in self._queued:
+            return
+        if not request.waits:
+            self._wait(request, REROUTE)
+        self._push(request, QueuedRequest(request.model, sent_back=True))
+        if self._kernel.now > request.latest:
+            self._late(request, request.latest)
+
+    def _remove(self, queued: QueuedRequest, *, served: bool) -> None:
+        if queued.number in self._in_line:
+            del self._queued[self._in_line.pop(queued.number)]
+            self._queue.line_of(queued).remove(queued, served=served)
+
     def _wake(self, model: str) -> None:
-        """Let those who wait look for room."""
-        if self.open:
-            self.lines.let_in(model, self._kernel.now / SECOND, self._goes)
-
-    def _goes(self, waiting: WaitingRequest) -> bool:
-        """Send one who waits to a worker, or tell him that there is none. False: all are busy."""
-        try:
-            endpoint = self._picker.pick(self._look(waiting.model), self._rules, waiting.avoid)
-        except AllBusy:
-            return False
-        except NoWorker:
-            self._traffic.tally.unserved += 1
-            if waiting.attempt > 1:
-                self._give_up(waiting, "no_worker")
-            return True
-        sent, number = self._breakers.routed(endpoint.key), self._table.number
-        self._begin(
-            SimulatedRequest(
-                waiting.request, waiting.model, endpoint, number, sent, waiting.attempt, waiting.tokens,
-                waiting.avoid, waited=waiting,
-            )
-        )  # fmt: skip
-        return True
-
-    def _late(self, waiting: WaitingRequest) -> None:
-        """One who waits has waited for as long as he may."""
-        if not self.open or not self._seams.leaves_late() or not self.lines.leave(waiting):
+        """Send each request that was sent back, then the head of each line, until one finds no room."""
+        if not self.open:
             return
-        if waiting.attempt > 1:
-            self._traffic.tally.lost += 1
-            self._give_up(waiting, "no_room")
-            return
-        self._traffic.tally.rejected += 1
-        self._observe(
-            RequestsRejected(
-                frontend=self._name, model=waiting.model, count=1, reason="deadline", tier=waiting.tier
-            )
+        for queued in self._queue.sent_back(model):
+            if self._goes(self._in_line[queued.number]):
+                self._remove(queued, served=True)
+        for line in self._queue.lines(model):
+            while (head := line.head(self._kernel.now / SECOND)) and self._goes(self._in_line[head.number]):
+                self._remove(head, served=True)
+
+    def _goes(self, request: SimulatedRequest) -> bool:
+        """Send a request from the line, or end it if there is no worker. False: all are busy."""
+        phase = request.state.phase
+        self.feed(
+            request,
+            on.Launched() if phase == "new" else on.Woken() if phase == "parked" else on.Resumed(),
         )
+        return request.state.phase not in ("queued", "parked")
 
-    def _give_up(self, waiting: WaitingRequest, reason: str) -> None:
-        worker, instance = waiting.avoid[-1] if waiting.avoid else ("", "")
-        self._observe(
-            RequestAbandoned(
-                frontend=self._name, request=waiting.request, model=waiting.model, worker=worker, instance=instance,
-                reason=reason, tokens=waiting.tokens,
+    def _late(self, request: SimulatedRequest, latest: int) -> None:
+        """A request has waited for as long as it may."""
+        queued = self._queued.get(request)
+        if not self.open or not self._seams.leaves_late() or queued is None or request.latest != latest:
+            return
+        self._remove(queued, served=False)
+        if request.attempt > 1:
+            self._traffic.tally.lost += 1
+            self._abandoned(request, "no_room")
+        else:
+            self._traffic.tally.rejected += 1
+            self._frontend.outbox.observe(
+                RequestsRejected(
+                    frontend=self._name, model=request.model, count=1, reason="deadline", tier=request.tier
+                )
             )
-        )  # fmt: skip
+        self.feed(request, on.RequestRejected(TOO_LATE))
 
     # --- at the worker ----------------------------------------------------------------------------------------------
 
-    def _route(
-        self, id: str, model: str, attempt: int, tokens: int, avoid: tuple[Key, ...]
-    ) -> SimulatedRequest | None:
-        """Send one that has begun on, whatever the frontends' own bound is: its worker may still refuse it."""
-        self.room = Headroom.HELD
+    def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
+        match effect:
+            case do.TurnedAway():
+                request.endpoint.refuse(self.links.others.get(request.worker))
+            case do.QueueAgain():
+                self._push_back(request)
+            case do.Park() if isinstance(self._none, AllBusy):
+                self._push_back(request)
+            case _:
+                return super()._apply(request, effect)
+        return None
+
+    def was_refused(self, request: SimulatedRequest) -> bool:
+        """Return whether all that was wrong with the last attempt is that its worker had no room."""
+        return (
+            bool(request.sent_times)
+            and (request.request, request.attempt, request.instance) in self._traffic.refused
+        )
+
+    def _pick(self, request: SimulatedRequest, effect: do.SelectWorker) -> Endpoint:
+        """Return the worker that gets a request: one that has begun goes on whatever the frontends' own bound is."""
+        in_line = request in self._queued
+        if not in_line and self.was_refused(request):
+            raise AllBusy
+        request.waits = in_line
+        room = Headroom.FRESH if in_line else Headroom.HELD
         try:
-            return super()._route(id, model, attempt, tokens, avoid)
-        finally:
-            self.room = Headroom.FRESH
+            return self._picker.pick(self._look(request.model), self._rules, effect.avoid, room)
+        except AllBusy:
+            if in_line:
+                raise
+            raise NoWorker from None
 
     def _send(self, request: SimulatedRequest) -> None:
-        self.refused.discard((request.request, request.attempt, request.instance))
+        self._traffic.refused.discard((request.request, request.attempt, request.instance))
         machine = self.machine(request)
         there = machine.up and machine.instance == request.instance and machine.reachable(self._name)
         if there and not machine.draining and not machine.takes(request):
-            self._kernel.after(5 * MS, self._turned_away, request)
+            self._kernel.after(5 * MS, self._turned_away, request, request.sent_times)
         else:
             super()._send(request)
 
@@ -152,34 +199,12 @@ class CrowdedRequests(RequestsUnderWay):
         if self._seams.wakes():
             self._kernel.after(0, self._wake, request.model)
 
-    def _turned_away(self, request: SimulatedRequest) -> None:
+    def _turned_away(self, request: SimulatedRequest, sent: int) -> None:
         """The worker has no room after all."""
-        if self._gone(request):
+        if self._gone(request, sent):
             return
-        self.refused.add((request.request, request.attempt, request.instance))
-        if taken_for := self._seams.refusal():
-            request.refused = taken_for == "failed"
-            taken = self._failed if request.refused else self.moved_on
-            taken(request, "engine_error")
-            return
-        request.endpoint.refuse(self.links.others.get(request.worker))
-        self._leave(request)
-        self._send_back(request)
-
-    def _send_back(self, request: SimulatedRequest) -> None:
-        now, waiting = self._kernel.now, request.waited
-        if waiting is not None:
-            waiting.let_in = True
-            waiting.attempt, waiting.tokens, waiting.avoid = request.attempt, request.tokens, request.avoid
-        else:
-            waiting = WaitingRequest(
-                request.request, request.model, "", 0, now, now + REROUTE, True, request.attempt, request.tokens,
-                request.avoid,
-            )  # fmt: skip
-            self._kernel.after(REROUTE, self._late, waiting)
-        self.lines.push_back(waiting)
-        if now > waiting.latest:
-            self._late(waiting)
+        self._traffic.refused.add((request.request, request.attempt, request.instance))
+        self.feed(request, on.AttemptFailed(Failure(FULL, ""), self._progress(request)))
 
     def _report(self) -> None:
         """Hear from each worker what others have there, and let those who wait look."""
@@ -190,5 +215,5 @@ class CrowdedRequests(RequestsUnderWay):
             if machine.reachable(self._name):
                 held = machine.standing.held
                 self.links.others[name] = Load(running=sum(request not in self.requests for request in held))
-        for model in {waiting.model for waiting in self.lines} if self._seams.wakes() else ():
+        for model in {waiting.model for waiting in self._queued} if self._seams.wakes() else ():
             self._wake(model)

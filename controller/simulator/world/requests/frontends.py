@@ -14,7 +14,7 @@ from controller.simulator.world.replica import Replica
 from controller.simulator.world.requests.traffic import SimulatedTraffic
 from controller.simulator.world.requests.underway import RequestsUnderWay
 from controller.simulator.world.surroundings import Surroundings
-from events.decisions import BreakerClosed, HealthStatus
+from events.decisions import BreakerClosed
 from events.fact import Recorded
 from events.observations import RequestsRejected
 
@@ -31,9 +31,10 @@ class SimulatedFrontend:
         surroundings: Surroundings,
         traffic: SimulatedTraffic,
         chance: Random,
-        underway: Callable[["SimulatedFrontend", Random], RequestsUnderWay] = RequestsUnderWay,
+        underway: Callable[["SimulatedFrontend", Random], RequestsUnderWay],
+        request_chance: Random,
     ) -> None:
-        """`underway` makes what a process does with requests."""
+        """`underway` makes what a process does with requests, with the random numbers of `request_chance`."""
         self.name = name
         self.surroundings, self._kernel = surroundings, surroundings.kernel
         self.traffic = traffic
@@ -41,7 +42,7 @@ class SimulatedFrontend:
         self.life = 0
         self.lag = 0
         self._chance = chance
-        self._make_underway = underway
+        self._make_underway, self._request_chance = underway, request_chance
         self._spool: list[BrokerMessage] = []
 
     def start(self) -> None:
@@ -61,7 +62,7 @@ class SimulatedFrontend:
         self.breakers = LocalBreakers(
             self.name, LocalBreakerSettings(), FactSettings(window_s=WINDOW_S), self.outbox.observe, self._now
         )
-        self.underway = self._make_underway(self, self._chance)
+        self.underway = self._make_underway(self, self._request_chance)
         self.replica = Replica(
             f"{self.name}.{self.life}", surroundings.broker, surroundings.network, surroundings.seams, self._absorbed,
             self.traffic.stored() if self._chance.random() < 0.7 else None,
@@ -143,10 +144,7 @@ class SimulatedFrontend:
         change = self.table.absorb(replica.fleet)
         if change.joined or change.left:
             self.breakers.keep(self.table.endpoints)
-        for request in list(self.underway.requests):
-            endpoint = self.table.endpoints.get(request.endpoint.key)
-            if endpoint is None or endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY:
-                self.underway.moved_on(request, "unhealthy")
+        self.underway.absorbed()
 
     def _tick(self, life: int) -> None:
         """Let the breakers that are due move, and say what each worker has served."""

@@ -1,15 +1,18 @@
 """What clients ask for and what they get: requests on their way, and the tally of what became of them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from controller.deciders.breaker import Breaker
-from controller.router.endpoints import Endpoint, Key
+from controller.frontend.request.state import Move, RequestState
+from controller.router.endpoints import Endpoint
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Stored
 from events.observations import TrafficReported
+
+FOREVER = 1 << 60
 
 
 class RequestSender(Protocol):
@@ -17,6 +20,7 @@ class RequestSender(Protocol):
 
     name: str
     replica: Replica
+    traffic: "SimulatedTraffic"
 
     def best_waiting(self, model: str) -> int | None:
         """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
@@ -24,44 +28,34 @@ class RequestSender(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class WaitingRequest:
-    """A request that wants a worker. Microseconds of virtual time."""
+class SimulatedRequest:
+    """One request, from its arrival to its end. Its state belongs to the request machine; times are microseconds."""
 
     request: str
     model: str
+    state: RequestState
     tier: str
     rank: int  # of its tier: 0 is the best
-    since: int
-    latest: int  # sent later, its answer begins too late
-    let_in: bool = False  # it was sent once, and its worker had no room
+    since: int  # its arrival
+    latest: int = FOREVER  # sent later, its answer begins too late
+    waits: bool = False  # it has stood in line since it was last moved
+    sent_times: int = 0
+
+    # At its worker.
+    endpoint: Endpoint = field(init=False)
+    routed_under: int = 0
+    sent: int = 0  # the last move of the frontend's own breakers when it was sent
     attempt: int = 1
-    tokens: int = 0
-    avoid: tuple[Key, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedRequest:
-    """A request on its way, at one worker."""
-
-    request: str
-    model: str
-    endpoint: Endpoint
-    routed_under: int
-    sent: int  # the last move of the frontend's own breakers when it was sent
-    attempt: int = 1
-    tokens: int = 0
-    avoid: tuple[Key, ...] = ()
-    refused: bool = False  # its worker had no room, and that was taken for a failure
-    waited: WaitingRequest | None = None  # as what it has come, where requests may have to wait
+    reported: Move | None = None  # the last one that the journal was told
 
     @property
     def worker(self) -> str:
-        """Where it is."""
+        """The worker to which it was sent last."""
         return self.endpoint.worker
 
     @property
     def instance(self) -> str:
-        """In which process."""
+        """The process to which it was sent last."""
         return self.endpoint.instance
 
 
@@ -90,5 +84,9 @@ class SimulatedTraffic:
     judged: Callable[
         [RequestSender, SimulatedRequest, Breaker, Breaker], None
     ]  # own breaker before and after an outcome
+    stepped: Callable[..., None]  # request, event, effects
+    said: Callable[..., None]  # request, stream that has brought tokens
+    ended: Callable[..., None]  # request, the requests of its frontend
     stored: Callable[[], Stored | None]
     told: Callable[[str, int], Iterable[TrafficReported]]  # of a minute, by its number
+    refused: set[tuple[str, int, str]] = field(default_factory=set)  # request, attempt, instance without room

@@ -1,34 +1,41 @@
-"""One frontend process's requests: where each is sent, how it fares there, and where it goes on.
+"""The requests of one frontend process. What becomes of each is decided by production's request machine
+(`controller.frontend.request.step`); played here are the workers, and what the effects of the machine come to.
 
 They are few and long-lived on purpose: what matters here is under which verdict each was sent, and when which outcome reaches
-the journal.
+the journal. Answers have no tokens: the first one comes right before the end of an attempt, and a request that finds no worker
+is given up at once. `live_requests` plays them in full.
 """
 
 from collections.abc import Sequence
 from random import Random
-from typing import Protocol
+from typing import Protocol, cast
 
 from controller.deciders.breaker import Breaker
 from controller.frontend.health.local_breakers import LocalBreakers, routable_share
-from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, Key
+from controller.frontend.request import effects as do
+from controller.frontend.request import events as on
+from controller.frontend.request.effects import Effects
+from controller.frontend.request.failures import Failure, Suspicion
+from controller.frontend.request.state import AnswerProgress, Move, RequestState, RequestTerms
+from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, Server
 from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.monitor import LoadLimits, LoadMonitor
-from controller.router.selection.filter import Headroom, NoWorker, Picker, Rules
+from controller.router.selection.filter import AllBusy, NoWorker, Picker, Rules
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.requests.traffic import SimulatedRequest, SimulatedTraffic
 from controller.simulator.world.surroundings import Surroundings
-from events.fact import Observation
+from events.decisions import HealthStatus
 from events.observations import MigrationCause, RequestAbandoned, RequestMigrated
 from events.wire import Load
 
-ATTEMPTS_MAX = 4  # migration limit 3
 CONNECT_DEADLINE = 200 * MS
 PANIC_BELOW = 0.5
-CAP = 64  # requests running at one worker
-TOKENS = 64  # of an answer
+CAP = 1 << 20  # requests running at one worker: there is always room
+TOKENS, TOKENS_PER_ATTEMPT = 64, 8  # of an answer, and of each attempt that fails
+TERMS = RequestTerms(max_tokens=TOKENS, reroute_s=-1.0)  # it does not wait for a worker
 
 
 class SimulatedLinks(ConnectedWorkers):
@@ -61,8 +68,6 @@ class SendingProcess(Protocol):
 class RequestsUnderWay:
     """The requests of one process, until it ends."""
 
-    room = Headroom.FRESH  # that there must be where a request goes
-
     def __init__(self, frontend: SendingProcess, chance: Random) -> None:
         self.open = True  # the process lives
         self.requests: dict[SimulatedRequest, None] = {}  # in the order of their arrival
@@ -73,6 +78,7 @@ class RequestsUnderWay:
         self._seams, self._kernel = surroundings.seams, surroundings.kernel
         self._picker = Picker()
         self._ignoring = False
+        self._none = NoWorker()  # why the last request found none
         self.links = SimulatedLinks()
         self._rules = Rules(
             self.links, LoadMonitor(*self._limits(), self.links, ActiveSequences(), lambda: 0.0)
@@ -95,35 +101,94 @@ class RequestsUnderWay:
         """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
         return None
 
-    # --- routing ------------------------------------------------------------------------------------------------
+    # --- the machine --------------------------------------------------------------------------------------------
+
+    def feed(self, request: SimulatedRequest, event: on.Event) -> None:
+        """Advance a request by an event, and apply what follows from it."""
+        following: on.Event | None = event if self.open else None
+        while following is not None:
+            effects = self._step(request, following)
+            following = None
+            for effect in effects:
+                following = self._apply(request, effect)
+
+    def _step(self, request: SimulatedRequest, event: on.Event) -> Effects:
+        request.state, effects = self._seams.step(request.state, event, self._kernel.now / SECOND)
+        return effects
+
+    def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
+        """Apply one effect. Return the event that answers it."""
+        match effect:
+            case do.SelectWorker():
+                return self._route(request, effect)
+            case do.LeaveWorker():
+                self._leave(request)
+            case do.Complete():
+                self._leave(request)
+                self._served(request)
+            case do.Judge(failure):
+                if failure.kind.blames:
+                    self._blame(request, failure.reason)
+                return on.Judged(Suspicion.NONE)
+            case do.Reroute():
+                return on.Resumed()
+            case do.Park():
+                return on.Tick()
+            case do.Refuse():
+                self._traffic.tally.unserved += 1
+            case do.ReportAbandoned(reason):
+                if reason == NoWorker.code:
+                    self._traffic.tally.unserved += 1
+                else:
+                    self._traffic.tally.lost += 1
+                self._abandoned(request, reason)
+        return None
 
     def take_in(self, id: str, model: str, tier: str) -> None:
-        """Serve a request that is let in."""
-        self._route(id, model, 1, 0, ())
+        """Serve a request that is admitted."""
+        self.feed(self._new(id, model, tier), on.Launched())
 
-    def _route(
-        self, id: str, model: str, attempt: int, tokens: int, avoid: tuple[Key, ...]
-    ) -> SimulatedRequest | None:
-        endpoint = self._pick(model, avoid)
-        if endpoint is None:
-            self._traffic.tally.unserved += 1
-            return None
-        sent, number = self._breakers.routed(endpoint.key), self._table.number
-        request = SimulatedRequest(id, model, endpoint, number, sent, attempt, tokens, avoid)
-        self._begin(request)
-        return request
+    def _new(self, id: str, model: str, tier: str) -> SimulatedRequest:
+        now = self._kernel.now
+        state = RequestState(TERMS, now / SECOND)
+        return SimulatedRequest(id, model, state, tier, self._table.urgency(tier), now)
 
-    def _begin(self, request: SimulatedRequest) -> None:
-        request.endpoint.begin()
+    # --- routing ------------------------------------------------------------------------------------------------
+
+    def _route(self, request: SimulatedRequest, effect: do.SelectWorker) -> on.Event:
+        try:
+            endpoint = self._pick(request, effect)
+        except NoWorker as none:
+            self._none = none
+            return self._no_worker(request, none)
+        if not self._connects(request, endpoint):
+            return on.ConnectFailed(endpoint.key)
+        self._begin(request, endpoint)
+        return on.Sent(Server(endpoint.key))
+
+    def _no_worker(self, request: SimulatedRequest, none: NoWorker) -> on.NoWorkerFound:
+        return on.NoWorkerFound((AllBusy if isinstance(none, AllBusy) else NoWorker).code)
+
+    def _pick(self, request: SimulatedRequest, effect: do.SelectWorker) -> Endpoint:
+        """Return the worker that gets a request. Raise NoWorker."""
+        return self._picker.pick(self._look(request.model), self._rules, effect.avoid)
+
+    def _connects(self, request: SimulatedRequest, endpoint: Endpoint) -> bool:
+        """Return whether the request can be sent; else that is found out at once."""
+        return True
+
+    def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
+        state = request.state
+        request.sent, request.routed_under = self._breakers.routed(endpoint.key), self._table.number
+        request.attempt = 1 if state.last is None else state.last.number + 1
+        request.endpoint = endpoint
+        endpoint.begin()
         self.requests[request] = None
         self._traffic.routed(self._frontend, request)
+        request.sent_times += 1
         self._send(request)
-
-    def _pick(self, model: str, avoid: tuple[Key, ...]) -> Endpoint | None:
-        try:
-            return self._picker.pick(self._look(model), self._rules, avoid, self.room)
-        except NoWorker:
-            return None
+        if state.move is not None and state.move is not request.reported:
+            self._migrated(request, state.move, 5.0)
 
     def _look(self, model: str) -> Sequence[Endpoint]:
         """Return a model's endpoints, and bring the filter's rules up to date."""
@@ -146,15 +211,19 @@ class RequestsUnderWay:
         return self._traffic.machines[request.worker]
 
     def _send(self, request: SimulatedRequest) -> None:
-        machine, kernel = self.machine(request), self._kernel
+        machine, kernel, sent = self.machine(request), self._kernel, request.sent_times
         if not machine.up or machine.instance != request.instance:
-            kernel.after(5 * MS, self._failed, request, "cannot_connect")
+            kernel.after(5 * MS, self.failed, request, "cannot_connect", sent)
         elif not machine.reachable(self._name):
-            kernel.after(CONNECT_DEADLINE, self._failed, request, "stalled")
+            kernel.after(CONNECT_DEADLINE, self.failed, request, "stalled", sent)
         elif machine.draining:
-            kernel.after(5 * MS, self.moved_on, request, "engine_shutdown")
+            kernel.after(5 * MS, self.failed, request, "engine_shutdown", sent)
         else:
-            kernel.after(min(self._takes(machine), 60 * SECOND), self._answered, request)
+            self._serve(request, machine)
+
+    def _serve(self, request: SimulatedRequest, machine: Machine) -> None:
+        takes = min(self._takes(machine), 60 * SECOND)
+        self._kernel.after(takes, self._answered, request, request.sent_times)
 
     def _takes(self, machine: Machine) -> int:
         """Return how long this worker takes for an answer."""
@@ -162,25 +231,29 @@ class RequestsUnderWay:
 
     # --- outcomes -----------------------------------------------------------------------------------------------
 
-    def _gone(self, request: SimulatedRequest) -> bool:
-        return not self.open or request not in self.requests
+    def _gone(self, request: SimulatedRequest, sent: int) -> bool:
+        """Return whether a request has left the worker to which it was sent the `sent`th time."""
+        return not self.open or request not in self.requests or request.sent_times != sent
 
     def _leave(self, request: SimulatedRequest) -> None:
         del self.requests[request]
         request.endpoint.end()
 
-    def _answered(self, request: SimulatedRequest) -> None:
-        if self._gone(request):
+    def _answered(self, request: SimulatedRequest, sent: int) -> None:
+        if self._gone(request, sent):
             return
         machine = self.machine(request)
         if machine.condition.erring or self._chance.random() < machine.condition.flaky:
-            self._failed(request, "engine_error")
+            self.failed(request, "engine_error")
             return
-        self._leave(request)
-        tally = self._traffic.tally
+        self.feed(request, on.FirstToken())
+        self.feed(request, on.Finished("stop"))
+
+    def _served(self, request: SimulatedRequest) -> None:
+        condition, tally = self.machine(request).condition, self._traffic.tally
         tally.served += 1
-        tally.altered += bool(machine.condition.corrupt)
-        step_s = 0.01 * machine.condition.slow
+        tally.altered += bool(condition.corrupt)
+        step_s = 0.01 * condition.slow
         before = self._breaker(request)
         endpoint, under, sent = request.endpoint, request.routed_under, request.sent
         self._breakers.served(
@@ -191,63 +264,73 @@ class RequestsUnderWay:
     def _breaker(self, request: SimulatedRequest) -> Breaker:
         return self._breakers.outcomes(request.endpoint.key).breaker
 
-    def _failed(self, request: SimulatedRequest, cause: MigrationCause) -> None:
-        if not self._gone(request):
-            before = self._breaker(request)
-            self._breakers.failed(request.endpoint.key, cause, request.routed_under, request.sent)
-            self._traffic.judged(self._frontend, request, before, self._breaker(request))
-            self.moved_on(request, cause)
+    def _blame(self, request: SimulatedRequest, reason: str) -> None:
+        before = self._breaker(request)
+        self._breakers.failed(request.endpoint.key, reason, request.routed_under, request.sent)
+        self._traffic.judged(self._frontend, request, before, self._breaker(request))
 
-    def moved_on(self, request: SimulatedRequest, cause: MigrationCause) -> None:
-        """Let a request go on elsewhere."""
-        if self._gone(request):
+    def failed(self, request: SimulatedRequest, reason: str, sent: int | None = None) -> None:
+        """The present attempt of a request has failed; `sent`: its number, if the request may have left it since."""
+        if self._gone(request, request.sent_times if sent is None else sent):
             return
-        self._leave(request)
-        if request.attempt >= ATTEMPTS_MAX:
-            self._traffic.tally.lost += 1
-            self._abandon(request, "budget_exhausted")
-            return
-        avoid = (*request.avoid, request.endpoint.key)
-        onward = self._route(request.request, request.model, request.attempt + 1, request.tokens + 8, avoid)
-        if onward is None:
-            self._abandon(request, "no_worker")
-            return
+        self.feed(request, on.FirstToken())
+        self.feed(request, on.AttemptFailed(Failure(reason, ""), self._progress(request)))
+
+    def fail_all(self, worker: str, reason: str) -> None:
+        """Nothing that is with a worker can go on there."""
+        for request in [f for f in self.requests if f.worker == worker]:
+            self.failed(request, reason)
+
+    def absorbed(self) -> None:
+        """The fold has moved: leave workers that are out of service."""
+        for request in list(self.requests):
+            endpoint = self._table.endpoints.get(request.endpoint.key)
+            if endpoint is None or endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY:
+                self.unhealthy(endpoint, request)
+
+    def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
+        """The fleet took the worker of a request out of service; None: it is gone."""
+        self.failed(request, "unhealthy")
+
+    # --- reports ------------------------------------------------------------------------------------------------
+
+    def _migrated(self, request: SimulatedRequest, move: Move, gap_ms: float) -> None:
         self._traffic.tally.migrated += 1
-        self._observe(
+        request.reported, failure = move, move.failure
+        source, instance = move.source.key
+        self._frontend.outbox.observe(
             RequestMigrated(
                 frontend=self._name,
                 request=request.request,
                 model=request.model,
-                source=request.worker,
-                source_instance=request.instance,
-                target=onward.worker,
-                target_instance=onward.instance,
-                cause=cause,
+                source=source,
+                source_instance=instance,
+                target=request.worker,
+                target_instance=request.instance,
+                cause=cast(MigrationCause, failure.kind.cause),
                 method="reprefill",
-                tokens=request.tokens,
-                gap_ms=5.0,
-                attempt=onward.attempt,
+                tokens=move.tokens,
+                gap_ms=gap_ms,
+                attempt=request.attempt,
                 exact=True,
             )
         )
 
-    def _observe(self, fact: Observation) -> None:
-        self._frontend.outbox.observe(fact)
-
-    def _abandon(self, request: SimulatedRequest, reason: str) -> None:
-        self._observe(
+    def _abandoned(self, request: SimulatedRequest, reason: str) -> None:
+        last = request.state.last
+        worker, instance = last.server.key if last is not None else ("", "")
+        self._frontend.outbox.observe(
             RequestAbandoned(
                 frontend=self._name,
                 request=request.request,
                 model=request.model,
-                worker=request.worker,
-                instance=request.instance,
+                worker=worker,
+                instance=instance,
                 reason=reason,
-                tokens=request.tokens,
+                tokens=self._progress(request).accepted,
             )
         )
 
-    def fail_all(self, worker: str, cause: MigrationCause) -> None:
-        """Nothing that is with a worker can go on there."""
-        for request in [f for f in self.requests if f.worker == worker]:
-            self._failed(request, cause)
+    def _progress(self, request: SimulatedRequest) -> AnswerProgress:
+        tokens = TOKENS_PER_ATTEMPT * (request.attempt - 1)
+        return AnswerProgress(tokens, tokens)

@@ -1,0 +1,456 @@
+"""Requests in full, token by token: they wait for workers, move on purpose and with their KV cache, are dealt with after a
+conviction, and lose their clients (`holdfast simulate --live-requests`).
+
+Each worker continues what it was sent: its n-th token has the number n where the worker is right, and -1 - n where it is corrupt
+or continues wrong tokens. So a token that is lost, doubled or altered shows in the answer. The random numbers are drawn from a
+stream of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from controller.frontend.request import effects as do
+from controller.frontend.request import events as on
+from controller.frontend.request.effects import Effects
+from controller.frontend.request.failures import PREEMPTED, Failure, PlannedCause, Suspicion
+from controller.frontend.request.state import (
+    AnswerProgress,
+    Carried,
+    Move,
+    OnCorruption,
+    RequestState,
+    RequestTerms,
+    stays,
+)
+from controller.migration import live as kv
+from controller.router.endpoints import Endpoint, Key, Server
+from controller.router.selection.filter import AllTried, Headroom, NoWorker
+from controller.simulator.world.kernel import MS, SECOND
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.requests.crowd import LONGER, TOO_LATE, CrowdedRequests
+from controller.simulator.world.requests.traffic import SimulatedRequest
+from controller.simulator.world.requests.underway import SendingProcess
+
+ANSWER_MAX, CHUNK_MAX = 40, 8  # tokens
+STALLED = 10  # seconds without a token
+POLICIES: Sequence[OnCorruption] = ("continue", "restart", "error")
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedStream:
+    """What one worker sends for one request."""
+
+    machine: Machine
+    key: Key
+    position: int  # of its next token
+    wrong: bool  # it computes from wrong tokens, or from what a corrupt worker computed
+    after: "SimulatedStream | None" = None  # whose KV cache it has taken over
+    open: bool = True  # it is read
+    decodes: bool = True
+    silent_s: int = 0
+
+    @property
+    def sources(self) -> set[Key]:
+        """The workers that computed what it computes from."""
+        return {self.key} | (self.after.sources if self.after is not None else set())
+
+    def tokens(self, count: int) -> list[int]:
+        """Return its next tokens."""
+        self.wrong = self.wrong or bool(self.machine.condition.corrupt)
+        first, self.position = self.position, self.position + count
+        return [-1 - n if self.wrong else n for n in range(first, self.position)]
+
+
+@dataclass(slots=True, eq=False)
+class PlayedRequest(SimulatedRequest):
+    """A request with its answer, as its frontend and its client have it."""
+
+    holds_back: int = 0  # newest tokens that its client is not sent yet
+    finished: bool = False  # its answer is complete
+    poisonous: bool = False  # every engine fails with it
+    accepted: list[int] = field(default_factory=list)
+    givers: list[Key] = field(default_factory=list)  # of the accepted tokens
+    shown: list[int] = field(default_factory=list)  # what its client has
+    streams: list[SimulatedStream] = field(
+        default_factory=list
+    )  # the last one is that of the present attempt
+    target: SimulatedStream | None = None  # of a KV transfer
+    target_at: Endpoint = field(init=False)
+    asked_at: int = 0  # tokens accepted when the target was asked
+    failed_at: set[Key] = field(default_factory=set)  # workers whose engine its prompt broke
+
+    @property
+    def stream(self) -> SimulatedStream:
+        """The stream of the present or last attempt."""
+        return self.streams[-1]
+
+    def finish(self) -> None:
+        """Send its client all that was accepted."""
+        self.finished = True
+        self.show(0)
+
+    def show(self, holds_back: int) -> None:
+        """Send its client what was accepted, except the newest tokens."""
+        self.shown += self.accepted[len(self.shown) : max(0, len(self.accepted) - holds_back)]
+
+
+class LiveRequests(CrowdedRequests):
+    """The requests of one process, played in full."""
+
+    def __init__(self, frontend: SendingProcess, chance: Random) -> None:
+        super().__init__(frontend, chance)
+        self.live: dict[SimulatedRequest, PlayedRequest] = {}
+        self._convicted: set[Key] = set()
+        self._kernel.after(SECOND, self._look_again)
+
+    def close(self) -> None:
+        """End with the process."""
+        self.open = False
+        self._traffic.tally.lost += len(self.live)
+        for request in self.requests:
+            self.machine(request).standing.leave(request)
+
+    def unanswered(self) -> int:
+        """Return how many requests have had no answer yet."""
+        return len(self.live) if self.open else 0
+
+    def _new(self, id: str, model: str, tier: str) -> PlayedRequest:
+        chance, now = self._chance, self._kernel.now
+        terms = RequestTerms(
+            prompt_tokens=chance.randint(1, 100),
+            max_tokens=chance.randint(1, ANSWER_MAX),
+            migration_limit=chance.choice((0, 1, 3, 3)),
+            max_seq_len=chance.choice((None, None, None, 110)),
+            forbidden=chance.choice(("",) * 7 + ("guided_decoding",)),
+            on_corruption=chance.choice(POLICIES),
+            first_token_s=60.0,
+        )
+        request = PlayedRequest(
+            id, model, RequestState(terms, now / SECOND), tier, self._table.urgency(tier), now,
+            holds_back=chance.choice((0, 0, 2, ANSWER_MAX)), poisonous=chance.random() < 0.01,
+        )  # fmt: skip
+        self.live[request] = request
+        if chance.random() < 0.1:
+            self._kernel.after(int(20 * SECOND * chance.random()), self.feed, request, on.ClientGone())
+        return request
+
+    # --- the machine ------------------------------------------------------------------------------------------------
+
+    def _step(self, request: SimulatedRequest, event: on.Event) -> Effects:
+        effects = super()._step(request, event)
+        if isinstance(request, PlayedRequest):
+            self._traffic.stepped(request, event, effects)
+        return effects
+
+    def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
+        live = self.live.get(request)
+        if live is None:  # it is over
+            return super()._apply(request, effect)
+        tally = self._traffic.tally
+        match effect:
+            case do.CancelStream():
+                live.stream.open = False
+            case do.NoteUnjudged(has_output):
+                self._unjudged(live, has_output=has_output)
+            case do.Judge(failure, begun):
+                return on.Judged(self._judge(live, failure, begun=begun))
+            case do.Rewind(count):
+                del live.accepted[count:], live.givers[count:]
+            case do.Park():
+                pass  # it is looked at again each second
+            case do.Reroute():
+                self._kernel.after(0, self._resume, live)
+            case do.ReportMigrated(move):
+                self._migrated(live, move, (self._kernel.now / SECOND - move.since) * 1000)
+            case do.ReportAbandoned(reason):
+                self._abandoned(live, reason)
+            case do.Refuse(abandoned):
+                if abandoned:
+                    self._abandoned(live, "no_worker")
+                tally.unserved += 1
+                self._over(live)
+            case do.Complete():
+                super()._apply(live, effect)
+                live.finish()
+                self._over(live)
+            case do.End(finish, error):
+                if finish in ("stop", "length"):
+                    live.finish()
+                    tally.served += 1
+                elif error is not TOO_LATE:
+                    tally.lost += 1
+                self._over(live)
+            case _:
+                return self._transfer(live, effect) or super()._apply(live, effect)
+        return None
+
+    def _over(self, request: PlayedRequest) -> None:
+        del self.live[request]
+        if (queued := self._queued.get(request)) is not None:
+            self._remove(queued, served=False)
+        self._traffic.ended(request, self)
+
+    def _judge(self, request: PlayedRequest, failure: Failure, *, begun: bool) -> Suspicion:
+        if failure.kind.blames:
+            self._blame(request, failure.reason)
+        else:
+            self._unjudged(request, has_output=begun)
+        if failure.reason == "engine_error" and request.poisonous:
+            request.failed_at.add(request.endpoint.key)
+            return Suspicion.POISONOUS if len(request.failed_at) > 1 else Suspicion.NONE
+        fell = not begun and failure.reason == "disconnected"
+        return Suspicion.SUSPECT if fell else Suspicion.NONE
+
+    def _unjudged(self, request: PlayedRequest, *, has_output: bool) -> None:
+        self._breakers.unjudged(request.endpoint.key, request.sent, has_output=has_output)
+
+    # --- to a worker ------------------------------------------------------------------------------------------------
+
+    def _pick(self, request: SimulatedRequest, effect: do.SelectWorker) -> Endpoint:
+        endpoints, rules = self._look(request.model), self._rules
+        room = Headroom.FRESH if request in self._queued else Headroom.HELD
+        planned = [one for one in endpoints if one.key == effect.planned]
+        try:
+            return self._picker.pick(planned or endpoints, rules, effect.avoid, room)
+        except AllTried:
+            return self._picker.pick(endpoints, rules, effect.fallback, room)
+        except NoWorker:
+            if not planned:
+                raise
+            return self._picker.pick(endpoints, rules, effect.avoid, room)
+
+    def _no_worker(self, request: SimulatedRequest, none: NoWorker) -> on.NoWorkerFound:
+        return on.NoWorkerFound(none.code, self._table.stands_in(request.model, None, request.state.failed))
+
+    def _connects(self, request: SimulatedRequest, endpoint: Endpoint) -> bool:
+        machine = self._traffic.machines[endpoint.worker]
+        return (machine.up and machine.instance == endpoint.instance) or self._chance.random() < 0.5
+
+    def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
+        request.reported = request.state.move  # the machine says when
+        super()._begin(request, endpoint)
+
+    def _send(self, request: SimulatedRequest) -> None:
+        assert isinstance(request, PlayedRequest)
+        accepted = request.accepted
+        wrong = any(token < 0 for token in accepted)
+        machine, key = self.machine(request), request.endpoint.key
+        request.streams.append(SimulatedStream(machine, key, len(accepted), wrong))
+        super()._send(request)
+
+    def _serve(self, request: SimulatedRequest, machine: Machine) -> None:
+        assert isinstance(request, PlayedRequest)
+        self._say_later(request, request.stream)
+
+    def _say_later(self, request: PlayedRequest, stream: SimulatedStream) -> None:
+        longer = LONGER if stream.machine.hardware.waiting is not None else 1.0
+        takes = (0.1 + 1.5 * self._chance.random()) * stream.machine.condition.slow * longer
+        self._kernel.after(int(takes * SECOND), self._say, request, stream)
+
+    def _say(self, request: PlayedRequest, stream: SimulatedStream) -> None:
+        """The worker sends its next tokens, if it can."""
+        if not self.open or not stream.open or not stream.decodes:
+            return
+        machine, chance = stream.machine, self._chance
+        if machine.instance != stream.key[1] or not machine.reachable(self._name):
+            stream.silent_s += 1
+            if stream.silent_s > STALLED:
+                self.failed(request, "stalled")
+            else:
+                self._kernel.after(SECOND, self._say, request, stream)
+            return
+        stream.silent_s = 0
+        if machine.condition.erring or request.poisonous or chance.random() < machine.condition.flaky / 4:
+            self.failed(request, "engine_error")
+            return
+        left = request.state.terms.max_tokens - stream.position
+        self._take(request, stream, stream.tokens(min(left, chance.randint(1, CHUNK_MAX))))
+        if stream.position < request.state.terms.max_tokens:
+            self._say_later(request, stream)
+        elif stream.open and chance.random() < 0.03:
+            self.failed(request, "disconnected")
+        elif stream.open:
+            stream.open = False
+            self.feed(request, on.Finished("length"))
+
+    def _take(self, request: PlayedRequest, stream: SimulatedStream, tokens: Sequence[int]) -> None:
+        """Accept tokens: what is not cancelled is read."""
+        if not request.state.has_output:
+            self.feed(request, on.FirstToken())
+        request.accepted += tokens
+        request.givers += [stream.key] * len(tokens)
+        request.show(request.holds_back)
+        self._traffic.said(request, stream)
+        if request.target is not None and request.state.transfer is not None:
+            self._advance(request, kv.SourceSaid())
+
+    # --- failures and moves -----------------------------------------------------------------------------------------
+
+    def _progress(self, request: SimulatedRequest) -> AnswerProgress:
+        assert isinstance(request, PlayedRequest)
+        return AnswerProgress(len(request.accepted), len(request.shown))
+
+    def failed(self, request: SimulatedRequest, reason: str, sent: int | None = None) -> None:
+        """The present attempt of a request has failed; `sent`: its number, if the request may have left it since."""
+        assert isinstance(request, PlayedRequest)
+        if not self._gone(request, request.sent_times if sent is None else sent):
+            request.stream.open = False
+            self.feed(request, on.AttemptFailed(Failure(reason, ""), self._progress(request)))
+
+    def _turned_away(self, request: SimulatedRequest, sent: int) -> None:
+        assert isinstance(request, PlayedRequest)
+        if not self._gone(request, sent):
+            request.stream.open = False
+            super()._turned_away(request, sent)
+
+    def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
+        """The fleet took the worker of a request out of service; None: it is gone."""
+        if endpoint is None or not endpoint.suspect:
+            others = {one.key for one in self._look(request.model) if one.routable} - {request.endpoint.key}
+            corrupt = endpoint is not None and endpoint.corrupt
+            self.feed(request, on.WorkerUnhealthy(corrupt, others, self._progress(request)))
+
+    def absorbed(self) -> None:
+        """The fold has moved: deal with what convicted workers have given, and leave those that drain."""
+        super().absorbed()
+        for key, endpoint in self._table.endpoints.items():
+            if not endpoint.corrupt:
+                self._convicted.discard(key)
+            elif key not in self._convicted:
+                self._convicted.add(key)
+                for request in [one for one in self.live.values() if key in one.givers]:
+                    self._expose(request, endpoint)
+        for request in [self.live[one] for one in self.requests if one in self.live]:
+            if self._table.drains(request.endpoint):
+                self._move(request, "drain")
+
+    def _expose(self, request: PlayedRequest, endpoint: Endpoint) -> None:
+        key, at = endpoint.key, request.state.attempt
+        carried = at is not None and key in request.stream.sources
+        here = at is not None and at.server.key == key and bool(endpoint.suspect)
+        first = request.givers.index(key)
+        self.feed(request, on.Exposed(first, key, carried, here, self._progress(request)))
+
+    def _move(self, request: PlayedRequest, cause: PlannedCause) -> None:
+        """Move a request on purpose: with its KV cache, by its tokens alone, or (preempted) not at once."""
+        state, chance = request.state, self._chance
+        if not state.has_output or state.transfer is not None or stays(state.terms, len(request.accepted)):
+            return
+        if cause == PREEMPTED:
+            self._leave_on_purpose(request, cause, None)
+            self._kernel.after(chance.randint(1, 5) * SECOND, self._resume, request)
+            return
+        try:
+            tried = state.tried | {request.endpoint.key}
+            target = self._picker.pick(self._look(request.model), self._rules, tried, Headroom.HELD)
+        except NoWorker:
+            self.feed(request, on.TransferDeclined("no worker has room"))
+            return
+        if chance.random() < 0.4:
+            self._leave_on_purpose(request, cause, target.key)
+        else:
+            self._ask(request, target)
+
+    def _leave_on_purpose(self, request: PlayedRequest, cause: PlannedCause, target: Key | None) -> None:
+        move = self._planned(request, Failure(cause, ""))
+        self.feed(request, on.MovedOnPurpose(move, target))
+
+    def _planned(self, request: PlayedRequest, why: Failure, carried: Carried | None = None) -> Move:
+        source, now = Server(request.endpoint.key), self._kernel.now / SECOND
+        return Move(why, why, source, now, len(request.accepted), carried)
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _resume(self, request: PlayedRequest) -> None:
+        if request.state.phase == "preempted" and self._chance.random() < 0.3:
+            self.feed(request, on.NoneLeft())
+        else:
+            self.feed(request, on.Resumed())
+
+    def _look_again(self) -> None:
+        """Each second: let parked requests try, end those that have waited too long, and move some."""
+        if not self.open:
+            return
+        self._kernel.after(SECOND, self._look_again)
+        for request in [*self.live.values()]:
+            if request.state.phase != "new":
+                self.feed(request, on.Tick())
+            if request.state.phase == "parked":
+                self.feed(request, on.Woken())
+            if self._chance.random() < 0.01:
+                self._move(request, self._chance.choice((PREEMPTED, "operator")))
+
+    # --- KV transfers -----------------------------------------------------------------------------------------------
+
+    def _ask(self, request: PlayedRequest, target: Endpoint) -> None:
+        """Ask a worker to take a request over with its KV cache."""
+        source, machine = request.stream, self._traffic.machines[target.worker]
+        request.target = SimulatedStream(machine, target.key, 0, False, source, decodes=False)
+        request.target_at, request.asked_at = target, len(request.accepted)
+        self.feed(request, on.TransferBegun())
+        self._kernel.after(20 * MS, self._reserved, request, request.target)
+
+    def _advance(self, request: PlayedRequest, event: kv.Event) -> None:
+        said = tuple(request.accepted[request.asked_at :])
+        self.feed(request, on.TransferAdvanced(event, said))
+
+    def _reserved(self, request: PlayedRequest, target: SimulatedStream) -> None:
+        if self.open and request.target is target:
+            there = target.machine.reachable(self._name) and target.machine.instance == target.key[1]
+            declined = kv.MigrationDeclined("target", "no room")
+            taken = there and self._chance.random() < 0.9
+            self._advance(request, kv.TargetReserved() if taken else declined)
+
+    def _committed(self, request: PlayedRequest, target: SimulatedStream) -> None:
+        """The target has the KV cache. The source's last tokens may still be on their way."""
+        source = target.after
+        if not self.open or request.target is not target or source is None:
+            return
+        if not target.machine.reachable(self._name) or self._chance.random() < 0.1:
+            self._advance(request, kv.GivenUp("it takes too long"))
+            return
+        left = request.state.terms.max_tokens - 1 - source.position
+        late = source.tokens(max(0, min(left, 2)))
+        target.position, target.wrong, target.decodes = source.position, source.wrong, True
+        said = (*request.accepted[request.asked_at :], *late)
+        self._advance(request, kv.TargetCommitted(said))
+        if late and source.open:
+            self._take(request, source, late)
+
+    def _transfer(self, request: PlayedRequest, effect: do.Effect) -> on.Event | None:
+        target = request.target
+        if target is None:
+            return None
+        match effect:
+            case do.ShipCache():
+                request.stream.decodes = False
+                self._kernel.after(self._chance.randint(20, 2000) * MS, self._committed, request, target)
+            case do.StayAtSource():
+                request.stream.decodes = True
+                self._say_later(request, request.stream)
+            case do.CancelTarget():
+                target.open = False
+            case do.SwitchToTarget():
+                carried = Carried(1 << 20, 1, "tcp")
+                move = self._planned(request, Failure("drain", ""), carried)
+                return on.Switched(Server(target.key), move)
+            case do.HandOver():
+                self._leave(request)
+                self._adopt(request, target)
+            case do.TransferOver():
+                request.target = None
+        return None
+
+    def _adopt(self, request: PlayedRequest, target: SimulatedStream) -> None:
+        """Read the target's stream from now on."""
+        endpoint, state = request.target_at, request.state
+        assert state.last is not None
+        request.sent, request.routed_under = self._breakers.routed(endpoint.key), self._table.number
+        request.endpoint, request.attempt, request.reported = endpoint, state.last.number, state.move
+        endpoint.begin()
+        self.requests[request] = None
+        request.sent_times += 1
+        request.streams.append(target)
+        target.machine.takes(request)
+        self._say_later(request, target)
