@@ -109,5 +109,5 @@ class Placed(Router):
     def first(self, key: int, now: float) -> None:
         """It counts nothing."""
 
-    def done(self, key: int, now: float) -> None:
+    def done(self, key: int, now: float, *, refused: bool = False) -> None:
         """It counts nothing."""

@@ -125,7 +125,7 @@ class Fleet:
             self._pass(engine, min(passed, engine.ahead - 1))
         if engine.scheduler.submit_silent(request.key, request.prompt, request.answer, request.names):
             outcome.refused += 1
-            router.done(request.key, now)
+            router.done(request.key, now, refused=True)
             return
         outcome.prompt_tokens += request.prompt
         outcome.answers[request.key] = request.answer

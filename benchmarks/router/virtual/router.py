@@ -1,10 +1,16 @@
-"""A frontend's router in virtual time: its own index, slot tracker and chooser, told what a frontend would be told."""
+"""A frontend's router in virtual time: its own index, slot tracker and chooser, behind production's request machine."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from benchmarks.router.virtual.trace import Request
-from controller.router.endpoints import Endpoint, WorkerRank
+from controller.frontend.errors import ApiError
+from controller.frontend.request import effects as do
+from controller.frontend.request import events as on
+from controller.frontend.request.state import RequestState, RequestTerms
+from controller.frontend.request.step import step
+from controller.router.endpoints import Endpoint, Server, WorkerRank
 from controller.router.index.index import KvIndex, Matches
 from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.replicas import Replicas
@@ -15,6 +21,26 @@ from events.kv import KvEvent, Removed, Stored
 from events.observations import Profile, WorkerJoined
 
 NOTHING = Matches()
+TERMS = RequestTerms()
+LAUNCHED, FIRST_TOKEN, FINISHED = on.Launched(), on.FirstToken(), on.Finished("length")
+REFUSED = on.RequestRejected(
+    ApiError(400, "longer than the worker's context", code="context_length_exceeded")
+)
+
+
+@dataclass(slots=True)
+class SentRequest:
+    """A request and where it is. Its state belongs to the frontend's request machine."""
+
+    request: Request
+    state: RequestState
+    endpoint: Endpoint = field(init=False)
+    holder: WorkerRank = field(init=False)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the prompt and of the answer."""
+        return self.request.prompt + self.request.answer
 
 
 class Router:
@@ -41,11 +67,40 @@ class Router:
         self._chooser = Chooser(self.slots)
         self._mode, self._pricing, self._paced = mode, pricing, paced
         self._dice = Random(seed)
-        self._sent: dict[int, tuple[Endpoint, int]] = {}
+        self._sent: dict[int, SentRequest] = {}
 
     def route(self, request: Request, now: float) -> int:
         """Return the number of the worker that gets a request."""
-        size = self.endpoints[0].joined.profile.block_tokens
+        sent = self._sent[request.key] = SentRequest(request, RequestState(TERMS, now))
+        self._feed(sent, LAUNCHED, now)
+        return self._numbers[sent.holder]
+
+    def first(self, key: int, now: float) -> None:
+        """Take in that a request has its first token."""
+        self._feed(self._sent[key], FIRST_TOKEN, now)
+
+    def done(self, key: int, now: float, *, refused: bool = False) -> None:
+        """Take in that a request is complete, or that its worker cannot serve it."""
+        self._feed(self._sent.pop(key), REFUSED if refused else FINISHED, now)
+
+    def _feed(self, sent: SentRequest, event: on.Event, now: float) -> None:
+        """Advance a request by an event, and apply what follows from it."""
+        following: on.Event | None = event
+        while following is not None:
+            sent.state, effects = step(sent.state, following, now)
+            following = None
+            for effect in effects:
+                match effect:
+                    case do.SelectWorker():
+                        following = self._choose(sent, now)
+                    case do.Started():
+                        self.slots.prefill_done(sent.request.key, now=now)
+                    case do.Complete() | do.LeaveWorker():
+                        self.slots.free(sent.request.key, now=now)
+                        sent.endpoint.end(sent.tokens)
+
+    def _choose(self, sent: SentRequest, now: float) -> on.Sent:
+        request, size = sent.request, self.endpoints[0].joined.profile.block_tokens
         found = self.index.find(request.names) if self._mode is Mode.KV else NOTHING
         choice = self._chooser.choose(
             self.endpoints,
@@ -55,7 +110,8 @@ class Router:
             mode=self._mode,
             pricing=self._pricing,
         )
-        endpoint, tokens = choice.endpoint, request.prompt + request.answer
+        sent.endpoint, sent.holder = choice.endpoint, choice.holder
+        per_s = sent.endpoint.joined.profile.prefill_tokens_per_s
         self.slots.add(
             request.key,
             choice.holder,
@@ -63,23 +119,10 @@ class Router:
             now=now,
             prefill_tokens=choice.prefill_tokens,
             block_tokens=size,
-            expected_s=choice.prefill_tokens / endpoint.joined.profile.prefill_tokens_per_s
-            if self._paced
-            else None,
+            expected_s=choice.prefill_tokens / per_s if self._paced else None,
         )
-        endpoint.begin(tokens)
-        self._sent[request.key] = endpoint, tokens
-        return self._numbers[choice.holder]
-
-    def first(self, key: int, now: float) -> None:
-        """Take in that a request has its first token."""
-        self.slots.prefill_done(key, now=now)
-
-    def done(self, key: int, now: float) -> None:
-        """Take in that a request is over."""
-        self.slots.free(key, now=now)
-        endpoint, tokens = self._sent.pop(key)
-        endpoint.end(tokens)
+        sent.endpoint.begin(sent.tokens)
+        return on.Sent(Server(sent.endpoint.key))
 
     def heard(self, worker: int, events: Sequence[KvEvent]) -> None:
         """Take in what a worker's cache has stored and removed."""
