@@ -18,8 +18,8 @@ from controller.router.load.monitor import LoadLimits
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.requests.traffic import SimulatedRequest
-from controller.simulator.world.requests.underway import RequestsUnderWay, SendingProcess
+from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.underway import RequestsUnderWay
 from events.observations import RequestsRejected
 from events.wire import Load
 
@@ -34,7 +34,7 @@ TOO_LATE = ApiError(503, "no room came in time", code="deadline")
 class CrowdedRequests(RequestsUnderWay):
     """The requests of one such process, those that wait among them."""
 
-    def __init__(self, frontend: SendingProcess, chance: Random) -> None:
+    def __init__(self, frontend: RequestSender, chance: Random) -> None:
         super().__init__(frontend, chance)
         self._queue = Queue(line=self._seams.lines)
         self._numbers = itertools.count()

@@ -29,8 +29,7 @@ from controller.router.selection.filter import AllTried, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.requests.crowd import LONGER, TOO_LATE, CrowdedRequests
-from controller.simulator.world.requests.traffic import SimulatedRequest
-from controller.simulator.world.requests.underway import SendingProcess
+from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 
 ANSWER_MAX, CHUNK_MAX = 40, 8  # tokens
 STALLED = 10  # seconds without a token
@@ -98,7 +97,7 @@ class PlayedRequest(SimulatedRequest):
 class LiveRequests(CrowdedRequests):
     """The requests of one process, played in full."""
 
-    def __init__(self, frontend: SendingProcess, chance: Random) -> None:
+    def __init__(self, frontend: RequestSender, chance: Random) -> None:
         super().__init__(frontend, chance)
         self.live: dict[SimulatedRequest, PlayedRequest] = {}
         self._convicted: set[Key] = set()
@@ -139,8 +138,7 @@ class LiveRequests(CrowdedRequests):
 
     def _step(self, request: SimulatedRequest, event: on.Event) -> Effects:
         effects = super()._step(request, event)
-        if isinstance(request, PlayedRequest):
-            self._traffic.stepped(request, event, effects)
+        self._traffic.stepped(request, event, effects)
         return effects
 
     def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
@@ -313,7 +311,6 @@ class LiveRequests(CrowdedRequests):
 
     def absorbed(self) -> None:
         """The fold has moved: deal with what convicted workers have given, and leave those that drain."""
-        super().absorbed()
         for key, endpoint in self._table.endpoints.items():
             if not endpoint.corrupt:
                 self._convicted.discard(key)
@@ -321,6 +318,7 @@ class LiveRequests(CrowdedRequests):
                 self._convicted.add(key)
                 for request in [one for one in self.live.values() if key in one.givers]:
                     self._expose(request, endpoint)
+        super().absorbed()
         for request in [self.live[one] for one in self.requests if one in self.live]:
             if self._table.drains(request.endpoint):
                 self._move(request, "drain")

@@ -5,22 +5,29 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from controller.deciders.breaker import Breaker
+from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.request.state import Move, RequestState
-from controller.router.endpoints import Endpoint
+from controller.router.endpoints import Endpoint, EndpointTable
 from controller.simulator.world.machines import Machine
+from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Stored
+from controller.simulator.world.surroundings import Surroundings
 from events.observations import TrafficReported
 
 FOREVER = 1 << 60
 
 
 class RequestSender(Protocol):
-    """Who sends a request to a worker: a frontend, and what it knows of the fleet."""
+    """The process that sends a request to a worker: a frontend, and what it knows of the fleet."""
 
     name: str
     replica: Replica
     traffic: "SimulatedTraffic"
+    surroundings: Surroundings
+    table: EndpointTable
+    breakers: LocalBreakers
+    outbox: SimulatedOutbox
 
     def best_waiting(self, model: str) -> int | None:
         """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""

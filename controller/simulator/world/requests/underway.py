@@ -8,10 +8,10 @@ is given up at once. `live_requests` plays them in full.
 
 from collections.abc import Sequence
 from random import Random
-from typing import Protocol, cast
+from typing import cast
 
 from controller.deciders.breaker import Breaker
-from controller.frontend.health.local_breakers import LocalBreakers, routable_share
+from controller.frontend.health.local_breakers import routable_share
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.effects import Effects
@@ -23,10 +23,7 @@ from controller.router.load.monitor import LoadLimits, LoadMonitor
 from controller.router.selection.filter import AllBusy, NoWorker, Picker, Rules
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.outbox import SimulatedOutbox
-from controller.simulator.world.replica import Replica
-from controller.simulator.world.requests.traffic import SimulatedRequest, SimulatedTraffic
-from controller.simulator.world.surroundings import Surroundings
+from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.decisions import HealthStatus
 from events.observations import MigrationCause, RequestAbandoned, RequestMigrated
 from events.wire import Load
@@ -49,26 +46,10 @@ class SimulatedLinks(ConnectedWorkers):
         return self.others.get(worker)
 
 
-class SendingProcess(Protocol):
-    """Whose requests they are."""
-
-    name: str
-    traffic: SimulatedTraffic
-    surroundings: Surroundings
-    table: EndpointTable
-    breakers: LocalBreakers
-    outbox: SimulatedOutbox
-    replica: Replica
-
-    def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
-        ...
-
-
 class RequestsUnderWay:
     """The requests of one process, until it ends."""
 
-    def __init__(self, frontend: SendingProcess, chance: Random) -> None:
+    def __init__(self, frontend: RequestSender, chance: Random) -> None:
         self.open = True  # the process lives
         self.requests: dict[SimulatedRequest, None] = {}  # in the order of their arrival
         self._frontend, self._chance = frontend, chance
