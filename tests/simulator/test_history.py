@@ -10,11 +10,11 @@ from controller.simulator.simulation import simulate
 ROOT = Path(__file__).parents[2]
 
 
-def dump(to: Path, hash_seed: str, seed: int = 6) -> bytes:
+def dump(to: Path, hash_seed: str, seed: int = 6, workers: int = 6, minutes: int = 40) -> bytes:
     """Play a seed in a process of its own and return its history."""
     subprocess.run(
-        [sys.executable, "-m", "controller.simulator", "--seed", str(seed), "--workers", "6", "--minutes", "40",
-         "--dump", str(to)],
+        [sys.executable, "-m", "controller.simulator", "--seed", str(seed), "--workers", str(workers),
+         "--minutes", str(minutes), "--dump", str(to)],
         check=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, timeout=120,
     )  # fmt: skip
     return to.read_bytes()
@@ -23,6 +23,11 @@ def dump(to: Path, hash_seed: str, seed: int = 6) -> bytes:
 def test_a_seed_gives_the_same_bytes_in_two_processes_with_different_hash_seeds(tmp_path: Path) -> None:
     one, other = dump(tmp_path / "one", "1"), dump(tmp_path / "other", "4242")
     assert len(one) > 100_000
+    assert one == other
+
+
+def test_two_crowded_models_give_the_same_bytes_under_different_hash_seeds(tmp_path: Path) -> None:
+    one, other = (dump(tmp_path / seed, seed, 2, 5, 60) for seed in ("13", "14"))
     assert one == other
 
 
