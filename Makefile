@@ -59,7 +59,7 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 	@$(MAKE) --no-print-directory grafana-types || echo "Grafana's types cannot be had here: the tests that want them are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
-test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute
+test-seeds: install  ## 200 seeds of the simulator, without and with live requests: two minutes
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m seeds $(addprefix tests/simulator/,test_seeds.py test_planted.py test_rolling_updates.py)
 
 # Those whose fleet loses what it knows, and learns it again.

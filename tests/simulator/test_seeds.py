@@ -33,10 +33,11 @@ def broken(runs: Iterable[SweepRun]) -> list[str]:
 
 
 def once_broken() -> list[SweepRun]:
-    """Return the runs of seeds.txt: seed, workers, minutes, then the cause."""
+    """Return the runs of seeds.txt: seed, workers, minutes, `live` where requests are played in full, then the cause."""
     lines = [line.partition("#")[0].split() for line in FOUND.read_text().splitlines()]
     return [
-        SweepRun(int(seed), int(workers), float(minutes)) for seed, workers, minutes in filter(None, lines)
+        SweepRun(int(seed), int(workers), float(minutes), live_requests=live == ["live"])
+        for seed, workers, minutes, *live in filter(None, lines)
     ]
 
 

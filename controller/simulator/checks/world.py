@@ -133,7 +133,7 @@ def acquitted_are_tried(watch: InvariantWatch) -> str | None:
     for worker in watch.shown[-1].workers.values():
         instance, breaker, charges = worker.joined.instance, worker.breaker, worker.health.charges
         opened = breaker.moved_by if breaker.position == "open" and not breaker.resting else None
-        if charges.convictions:
+        if worker.health.corrupt:
             steady.convicted_under[instance] = opened
         unmoved = opened is not None and steady.convicted_under.get(instance) == opened
         acquitted = unmoved and bool(charges.acquitted) and not charges.convictions
