@@ -45,7 +45,6 @@ class CrowdedRequests(RequestsUnderWay):
     def close(self) -> None:
         """End with the process, also for those who wait."""
         super().close()
-        self._traffic.tally.lost += len(self._queued)
         for request in self.requests:
             self.machine(request).standing.leave(request)
 

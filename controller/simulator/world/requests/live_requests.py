@@ -103,13 +103,6 @@ class LiveRequests(CrowdedRequests):
         self._convicted: set[Key] = set()
         self._kernel.after(SECOND, self._look_again)
 
-    def close(self) -> None:
-        """End with the process."""
-        self.open = False
-        self._traffic.tally.lost += len(self.live)
-        for request in self.requests:
-            self.machine(request).standing.leave(request)
-
     def unanswered(self) -> int:
         """Return how many requests have had no answer yet."""
         return len(self.live) if self.open else 0
@@ -149,6 +142,9 @@ class LiveRequests(CrowdedRequests):
         match effect:
             case do.CancelStream():
                 live.stream.open = False
+            case do.TurnedAway():
+                live.stream.open = False
+                return super()._apply(live, effect)
             case do.NoteUnjudged(has_output):
                 self._unjudged(live, has_output=has_output)
             case do.Judge(failure, begun):
@@ -289,18 +285,8 @@ class LiveRequests(CrowdedRequests):
         assert isinstance(request, PlayedRequest)
         return AnswerProgress(len(request.accepted), len(request.shown))
 
-    def failed(self, request: SimulatedRequest, reason: str, sent: int | None = None) -> None:
-        """The present attempt of a request has failed; `sent`: its number, if the request may have left it since."""
-        assert isinstance(request, PlayedRequest)
-        if not self._gone(request, request.sent_times if sent is None else sent):
-            request.stream.open = False
-            self.feed(request, on.AttemptFailed(Failure(reason, ""), self._progress(request)))
-
-    def _turned_away(self, request: SimulatedRequest, sent: int) -> None:
-        assert isinstance(request, PlayedRequest)
-        if not self._gone(request, sent):
-            request.stream.open = False
-            super()._turned_away(request, sent)
+    def _cut(self, request: SimulatedRequest) -> None:
+        self.live[request].stream.open = False
 
     def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
         """The fleet took the worker of a request out of service; None: it is gone."""

@@ -71,8 +71,8 @@ class RequestsUnderWay:
 
     def close(self) -> None:
         """End with the process."""
+        self._traffic.tally.lost += self.unanswered()
         self.open = False
-        self._traffic.tally.lost += len(self.requests)
 
     def unanswered(self) -> int:
         """Return how many requests have had no answer yet."""
@@ -254,8 +254,12 @@ class RequestsUnderWay:
         """The present attempt of a request has failed; `sent`: its number, if the request may have left it since."""
         if self._gone(request, request.sent_times if sent is None else sent):
             return
-        self.feed(request, on.FirstToken())
+        self._cut(request)
         self.feed(request, on.AttemptFailed(Failure(reason, ""), self._progress(request)))
+
+    def _cut(self, request: SimulatedRequest) -> None:
+        """Nothing more comes from the present attempt."""
+        self.feed(request, on.FirstToken())
 
     def fail_all(self, worker: str, reason: str) -> None:
         """Nothing that is with a worker can go on there."""
