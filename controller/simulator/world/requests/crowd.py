@@ -1,4 +1,4 @@
-"""Requests before workers that take only so many at once: those that find no room wait in a line, until their time is over.
+"""Requests before workers that take only so many at once: those that find no room wait in line, until their time is over.
 
 The queue is production's (`controller.frontend.admission.queue`), and so is the filter that finds room. What other frontends have
 at a worker is known as of its last report. A worker that has no room after all turns a request away: that is no failure, and the
@@ -43,7 +43,7 @@ class CrowdedRequests(RequestsUnderWay):
         self._kernel.after(chance.randrange(REPORT), self._report)
 
     def close(self) -> None:
-        """End with the process, also for those who wait."""
+        """End with the process."""
         super().close()
         for request in self.requests:
             self.machine(request).standing.leave(request)
@@ -61,7 +61,7 @@ class CrowdedRequests(RequestsUnderWay):
         return min((one.tier for line in self._queue.lines(model) for one in line), default=None)
 
     def could_take(self, machine: Machine) -> bool:
-        """Say whether one request more could go to this worker: it serves, may be tried, and has room."""
+        """Return whether one more request could go to this worker: it serves, may be tried, and has room."""
         endpoint = self._table.endpoints.get((machine.name, machine.instance))
         if endpoint is None or not endpoint.routable or not machine.reachable(self._name) or machine.draining:
             return False
@@ -206,7 +206,7 @@ class CrowdedRequests(RequestsUnderWay):
         self.feed(request, on.AttemptFailed(Failure(FULL, ""), self._progress(request)))
 
     def _report(self) -> None:
-        """Hear from each worker what others have there, and let those who wait look."""
+        """Read from each worker how many requests others have there, and wake the lines."""
         if not self.open:
             return
         self._kernel.after(REPORT, self._report)

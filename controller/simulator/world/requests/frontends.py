@@ -100,7 +100,7 @@ class SimulatedFrontend:
             self.underway.fail_all(machine.name, "stalled")
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
+        """Return the best tier of the requests in line, 0 being the best; None: none waits."""
         return self.underway.best_waiting(model)
 
     # --- what comes ---------------------------------------------------------------------------------------------

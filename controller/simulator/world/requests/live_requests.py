@@ -1,4 +1,4 @@
-"""Requests in full, token by token: they wait for workers, move on purpose and with their KV cache, are dealt with after a
+"""Requests in full, token by token: they wait for workers, move on purpose and with their KV cache, are handled after a
 conviction, and lose their clients (`holdfast simulate --live-requests`).
 
 Each worker continues what it was sent: its n-th token has the number n where the worker is right, and -1 - n where it is corrupt
@@ -44,7 +44,7 @@ class SimulatedStream:
     key: Key
     position: int  # of its next token
     wrong: bool  # it computes from wrong tokens, or from what a corrupt worker computed
-    after: "SimulatedStream | None" = None  # whose KV cache it has taken over
+    after: "SimulatedStream | None" = None  # the stream that it has taken over, with its KV cache
     open: bool = True  # it is read
     decodes: bool = True
     silent_s: int = 0
@@ -77,7 +77,7 @@ class PlayedRequest(SimulatedRequest):
     target: SimulatedStream | None = None  # of a KV transfer
     target_at: Endpoint = field(init=False)
     asked_at: int = 0  # tokens accepted when the target was asked
-    failed_at: set[Key] = field(default_factory=set)  # workers whose engine its prompt broke
+    failed_at: set[Key] = field(default_factory=set)  # workers where its prompt broke the engine
 
     @property
     def stream(self) -> SimulatedStream:
@@ -222,7 +222,7 @@ class LiveRequests(CrowdedRequests):
         return (machine.up and machine.instance == endpoint.instance) or self._chance.random() < 0.5
 
     def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
-        request.reported = request.state.move  # the machine says when
+        request.reported = request.state.move  # the machine decides when
         super()._begin(request, endpoint)
 
     def _send(self, request: SimulatedRequest) -> None:

@@ -30,7 +30,7 @@ class RequestSender(Protocol):
     outbox: SimulatedOutbox
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
+        """Return the best tier of the requests in line, 0 being the best; None: none waits."""
         ...
 
 
@@ -53,7 +53,7 @@ class SimulatedRequest:
     routed_under: int = 0
     sent: int = 0  # the last move of the frontend's own breakers when it was sent
     attempt: int = 1
-    reported: Move | None = None  # the last one that the journal was told
+    reported: Move | None = None  # the last one in the journal
 
     @property
     def worker(self) -> str:
@@ -81,7 +81,7 @@ class ClientTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTraffic:
-    """What a frontend has to do, and whom it tells."""
+    """The requests that a frontend gets, and the observers of what becomes of them."""
 
     per_second: Callable[[int], float]  # now
     machines: Mapping[str, Machine]

@@ -36,7 +36,7 @@ TERMS = RequestTerms(max_tokens=TOKENS, reroute_s=-1.0)  # it does not wait for 
 
 
 class SimulatedLinks(ConnectedWorkers):
-    """What a simulated process is told about workers. That one cannot be reached is found out by sending there."""
+    """The connections of a simulated process. Sending to a worker shows whether it can be reached."""
 
     def __init__(self) -> None:
         self.others: dict[str, Load] = {}  # what others have at a worker, as far as is known
@@ -79,7 +79,7 @@ class RequestsUnderWay:
         return len(self.requests) if self.open else 0
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
+        """Return the best tier of the requests in line, 0 being the best; None: none waits."""
         return None
 
     # --- the machine --------------------------------------------------------------------------------------------
