@@ -161,11 +161,6 @@ class Continuation(msgspec.Struct):
     texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
     _worded: int = 0  # accepted tokens that `texts` says
 
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt and of what was accepted."""
-        return len(self._request.prompt) + len(self.accepted)
-
     def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
         """Return what this worker, and of its DP ranks this one, is asked for now."""
         asked, made = self._request, len(self.accepted)
