@@ -125,6 +125,8 @@ class RequestMetrics:
         self._requests = metrics.requests
         self._histograms = metrics.histograms
         self._models: dict[str, ModelMetrics] = {}
+        self.active: Counter[str] = Counter()  # requests between arrival and end, by model
+        self.ended: Counter[tuple[str, ...]] = Counter()  # not yet in the counter, by its labels
         for cause in CAUSES:  # at 0, as what is shown of models
             self._histograms.resume.of(cause)
         self._exposed = metrics.faults.exposed
@@ -186,6 +188,11 @@ class RequestMetrics:
             for mode, count in of_model.decisions.items():
                 decisions.labels(model, mode).inc(count)
             of_model.decisions.clear()
+        for model, count in self.active.items():
+            self._requests.active.labels(model).set(count)
+        for labels, count in self.ended.items():
+            self._requests.ended.labels(*labels).inc(count)
+        self.ended.clear()
         workers = self._metrics.workers
         for worker, (prompt_tokens, ttft_s, itl_s) in self._last.items():
             self._metrics.shown.add(worker)

@@ -70,8 +70,7 @@ class OpenAiEndpoints:
         self._serial = itertools.count(1)
         self._admission = director.admission
         self._requests = director.metrics.requests
-        self._active = cache(self._requests.active.labels)  # a look-up without the client library's lock
-        self._ended = cache(self._requests.ended.labels)
+        self._counts = director.request_metrics
         self._tokenizer_ms = cache(director.metrics.histograms.tokenizer_ms.of)
         self._slow_clients = director.metrics.faults.slow_clients
 
@@ -130,7 +129,7 @@ class OpenAiEndpoints:
                 model = model_of(self.director, parsed.model)
                 parsed = msgspec.structs.replace(parsed, model=model, called=parsed.model)
             model = parsed.model
-            self._active(model).inc()
+            self._counts.active[model] += 1
             self.answering += 1
             call = Call(headers["X-Request-Id"], head, parsed, headers, arrived, transport)
             response, error = await self._answer(call)
@@ -291,14 +290,14 @@ class OpenAiEndpoints:
 
     def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
         """Count a request that has ended; an error after the first token too, although its status was 200."""
-        requests = self._requests
+        requests, ended = self._requests, self._counts.ended
         if model:
-            self._active(model).dec()
+            self._counts.active[model] -= 1
             self.answering -= 1
         if error is None:
-            self._ended(model, endpoint, kind, "success", "").inc()
+            ended[model, endpoint, kind, "success", ""] += 1
             return
-        self._ended(model, endpoint, kind, "error", error.error_type).inc()
+        ended[model, endpoint, kind, "error", error.error_type] += 1
         if error.status == 499:
             requests.cancellations.labels(model, endpoint, kind).inc()
             requests.disconnected.inc()

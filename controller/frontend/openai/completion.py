@@ -170,10 +170,13 @@ class Completion:
 
     def usage(self) -> dict[str, Any]:
         """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""
-        made = 0 if self._silent else sum(len(answer.accepted) for answer in self.answers)
-        firsts = self.answers[:: self._parsed.n]  # the choices of a prompt share it
-        cached = sum(answer.cached_tokens or 0 for answer in firsts)
-        total = usage(sum(len(answer.request.prompt) for answer in firsts), made)
+        made = prompted = cached = 0
+        for answer in self.answers:
+            made += len(answer.accepted)
+        for answer in self.answers[:: self._parsed.n]:  # the choices of a prompt share it
+            prompted += len(answer.request.prompt)
+            cached += answer.cached_tokens or 0
+        total = usage(prompted, 0 if self._silent else made)
         return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def body(self) -> dict[str, Any]:

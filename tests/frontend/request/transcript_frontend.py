@@ -358,6 +358,7 @@ class TranscriptFrontend:
     def _read_counts(self) -> dict[str, float]:
         director = self._director
         director.metrics.settle()
+        director.request_metrics.settle()
         found = {
             "queued": float(sum(director.admission.waiting().values())),
             "parked": float(len(director.driver.waiting.parked)),
