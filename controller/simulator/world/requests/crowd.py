@@ -214,6 +214,5 @@ class CrowdedRequests(RequestsUnderWay):
             if machine.reachable(self._name):
                 held = machine.standing.held
                 self.links.others[name] = Load(running=sum(request not in self.requests for request in held))
-        models = dict.fromkeys(request.model for request in self._queued)  # in the order of the queue
-        for model in models if self._seams.wakes() else ():
+        for model in sorted({one.model for one in self._queued}) if self._seams.wakes() else ():
             self._wake(model)
