@@ -80,16 +80,17 @@ class Served:
         return conviction.seq <= self.seq or conviction.since >= self.until + margin
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Convictions:
-    """What is done when a canary convicts a worker: every request that it has fed since is named, and those that run act.
+    """Handles the conviction of a worker by a canary: reports every request that it has served since its last good canary, and
+    applies the corruption policy to those that are running.
 
-    The fold decides since when a life could be wrong (`Worker.convictions`). A conviction is answered for once, whatever
-    has become of the worker meanwhile: acquitted, or a new life of it begun, all in one batch.
+    The fold decides since when a life could be wrong (`Worker.convictions`). Each conviction is handled once, even if
+    the worker was acquitted or restarted in the same batch of events.
 
-    A frontend answers for the one before it of the same name as well. That one has left behind until when it served, and how
-    far it had read. A worker that was convicted after that, for a span in which that frontend served, has served unknown
-    requests.
+    A frontend also handles convictions for its predecessor of the same name, which has stored until when it served and how
+    far it had read. A worker convicted later, for a span in which the predecessor served, has served requests that are not
+    known any more.
     """
 
     frontend: str
@@ -183,7 +184,7 @@ class Convictions:
             self._report(exposures.fact(one, action), one.span.traceparent)
 
     def _expose(self, live: LiveRequest, first: int, key: Key) -> str:
-        """Let a request act on it that its tokens from index `first` on may be wrong. Return what was done."""
+        """Apply the corruption policy to a request whose tokens from index `first` on may be wrong. Return the action."""
         endpoint = live.endpoint
         stays = endpoint is not None and endpoint.key == key and bool(endpoint.suspect)
         exposed = Exposed(first, key, live.stats.depends_on(key), stays, live.progress)
@@ -197,7 +198,7 @@ class Convictions:
 
 
 class WorkerIntrusions(Intrusions):
-    """Reports of what a worker does to this frontend that no engine does."""
+    """Reports workers that behave as no engine does: floods of frames, claims of lost KV blocks."""
 
     def __init__(self, table: EndpointTable, observe: Observe, clock: Clock) -> None:
         super().__init__(observe, clock.monotonic)

@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 _FIRST_TOKEN = on.FirstToken()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class RequestSink(LiveRequest):
     """A live request as the request plane sees it: the end of a token's path. Implements `controller.ports.Sink`.
 
@@ -154,7 +154,7 @@ class RequestSink(LiveRequest):
             self.flush()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Driver:
     """The live requests of one frontend."""
 
@@ -288,7 +288,7 @@ class Driver:
     def _apply(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
         """Do one thing for a request. Return the event that answers a question."""
         dispatcher, dispatch = self.dispatcher, live.dispatch
-        # The effects of an undisturbed request: to match a class takes as long as many of them.
+        # The effects of an undisturbed request: `match` on classes costs more than applying them.
         if type(effect) is do.SelectWorker:
             event = dispatcher.route(live, effect, live, now)
             if live.dispatch is not None and not live.state.begun:

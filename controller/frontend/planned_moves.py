@@ -53,7 +53,7 @@ Planned: TypeAlias = tuple[Placement, Endpoint | None]  # how and where, if any 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MigrationRequest:
     """An answer that is wanted elsewhere."""
 
@@ -76,7 +76,7 @@ class MigrationRequest:
         return self.live.state.has_output and self.live.state.transfer is None
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class KvMoveSink(KvMove):
     """One KV transfer as the request plane sees it. Implements `controller.ports.TransferSink`."""
 
@@ -144,7 +144,7 @@ class KvMoveSink(KvMove):
         self.moves.ended(self, over)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MovePlanner:
     """Decides where a wanted request goes, and how. It changes nothing."""
 
@@ -173,8 +173,8 @@ class MovePlanner:
         return self._plan(wanted, wanted.source, wanted.to, wanted.without)
 
     def plan_anew(self, wanted: MigrationRequest) -> Planned:
-        """Return where it would be computed first, rather not where its KV cache was refused: each looks for itself, so
-        that the requests of a group that could not be sent to one place are spread."""
+        """Return the worker that would compute it soonest, if possible not one that refused its KV cache. Each request is
+        planned by itself, so that a group that no single worker could take is spread."""
         source = frozenset({wanted.source.worker})
         placement, endpoint = self._plan(wanted, None, wanted.to, wanted.without | source)
         if endpoint is None and wanted.without:
@@ -198,7 +198,7 @@ class MovePlanner:
         return f"it would take {takes_ms:.0f} of {limit_ms:g} ms" if takes_ms > limit_ms else ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PlannedMoves:
     """The planned moves of one frontend."""
 
@@ -214,8 +214,8 @@ class PlannedMoves:
         default_factory=dict
     )  # in the order in which they move
     _transfers: dict[LiveRequest, KvMoveSink] = field(default_factory=dict)
-    _due: set[Key] = field(default_factory=set)  # workers that are continued with in the next turn
-    _excused: set[tuple[Key, PlannedCause, str]] = field(default_factory=set)  # why streams stay; logged once
+    _due: set[Key] = field(default_factory=set)  # sources whose next requests move in the next turn
+    _excused: set[tuple[Key, PlannedCause, str]] = field(default_factory=set)  # logged, once per incident
 
     def __post_init__(self) -> None:
         self._now = self.driver.now

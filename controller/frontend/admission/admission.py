@@ -65,7 +65,7 @@ class Reservation:
         self._admission.wake(self._endpoint.joined.model)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Turn:
     """The wait of one queued request."""
 

@@ -56,7 +56,7 @@ class WantedTokens:
     answer_tokens: int  # of each, at most
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Deadlines:
     """The judge of one frontend, with what it knows of each pool."""
 

@@ -33,7 +33,7 @@ ENDS_MAX = 512  # remembered per model: at a higher rate the window is shorter
 OWED_MAX = 4096  # accounts of clients without a request in line that were served more than the others
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class QueuedRequest:
     """One request that waits for a worker, or asks to. Seconds."""
 
@@ -249,7 +249,7 @@ class Queue:
 
 
 class EndRate:
-    """The rate at which answers of each model end: so fast do waiting requests find room."""
+    """The rate at which answers of each model end. It predicts how long a queued request waits."""
 
     def __init__(self) -> None:
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=ENDS_MAX))
@@ -259,7 +259,7 @@ class EndRate:
         self._ends[model].append(now)
 
     def wait_s(self, model: str, before: int, now: float) -> float:
-        """Return in how many seconds a request has room behind so many; inf: nothing has ended lately."""
+        """Return the seconds until a request behind `before` others has room; inf: no answer has ended lately."""
         ends = self._ends.get(model) or deque[float]()
         while ends and ends[0] < now - WINDOW_S:
             ends.popleft()

@@ -47,7 +47,7 @@ class TooLate(NotAdmitted):
         self.should_retry = should_retry
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Refusals:
     """The refusals of one frontend."""
 
@@ -96,7 +96,7 @@ class Refusals:
                 busy = ALL_BUSY if isinstance(error, AllBusy) else why
                 whole_s = longest_s if isinf(wait_s) else max(1, ceil(self._jittered(wait_s)))
                 answer = ApiError(status, busy, code=code, retry_after_s=min(longest_s, whole_s))
-            case AllClosed():  # every server has said when to retry
+            case AllClosed():  # every server has sent a Retry-After
                 answer = ApiError(status, why, code=code, retry_after_s=max(1, ceil(error.wait_s)))
             case Poisonous():
                 answer = ApiError(422, why, code=code)

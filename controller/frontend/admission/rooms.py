@@ -41,7 +41,7 @@ class Preemptor:
         return False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RoomFinder:
     """Finds room at the workers of one frontend."""
 

@@ -26,7 +26,7 @@ from events.wire import Why
 _FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # to look a member of an enum up takes as long as a call
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Dispatcher:
     """The attempts of one frontend."""
 
@@ -220,7 +220,8 @@ class Dispatcher:
         return Suspicion.NONE
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """A worker had no room for an attempt: that speaks against neither. It gets none until it next reports its load."""
+        """Count an attempt that its worker had no room for: a failure of neither. The worker gets no request until it next
+        reports its load."""
         endpoint = dispatch.endpoint
         endpoint.refuse(self.plane.external_load(endpoint.worker))
         self.unjudged(dispatch, has_output=False)

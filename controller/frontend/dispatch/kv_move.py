@@ -17,10 +17,10 @@ from events.wire import Chunk, Committed, Reserved
 HELD_MAX = 1024  # chunks of the target that wait for the source's last tokens
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class KvMove(TransferSink):
     """What the frontend knows of one KV transfer. Until the stream continues at the target, the target's chunks are held back:
-    the source's last tokens come first. What reads the frames of both workers about it is in a subclass."""
+    the source's last tokens come first. A subclass reads the frames of both workers."""
 
     plane: RequestPlane
     source: Endpoint
@@ -36,10 +36,10 @@ class KvMove(TransferSink):
     held: list[Chunk] = field(default_factory=list)
     predicted_ms: float | None = None
     target_failed: bool = False
-    cheaper: MigrationCost | None = None  # to compute it again at the target, as the target has shown
+    cheaper: MigrationCost | None = None  # recomputing at the target, with what it has cached
 
     def ended(self, over: TransferOver) -> None:
-        """Learn that the transfer has ended, one way or another."""
+        """Take note of the transfer's end and its outcome."""
         raise NotImplementedError
 
     def ship(self, trusted: TrustedSource) -> None:

@@ -49,7 +49,7 @@ class Dispatch(msgspec.Struct, eq=False):
 LOGPROB_FLOOR = -9.0  # one in 8,000: correct samplers draw few tokens below it, a broken one mostly such
 
 
-@dataclass(slots=True, eq=False)  # a struct takes twenty times as long to change
+@dataclass(slots=True, eq=False, repr=False)  # a struct takes twenty times as long to change
 class OutputStats:
     """When the tokens of one answer came, how many are counted, and the spans that workers served."""
 
@@ -82,6 +82,8 @@ class OutputStats:
         """Count the accepted tokens that are new: all of them came from the present attempt, in this turn."""
         dispatch, accepted, counted = live.dispatch, len(live.accepted), self.counted
         new = accepted - counted
+        if dispatch is not None and accepted > self.movable_max:
+            self.note_length(live)
         if not new or dispatch is None:
             return
         metrics, own = self.metrics, self.own
@@ -107,8 +109,6 @@ class OutputStats:
             metrics.itl.add((now - self.last_at) / new, new)
         self.counted = accepted
         self.last_at = now
-        if accepted > self.movable_max:
-            self.note_length(live)
 
     def note_length(self, live: "LiveRequest") -> None:
         """Count a request that is too long to move, once, if it could have moved before."""
@@ -237,13 +237,13 @@ class Continuation(msgspec.Struct):
         return whole[len(before) :].rstrip("\ufffd")
 
 
-@dataclass(slots=True, eq=False)  # see `OutputStats`
+@dataclass(slots=True, eq=False, repr=False)  # see `OutputStats`
 class LiveRequest:
     """One answer that is being made."""
 
     answer: Choice
     completion: Completion | None  # learns of the end; None once the answer has ended
-    request: GenerationRequest  # of the answer, as the next two
+    request: GenerationRequest  # these three are the answer's
     writer: ResponseWriter
     accepted: list[int]
     state: RequestState
@@ -257,7 +257,7 @@ class LiveRequest:
     keeps_room: bool = False
     over: bool = False
     exposure: str = ""  # what was done when its tokens were last found to be exposed
-    attempt_tokens: int = 0  # that the last attempt has to read: of the prompt, and those accepted before
+    attempt_tokens: int = 0  # the prefill of the last attempt: the prompt and the tokens accepted before it
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -362,7 +362,7 @@ class LiveRequest:
     def rewind(self, count: int) -> None:
         """Forget all accepted tokens after the first `count`; the client has seen none of these."""
         self.continuation.rewind(count)
-        self.stats.counted = min(self.stats.counted, count)  # what comes now is counted anew
+        self.stats.counted = min(self.stats.counted, count)  # later tokens are counted again
         self.writer.rewind(count)
 
 

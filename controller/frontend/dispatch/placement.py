@@ -40,7 +40,7 @@ _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # this frontend's clock as instants: o
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Placer:
     """The answers of one frontend that have to go on elsewhere, and where each of them goes."""
 
@@ -105,8 +105,8 @@ class Placer:
     def price(
         self, live: LiveRequest, source: Endpoint, endpoint: Endpoint, *, cached_tokens: int, at_once: int
     ) -> MigrationCost:
-        """Return what it costs to move an answer to this worker, which keeps a place for it and has so many of its tokens in
-        its prefix cache, while so many transfers share the link. The others do not change which method is recommended."""
+        """Return the cost of moving an answer to this worker, which has reserved a place and has `cached_tokens` of it in its
+        prefix cache, while `at_once` transfers share the link. The others do not change which method is recommended."""
         tokens, cached = len(live.request.prompt) + len(live.accepted), max(0, cached_tokens)
         kv, there = _kv_shape(source), self._target(endpoint, source, newcomers=0)
         alone = estimate(self.policy, kv, there, tokens, cached_tokens=cached)

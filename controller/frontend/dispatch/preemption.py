@@ -41,7 +41,7 @@ class _PutOff:
     comment_at: float
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Preemption(Preemptor):
     """The answers of one frontend that are put off."""
 

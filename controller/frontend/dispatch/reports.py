@@ -12,7 +12,7 @@ from controller.router.endpoints import Endpoint, Server
 from events.observations import RequestAbandoned, RequestMigrated, RequestPreempted, RequestResumed
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MigrationReports:
     """Emits what one frontend observes of its migrations."""
 

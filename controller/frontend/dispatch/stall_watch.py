@@ -32,7 +32,7 @@ LATE_S = 0.25  # a sweep that is later than this waits for the next one: tokens 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StallWatch:
     """Sweeps over the running streams of one frontend."""
 

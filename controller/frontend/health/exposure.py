@@ -26,7 +26,7 @@ MARGIN = timedelta(milliseconds=200)
 MARK_S = 0.2  # how finely a span remembers when its tokens came
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ServedSpan:
     """What one worker gave one request: tokens `first`… (0-based), and when, to within MARK_S."""
 

@@ -42,10 +42,10 @@ PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker
 SAMPLES_MAX = 256  # per worker and window
 MOVES_MAX = 200  # in one event: about 30 KB; breakers that all move at once must not flood the journal
 STALLS_MAX = 2  # times failures_max: a worker that recovers is not held to all that it ever stalled
-SLOW_MS_MIN = 5.0  # a difference below this is no slowness
+SLOW_MS_MIN = 5.0  # a smaller difference is not reported
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
 TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: what streams well by then has passed
-_ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # the loop's clock as a datetime, for the machine that wants one
+_ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # origin of the loop's clock as a datetime, which the breaker needs
 
 log = structlog.get_logger(__name__)
 
@@ -135,7 +135,8 @@ class WorkerOutcomes:
 
 
 class OutcomeReports:
-    """The facts about a frontend's outcomes: what workers served in a window, which are slow, how breakers moved. Pure."""
+    """The facts about a frontend's outcomes: what workers served in a window, which are slow, how breakers moved.
+    No clock and no I/O: the caller passes the time and publishes the facts."""
 
     def __init__(
         self, frontend: str, settings: FactSettings, links: ConnectedWorkers | None, now: float
@@ -209,7 +210,7 @@ class OutcomeReports:
     def _compare(
         self, key: Key, found: WorkerOutcomes, own: float, peers: Mapping[Key, float]
     ) -> Iterator[Observation]:
-        """Yield that a worker is slower than its peers would be with as many sequences, or the end of that."""
+        """Yield the start and the end of a worker being slower than its peers with as many sequences."""
         if not peers:
             return
         running = self._running(key)
@@ -468,7 +469,7 @@ def routable_share(endpoints: Iterable[Endpoint], opened: Collection[Key]) -> fl
     return sum(endpoint.weight for endpoint in expected if endpoint.key not in opened) / len(expected)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Panic:
     """In which models this frontend ignores its own breakers."""
 

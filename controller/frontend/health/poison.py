@@ -124,8 +124,8 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class Records(OrderedDict[str, Record]):
-    """What is held against requests, by fingerprint; and the sketches of prompts that are proven. Bounded: the record that was
-    looked at longest ago makes room."""
+    """Failure records of requests, by fingerprint, and the sketches of prompts that are proven poisonous. Bounded: the least
+    recently used record is evicted."""
 
     def __init__(self, records_max: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Records(OrderedDict[str, Record]):
         self._sketches: Counter[int] = Counter()  # of the fingerprints
 
     def of(self, request: GenerationRequest) -> Record | None:
-        """Return the record of a request's like; None: nothing is held against it."""
+        """Return the record of requests like this one; None if there is none."""
         return self.get(_fingerprint(request)) if request.names.sketch in self._sketches else None
 
     def keep(self, print_: str) -> Record:
@@ -151,7 +151,7 @@ class Records(OrderedDict[str, Record]):
         return record
 
     def forget(self, record: Record) -> None:
-        """Hold nothing against these requests any more."""
+        """Remove the record of these requests."""
         del self[record.fingerprint]
         sketch = sketch_of(record.fingerprint)
         self._sketches[sketch] -= 1
@@ -169,7 +169,7 @@ class Records(OrderedDict[str, Record]):
         return frozenset(one.at.key for one in self.values() if one.at is not None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PoisonWatch:
     """What one frontend knows of requests that bring workers down."""
 
@@ -242,7 +242,7 @@ class PoisonWatch:
         elif sketch not in records.proven:
             for suspect in records.values():
                 if suspect.at is endpoint:
-                    suspect.alone = False  # if it falls now, nothing shows with which prompt
+                    suspect.alone = False  # a failure now has no certain cause
             flight = self._flights.get(sketch)
             if flight is not None and flight.endpoint is endpoint:
                 flight.slots.add(slot)
@@ -308,7 +308,8 @@ class PoisonWatch:
             )
 
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
-        """Return whether a fall is still remembered, and was one: what only lost its connection is back as what it was."""
+        """Return whether a failure is still remembered and was a real one. A worker that only lost its connection comes back as
+        the same life."""
         if now - fall.at >= self.settings.remembered_s:
             return False
         return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
@@ -376,7 +377,7 @@ class PoisonWatch:
     # --- what other frontends report ------------------------------------------------------------------------
 
     def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
-        """Take over what another frontend, or the last of this name, has reported so long ago."""
+        """Apply the report of another frontend, or of this one's predecessor, from `age_s` seconds ago."""
         at = self._now() - age_s
         holds_s = fact.refused_s if isinstance(fact, RequestPoisonous) else self.settings.remembered_s
         if age_s >= holds_s:

@@ -53,3 +53,7 @@ class Choice(msgspec.Struct, eq=False):
     explained: dict[str, Any] | None = None  # why its first worker was chosen, if that was asked
     finish: str | None = None
     error: ApiError | None = None
+
+    def __repr__(self) -> str:
+        """Name the request. No log holds what a client has said."""
+        return f"<Choice of {self.request.id}>"

@@ -45,6 +45,10 @@ class GenerationRequest(
         ""  # the client's trace: it goes to the workers, and onto the events about this request
     )
 
+    def __repr__(self) -> str:
+        """Name the request. No log holds what a client has said."""
+        return f"<GenerationRequest {self.id}>"
+
     @property
     def tokens_max(self) -> int:
         """The tokens of the prompt and of the longest answer: what a worker's context must hold."""

@@ -68,7 +68,7 @@ def step(state: RequestState, event: Event, now: float) -> Next:
     """Return the state after an event, and the effects in the order in which they are to be applied."""
     if state.phase == "done":
         return state, ()
-    # The four events of an undisturbed request: to match a class takes as long as one of these transitions.
+    # The four events of an undisturbed request: `match` on classes costs as much as the transition.
     if type(event) is on.Launched:
         return become_routing(state, event.planned)
     if type(event) is on.Sent:

@@ -116,7 +116,7 @@ class RoutingState:
     def __init__(
         self, router: RouterSettings, metrics: RequestMetrics, pools: Pools | None, now: Callable[[], float]
     ) -> None:
-        """Begin with nothing. `pools`: measures how fast workers are; None: no one needs it."""
+        """Begin with nothing. `pools`: measures how fast workers are; None: not measured."""
         self._router = router
         self._metrics = metrics
         self._pools = pools
@@ -130,7 +130,7 @@ class RoutingState:
     # --- what was sent --------------------------------------------------------------------------------------
 
     def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
-        """A request goes where it was chosen to. Return the number under which it is counted there."""
+        """Count a request at the chosen worker. Return its slot number."""
         endpoint, holder, unread, pools = choice.endpoint, choice.holder, choice.prefill_tokens, self._pools
         prompt, now = choice.request.prompt, choice.request.now
         self._metrics.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
@@ -186,7 +186,7 @@ class RoutingState:
         self.slots.prefill_done(slot, now=now)
 
     def end(self, slot: int, now: float) -> None:
-        """It is over there, however it ended."""
+        """Release the slot, however the request ended."""
         if self._pools is not None:
             self._pools.end(slot)
         self.slots.free(slot, now=now)
@@ -236,7 +236,7 @@ class RoutingState:
     # --- what is gone ---------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Forget requests of which it was not said for an hour that they are over, and what is cached no more."""
+        """Forget requests whose end was not reported within an hour, and expired cache entries."""
         now = self._now()
         self._guesses.expire(now=now)
         if stale := self.slots.expire(now=now):

@@ -22,18 +22,16 @@ FORGOTTEN_AFTER = 10  # minutes in which nobody serves a model or asks for it
 NO_DEMAND = ("draining", "request_poisonous", "deadline_unattainable")  # no worker more would serve these
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TrafficReporter:
-    """One frontend's word on what comes, of each minute from this one on."""
+    """Reports the traffic of one frontend, once a minute."""
 
     frontend: str
     observe: Callable[[Observation], object]
     clock: Clock
     table: EndpointTable
     metrics: RequestMetrics
-    idle: dict[str, int] = field(
-        default_factory=dict
-    )  # minutes in which nobody served or wanted it, by model
+    idle: dict[str, int] = field(default_factory=dict)  # minutes without workers and requests, by model
     promised: set[str] = field(default_factory=set)  # in this minute: see `_promise`
 
     def __post_init__(self) -> None:
