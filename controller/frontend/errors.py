@@ -12,7 +12,7 @@ NO_WORKER = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker")
 OVERLOAD = frozenset(  # there are workers, and no room
     ("queue_full", "queue_timeout", "all_workers_busy", "upstream_overloaded", "deadline", "retry_budget")
 )
-REFUSALS = NO_WORKER.union(  # of requests that were not begun anywhere, for another reason than lack of room
+REFUSALS = NO_WORKER.union(  # of requests rejected before dispatch, for another reason than lack of room
     ("capacity_shed", "not_accepting", "draining", "starting", "tokenizer_missing"),
     ("request_poisonous", "deadline_unattainable"),
 )

@@ -399,12 +399,12 @@ class FrontendSettings(Strict):
     )
     @classmethod
     def _number_or_none(cls, value: Any) -> Any:
-        """Let flags and variables say that there is none: `None`, as Dynamo writes it, or nothing."""
+        """Parse a number, `None` (as Dynamo writes it) or an empty text."""
         if not isinstance(value, str):
             return value
         if value.strip().lower() in ("", "none"):
             return None
-        return int(value) if value.isdigit() else value
+        return int(value) if value.isascii() and value.isdigit() else value
 
     @field_validator("cors_origins")
     @classmethod
@@ -418,7 +418,7 @@ class FrontendSettings(Strict):
     @field_validator("ttft_deadlines", "model_aliases", mode="before")
     @classmethod
     def _pairs(cls, value: Any, info: ValidationInfo) -> Any:
-        """Let flags and variables say it as `premium=500,standard=2000`, or `gpt-4o=llama-70b`."""
+        """Parse `premium=500,standard=2000` or `gpt-4o=llama-70b`."""
         if not isinstance(value, str):
             return value
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
@@ -427,7 +427,7 @@ class FrontendSettings(Strict):
         return {name.strip(): one.strip() for name, _, one in pairs}
 
     @model_validator(mode="after")
-    def _go_together(self) -> "FrontendSettings":
+    def _check_combinations(self) -> "FrontendSettings":
         if self.static and self.request_plane == "nats":
             raise ValueError(
                 "static names workers that are reached without a broker: request_plane must be tcp"

@@ -36,11 +36,12 @@ async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -
         return _error(415, f"Expected request with `Content-Type: {JSON}`")
     try:
         body = BusyThresholdBody.model_validate(await endpoints.intake.parsed("json", request))
-        given = body.given
     except ApiError as error:
         return _error(error.status, str(error))
     except ValidationError as error:
         return _error(422, "; ".join(_sentence(dict(one)) for one in error.errors()))
+    try:
+        given = body.given
     except ValueError as error:
         return _error(400, str(error))
     monitor = director.routing.monitor

@@ -55,7 +55,7 @@ class FastPathConnection(asyncio.Protocol):
         self._clients = clients
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()  # what has come and is not understood yet
-        self._incomplete: Head | None = None  # of the request that is in it, as long as its body is not whole
+        self._incomplete: Head | None = None  # of the buffered request whose body is incomplete
         self._answering: asyncio.Task[None] | None = None
         self._idle_since = 0.0  # loop time when the last answer ended, or the connection was made
         self._closing = False  # with the answer under way
@@ -91,9 +91,8 @@ class FastPathConnection(asyncio.Protocol):
                 self._transport.pause_reading()
             return
         head, size = self._incomplete, len(self._buffer) + len(data)
-        if (
-            head is None and not self._writing_paused
-        ):  # a client that does not read its last answer is aiohttp's
+        # aiohttp serves clients that have not read their last answer.
+        if head is None and not self._writing_paused:
             head = self._heads.read(data[: data.find(_END, 0, HEAD_BYTES_MAX) + len(_END)])
         if head is None or head.whole > BYTES_MAX or size > head.whole:
             self._hand_over(data)

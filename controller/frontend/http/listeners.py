@@ -120,7 +120,7 @@ class Listeners:
     async def close(self) -> None:
         """Close everything."""
         await self.refuse()
-        await asyncio.sleep(0)  # requests that have come begin
+        await asyncio.sleep(0)  # let received requests start
         self.aiohttp.pre_shutdown()
         await asyncio.gather(self._end_all(), self.aiohttp.shutdown(SHUTDOWN_S))
         await self._admin.cleanup()

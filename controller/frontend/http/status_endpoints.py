@@ -1,4 +1,4 @@
-"""What a frontend says of itself: the models it serves, its version, health and metrics."""
+"""Endpoints for models, version, health and metrics: the models it serves, its version, health and metrics."""
 
 import msgspec
 from aiohttp import web

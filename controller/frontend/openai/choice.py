@@ -1,4 +1,4 @@
-"""One answer of a request, as the driver knows it: what is asked for, what takes its tokens, and what has become of it."""
+"""One answer of a request: its request, its writer and its outcome."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from events.wire import Logprob
 
 
 class ResponseWriter:
-    """Takes the tokens of one answer and discards them. Others write them for a client."""
+    """Takes the tokens of one answer and discards them. Subclasses write them for a client."""
 
     __slots__ = ()
     stopped = False  # a stop string has been reached

@@ -126,7 +126,7 @@ class Completion:
             stream.answers = self.answers
 
     def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
-        """Return what writes the next answer, of which `accepted` will have the tokens."""
+        """Return the writer of the next answer; `accepted`: its token list."""
         format, wanted, context = self._format, self._parsed.details, PLAIN
         if wanted != NO_DETAILS:
             echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
@@ -192,7 +192,7 @@ class Completion:
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:
     """Return how many tokens the answer to a prompt may have. Raise ApiError (400) if no worker of the group has a context for
-    the request, or more is asked for than may be."""
+    the request, or the request asks for too many tokens."""
     context, wanted = group.context_tokens, parsed.max_tokens
     room = context - prompt_tokens
     if room < 1:

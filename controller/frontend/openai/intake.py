@@ -69,7 +69,7 @@ class Intake:
                 await asyncio.sleep(0)
 
     async def _received(self, request: web.BaseRequest, scan: BodyScan) -> bytes:
-        """Return a request's body, inflated. What comes in pieces, and as it is, is scanned meanwhile."""
+        """Return a request's body, inflated. An uncompressed body that arrives in pieces is scanned as it arrives."""
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
         most = request.client_max_size

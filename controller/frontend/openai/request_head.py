@@ -229,7 +229,7 @@ _ADMISSION: dict[str, tuple[str, Any]] = {
     "x-llm-d-inference-ttl": ("line_s", _duration),
     "X-Stainless-Retry-Count": ("retries", _retries),
 }
-"""The field of AdmissionHeaders that a header sets, and what parses it. Of two with one field the first holds."""
+"""The field of AdmissionHeaders that a header sets, and what parses it. If two set one field, the first wins."""
 _SHOWN = {name.lower(): name for name in (*_ADMISSION, "authorization")}
 
 

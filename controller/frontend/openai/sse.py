@@ -111,7 +111,7 @@ class SseStream:
         self._seen = left
 
     def _cut(self, why: str) -> None:
-        """Disconnect a client that does not read, which cancels its request."""
+        """Disconnect a client that does not read. That cancels its request if it is still running."""
         if self.answers:
             log.warning("client_cut_off", request=self._call.id, why=why)
         self._cut_off.inc()

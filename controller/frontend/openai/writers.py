@@ -119,7 +119,7 @@ class AnswerContext(msgspec.Struct):
 
 
 PLAIN = AnswerContext()
-"""Of an answer that shows nothing but its text, as nearly all do."""
+"""The context of answers without details, the usual case."""
 
 
 def usage(read: int, made: int) -> dict[str, Any]:

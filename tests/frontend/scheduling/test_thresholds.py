@@ -191,6 +191,7 @@ def test_thresholds_come_from_flags_and_variables_and_may_be_switched_off_one_by
     for name, value in (
         ("active_decode_blocks_threshold", "1.5"),
         ("active_prefill_tokens_threshold", "-1"),
+        ("active_prefill_tokens_threshold", "٣"),  # a digit for Python's int, no number in a setting
         ("active_prefill_tokens_threshold_frac", "inf"),
         ("overload_status_code", "200"),
         ("admission_control", "some"),

@@ -477,9 +477,8 @@ def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
 
 def _loops_over_parts(tree: nodes.Template) -> bool:
     """Return whether a loop of the template runs over the content of a message."""
-    names = {
-        ("messages", "messages")
-    }  # names, and what they stand for: messages, one message, or its content
+    # Names, and what they stand for: messages, one message, or its content.
+    names = {("messages", "messages")}
     for _ in range(3):  # an alias of an alias of an alias
         for assigned in tree.find_all(nodes.Assign):
             if isinstance(assigned.target, nodes.Name):

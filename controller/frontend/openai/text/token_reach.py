@@ -68,7 +68,7 @@ def reach_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> TokenReach | No
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if not _knows_every_character(config["model"], vocabulary, byte_of):
         return None
-    longest = max(1, *(_characters(token, byte_of) for token in vocabulary))
+    longest = max((_characters(token, byte_of) for token in vocabulary), default=1)
     drops = any(part["type"] in _DROPS_BLANKS for part in words)
     normal = tokenizer.normalizer
     for one in config["added_tokens"]:

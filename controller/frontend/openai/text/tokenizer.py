@@ -131,7 +131,7 @@ async def ready_tokens(name: str) -> Tokens:
 def load_tokens(name: str) -> Tokens:
     """Return the tokenizer and chat template of `name`: a folder, or "builtin:sim". Raise TokenizerMissing.
 
-    One thread reads, however many wait: all at once they would keep the loop's thread from running, too.
+    Only one thread loads at a time: parallel loads would starve the event loop.
     """
     if name not in _loaded:
         with _reading:

@@ -127,3 +127,10 @@ def test_no_character_is_composed_of_more() -> None:
 
 def test_every_blank_is_known() -> None:
     assert set(BLANKS) == {chr(code) for code in range(0x110000) if chr(code).isspace()}
+
+
+def test_a_vocabulary_of_added_tokens_only_loads() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={}, merges=[], unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<unk>"])
+    assert tokenizer.get_vocab(with_added_tokens=False) == {}
+    assert Tokens(tokenizer, None).encode("<unk>", special=True) == [0]
