@@ -11,7 +11,7 @@ from controller.deciders.fleet import FleetPolicy
 from controller.journal_settings import JournalSection
 from controller.runtime.beats import USUAL
 from controller.setting_types import Positive, Strict
-from events.intrusion.send_budget import MIB, TrafficLimit, traffic
+from events.intrusion.send_budget import MIB, Rate, TrafficLimit, traffic
 
 
 class ConfiguredCanary(Strict):
@@ -129,6 +129,7 @@ class ControllerBudgets(Strict):
     facts_burst: Positive = 2_000.0  # facts at once
     fact_mb_per_s: Positive = 0.25  # MiB of facts
     fact_mb_burst: Positive = 4.0  # MiB of facts at once
+    fact_mb_per_day: Positive = 64.0  # MiB of facts a day; past it the worker is ejected
     fact_kb_max: int = Field(default=64, ge=16)  # KiB of one fact; a registration has about 2
     beats_per_s: Positive = USUAL.messages.per_s  # heartbeats; a worker sends one a second
     beats_burst: Positive = USUAL.messages.burst  # heartbeats at once
@@ -139,6 +140,11 @@ class ControllerBudgets(Strict):
     def facts(self) -> TrafficLimit:
         """The limit of facts."""
         return traffic(self.facts_per_s, self.facts_burst, self.fact_mb_per_s, self.fact_mb_burst)
+
+    @property
+    def facts_of_a_day(self) -> Rate:
+        """The limit of facts that keeps one worker from pushing the history of others out of the journal."""
+        return Rate(per_s=self.fact_mb_per_day * MIB / 86_400, burst=self.fact_mb_per_day * MIB)
 
     @property
     def beats(self) -> TrafficLimit:

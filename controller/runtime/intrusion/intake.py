@@ -28,7 +28,7 @@ from events.errors import HoldfastError
 from events.fact import Recorded, Skipped
 from events.intrusion.registration import impossible
 from events.intrusion.reports import ReportIntrusion
-from events.intrusion.send_budget import SendBudget, TrafficBudget, TrafficLimit
+from events.intrusion.send_budget import Rate, SendBudget, TrafficBudget, TrafficLimit
 from events.journal import broker, messages
 from events.journal.port import StreamEnd
 from events.nats.connection import DISCONNECTED, BrokerConnection
@@ -117,16 +117,15 @@ def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
 class _Account:
     """One account's budgets."""
 
-    def __init__(self, limit: TrafficLimit, now: float) -> None:
-        self._facts = TrafficBudget(limit, now)
+    def __init__(self, limit: TrafficLimit, day: Rate, now: float) -> None:
+        self._facts, self._day = TrafficBudget(limit, now), SendBudget(day, now)
         self._patience = SendBudget(limit.messages, now)  # an honest worker waits 2.5 s for an answer
 
-    def allows(self, size: int, now: float) -> bool:
-        return self._facts.take(1, size, now)
-
-    def floods(self, now: float) -> bool:
-        """Count a refusal; return whether there were too many."""
-        return not self._patience.take(1, now)
+    def excess(self, size: int, now: float) -> tuple[str, bool] | None:
+        """Return the budget that a fact exceeds, and whether its sender is ejected for that; None if it is within both."""
+        if not self._facts.take(1, size, now):
+            return "its budget", not self._patience.take(1, now)
+        return None if self._day.take(size, now) else ("its budget of a day", True)
 
 
 class FactIntake:
@@ -142,7 +141,11 @@ class FactIntake:
     ) -> None:
         """`instance_of` returns the present life of a worker, to be ejected; empty if there is none."""
         budgets = budgets or ControllerBudgets()
-        self._limit, self._bytes_max = budgets.facts, budgets.fact_kb_max * KB
+        self._limit, self._day, self._bytes_max = (
+            budgets.facts,
+            budgets.facts_of_a_day,
+            budgets.fact_kb_max * KB,
+        )
         self._journal = journal
         self._report = report
         self._instance_of = instance_of
@@ -188,12 +191,13 @@ class FactIntake:
         if account is None:
             if len(self._accounts) >= ACCOUNTS_MAX:
                 self._accounts.pop(next(iter(self._accounts)))
-            account = self._accounts[user] = _Account(self._limit, now)
-        if account.allows(size, now):
+            account = self._accounts[user] = _Account(self._limit, self._day, now)
+        excess = account.excess(size, now)
+        if excess is None:
             return True
         self.refused += 1
-        flood = account.floods(now)
-        self._blame(user, "publish facts beyond its budget: " + f"{size} bytes", eject=flood)
+        budget, eject = excess
+        self._blame(user, f"publish facts beyond {budget}: {size} bytes", eject=eject)
         return False
 
     def _refuse(self, user: str, worker: str, tried: str, *, eject: bool = False) -> None:

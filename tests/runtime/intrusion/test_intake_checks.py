@@ -9,10 +9,12 @@ import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
+from controller.journal_settings import JournalSettings
 from controller.runtime.intrusion.intake import FactIntake, FactRefused, NotNow, accepted, written
 from controller.runtime.settings import ControllerBudgets
 from events import codec, subjects
 from events.fact import Fact
+from events.intrusion.send_budget import MIB
 from events.journal.messages import as_sent
 from events.observations import WorkerHeard, WorkerLeft
 
@@ -107,6 +109,27 @@ async def test_a_flood_is_dropped_before_the_journal_reported_and_its_sender_eje
     assert not intake.unanswered, "nothing of it is on its way to the journal"
     assert reports.said[1][:2] == (USER, f"publish facts beyond its budget: {size} bytes")
     assert reports.said[1][4] is False and reports.said[-1][2:] == ("w0", "w0-1", True)
+
+
+async def test_a_worker_that_floods_slowly_is_ejected_before_it_fills_the_journal() -> None:
+    """It stays within the budget of each second. In a day it publishes less than a hundredth of what the journal holds."""
+    reports, now = Reports(), [0.0]
+    intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: now[0])  # type: ignore[arg-type]
+    subject, size = subjects.said(USER, subjects.subject(LEFT)).encode(), 60_000
+    taken = 0
+    while now[0] < 86_400.0 and not any(eject for *_, eject in reports.said):
+        intake.hear(
+            subject, b"", bytes(size), None
+        )  # without an address for an answer: counted, and not published
+        taken, now[0] = taken + size, now[0] + 0.25
+    assert reports.said[-1] == (
+        USER,
+        f"publish facts beyond its budget of a day: {size} bytes",
+        "w0",
+        "w0-1",
+        True,
+    )
+    assert 64 * MIB <= taken < 65 * MIB and JournalSettings().max_bytes > 100 * taken
 
 
 @pytest.mark.parametrize(
