@@ -31,7 +31,7 @@ from controller.replay.whatif.weights import Weights
 from controller.simulator.simulation import Simulation, quiet, uncollected
 from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel
 from controller.simulator.world.machines import CANARIES, Machine
-from controller.simulator.world.scenario import Besides, Scenario, draw
+from controller.simulator.world.scenario import Scenario, draw
 from events.fact import Recorded
 
 WORKERS, MINUTES = 8, 15.0
@@ -108,7 +108,7 @@ def scenario(seed: int, values: dict[str, Any]) -> Scenario:
         policies=(terms.policy({}),), interval=int(interval * SECOND), tick=SECOND, skew=0, late=2 * SECOND,
         models=("llama",), controllers=2, frontends=2, requests_per_second=0.2, corrupt_from_start=0,
         worker_faults={}, fleet_faults={}, end_at=int(MINUTES * MINUTE), heal_at=int(MINUTES * MINUTE) - SECOND,
-        besides=Besides(silent_after_s=silence), settles=False,
+        spares=0, planning=None, crowd=None, silent_after_s=silence, settles=False,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def text(result: Result, again: str, expected: Forecast | None) -> str:
 
 def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, Any]:
     """Return a run as plain JSON values."""
-    scenario, besides = result.scenario, result.scenario.besides
+    scenario = result.scenario
     return {
         "seed": scenario.seed,
         "workers": scenario.workers,
@@ -47,9 +47,9 @@ def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str,
         "models": list(scenario.models),
         "controllers": scenario.controllers,
         "frontends": scenario.frontends,
-        "spares": besides.spares,
-        "planners": besides.planning.planners if besides.planning is not None else 0,
-        "room": besides.crowd.batch + besides.crowd.waiting if besides.crowd is not None else None,
+        "spares": scenario.spares,
+        "planners": scenario.planning.planners if scenario.planning is not None else 0,
+        "room": scenario.crowd.batch + scenario.crowd.waiting if scenario.crowd is not None else None,
         "canary_interval_s": scenario.interval / 1e6,
         "healed_at_s": scenario.heal_at / 1e6,
         "events": result.events,
@@ -82,8 +82,8 @@ def _head(result: Result) -> str:
 
 def _besides(scenario: Scenario) -> str:
     """Return what else there is in this world."""
-    planning, crowd = scenario.besides.planning, scenario.besides.crowd
-    found = [f"{scenario.besides.spares} spares"] if scenario.besides.spares else []
+    planning, crowd = scenario.planning, scenario.crowd
+    found = [f"{scenario.spares} spares"] if scenario.spares else []
     if planning is not None:
         found.append(f"{planning.planners} planners")
     if crowd is not None:

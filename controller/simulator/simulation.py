@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 
 import structlog
@@ -21,12 +22,11 @@ from controller.simulator.world.faults import FaultInjector
 from controller.simulator.world.kernel import SECOND, Kernel
 from controller.simulator.world.machines import Hardware, Machine, Standing
 from controller.simulator.world.operators import Operators, SimulatedSupervisor
-from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.planner import SimulatedPlanner
 from controller.simulator.world.planning.scaling import SimulatedScaling
 from controller.simulator.world.projector import SimulatedProjector
-from controller.simulator.world.replica import Remembered, Replica
-from controller.simulator.world.requests.crowd import CrowdedRequests
+from controller.simulator.world.replica import Remembered
 from controller.simulator.world.requests.demand import SimulatedDemand
 from controller.simulator.world.requests.frontends import SimulatedFrontend
 from controller.simulator.world.requests.live_requests import LiveRequests
@@ -35,6 +35,7 @@ from controller.simulator.world.requests.underway import RequestsUnderWay
 from controller.simulator.world.scenario import Scenario, draw, profile_of
 from controller.simulator.world.seams import Seams
 from controller.simulator.world.surroundings import Surroundings
+from controller.simulator.world.world import SimulatedWorld
 from events import codec
 from events.fact import Recorded
 from events.order import OutOfOrder
@@ -65,7 +66,7 @@ class Result:
         return self.scenario.minutes * 60 / self.wall_s if self.wall_s else 0.0
 
 
-class Simulation:
+class Simulation(SimulatedWorld):
     """The world of one seed. `run` plays it to the end or to the first broken invariant."""
 
     def __init__(
@@ -75,7 +76,6 @@ class Simulation:
         self.scenario, self._live_requests = scenario, live_requests
         self.seams = seams or Seams()
         self.kernel = kernel = Kernel(scenario.seed)
-        self.acknowledged = AcknowledgedNumbers()
         self.notes: list[tuple[int, int, str]] = []  # when, after which event, what
         self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
         invariants = ALL_INVARIANTS if live_requests else INVARIANTS
@@ -120,24 +120,6 @@ class Simulation:
                 return controller.replica.fleet
         return self.watch.reference.shown
 
-    def stalled(self, machine: Machine) -> None:
-        """Nothing has come from this worker for longer than a frontend bears."""
-        for frontend in self.frontends:
-            frontend.stalled(machine)
-
-    def linked(self, machine: Machine) -> bool:
-        """Return whether any frontend reports a live connection to this worker."""
-        return any(frontend.linked(machine) for frontend in self.frontends)
-
-    def was_corrupt(self, worker: str, instance: str) -> bool:
-        """Return whether this life of a worker ever answered wrongly."""
-        return instance in self.machines[worker].corrupt_lives
-
-    def replicas(self) -> list[Replica]:
-        """Return the folds of all processes that are up."""
-        folds = [c.replica for c in self.controllers if c.up] + [f.replica for f in self.frontends if f.up]
-        return [*folds, self.projector.replica] if self.projector.up else folds
-
     def outboxes(self) -> list[SimulatedOutbox]:
         """Return what all processes that are up have still to say."""
         boxes = [c.outbox for c in self.controllers if c.up] + [f.outbox for f in self.frontends if f.up]
@@ -168,12 +150,12 @@ class Simulation:
         models = self.scenario.models
         chance = self.kernel.chance(name)
         model = models[index % len(models)]
-        spare = self.scenario.workers - self.scenario.besides.spares <= index < self.scenario.workers
-        crowd = self.scenario.besides.crowd
+        spare = self.scenario.workers - self.scenario.spares <= index < self.scenario.workers
+        crowd = self.scenario.crowd
         waiting = crowd.waiting if crowd is not None else None
         hardware = Hardware(profile=profile_of(crowd), spare=spare, waiting=waiting)
         return Machine(
-            name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware,
+            name, model, self.kernel, self.broker, chance, self._broken, hardware=hardware,
             standing=Standing(created=self.kernel.now),
         )  # fmt: skip
 
@@ -190,7 +172,7 @@ class Simulation:
         return machine
 
     def _planners(self) -> Iterator[SimulatedPlanner]:
-        planning = self.scenario.besides.planning
+        planning = self.scenario.planning
         for index in range(planning.planners if planning is not None else 0):
             assert planning is not None
             name = f"planner{index + 1}"
@@ -199,7 +181,7 @@ class Simulation:
             )
 
     def _scaling(self) -> SimulatedScaling | None:
-        if self.scenario.besides.planning is None:
+        if self.scenario.planning is None:
             return None
         return SimulatedScaling(self, self.supervisor, self._one_more, self.kernel.chance("scaling"))
 
@@ -207,19 +189,13 @@ class Simulation:
         return Surroundings(
             kernel=self.kernel,
             broker=self.broker,
-            network=self.broker.network,
             seams=replace(self.seams, evolve=Remembered(self.seams.evolve)),
-            acknowledged=self.acknowledged,
             policy=self.policy,
             machines=self.machines,
             frontends=lambda: [f for f in self.frontends if f.up],
-            interval=self.scenario.interval,
-            silent_after_s=self.scenario.besides.silent_after_s,
-            tick=self.scenario.tick,
-            listen=self.watch.absorbed,
+            scenario=self.scenario,
+            tell=self.watch.tell,
             decided=self.watch.appended,
-            accused=self.watch.accused,
-            proposed=self.watch.proposed,
         )
 
     def _controller(self, index: int) -> SimulatedController:
@@ -231,8 +207,10 @@ class Simulation:
 
     def _frontend(self, index: int) -> SimulatedFrontend:
         name = f"frontend{index + 1}"
-        besides, chance = self.scenario.besides, self.kernel.chance(name)
-        underway: type[RequestsUnderWay] = RequestsUnderWay if besides.crowd is None else CrowdedRequests
+        scenario, chance = self.scenario, self.kernel.chance(name)
+        underway: Callable[..., RequestsUnderWay] = partial(
+            RequestsUnderWay, crowded=scenario.crowd is not None
+        )
         request_chance = chance
         if self._live_requests:
             underway, request_chance = LiveRequests, self.kernel.chance(f"{name} requests")
@@ -241,11 +219,7 @@ class Simulation:
             machines=self.machines,
             models=self.scenario.models,
             tally=self.tally,
-            routed=self.watch.routed,
-            judged=self.watch.judged,
             stepped=self.watch.stepped,
-            said=self.watch.said,
-            ended=self.watch.ended,
             stored=lambda: self.projector.stored,
             told=self.demand.told,
         )

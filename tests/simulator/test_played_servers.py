@@ -8,7 +8,7 @@ import pytest
 
 from controller.simulator.world.broker import DUPLICATES_REMEMBERED, LEASE_TTL, Broker, BrokerMessage, Network
 from controller.simulator.world.kernel import SECOND, Kernel, micros, since_start
-from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Seams
 from events.decisions import Absorbed
@@ -21,10 +21,10 @@ class Bench:
     def __init__(self) -> None:
         self.kernel = Kernel(1)
         self.broker = Broker(self.kernel, Seams(), Network(Random("bench")))
-        self.said = AcknowledgedNumbers()
+        self.said = self.broker.acknowledged
 
     def outbox(self, source: str = "a.1") -> SimulatedOutbox:
-        return SimulatedOutbox(self.broker, source, self.said)
+        return SimulatedOutbox(self.broker, source)
 
     def run(self, seconds: float) -> None:
         self.kernel.run(self.kernel.now + int(seconds * SECOND))
@@ -123,9 +123,8 @@ def test_a_lease_is_free_again_when_its_holder_does_not_renew_it(bench: Bench) -
 
 def test_a_replica_from_a_snapshot_ends_where_one_from_the_beginning_does(bench: Bench) -> None:
     def replica(stored: Callable[[], object] | None = None) -> Replica:
-        network = bench.broker.network
         found = stored() if stored is not None else None
-        return Replica("r", bench.broker, network, Seams(), lambda r, b: None, found)  # type: ignore[arg-type]
+        return Replica("r", bench.broker, Seams(), lambda r, b: None, found)  # type: ignore[arg-type]
 
     whole = replica()
     for number in (1, 2, 3):

@@ -41,7 +41,7 @@ def snapshot_equals_replay(watch: InvariantWatch) -> str | None:
 @invariant("end")
 def nothing_lost(watch: InvariantWatch) -> str | None:
     """No acknowledged fact is missing from the journal, and none was dropped."""
-    numbers = watch.world.acknowledged
+    numbers = watch.world.broker.acknowledged
     if numbers.dropped:
         return f"{numbers.dropped} facts did not fit"
     folded = Counter[

@@ -2,7 +2,6 @@
 
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
-from controller.simulator.world.requests.crowd import CrowdedRequests
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.fact import Recorded
 from events.observations import RequestAbandoned, RequestMigrated
@@ -19,7 +18,7 @@ def room_is_used(watch: InvariantWatch) -> str | None:
     steady, machines = watch.steadiness, watch.world.machines
     for frontend in watch.world.frontends:
         underway = frontend.underway if frontend.life else None
-        if not isinstance(underway, CrowdedRequests):
+        if underway is None or not underway.crowded:
             continue
         wanted = {one.model for one in underway.waiting() if frontend.up and one.attempt == 1}
         for machine in machines.values():

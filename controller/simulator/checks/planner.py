@@ -15,7 +15,7 @@ HOUR = timedelta(hours=1)
 
 
 def _policy(watch: InvariantWatch) -> PlannerPolicy:
-    planning = watch.world.scenario.besides.planning
+    planning = watch.world.scenario.planning
     assert planning is not None
     return planning.policy
 

@@ -5,20 +5,19 @@ first that is broken ends the run.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import cleandoc
 from types import UnionType
 from typing import Any, Literal
 
-from controller.deciders.breaker import Breaker
 from controller.deciders.fleet import Fleet
 from controller.simulator.checks.ledger import CheckLedger, LedgerEntry
 from controller.simulator.checks.request_ledger import MachineStep, RequestLedger
 from controller.simulator.checks.steadiness import Steadiness
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.replica import Replica
-from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.traffic import SimulatedRequest
 from controller.simulator.world.world import SimulatedWorld
 from events.decisions import (
     DegradationChanged,
@@ -29,7 +28,7 @@ from events.decisions import (
     PolicyAdopted,
 )
 from events.fact import Decision, Recorded
-from events.observations import GoldenDisputed, GoldenProposed, ScaleProposed
+from events.observations import GoldenDisputed, GoldenProposed
 from events.order import Order, OutOfOrder
 
 On = Literal[
@@ -137,7 +136,7 @@ class InvariantWatch:
         """The journal has stored an event."""
         fact = event.fact
         if isinstance(fact, Decision):
-            self._run("before", event, fact)
+            self.tell("before", event, fact)
         self.ledger.write(event)
         if isinstance(fact, PolicyAdopted):
             known = self.world.scenario.policies
@@ -152,7 +151,7 @@ class InvariantWatch:
         self.shown.append(self.reference.absorb(event))
         if isinstance(fact, Decision):
             self.decided = event
-        self._run("recorded", event, fact)
+        self.tell("recorded", event, fact)
 
     def appended(self, source: str) -> None:
         """An append has reached the broker, and landed or not."""
@@ -161,54 +160,24 @@ class InvariantWatch:
             run = run[1:]
         self.run_began = self.world.broker.last_seq
         if run:
-            self._run("appended", run)
-
-    def absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        """A process has folded a batch."""
-        self._run("absorbed", replica, batch)
-
-    def routed(self, frontend: RequestSender, request: SimulatedRequest) -> None:
-        """A frontend has sent a request to a worker."""
-        self._run("routed", frontend, request)
-
-    def judged(
-        self, frontend: RequestSender, request: SimulatedRequest, before: Breaker, after: Breaker
-    ) -> None:
-        """A frontend has told its own breaker how a request fared."""
-        self._run("judged", frontend, request, before, after)
+            self.tell("appended", run)
 
     def stepped(self, request: SimulatedRequest, event: Any, effects: Any) -> None:
         """The request machine has taken an event; its effects are applied next."""
         ledger = self.requests.get(request) or self.requests.setdefault(request, RequestLedger(request.state))
         step = MachineStep(ledger, request, event, effects)
-        self._run("stepped", step)
+        self.tell("stepped", step)
         ledger.write(step, self.kernel.now / SECOND)
-
-    def said(self, request: SimulatedRequest, stream: object) -> None:
-        """A worker has sent tokens for a request."""
-        self._run("said", request, stream)
-
-    def ended(self, request: SimulatedRequest, underway: object) -> None:
-        """A request is over."""
-        self._run("ended", request, underway)
-
-    def accused(self, worker: str, instance: str) -> None:
-        """An observer has called a worker silent."""
-        self._run("accused", self.world.machines[worker], instance)
-
-    def proposed(self, fact: ScaleProposed) -> None:
-        """A planner is about to propose another number of workers."""
-        self._run("proposed", fact)
 
     def tick(self) -> None:
         """A second has passed."""
         self.kernel.after(SECOND, self.tick)
         self.steadiness.look()
-        self._run("tick")
+        self.tell("tick")
 
     def end(self) -> None:
         """The run is over."""
-        self._run("end")
+        self.tell("end")
 
     def out_of_order(self, error: OutOfOrder) -> Violation:
         """A fold refused the journal: its numbers do not follow one another."""
@@ -227,7 +196,8 @@ class InvariantWatch:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _run(self, on: On, *args: Any) -> None:
+    def tell(self, on: On, *args: Any) -> None:
+        """Something has happened: check what is to be checked then. `args`: to what, last the fact if there is one."""
         self._reached[on] += 1
         for found in self._by_hook[on]:
             if found.about is not None and not isinstance(args[-1], found.about):

@@ -118,7 +118,7 @@ class GroupFailure(Simulation):
         self.load: Counter[str] = Counter()  # tokens to compute again, by group
         self._levels: list[int] = []  # before, after the failure, and at the end
         self._plane = PlayedPlane(self.kernel, self.machines)
-        outbox = SimulatedOutbox(self.broker, "frontend:f1", self.acknowledged)
+        outbox = SimulatedOutbox(self.broker, "frontend:f1")
 
         def observe(fact: Observation, *, traceparent: str = "") -> None:
             outbox.observe(fact)
@@ -127,7 +127,7 @@ class GroupFailure(Simulation):
         world = World("f1", self._plane, observe, KernelClock(self.kernel), chance)  # type: ignore[arg-type]
         self.director = Director(world, FrontendSettings())
         self.director.go_live()
-        self._replica = Replica("f1", self.broker, self.broker.network, self.seams, self._absorbed)
+        self._replica = Replica("f1", self.broker, self.seams, self._absorbed)
 
     def _names(self) -> list[str]:
         return [f"g{number + 1}" for number in range(self.scenario.workers)]
@@ -137,9 +137,7 @@ class GroupFailure(Simulation):
         chance, model = self.kernel.chance(name), self.scenario.models[0]
         gpus = tuple(f"GPU {first + rank}" for rank in range(TP))
         hardware = Hardware(SEVENTY_B, gpus, spare=index >= GROUPS, context_tokens=CONTEXT)
-        return Machine(
-            name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware
-        )
+        return Machine(name, model, self.kernel, self.broker, chance, self._broken, hardware=hardware)
 
     def _broken(self, machine: Machine) -> None:
         super()._broken(machine)

@@ -6,7 +6,7 @@ that a repetition is stored, and it is the folds' business to drop it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from controller.simulator.world.kernel import MS, SECOND, Kernel
@@ -52,6 +52,14 @@ class Network:
         return self.loss > 0 and self.chance.random() < self.loss
 
 
+@dataclass(slots=True)
+class AcknowledgedNumbers:
+    """What all the outboxes together have promised, for the watch: the last acknowledged number of each source."""
+
+    acknowledged: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0  # did not fit, counted and said
+
+
 class Broker:
     """The stream and the lease. `up` False: nobody can reach it; what it holds stays."""
 
@@ -59,6 +67,7 @@ class Broker:
         self.kernel = kernel
         self.seams = seams
         self.network = network
+        self.acknowledged = AcknowledgedNumbers()
         self.up = True
         self.mute = False  # it stores, and nobody hears that it did
         self.events: list[Recorded] = []
@@ -150,16 +159,13 @@ class Broker:
 class Follower:
     """One process's reading of the stream: in order, without a gap, some time after it was stored."""
 
-    __slots__ = ("_broker", "_network", "_take", "_waiting", "after", "lag", "open")
+    __slots__ = ("_broker", "_take", "_waiting", "after", "lag", "open")
 
-    def __init__(
-        self, broker: Broker, network: Network, after: int, take: Callable[[Sequence[Recorded]], None]
-    ) -> None:
+    def __init__(self, broker: Broker, after: int, take: Callable[[Sequence[Recorded]], None]) -> None:
         self.after = after
         self.open = True
         self.lag = 0  # on top of the network's delay
         self._broker = broker
-        self._network = network
         self._take = take
         self._waiting = False
         broker.followers.append(self)
@@ -169,8 +175,8 @@ class Follower:
         """There may be something to read."""
         if not self._waiting and self.open and self.after < len(self._broker.events):
             self._waiting = True
-            kernel = self._broker.kernel
-            kernel.after(self._network.delay() + self.lag, self._deliver)
+            kernel, network = self._broker.kernel, self._broker.network
+            kernel.after(network.delay() + self.lag, self._deliver)
 
     def close(self) -> None:
         """Read no more: the process is gone."""

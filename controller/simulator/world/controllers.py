@@ -10,10 +10,11 @@ from datetime import datetime, timedelta
 from random import Random
 
 from controller.deciders.fleet import Asking, absorbed, absorption_due
-from controller.simulator.world.broker import LEASE_TTL, BrokerMessage
+from controller.simulator.world.broker import LEASE_TTL
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.liveness import SimulatedObserver
 from controller.simulator.world.prober import SimulatedProber
+from controller.simulator.world.process import PlayedProcess
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.surroundings import Surroundings
 from events.decisions import HealthStatus
@@ -22,40 +23,30 @@ from events.fact import Decision, Recorded
 APPEND_DEADLINE = 2 * SECOND
 
 
-class SimulatedController:
+class SimulatedController(PlayedProcess):
     """One place that runs controller processes, one after another."""
 
     def __init__(self, name: str, surroundings: Surroundings, chance: Random, skew: int) -> None:
-        self.name = name
-        self.surroundings = surroundings
+        super().__init__(name, surroundings, chance)
         self.skew = timedelta(microseconds=skew)
-        self.up = False
         self.paused = False
         self.hold_append = False  # stop between deciding and sending
-        self.life = 0
         self.leading = False
-        self._chance = chance
-        self._spool: list[BrokerMessage] = []
         self._held: tuple[tuple[Decision, ...], int, int] | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start a process: an empty fold, read from the beginning."""
-        if self.up:
-            return
+    def _begin(self) -> None:
+        """Start with an empty fold, read from the beginning."""
         surroundings = self.surroundings
-        self.life += 1
-        self.up, self.paused, self.leading = True, False, False
+        self.paused = self.leading = False
         self._asking = Asking(surroundings.policy(), surroundings.seams.settle)
         self._sent: object = None  # the append that is on its way: an answer to another one comes too late
         self._must_read: int | None = 0  # before it decides; None: up to the end, which is not known yet
         self._believed_until = 0
         self._held = None
         self._pending_since: datetime | None = None
-        self.outbox = surroundings.new_outbox(f"{self.name}.{self.life}")
-        self.outbox.inherit(self._spool)
-        self._spool = []
+        self.outbox = self._outbox()
         self.replica = surroundings.replica(self.name, self._absorbed)
         self.observer = SimulatedObserver(surroundings, lambda: self.replica.fleet, self.outbox)
         self.prober = SimulatedProber(
@@ -64,17 +55,15 @@ class SimulatedController:
             machines=surroundings.machines,
             fleet=lambda: self.replica.fleet,
             outbox=self.outbox,
-            interval=surroundings.interval,
+            interval=surroundings.scenario.interval,
             clock=self.clock,
             leading=lambda: self.leading,
         )
-        surroundings.kernel.after(self._chance.randrange(SECOND), self._tick, self.life)
+        self._later(self._chance.randrange(SECOND), self._tick)
 
-    def crash(self) -> None:
-        """End without a word; an append on its way may still arrive."""
-        if not self.up:
-            return
-        self.up = self.leading = False
+    def _end(self) -> None:
+        """An append on its way may still arrive."""
+        self.leading = False
         self.prober.alive = False
         self._spool = self.outbox.crash()
         self.replica.close()
@@ -84,17 +73,13 @@ class SimulatedController:
         if self.up and not self.paused:
             self.paused = True
             self.replica.follower.open = False
-            kernel = self.surroundings.kernel
-            kernel.after(duration, self._go_on, self.life)
+            self._later(duration, self._go_on)
 
     def clock(self) -> datetime:
         """Return this controller's own time: it is a little off."""
-        kernel = self.surroundings.kernel
-        return kernel.instant() + self.skew
+        return self._kernel.instant() + self.skew
 
-    def _go_on(self, life: int) -> None:
-        if not self.up or self.life != life:
-            return
+    def _go_on(self) -> None:
         self.paused = False
         self.observer.disconnected()
         follower = self.replica.follower
@@ -107,11 +92,8 @@ class SimulatedController:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def _tick(self, life: int) -> None:
-        if not self.up or self.life != life:
-            return
-        kernel = self.surroundings.kernel
-        kernel.after(self.surroundings.tick, self._tick, life)
+    def _tick(self) -> None:
+        self._later(self.surroundings.scenario.tick, self._tick)
         if not self.paused:
             self._tick_body()
 
@@ -146,7 +128,7 @@ class SimulatedController:
         return self._must_read is not None and self.replica.seq >= self._must_read and self.replica.whole
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.surroundings.listen(replica, batch)
+        self.surroundings.tell("absorbed", replica, batch)
         if self.leading and not self.paused:
             self._decide()
             if any(e.source != self.outbox.source for e in batch):
@@ -198,8 +180,7 @@ class SimulatedController:
         landed = broker.append(batch, source=source, through=through, after=after)
         self.surroundings.decided(source)
         if not broker.mute and not broker.network.loses():
-            kernel = self.surroundings.kernel
-            kernel.after(broker.network.delay(), self._answered, sent, landed, broker.last_seq)
+            self._kernel.after(broker.network.delay(), self._answered, sent, landed, broker.last_seq)
 
     def _answered(self, sent: object, landed: bool, last_seq: int) -> None:
         if not self.up or self._sent is not sent:

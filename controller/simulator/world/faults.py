@@ -6,12 +6,10 @@ Every fault ends by itself, and `heal` ends them all: from then on nothing goes 
 from collections.abc import Callable
 from random import Random
 
-from controller.simulator.world.device_faults import SimulatedDeviceFaults
 from controller.simulator.world.fleet_faults import FleetFaults
 from controller.simulator.world.kernel import MINUTE
 from controller.simulator.world.machines import Condition, Machine
 from controller.simulator.world.operators import Operators, SimulatedSupervisor
-from controller.simulator.world.planning.planner_faults import PlannerFaults
 from controller.simulator.world.rolling_updates import RollingUpdates
 from controller.simulator.world.worker_faults import WorkerFaults
 from controller.simulator.world.world import SimulatedWorld
@@ -36,11 +34,7 @@ class FaultInjector:
         self._chance = chance
         self._note = note
         self._worker_faults = WorkerFaults(world, supervisor, chance, note)
-        self._device_faults = SimulatedDeviceFaults(world.kernel, chance)
         self._fleet_faults = FleetFaults(world, self._worker_faults, operators, chance)
-        planner_faults = PlannerFaults(world, operators, chance)
-        self._of_fleet = self._fleet_faults.kinds | planner_faults.kinds
-        self._of_workers = self._worker_faults.kinds | self._device_faults.kinds
         self.updates = RollingUpdates(world, world.kernel.chance("weights"), note)
 
     def begin(self) -> None:
@@ -69,10 +63,10 @@ class FaultInjector:
             if not machine.life:
                 return  # it has not been started yet
             self._note(f"{kind} {machine.name}")
-            self._of_workers[kind](machine)
+            self._worker_faults.kinds[kind](machine)
         else:
             self._note(kind)
-            self._of_fleet[kind]()
+            self._fleet_faults.kinds[kind]()
 
     def heal(self) -> None:
         """End every fault."""
@@ -111,4 +105,4 @@ class FaultInjector:
         if machine.condition.device:
             machine.start()
             machine.condition.hung = False
-            self._device_faults.repair(machine)
+            self._worker_faults.repair(machine)

@@ -8,11 +8,14 @@ from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND, coin, seconds_drawn
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.operators import Operators
+from controller.simulator.world.planner import SimulatedPlanner
+from controller.simulator.world.projector import SimulatedProjector
 from controller.simulator.world.requests.frontends import SimulatedFrontend
 from controller.simulator.world.worker_faults import WorkerFaults
 from controller.simulator.world.world import SimulatedWorld
 
 StrikeFleet: TypeAlias = Callable[[], None]
+Place: TypeAlias = SimulatedController | SimulatedFrontend | SimulatedPlanner | SimulatedProjector
 
 
 class FleetFaults:
@@ -26,7 +29,6 @@ class FleetFaults:
         self._kernel = world.kernel
         self._broker = world.broker
         self._network = world.broker.network
-        self._projector = world.projector
         self._workers = workers
         self._operators = operators
         self._chance = chance
@@ -34,16 +36,20 @@ class FleetFaults:
             "broker": self._lose_broker,
             "lossy": self._lossy,
             "deaf": self._most_cut_off,
-            "controller_crash": self._controller_crash,
+            "controller_crash": lambda: self._restart(chance.choice(world.controllers), 60),
             "controller_pause": self._controller_pause,
             "zombie": self._zombie,
             "prober_stall": self._prober_stall,
-            "frontend_crash": self._frontend_crash,
+            "frontend_crash": lambda: self._restart(chance.choice(world.frontends), 30),
             "frontend_lag": self._frontend_lag,
-            "projector_crash": self._projector_crash,
+            "projector_crash": lambda: self._restart(world.projector, 120),
             "upgrade": self._upgrade,
             "drain": self._drain,
             "together": self._together,
+            "planner_crash": lambda: self._restart(chance.choice(world.planners), 120),
+            "planner_pause": self._planner_pause,
+            "untold": self._untold,
+            "scale_set": self._set_scale,
         }
 
     def _lose_broker(self) -> None:
@@ -82,10 +88,10 @@ class FleetFaults:
             if machine.life and self._chance.random() < 0.8:
                 self._workers.cut(machine)
 
-    def _controller_crash(self) -> None:
-        controller = self._chance.choice(self._world.controllers)
-        controller.crash()
-        self._kernel.after(seconds_drawn(self._chance, 1, 60), controller.start)
+    def _restart(self, place: Place, longest: int) -> None:
+        """A process ends without a word, and another one starts at its place."""
+        place.crash()
+        self._kernel.after(seconds_drawn(self._chance, 1, longest), place.start)
 
     def _controller_pause(self) -> None:
         self._leader().pause(seconds_drawn(self._chance, 1, 30))
@@ -100,11 +106,6 @@ class FleetFaults:
             prober.stalled = True
             self._kernel.after(seconds_drawn(self._chance, 20, 180), prober.go_on)
 
-    def _frontend_crash(self) -> None:
-        frontend = self._chance.choice(self._world.frontends)
-        frontend.crash()
-        self._kernel.after(seconds_drawn(self._chance, 1, 30), frontend.start)
-
     def _frontend_lag(self) -> None:
         frontend = self._chance.choice(self._world.frontends)
         if frontend.up:
@@ -114,10 +115,6 @@ class FleetFaults:
     def _catch_up(self, frontend: SimulatedFrontend) -> None:
         if frontend.up:
             frontend.slow_down(0)
-
-    def _projector_crash(self) -> None:
-        self._projector.crash()
-        self._kernel.after(seconds_drawn(self._chance, 1, 120), self._projector.start)
 
     def _upgrade(self) -> None:
         """A new engine version, one worker after another."""
@@ -140,6 +137,19 @@ class FleetFaults:
         for machine in self._machines():
             if machine.life and self._chance.random() < 0.7:
                 self._workers.kinds[kind](machine)
+
+    def _planner_pause(self) -> None:
+        """A planner stops between deciding and sending."""
+        self._chance.choice(self._world.planners).hold = seconds_drawn(self._chance, 5, 40)
+
+    def _untold(self) -> None:
+        """No frontend can tell what comes."""
+        demand = self._world.demand
+        demand.keep_quiet(self._kernel.now + seconds_drawn(self._chance, 60, 480))
+
+    def _set_scale(self) -> None:
+        """An operator has a number of his own tried."""
+        self._operators.scale(self._chance.choice(self._world.scenario.models))
 
     def any_machine(self) -> Machine:
         """Return any of the workers' places."""

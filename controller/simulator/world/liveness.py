@@ -34,7 +34,7 @@ class SimulatedObserver:
         self._outbox = outbox
         self._clock = clock = KernelClock(surroundings.kernel)
         self._beats = Beats(clock)
-        settings = LivenessSettings(silent_after_s=surroundings.silent_after_s)
+        settings = LivenessSettings(silent_after_s=surroundings.scenario.silent_after_s)
         # It plays the view, the journal and the bus.
         self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
 
@@ -70,5 +70,6 @@ class SimulatedObserver:
     def observe(self, fact: Observation) -> str:
         """As a journal: say what the observer found."""
         if isinstance(fact, WorkerSilent):
-            self._surroundings.accused(fact.worker, fact.instance)
+            surroundings = self._surroundings
+            surroundings.tell("accused", surroundings.machines[fact.worker], fact.instance)
         return self._outbox.observe(fact)

@@ -12,7 +12,7 @@ from typing import Any
 
 from controller.simulator.world.broker import Broker, BrokerMessage
 from controller.simulator.world.kernel import SECOND, Kernel
-from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from controller.simulator.world.outbox import SimulatedOutbox
 from events.observations import (
     DeviceFaulted,
     DeviceRecovered,
@@ -112,7 +112,6 @@ class Machine:
     model: str
     kernel: Kernel
     broker: Broker
-    acknowledged: AcknowledgedNumbers
     chance: Random
     broken: Callable[["Machine"], None]  # every connection to it has just broken
     life: int = 0
@@ -159,7 +158,7 @@ class Machine:
             self.heal_corruption()
         if self.condition.corrupt:
             self.corrupt_lives.add(self.instance)
-        self.outbox = SimulatedOutbox(self.broker, f"worker:{self.instance}", self.acknowledged)
+        self.outbox = SimulatedOutbox(self.broker, f"worker:{self.instance}")
         self.outbox.reachable = not self.condition.cut
         self.outbox.inherit(self.spool)
         self.spool = []

@@ -93,7 +93,7 @@ class SimulatedSupervisor:
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
         self._world, self._kernel = world, world.kernel
         self._chance = chance
-        self._outbox = SimulatedOutbox(world.broker, "supervisor.1", world.acknowledged)
+        self._outbox = SimulatedOutbox(world.broker, "supervisor.1")
         world.kernel.after(PATROL, self._patrol)
 
     def soon(self, machine: Machine) -> None:

@@ -9,7 +9,6 @@ sent by whoever starts in its directory next.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from controller.simulator.world.broker import Broker, BrokerMessage
 from controller.simulator.world.kernel import SECOND
@@ -19,22 +18,14 @@ RETRY_AFTER = 1 * SECOND
 SPOOL_MAX = 10_000
 
 
-@dataclass(slots=True)
-class AcknowledgedNumbers:
-    """What all the outboxes together have promised, for the watch: the last acknowledged number of each source."""
-
-    acknowledged: dict[str, int] = field(default_factory=dict)
-    dropped: int = 0  # did not fit, counted and said
-
-
 class SimulatedOutbox:
     """One process instance's facts on their way to the journal."""
 
-    def __init__(self, broker: Broker, source: str, numbers: AcknowledgedNumbers) -> None:
+    def __init__(self, broker: Broker, source: str) -> None:
         self.source = source
         self.reachable = True  # False: this process is cut off from the broker
         self._broker = broker
-        self._numbers = numbers
+        self._numbers = broker.acknowledged
         self._number = 0
         self._waiting: deque[BrokerMessage] = deque()
         self._spooled: set[str] = set()  # ids that a crash does not lose

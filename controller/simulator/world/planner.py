@@ -14,6 +14,7 @@ from controller.planner.planner import Planner, PlannerDuties
 from controller.ports import LATEST, PLANNED_BY
 from controller.read_model.rows import COLUMNS, worker_row
 from controller.simulator.world.kernel import SECOND, KernelClock
+from controller.simulator.world.process import PlayedProcess
 from controller.simulator.world.projector import SimulatedProjector
 from controller.simulator.world.scenario import SimulatedPlanning
 from controller.simulator.world.surroundings import Surroundings
@@ -30,7 +31,7 @@ def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
     return forecast(history, ahead, {"constant": constant, "moving_average": moving_average})
 
 
-class SimulatedPlanner:
+class SimulatedPlanner(PlayedProcess):
     """One place that runs planner processes, one after another."""
 
     def __init__(
@@ -41,43 +42,32 @@ class SimulatedPlanner:
         planning: SimulatedPlanning,
         chance: Random,
     ) -> None:
-        self.name = name
-        self.up = False
-        self.life = 0
+        super().__init__(name, surroundings, chance)
         self.hold = 0  # microseconds that it stops for between deciding and sending, once
-        self._surroundings, self._projector, self._planning = surroundings, projector, planning
+        self._projector, self._planning = projector, planning
         self._clock = KernelClock(surroundings.kernel)
-        self._chance = chance
 
-    def start(self) -> None:
-        """Start a process, which knows what the state store tells it."""
-        if self.up:
-            return
-        surroundings, planning = self._surroundings, self._planning
-        self.life += 1
-        self.up = True
+    def _begin(self) -> None:
+        """Start with what the state store says."""
+        surroundings, planning = self.surroundings, self._planning
         duties = PlannerDuties(by=SUPERVISOR, lost_after_s=60.0, repeat_s=300.0)
         make: Callable[..., Planner] = surroundings.seams.planner
         self.planner = make(self.name, planning.policy, duties, foresee)
-        self.outbox = surroundings.new_outbox(f"{self.name}.{self.life}")
-        surroundings.kernel.after(self._chance.randrange(EVERY), self._tick, self.life)
+        self.outbox = self._outbox()
+        self._later(self._chance.randrange(EVERY), self._tick)
 
-    def crash(self) -> None:
-        """End without a word. What it had not been able to say is lost: the next one says what is the case then."""
-        if self.up:
-            self.up = False
-            self.outbox.crash()
+    def _end(self) -> None:
+        """What it had not been able to say is lost: the next one says what is the case then."""
+        self.outbox.crash()
 
-    def _tick(self, life: int) -> None:
-        if not self.up or self.life != life:
-            return
-        kernel, broker = self._surroundings.kernel, self._surroundings.broker
-        kernel.after(EVERY, self._tick, life)
+    def _tick(self) -> None:
+        broker = self.surroundings.broker
+        self._later(EVERY, self._tick)
         if broker.up and not broker.network.loses() and self._projector.rows is not None:
             self._look()
 
     def _look(self) -> None:
-        surroundings, planner, projector = self._surroundings, self.planner, self._projector
+        surroundings, planner, projector = self.surroundings, self.planner, self._projector
         now_s = self._clock.monotonic()
         planner.age.seen(now_s, surroundings.broker.last_seq)
         known = surroundings.broker.events[planner.read : projector.stored_seq]
@@ -92,18 +82,17 @@ class SimulatedPlanner:
             if (fact := planner.tells(model, found, seen)) is not None:
                 self.outbox.observe(fact)
         for _, proposed in planner.due(seen):
-            surroundings.proposed(proposed)
+            surroundings.tell("proposed", proposed)
             self._propose(proposed, planner.last_proposed(proposed.model))
 
     def _propose(self, fact: ScaleProposed, after: int) -> None:
         held, self.hold = self.hold, 0
-        kernel, network = self._surroundings.kernel, self._surroundings.broker.network
+        kernel, network = self.surroundings.kernel, self.surroundings.broker.network
         if not network.loses():
-            source = f"{self.name}.{self.life}"
-            kernel.after(held + network.delay(), self._arrive, fact, source, after)
+            kernel.after(held + network.delay(), self._arrive, fact, self.source, after)
 
     def _arrive(self, fact: ScaleProposed, source: str, after: int) -> None:
         """The proposal reaches the broker, whether or not its sender still lives."""
-        broker = self._surroundings.broker
+        broker = self.surroundings.broker
         if broker.up:
             broker.store_next(fact, source=source, after=after)

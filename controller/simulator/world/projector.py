@@ -5,44 +5,36 @@ from random import Random
 
 from controller.deciders.fleet import Fleet
 from controller.simulator.world.kernel import MS
+from controller.simulator.world.process import PlayedProcess
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Stored
 from controller.simulator.world.surroundings import Surroundings
 from events.fact import Recorded
 
 
-class SimulatedProjector:
+class SimulatedProjector(PlayedProcess):
     """One place that runs projector processes over one state store, which outlives them."""
 
     def __init__(self, surroundings: Surroundings, chance: Random) -> None:
-        self.surroundings = surroundings
-        self.up = False
-        self.life = 0
+        super().__init__("projector", surroundings, chance)
         self.stored: Stored | None = None  # settled, its position, the sources
         self.stored_seq = 0  # how far the shown rows reach
         self.rows: Fleet | None = None  # as they are shown
         self.audit: dict[str, int] = {}  # id: sequence; unique on the id
-        self._chance = chance
         self._waiting: list[Recorded] = []
         self._committing = False
 
-    def start(self) -> None:
-        """Start a process from what is stored."""
-        if self.up:
-            return
-        self.life += 1
-        self.up = True
+    def _begin(self) -> None:
+        """Start from what is stored."""
         self._waiting, self._committing = [], False
-        self.replica = self.surroundings.replica(f"projector.{self.life}", self._absorbed, self.stored)
+        self.replica = self.surroundings.replica(self.source, self._absorbed, self.stored)
 
-    def crash(self) -> None:
-        """End without a word; a transaction that has not committed never was."""
-        if self.up:
-            self.up = False
-            self.replica.close()
+    def _end(self) -> None:
+        """A transaction that has not committed never was."""
+        self.replica.close()
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.surroundings.listen(replica, batch)
+        self.surroundings.tell("absorbed", replica, batch)
         self._waiting.extend(batch)
         self._commit()
 
@@ -53,13 +45,10 @@ class SimulatedProjector:
         self._committing = True
         rows, self._waiting = self._waiting, []
         delay = MS + int(self._chance.random() * 10 * MS)
-        kernel = self.surroundings.kernel
         replica = self.replica
-        kernel.after(delay, self._committed, self.life, rows, replica.store(), (replica.seq, replica.fleet))
+        self._later(delay, self._committed, rows, replica.store(), (replica.seq, replica.fleet))
 
-    def _committed(self, life: int, events: list[Recorded], stored: Stored, shown: tuple[int, Fleet]) -> None:
-        if not self.up or self.life != life:
-            return
+    def _committed(self, events: list[Recorded], stored: Stored, shown: tuple[int, Fleet]) -> None:
         for event in events:
             self.audit.setdefault(event.id, event.seq)
         self.stored, (self.stored_seq, self.rows) = stored, shown

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from controller.deciders.fleet import Fleet
 from controller.runtime.fleet_fold import FleetFold
-from controller.simulator.world.broker import Broker, Follower, Network
+from controller.simulator.world.broker import Broker, Follower
 from controller.simulator.world.seams import Seams, Stored
 from events.fact import Recorded
 from events.order import Order, Position
@@ -47,7 +47,6 @@ class Replica(FleetFold):
         self,
         name: str,
         broker: Broker,
-        network: Network,
         seams: Seams,
         listen: Listen,
         stored: Stored | None = None,
@@ -58,7 +57,7 @@ class Replica(FleetFold):
         super().__init__((order or seams.order)(seams.evolve, fleet, position, dict(sources)))
         self._listen = listen
         self._seams = seams
-        self.follower = Follower(broker, network, position.through, self._read)
+        self.follower = Follower(broker, position.through, self._read)
 
     @property
     def known(self) -> int:

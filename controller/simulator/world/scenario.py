@@ -57,16 +57,6 @@ class Crowd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Besides:
-    """What only some worlds have."""
-
-    spares: int = 0  # of the workers: the last ones
-    planning: SimulatedPlanning | None = None
-    crowd: Crowd | None = None  # None: there is always room
-    silent_after_s: float = LivenessSettings().silent_after_s  # until a worker counts as silent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Everything that a run draws before it begins."""
 
@@ -88,7 +78,10 @@ class Scenario:
     fleet_faults: dict[str, float]  # per hour
     heal_at: int
     end_at: int
-    besides: Besides = Besides()
+    spares: int = 0  # of the workers: the last ones
+    planning: SimulatedPlanning | None = None
+    crowd: Crowd | None = None  # None: there is always room
+    silent_after_s: float = LivenessSettings().silent_after_s  # until a worker counts as silent
     settles: bool  # whether there is time enough after `heal_at` for everything to be well again
 
 
@@ -150,11 +143,9 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         fleet_faults=fleet_faults,
         heal_at=heal_at,
         end_at=end,
-        besides=Besides(
-            spares=spares,
-            planning=planning,
-            crowd=crowd and replace(crowd, times=crowd.times.then(heal_at, CALM)),
-        ),
+        spares=spares,
+        planning=planning,
+        crowd=crowd and replace(crowd, times=crowd.times.then(heal_at, CALM)),
         settles=end - heal_at >= calm,
     )
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from controller.deciders.fleet import FleetPolicy
-from controller.simulator.world.broker import Broker, Network
+from controller.simulator.world.broker import Broker
 from controller.simulator.world.kernel import Kernel
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
 from controller.simulator.world.replica import Listen, Replica
+from controller.simulator.world.scenario import Scenario
 from controller.simulator.world.seams import Seams, Stored
-from events.observations import ScaleProposed
+from events.order import Order
 
 
 class Linked(Protocol):
@@ -30,24 +30,20 @@ class Surroundings:
 
     kernel: Kernel
     broker: Broker
-    network: Network
     seams: Seams
-    acknowledged: AcknowledgedNumbers
     policy: Callable[[], FleetPolicy]  # with which a controller starts
     machines: Mapping[str, Machine]
     frontends: Callable[[], Iterable[Linked]]
-    interval: int  # between canaries of one worker
-    silent_after_s: float  # until a worker counts as silent
-    tick: int  # between looks at the clock, at heartbeats, and at who is to be probed
-    listen: Listen
+    scenario: Scenario
+    tell: Callable[..., None]  # the watch: what has happened, and to what
     decided: Callable[[str], None]  # an append has reached the broker
-    accused: Callable[[str, str], None]  # an observer calls a worker silent
-    proposed: Callable[[ScaleProposed], None]  # a planner is about to say so
 
-    def replica(self, name: str, listen: Listen, stored: Stored | None = None) -> Replica:
+    def replica(
+        self,
+        name: str,
+        listen: Listen,
+        stored: Stored | None = None,
+        order: Callable[..., Order[Any]] | None = None,
+    ) -> Replica:
         """Return a process's own fold, which reads from the beginning or from what is stored."""
-        return Replica(name, self.broker, self.network, self.seams, listen, stored)
-
-    def new_outbox(self, source: str) -> SimulatedOutbox:
-        """Return the outbox of a process that begins."""
-        return SimulatedOutbox(self.broker, source, self.acknowledged)
+        return Replica(name, self.broker, self.seams, listen, stored, order)

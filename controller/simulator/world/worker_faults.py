@@ -1,17 +1,18 @@
 """What goes wrong with one worker's process, engine and connections. Each kind of fault is one method, and ends by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeAlias
 
-from controller.simulator.world.device_faults import Strike
-from controller.simulator.world.kernel import MS, coin, seconds_drawn
+from controller.simulator.world.kernel import MS, SECOND, coin, seconds_drawn
 from controller.simulator.world.machines import CANARIES, Condition, Machine
 from controller.simulator.world.operators import SimulatedSupervisor
 from controller.simulator.world.prober import PROBER
 from controller.simulator.world.world import SimulatedWorld
-from events.observations import EngineFaulted
+from events.observations import DeviceFaulted, DeviceRecovered, EngineFaulted
 
 WELL = Condition()
+Strike: TypeAlias = Callable[[Machine], None]
 
 
 class WorkerFaults:
@@ -40,6 +41,9 @@ class WorkerFaults:
             "cut": self.cut,
             "dark": self._dark,
             "twice": Machine.announce_again,
+            "device": self._device,
+            "throttle": self._throttle,
+            "nvlink": self._nvlink,
         }
 
     def _crash(self, machine: Machine) -> None:
@@ -101,6 +105,53 @@ class WorkerFaults:
         machine.condition.dark = frozenset(p for p in peers if self._chance.random() < 0.6)
         self._kernel.after(500 * MS, self._world.stalled, machine)
         self._kernel.after(seconds_drawn(self._chance, 5, 120), self._over, machine, "dark")
+
+    def _device(self, machine: Machine) -> None:
+        if not machine.up or machine.condition.device:
+            return
+        fatal = self._chance.random() < 0.7
+        machine.condition.device = "xid"
+        machine.say(DeviceFaulted, device="gpu0", fault_class="xid", code="79", fatal=fatal)
+        if fatal and coin(self._chance):  # its own process computes there: it goes with the device
+            machine.fall()
+        self._kernel.after(seconds_drawn(self._chance, 30, 400), self.repair, machine)
+
+    def repair(self, machine: Machine) -> None:
+        """The device watch of whichever process is up says that the device is well."""
+        if not machine.condition.device:
+            return
+        if not machine.up:
+            self._kernel.after(10 * SECOND, self.repair, machine)
+            return
+        machine.condition.device = ""
+        machine.say(DeviceRecovered, device="gpu0", fault_class="xid", code="79")
+
+    def _throttle(self, machine: Machine) -> None:
+        """Its clocks fall, a little more or less in a few steps, and rise again."""
+        weights = self._chance.sample((0.8, 0.6, 0.5, 0.3, 0.1), k=self._chance.randrange(1, 4))
+        self._limit(machine, "throttle", weights)
+
+    def _nvlink(self, machine: Machine) -> None:
+        """A link of a worker of several devices is down: it gets nothing new."""
+        self._limit(machine, "nvlink_down", [0.0])
+
+    def _limit(self, machine: Machine, fault_class: str, weights: Sequence[float]) -> None:
+        if not machine.up or machine.condition.hung or fault_class in machine.condition.limits:
+            return
+        machine.limit(fault_class, weights[0])
+        at = 0
+        for weight in (*weights[1:], None):
+            at += seconds_drawn(self._chance, 10, 200)
+            self._kernel.after(at, self._relimit, machine, fault_class, weight)
+
+    def _relimit(self, machine: Machine, fault_class: str, weight: float | None) -> None:
+        """Another step, unless all is well again by now. A process that hangs notices it afterwards."""
+        if fault_class not in machine.condition.limits:
+            return
+        if machine.condition.hung:
+            self._kernel.after(5 * SECOND, self._relimit, machine, fault_class, weight)
+            return
+        machine.limit(fault_class, weight)
 
     def _over(self, machine: Machine, what: str) -> None:
         """End something that was wrong with a worker."""

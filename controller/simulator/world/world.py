@@ -8,7 +8,7 @@ from controller.simulator.world.broker import Broker
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import Kernel
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.planner import SimulatedPlanner
 from controller.simulator.world.projector import SimulatedProjector
 from controller.simulator.world.replica import Replica
@@ -26,7 +26,6 @@ class SimulatedWorld(Protocol):
     seams: Seams
     kernel: Kernel
     broker: Broker
-    acknowledged: AcknowledgedNumbers
     machines: dict[str, Machine]
     controllers: list[SimulatedController]
     frontends: list[SimulatedFrontend]
@@ -41,19 +40,21 @@ class SimulatedWorld(Protocol):
 
     def stalled(self, machine: Machine) -> None:
         """Nothing has come from this worker for longer than a frontend bears."""
-        ...
+        for frontend in self.frontends:
+            frontend.stalled(machine)
 
     def linked(self, machine: Machine) -> bool:
         """Return whether any frontend reports a live connection to this worker."""
-        ...
+        return any(frontend.linked(machine) for frontend in self.frontends)
 
     def was_corrupt(self, worker: str, instance: str) -> bool:
         """Return whether this life of a worker ever answered wrongly."""
-        ...
+        return instance in self.machines[worker].corrupt_lives
 
-    def replicas(self) -> Sequence[Replica]:
+    def replicas(self) -> list[Replica]:
         """Return the folds of all processes that are up."""
-        ...
+        folds = [c.replica for c in self.controllers if c.up] + [f.replica for f in self.frontends if f.up]
+        return [*folds, self.projector.replica] if self.projector.up else folds
 
     def outboxes(self) -> Sequence[SimulatedOutbox]:
         """Return what all processes that are up have still to say."""

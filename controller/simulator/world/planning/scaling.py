@@ -27,10 +27,10 @@ class SimulatedScaling:
         make: Callable[[str], Machine],
         chance: Random,
     ) -> None:
-        self.outbox = SimulatedOutbox(world.broker, "scaling.1", world.acknowledged)
+        self.outbox = SimulatedOutbox(world.broker, "scaling.1")
         self._world, self._kernel, self._supervisor = world, world.kernel, supervisor
         self._make, self._chance = make, chance
-        self._follower = Follower(world.broker, world.broker.network, 0, self._hear)
+        self._follower = Follower(world.broker, 0, self._hear)
 
     def _hear(self, batch: Sequence[Recorded]) -> None:
         wanted = {

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from controller.simulator.world.kernel import EPOCH, MINUTE, Kernel
-from controller.simulator.world.requests.crowd import ANSWER_S
+from controller.simulator.world.requests.underway import ANSWER_S
 from controller.simulator.world.scenario import Scenario
 from events.observations import TrafficReported
 
@@ -24,14 +24,14 @@ class SimulatedDemand:
 
     def per_second(self, now: int) -> float:
         """Return how many requests one frontend gets in a second."""
-        scenario, crowd = self._scenario, self._scenario.besides.crowd
+        scenario, crowd = self._scenario, self._scenario.crowd
         if crowd is None:
             return scenario.requests_per_second
         return crowd.times.at(now) * scenario.workers * crowd.batch / ANSWER_S / scenario.frontends
 
     def told(self, frontend: str, minute: int) -> Iterator[TrafficReported]:
         """Yield what a frontend tells of a minute, by its number since the beginning: its part of the load, more or less."""
-        scenario, planning = self._scenario, self._scenario.besides.planning
+        scenario, planning = self._scenario, self._scenario.planning
         if planning is None or self._kernel.now < self._untold_until:
             return
         for model in scenario.models:

@@ -6,10 +6,9 @@ from random import Random
 from controller.deciders.tiers import TIERS, Tiers
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
-from controller.simulator.world.broker import BrokerMessage
 from controller.simulator.world.kernel import MINUTE, MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.process import PlayedProcess
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.requests.traffic import SimulatedTraffic
 from controller.simulator.world.requests.underway import RequestsUnderWay
@@ -22,7 +21,7 @@ TICK = 2 * SECOND
 WINDOW_S = 30.0  # of what is reported
 
 
-class SimulatedFrontend:
+class SimulatedFrontend(PlayedProcess):
     """One place that runs frontend processes, one after another."""
 
     def __init__(
@@ -35,51 +34,34 @@ class SimulatedFrontend:
         request_chance: Random,
     ) -> None:
         """`underway` makes what a process does with requests, with the random numbers of `request_chance`."""
-        self.name = name
-        self.surroundings, self._kernel = surroundings, surroundings.kernel
+        super().__init__(name, surroundings, chance)
         self.traffic = traffic
-        self.up = False
-        self.life = 0
         self.lag = 0
-        self._chance = chance
         self._make_underway, self._request_chance = underway, request_chance
-        self._spool: list[BrokerMessage] = []
 
-    def start(self) -> None:
-        """Start a process, from the state store's rows if there are any, else from the journal's beginning."""
-        if self.up:
-            return
+    def _begin(self) -> None:
+        """Start from the state store's rows if there are any, else from the journal's beginning."""
         surroundings, kernel = self.surroundings, self._kernel
-        self.life += 1
-        self.up = True
-        self.outbox = SimulatedOutbox(
-            surroundings.broker, f"{self.name}.{self.life}", surroundings.acknowledged
-        )
-        self.outbox.inherit(self._spool)
-        self._spool = []
+        self.outbox = self._outbox()
         self._arrived = 0
         self.table = surroundings.seams.table()
         self.breakers = LocalBreakers(
             self.name, LocalBreakerSettings(), FactSettings(window_s=WINDOW_S), self.outbox.observe, self._now
         )
         self.underway = self._make_underway(self, self._request_chance)
-        self.replica = Replica(
-            f"{self.name}.{self.life}", surroundings.broker, surroundings.network, surroundings.seams, self._absorbed,
-            self.traffic.stored() if self._chance.random() < 0.7 else None,
-            surroundings.seams.frontend_order,
-        )  # fmt: skip
+        stored = self.traffic.stored() if self._chance.random() < 0.7 else None
+        order = surroundings.seams.frontend_order
+        self.replica = surroundings.replica(self.source, self._absorbed, stored, order)
         self.replica.follower.lag = self.lag
-        kernel.after(self._chance.randrange(TICK), self._tick, self.life)
-        kernel.after(self._gap(), self._arrive, self.life)
-        kernel.after(MINUTE - kernel.now % MINUTE, self._tell, self.life, kernel.now // MINUTE)
+        self._later(self._chance.randrange(TICK), self._tick)
+        self._later(self._gap(), self._arrive)
+        self._later(MINUTE - kernel.now % MINUTE, self._tell, kernel.now // MINUTE)
 
-    def crash(self) -> None:
-        """End without a word; its streams break with it."""
-        if self.up:
-            self.up = False
-            self._spool = self.outbox.crash()
-            self.replica.close()
-            self.underway.close()
+    def _end(self) -> None:
+        """Its streams break with it."""
+        self._spool = self.outbox.crash()
+        self.replica.close()
+        self.underway.close()
 
     def slow_down(self, lag: int) -> None:
         """Read the journal `lag` microseconds later from now on."""
@@ -108,10 +90,8 @@ class SimulatedFrontend:
     def _gap(self) -> int:
         return int(self._chance.expovariate(self.traffic.per_second(self._kernel.now)) * SECOND) + MS
 
-    def _arrive(self, life: int) -> None:
-        if not self.up or self.life != life:
-            return
-        self._kernel.after(self._gap(), self._arrive, life)
+    def _arrive(self) -> None:
+        self._later(self._gap(), self._arrive)
         self._arrived += 1
         tally = self.traffic.tally
         tally.requests += 1
@@ -123,7 +103,7 @@ class SimulatedFrontend:
                 RequestsRejected(frontend=self.name, model=model, count=1, reason=reason, tier=tier)
             )
             return
-        self.underway.take_in(f"{self.name}.{self.life}-{self._arrived}", model, tier)
+        self.underway.take_in(f"{self.source}-{self._arrived}", model, tier)
 
     def _sheds(self, model: str, tier: str) -> str:
         seams = self.surroundings.seams
@@ -137,7 +117,7 @@ class SimulatedFrontend:
     # --- the journal --------------------------------------------------------------------------------------------
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.surroundings.listen(replica, batch)
+        self.surroundings.tell("absorbed", replica, batch)
         for event in batch:
             if isinstance(event.fact, BreakerClosed):
                 self.breakers.reset((event.fact.worker, event.fact.instance))
@@ -146,18 +126,16 @@ class SimulatedFrontend:
             self.breakers.keep(self.table.endpoints)
         self.underway.absorbed()
 
-    def _tick(self, life: int) -> None:
+    def _tick(self) -> None:
         """Let the breakers that are due move, and say what each worker has served."""
-        if self.up and self.life == life:
-            self._kernel.after(TICK, self._tick, life)
-            self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
+        self._later(TICK, self._tick)
+        self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
 
-    def _tell(self, life: int, minute: int) -> None:
+    def _tell(self, minute: int) -> None:
         """Say what has come in the minute that is over."""
-        if self.up and self.life == life:
-            self._kernel.after(MINUTE, self._tell, life, minute + 1)
-            for fact in self.traffic.told(self.name, minute):
-                self.outbox.observe(fact)
+        self._later(MINUTE, self._tell, minute + 1)
+        for fact in self.traffic.told(self.name, minute):
+            self.outbox.observe(fact)
 
     def _now(self) -> float:
         return self._kernel.now / SECOND

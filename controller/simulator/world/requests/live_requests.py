@@ -28,8 +28,8 @@ from controller.router.endpoints import Endpoint, Key, Server
 from controller.router.selection.filter import AllTried, Headroom, NoWorker
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.requests.crowd import LONGER, TOO_LATE, CrowdedRequests
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.underway import LONGER, TOO_LATE, RequestsUnderWay
 
 ANSWER_MAX, CHUNK_MAX = 40, 8  # tokens
 STALLED = 10  # seconds without a token
@@ -94,11 +94,11 @@ class PlayedRequest(SimulatedRequest):
         self.shown += self.accepted[len(self.shown) : max(0, len(self.accepted) - holds_back)]
 
 
-class LiveRequests(CrowdedRequests):
+class LiveRequests(RequestsUnderWay):
     """The requests of one process, played in full."""
 
     def __init__(self, frontend: RequestSender, chance: Random) -> None:
-        super().__init__(frontend, chance)
+        super().__init__(frontend, chance, crowded=True)
         self.live: dict[SimulatedRequest, PlayedRequest] = {}
         self._convicted: set[Key] = set()
         self._kernel.after(SECOND, self._look_again)
@@ -183,7 +183,7 @@ class LiveRequests(CrowdedRequests):
         del self.live[request]
         if (queued := self._queued.get(request)) is not None:
             self._remove(queued, served=False)
-        self._traffic.ended(request, self)
+        self._surroundings.tell("ended", request, self)
 
     def _judge(self, request: PlayedRequest, failure: Failure, *, begun: bool) -> Suspicion:
         if failure.kind.blames:
@@ -275,7 +275,7 @@ class LiveRequests(CrowdedRequests):
         request.accepted += tokens
         request.givers += [stream.key] * len(tokens)
         request.show(request.holds_back)
-        self._traffic.said(request, stream)
+        self._surroundings.tell("said", request, stream)
         if request.target is not None and request.state.transfer is not None:
             self._advance(request, kv.SourceSaid())
 

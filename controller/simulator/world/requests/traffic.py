@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from controller.deciders.breaker import Breaker
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.request.state import Move, RequestState
 from controller.router.endpoints import Endpoint, EndpointTable
@@ -87,13 +86,7 @@ class SimulatedTraffic:
     machines: Mapping[str, Machine]
     models: tuple[str, ...]
     tally: ClientTally
-    routed: Callable[[RequestSender, SimulatedRequest], None]
-    judged: Callable[
-        [RequestSender, SimulatedRequest, Breaker, Breaker], None
-    ]  # own breaker before and after an outcome
     stepped: Callable[..., None]  # request, event, effects
-    said: Callable[..., None]  # request, stream that has brought tokens
-    ended: Callable[..., None]  # request, the requests of its frontend
     stored: Callable[[], Stored | None]
     told: Callable[[str, int], Iterable[TrafficReported]]  # of a minute, by its number
     refused: set[tuple[str, int, str]] = field(default_factory=set)  # request, attempt, instance without room

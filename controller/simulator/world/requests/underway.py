@@ -4,28 +4,36 @@
 They are few and long-lived on purpose: what matters here is under which verdict each was sent, and when which outcome reaches
 the journal. Answers have no tokens: the first one comes right before the end of an attempt, and a request that finds no worker
 is given up at once. `live_requests` plays them in full.
+
+In a crowd, workers take only so many requests at once: those that find no room wait in line, until their time is over. The
+queue is production's (`controller.frontend.admission.queue`), and so is the filter that finds room. What other frontends have at
+a worker is known as of its last report. A worker that has no room after all turns a request away: that is no failure, and the
+request waits once more, before all others. Without a crowd there is always room, and nobody waits.
 """
 
+import itertools
 from collections.abc import Sequence
 from random import Random
 from typing import cast
 
 from controller.deciders.breaker import Breaker
+from controller.frontend.admission.queue import Queue, QueuedRequest
+from controller.frontend.errors import ApiError
 from controller.frontend.health.local_breakers import routable_share
 from controller.frontend.request import effects as do
 from controller.frontend.request import events as on
 from controller.frontend.request.effects import Effects
-from controller.frontend.request.failures import Failure, Suspicion
+from controller.frontend.request.failures import FULL, Failure, Suspicion
 from controller.frontend.request.state import AnswerProgress, Move, RequestState, RequestTerms
 from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, Server
 from controller.router.load.active_sequences import ActiveSequences
 from controller.router.load.monitor import LoadLimits, LoadMonitor
-from controller.router.selection.filter import AllBusy, NoWorker, Picker, Rules
+from controller.router.selection.filter import AllBusy, Headroom, NoWorker, Picker, Rules
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.decisions import HealthStatus
-from events.observations import MigrationCause, RequestAbandoned, RequestMigrated
+from events.observations import MigrationCause, RequestAbandoned, RequestMigrated, RequestsRejected
 from events.wire import Load
 
 CONNECT_DEADLINE = 200 * MS
@@ -33,6 +41,14 @@ PANIC_BELOW = 0.5
 CAP = 1 << 20  # requests running at one worker: there is always room
 TOKENS, TOKENS_PER_ATTEMPT = 64, 8  # of an answer, and of each attempt that fails
 TERMS = RequestTerms(max_tokens=TOKENS, reroute_s=-1.0)  # it does not wait for a worker
+
+# Only in a crowd:
+REPORT = SECOND
+REROUTE = 10 * SECOND  # that one that has begun waits for room elsewhere
+WAITS = (2, 10, 40)  # seconds, of which one is drawn for each request
+LONGER = 4.0  # answers take so much longer: few requests make a crowd
+ANSWER_S = LONGER * 4.5  # that they take on average
+TOO_LATE = ApiError(503, "no room came in time", code="deadline")
 
 
 class SimulatedLinks(ConnectedWorkers):
@@ -47,9 +63,9 @@ class SimulatedLinks(ConnectedWorkers):
 
 
 class RequestsUnderWay:
-    """The requests of one process, until it ends."""
+    """The requests of one process, until it ends: those that are with a worker, and those that wait in line for one."""
 
-    def __init__(self, frontend: RequestSender, chance: Random) -> None:
+    def __init__(self, frontend: RequestSender, chance: Random, *, crowded: bool) -> None:
         self.open = True  # the process lives
         self.requests: dict[SimulatedRequest, None] = {}  # in the order of their arrival
         self._frontend, self._chance = frontend, chance
@@ -61,26 +77,49 @@ class RequestsUnderWay:
         self._ignoring = False
         self._none = NoWorker()  # why the last request found none
         self.links = SimulatedLinks()
-        self._rules = Rules(
-            self.links, LoadMonitor(*self._limits(), self.links, ActiveSequences(), lambda: 0.0)
+        self.crowded = crowded
+        # How many requests may be with a worker, and a table that knows the levels which change it: in a crowd a batch, and
+        # less on a degradation level.
+        room = (
+            (LoadLimits(inflight_per_batch=1.0), self._table)
+            if crowded
+            else (LoadLimits(CAP), EndpointTable())
         )
-
-    def _limits(self) -> tuple[LoadLimits, EndpointTable]:
-        """Return how many requests may be with a worker, and a table that knows the levels which change it."""
-        return LoadLimits(CAP), EndpointTable()
+        self._rules = Rules(self.links, LoadMonitor(*room, self.links, ActiveSequences(), lambda: 0.0))
+        self._queue = Queue(line=self._seams.lines)
+        self._numbers = itertools.count()
+        self._queued: dict[SimulatedRequest, QueuedRequest] = {}
+        self._in_line: dict[int, SimulatedRequest] = {}  # by number in the queue
+        if crowded:
+            self._kernel.after(chance.randrange(REPORT), self._report)
 
     def close(self) -> None:
         """End with the process."""
         self._traffic.tally.lost += self.unanswered()
         self.open = False
+        for request in self.requests:
+            self.machine(request).standing.leave(request)
 
     def unanswered(self) -> int:
         """Return how many requests have had no answer yet."""
-        return len(self.requests) if self.open else 0
+        return len(self.requests) + len(self._queued) if self.open else 0
+
+    def waiting(self) -> list[SimulatedRequest]:
+        """Return the requests in line."""
+        return [*self._queued]
 
     def best_waiting(self, model: str) -> int | None:
         """Return the best tier of the requests in line, 0 being the best; None: none waits."""
-        return None
+        return min((one.tier for line in self._queue.lines(model) for one in line), default=None)
+
+    def could_take(self, machine: Machine) -> bool:
+        """Return whether one more request could go to this worker: it serves, may be tried, and has room."""
+        endpoint = self._table.endpoints.get((machine.name, machine.instance))
+        if endpoint is None or not endpoint.routable or not machine.reachable(self._name) or machine.draining:
+            return False
+        self._look(machine.model)
+        load = self._rules.load
+        return self._allowed(endpoint) and len(machine.standing.held) < load.cap(endpoint)
 
     # --- the machine --------------------------------------------------------------------------------------------
 
@@ -113,8 +152,14 @@ class RequestsUnderWay:
                 return on.Judged(Suspicion.NONE)
             case do.Reroute():
                 return on.Resumed()
+            case do.TurnedAway():
+                request.endpoint.refuse(self.links.others.get(request.worker))
+            case do.QueueAgain():
+                self._push_back(request)
             case do.Park():
-                return on.Tick()
+                if not isinstance(self._none, AllBusy):
+                    return on.Tick()
+                self._push_back(request)
             case do.Refuse():
                 self._traffic.tally.unserved += 1
             case do.ReportAbandoned(reason):
@@ -125,9 +170,80 @@ class RequestsUnderWay:
                 self._abandoned(request, reason)
         return None
 
+    # --- the line -----------------------------------------------------------------------------------------------
+
     def take_in(self, id: str, model: str, tier: str) -> None:
-        """Serve a request that is admitted."""
-        self.feed(self._new(id, model, tier), on.Launched())
+        """Serve a request that is admitted; in a crowd it stands in line, and goes at once only if nothing is before it."""
+        request = self._new(id, model, tier)
+        if not self.crowded:
+            self.feed(request, on.Launched())
+            return
+        self._wait(request, self._chance.choice(WAITS) * SECOND)
+        since, latest = request.since / SECOND, request.latest / SECOND
+        self._push(request, QueuedRequest(model, None, request.rank, self._name, 1.0, since, latest))
+        self._wake(model)
+
+    def _wait(self, request: SimulatedRequest, wait: int) -> None:
+        request.waits, request.latest = True, self._kernel.now + wait
+        self._kernel.after(wait, self._late, request, request.latest)
+
+    def _push(self, request: SimulatedRequest, queued: QueuedRequest) -> None:
+        queued.number = next(self._numbers)
+        self._in_line[queued.number], self._queued[request] = request, queued
+        self._queue.line_of(queued).push(queued)
+
+    def _push_back(self, request: SimulatedRequest) -> None:
+        """Put a request before all in line: its worker had no room."""
+        if request in self._queued:
+            return
+        if not request.waits:
+            self._wait(request, REROUTE)
+        self._push(request, QueuedRequest(request.model, sent_back=True))
+        if self._kernel.now > request.latest:
+            self._late(request, request.latest)
+
+    def _remove(self, queued: QueuedRequest, *, served: bool) -> None:
+        if queued.number in self._in_line:
+            del self._queued[self._in_line.pop(queued.number)]
+            self._queue.line_of(queued).remove(queued, served=served)
+
+    def _wake(self, model: str) -> None:
+        """Send each request that was sent back, then the head of each line, until one finds no room."""
+        if not self.open:
+            return
+        for queued in self._queue.sent_back(model):
+            if self._goes(self._in_line[queued.number]):
+                self._remove(queued, served=True)
+        for line in self._queue.lines(model):
+            while (head := line.head(self._kernel.now / SECOND)) and self._goes(self._in_line[head.number]):
+                self._remove(head, served=True)
+
+    def _goes(self, request: SimulatedRequest) -> bool:
+        """Send a request from the line, or end it if there is no worker. False: all are busy."""
+        phase = request.state.phase
+        self.feed(
+            request,
+            on.Launched() if phase == "new" else on.Woken() if phase == "parked" else on.Resumed(),
+        )
+        return request.state.phase not in ("queued", "parked")
+
+    def _late(self, request: SimulatedRequest, latest: int) -> None:
+        """A request has waited for as long as it may."""
+        queued = self._queued.get(request)
+        if not self.open or not self._seams.leaves_late() or queued is None or request.latest != latest:
+            return
+        self._remove(queued, served=False)
+        if request.attempt > 1:
+            self._traffic.tally.lost += 1
+            self._abandoned(request, "no_room")
+        else:
+            self._traffic.tally.rejected += 1
+            self._frontend.outbox.observe(
+                RequestsRejected(
+                    frontend=self._name, model=request.model, count=1, reason="deadline", tier=request.tier
+                )
+            )
+        self.feed(request, on.RequestRejected(TOO_LATE))
 
     def _new(self, id: str, model: str, tier: str) -> SimulatedRequest:
         now = self._kernel.now
@@ -151,8 +267,21 @@ class RequestsUnderWay:
         return on.NoWorkerFound((AllBusy if isinstance(none, AllBusy) else NoWorker).code)
 
     def _pick(self, request: SimulatedRequest, effect: do.SelectWorker) -> Endpoint:
-        """Return the worker that gets a request. Raise NoWorker."""
-        return self._picker.pick(self._look(request.model), self._rules, effect.avoid)
+        """Return the worker that gets a request: one that has begun goes on whatever the frontends' own bound is."""
+        in_line = request in self._queued
+        if not in_line and request.sent_times and self._attempt(request) in self._traffic.refused:
+            raise AllBusy
+        request.waits = in_line
+        room = Headroom.FRESH if in_line else Headroom.HELD
+        try:
+            return self._picker.pick(self._look(request.model), self._rules, effect.avoid, room)
+        except AllBusy:
+            if in_line:
+                raise
+            raise NoWorker from None
+
+    def _attempt(self, request: SimulatedRequest) -> tuple[str, int, str]:
+        return request.request, request.attempt, request.instance
 
     def _connects(self, request: SimulatedRequest, endpoint: Endpoint) -> bool:
         """Return whether the request can be sent; else that is found out at once."""
@@ -165,7 +294,7 @@ class RequestsUnderWay:
         request.endpoint = endpoint
         endpoint.begin()
         self.requests[request] = None
-        self._traffic.routed(self._frontend, request)
+        self._surroundings.tell("routed", self._frontend, request)
         request.sent_times += 1
         self._send(request)
         if state.move is not None and state.move is not request.reported:
@@ -191,26 +320,26 @@ class RequestsUnderWay:
         """Return the place where a request is."""
         return self._traffic.machines[request.worker]
 
+    # --- at the worker ------------------------------------------------------------------------------------------
+
     def _send(self, request: SimulatedRequest) -> None:
         machine, kernel, sent = self.machine(request), self._kernel, request.sent_times
+        self._traffic.refused.discard(self._attempt(request))
         if not machine.up or machine.instance != request.instance:
             kernel.after(5 * MS, self.failed, request, "cannot_connect", sent)
         elif not machine.reachable(self._name):
             kernel.after(CONNECT_DEADLINE, self.failed, request, "stalled", sent)
         elif machine.draining:
             kernel.after(5 * MS, self.failed, request, "engine_shutdown", sent)
+        elif not machine.takes(request):
+            kernel.after(5 * MS, self._turned_away, request, sent)
         else:
             self._serve(request, machine)
 
     def _serve(self, request: SimulatedRequest, machine: Machine) -> None:
-        takes = min(self._takes(machine), 60 * SECOND)
-        self._kernel.after(takes, self._answered, request, request.sent_times)
-
-    def _takes(self, machine: Machine) -> int:
-        """Return how long this worker takes for an answer."""
-        return int((0.5 + 8 * self._chance.random()) * machine.condition.slow * SECOND)
-
-    # --- outcomes -----------------------------------------------------------------------------------------------
+        takes = int((0.5 + 8 * self._chance.random()) * machine.condition.slow * SECOND)
+        takes = int(takes * (LONGER if self.crowded else 1.0))
+        self._kernel.after(min(takes, 60 * SECOND), self._answered, request, request.sent_times)
 
     def _gone(self, request: SimulatedRequest, sent: int) -> bool:
         """Return whether a request has left the worker to which it was sent the `sent`th time."""
@@ -219,6 +348,30 @@ class RequestsUnderWay:
     def _leave(self, request: SimulatedRequest) -> None:
         del self.requests[request]
         request.endpoint.end()
+        self.machine(request).standing.leave(request)
+        if self.crowded and self._seams.wakes():
+            self._kernel.after(0, self._wake, request.model)
+
+    def _turned_away(self, request: SimulatedRequest, sent: int) -> None:
+        """The worker has no room after all."""
+        if self._gone(request, sent):
+            return
+        self._traffic.refused.add(self._attempt(request))
+        self.feed(request, on.AttemptFailed(Failure(FULL, ""), self._progress(request)))
+
+    def _report(self) -> None:
+        """Read from each worker how many requests others have there, and wake the lines."""
+        if not self.open:
+            return
+        self._kernel.after(REPORT, self._report)
+        for name, machine in self._traffic.machines.items():
+            if machine.reachable(self._name):
+                held = machine.standing.held
+                self.links.others[name] = Load(running=sum(request not in self.requests for request in held))
+        for model in sorted({one.model for one in self._queued}) if self._seams.wakes() else ():
+            self._wake(model)
+
+    # --- outcomes -----------------------------------------------------------------------------------------------
 
     def _answered(self, request: SimulatedRequest, sent: int) -> None:
         if self._gone(request, sent):
@@ -240,7 +393,7 @@ class RequestsUnderWay:
         self._breakers.served(
             endpoint.key, TOKENS, 5 * step_s, step_s, under, sent, model=endpoint.joined.model
         )
-        self._traffic.judged(self._frontend, request, before, self._breaker(request))
+        self._surroundings.tell("judged", self._frontend, request, before, self._breaker(request))
 
     def _breaker(self, request: SimulatedRequest) -> Breaker:
         return self._breakers.outcomes(request.endpoint.key).breaker
@@ -248,7 +401,7 @@ class RequestsUnderWay:
     def _blame(self, request: SimulatedRequest, reason: str) -> None:
         before = self._breaker(request)
         self._breakers.failed(request.endpoint.key, reason, request.routed_under, request.sent)
-        self._traffic.judged(self._frontend, request, before, self._breaker(request))
+        self._surroundings.tell("judged", self._frontend, request, before, self._breaker(request))
 
     def failed(self, request: SimulatedRequest, reason: str, sent: int | None = None) -> None:
         """The present attempt of a request has failed; `sent`: its number, if the request may have left it since."""
