@@ -2,10 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from time import perf_counter
+from typing import Any
 
 from benchmarks.overload.world import VirtualFrontend
 from controller.frontend.openai.request_head import AdmissionHeaders, Head
@@ -28,6 +30,17 @@ class Coming:
     client: str
     deadline_s: float
 
+    def body(self, model: str) -> dict[str, Any]:
+        """Return what is asked of the API."""
+        return {
+            "model": model,
+            "prompt": list(self.prompt),
+            "max_tokens": self.answer,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -49,6 +62,18 @@ class Attempt:
     def good(self) -> bool:
         """Whether it was answered whole, and in time."""
         return not self.failed and self.first_s is not None and self.first_s <= self.coming.deadline_s
+
+
+async def arrive(coming: Iterable[Coming], ask: Callable[[Coming, float], Coroutine[Any, Any, None]]) -> None:
+    """Let all requests come, each at its moment, and wait until the last one is over."""
+    loop, asked = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    began = loop.time()
+    for one in coming:
+        await asyncio.sleep(max(0.0, began + one.at_s - loop.time()))
+        task = asyncio.create_task(ask(one, began))
+        asked.add(task)
+        task.add_done_callback(asked.discard)
+    await asyncio.gather(*asked)
 
 
 class _Client(asyncio.Transport):
@@ -86,29 +111,11 @@ class Clients:
 
     async def run(self, coming: Iterable[Coming]) -> None:
         """Let all requests come, and wait until the last one is over."""
-        loop, dice = asyncio.get_running_loop(), Random(self.seed)
-        began = loop.time()
-        asked: set[asyncio.Task[None]] = set()
-        for one in coming:
-            await asyncio.sleep(max(0.0, began + one.at_s - loop.time()))
-            task = asyncio.create_task(self._ask(one, began, dice))
-            asked.add(task)
-            task.add_done_callback(asked.discard)
-        while asked:
-            await asyncio.gather(*asked)
+        await arrive(coming, partial(self._ask, dice=Random(self.seed)))
 
-    async def _ask(self, coming: Coming, began: float, dice: Random) -> None:
+    async def _ask(self, coming: Coming, began: float, *, dice: Random) -> None:
         frontend = self.frontends[coming.key % len(self.frontends)]
-        body = json.dumps(
-            {
-                "model": "sim",
-                "prompt": list(coming.prompt),
-                "max_tokens": coming.answer,
-                "stream": True,
-                "ignore_eos": True,
-                "temperature": 0,
-            }
-        ).encode()
+        body = json.dumps(coming.body("sim")).encode()
         for number in range(self.retries + 1):
             wait_s = await self._attempt(frontend, coming, body, number, began, dice)
             if wait_s is None:

@@ -1,5 +1,6 @@
 """What a run under so much load comes to."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -44,3 +45,16 @@ def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
         "premium_good": sum(one.coming.key in good for one in premium) / max(1, len(premium)),
         "reasons": dict(Counter(f"{one.status} {one.refused}" for one in refused)),
     }
+
+
+def recovery(attempts: Sequence[Attempt], fell_s: float) -> Row:
+    """Return how many were refused after the load fell, and how long after it the last one."""
+    late = [one.at_s for one in attempts if one.at_s >= fell_s and one.status != 200]
+    return {"refusals": len(late), "last_refusal_s": max(late, default=fell_s) - fell_s}
+
+
+def say(row: Row) -> Row:
+    """Print a row, and return it."""
+    shown = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+    print(json.dumps(shown), flush=True)
+    return row

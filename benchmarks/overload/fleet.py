@@ -32,8 +32,8 @@ import msgspec
 import uvloop
 
 from benchmarks.overload.arrivals import Arrivals, both
-from benchmarks.overload.clients import Attempt, Coming
-from benchmarks.overload.figures import WARM_S, Row, figures
+from benchmarks.overload.clients import Attempt, Coming, arrive
+from benchmarks.overload.figures import WARM_S, Row, figures, recovery, say
 from benchmarks.overload.refusal_client import RefusalClient
 from benchmarks.overload.systems import (
     BATCH,
@@ -75,28 +75,13 @@ class RealClients:
 
     async def run(self, coming: Iterable[Coming]) -> None:
         """Let all requests come, and wait until the last one is over."""
-        loop = asyncio.get_running_loop()
-        began, asked = loop.time(), set[asyncio.Task[None]]()
-        for one in coming:
-            await asyncio.sleep(max(0.0, began + one.at_s - loop.time()))
-            task = asyncio.create_task(self.ask(one, began))
-            asked.add(task)
-            task.add_done_callback(asked.discard)
-        await asyncio.gather(*asked)
+        await arrive(coming, self.ask)
 
     async def ask(self, coming: Coming, began: float) -> None:
         """Ask once."""
         sent = asyncio.get_running_loop().time()
         attempt = Attempt(coming, 0, sent - began)
         self.attempts.append(attempt)
-        body = {
-            "model": self._system.serves,
-            "prompt": list(coming.prompt),
-            "max_tokens": coming.answer,
-            "stream": True,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
 
         def take(event: bytes, at: float) -> None:
             if attempt.first_s is None:
@@ -108,7 +93,7 @@ class RealClients:
             self._session.ask(
                 "POST",
                 "/v1/completions",
-                json.dumps(body).encode(),
+                json.dumps(coming.body(self._system.serves)).encode(),
                 take=take,
                 deadline_s=ANSWER_S,
                 headers={
@@ -211,9 +196,7 @@ class FleetTrial:
         clients, half, seed = RealClients(system), self._args.seconds / 2, self._args.seed
         high = self._arrivals.coming(4 * capacity, half, seed)
         await clients.run(both(high, self._arrivals.coming(capacity / 2, half, seed + 1, half)))
-        late = [one.at_s for one in clients.attempts if one.at_s >= half and one.status != 200]
-        last_s = max(late, default=half) - half
-        return {"row": "step", "system": system.name, "refusals": len(late), "last_refusal_s": last_s}
+        return {"row": "step", "system": system.name, **recovery(clients.attempts, half)}
 
 
 def _held(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
@@ -234,13 +217,6 @@ def result(rows: Sequence[Row]) -> Row:
                 f"{load:g}": runs[load]["goodput"] / runs[1.0]["goodput"] for load in runs if load > 1
             }
     return found
-
-
-def say(row: Row) -> Row:
-    """Print a row, and return it."""
-    shown = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-    print(json.dumps(shown), flush=True)
-    return row
 
 
 async def run(rows: Sequence[TraceRow], args: argparse.Namespace, folder: Path) -> None:

@@ -19,7 +19,6 @@ all come at once. 7.5 % are premium, with a deadline to the first token of 1 s, 
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -28,7 +27,7 @@ from typing import Any, TypeVar
 
 from benchmarks.overload.arrivals import Arrivals, both
 from benchmarks.overload.clients import Clients, Coming
-from benchmarks.overload.figures import Row, figures
+from benchmarks.overload.figures import Row, figures, recovery, say
 from benchmarks.overload.world import Machines, VirtualFrontend, world
 from benchmarks.plots import figure, needed, plot_file
 from benchmarks.router.routing import FIRST, KV_TOKENS, SPEEDS, TRACE
@@ -132,11 +131,7 @@ class Trial:
                 await clients.run(both(high, low))
                 return clients
 
-        attempts = virtual(go()).attempts
-        fell = args.seconds / 2
-        late = [one.at_s for one in attempts if one.at_s >= fell and one.status != 200]
-        last_s = max(late, default=fell) - fell
-        return {"row": "step", "control": control, "refusals": len(late), "last_refusal_s": last_s}
+        return {"row": "step", "control": control, **recovery(virtual(go()).attempts, args.seconds / 2)}
 
 
 async def _idle(frontends: Sequence[VirtualFrontend]) -> tuple[int, int]:
@@ -200,21 +195,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{error} (--trace names another)")
     trial = Trial(rows, args)
     capacity = trial.capacity()
-    said = [_say({"row": "capacity", "workers": args.workers, "requests_per_s": capacity})]
+    said = [say({"row": "capacity", "workers": args.workers, "requests_per_s": capacity})]
     for control in args.controls:
-        said += [_say(trial.run(control, load, capacity)) for load in args.loads]
-        said.append(_say(trial.step(control, capacity)))
-    _say(result(said))
+        said += [say(trial.run(control, load, capacity)) for load in args.loads]
+        said.append(say(trial.step(control, capacity)))
+    say(result(said))
     if args.plot:
         _draw(args.plot, said)
     return 0
-
-
-def _say(row: Row) -> Row:
-    print(
-        json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}), flush=True
-    )
-    return row
 
 
 def _draw(path: Path, rows: Sequence[Row]) -> None:

@@ -18,10 +18,13 @@ from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.text.tokenizer import BUILTIN, Tokens, load_tokens
 from controller.frontend.settings import FrontendSettings
 from controller.ports import OthersWork, Sink, TransferSink, WorkerUnreachable
+from controller.router.endpoints import ConnectedWorkers
 from controller.router.trust import TrustedSource
 from events.fact import Observation
 from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Load, Reserved, Why
+from workers.config.worker import WorkerConfig
+from workers.control.membership import registration
 from workers.engines.adaptive import AdaptiveEngine
 from workers.engines.engine import Engine
 from workers.engines.simulated.engine import SimulatedEngine
@@ -75,30 +78,10 @@ class Machines:
 
     def joined(self) -> list[WorkerJoined]:
         """Return what the workers register."""
-        found = []
-        for name, engine in self.engines.items():
-            identity = engine.identity
-            found.append(
-                WorkerJoined(
-                    worker=name,
-                    instance=LIFE,
-                    url="virtual:",
-                    model=identity.model,
-                    revision=identity.revision,
-                    tokenizer=identity.tokenizer,
-                    engine=identity.engine,
-                    engine_version=identity.engine_version,
-                    dtype=identity.dtype,
-                    tp=identity.tp,
-                    device=identity.device,
-                    profile=identity.profile,
-                    canary_key="",
-                    pid=1,
-                    context_tokens=identity.context_tokens,
-                    waiting_max=identity.waiting_max,
-                )
-            )
-        return found
+        return [
+            registration(WorkerConfig(name=name, instance=LIFE), engine, "virtual:", (), kv_events=False)
+            for name, engine in self.engines.items()
+        ]
 
     def kill(self, name: str) -> None:
         """Let a worker die with all that it runs."""
@@ -132,7 +115,7 @@ class Machines:
             sink.flush()
 
 
-class Plane:
+class Plane(ConnectedWorkers):
     """One frontend's request plane. Implements `controller.ports.RequestPlane`; nothing moves with its KV cache."""
 
     def __init__(self, machines: Machines) -> None:
@@ -165,9 +148,6 @@ class Plane:
 
     def external_load(self, worker: str) -> Load | None:
         return self._external.get(worker)
-
-    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        return ()
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         machines = self._machines

@@ -20,6 +20,7 @@ from random import Random
 from statistics import median
 from typing import Any, TypeVar
 
+from benchmarks.registration import played_worker
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import ConnectedWorkers, Endpoint, EndpointTable, WorkerRank
@@ -31,7 +32,7 @@ from controller.router.selection.score import ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode, Selection
 from events.blocks import local_hashes, sequence_hashes
 from events.decisions import HealthStatus
-from events.observations import Profile, WorkerJoined
+from events.observations import Profile
 from events.wire import Load
 
 T = TypeVar("T")
@@ -160,22 +161,7 @@ def _endpoint(number: int, block_tokens: int) -> Endpoint:
         prefill_tokens_per_s=1e5,
         tpot_ms=((1, 1.0),),
     )
-    joined = WorkerJoined(
-        worker=f"w{number}",
-        instance="i1",
-        url=f"tcp://w{number}:1",
-        model="m",
-        revision="r1",
-        tokenizer="t",
-        engine="simulated",
-        engine_version="1",
-        dtype="fp32",
-        tp=1,
-        device="cpu",
-        profile=profile,
-        canary_key="k",
-        pid=1,
-    )
+    joined = played_worker(f"w{number}", profile, instance="i1", model="m")
     return Endpoint(joined, weight=1.0, status=HealthStatus.HEALTHY)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.registration import played_worker
 from controller.adapters.embedded.servers import start_nats
 from controller.adapters.feeds.kv_events import KvEvents
 from events.kv import KvEvent, Removed, Stored
@@ -40,10 +41,7 @@ DEADLINE_S = 120.0
 
 def joined(name: str) -> WorkerJoined:
     """Return the registration of a worker that publishes."""
-    return WorkerJoined(
-        worker=name, instance="i", url="", model="m", revision="", tokenizer="", engine="", engine_version="",
-        dtype="", tp=1, device="", profile=PROFILE, canary_key="", pid=0, kv_events=True,
-    )  # fmt: skip
+    return played_worker(name, PROFILE, instance="i", model="m", kv_events=True)
 
 
 class Fleet:

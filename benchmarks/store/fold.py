@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
+from benchmarks.registration import played_worker
 from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
@@ -38,22 +39,7 @@ def recorded(facts: Iterator[Fact]) -> list[Recorded]:
 
 
 def joined(worker: str) -> WorkerJoined:
-    return WorkerJoined(
-        worker=worker,
-        instance="i",
-        url="tcp://127.0.0.1:1",
-        model="llama",
-        revision="r",
-        tokenizer="builtin:sim",
-        engine="simulated",
-        engine_version="1",
-        dtype="float32",
-        tp=1,
-        device="cpu",
-        profile=PROFILE,
-        canary_key="k",
-        pid=1,
-    )
+    return played_worker(worker, PROFILE, instance="i", model="llama", canary_key="k")
 
 
 def canary(kind: type[CanaryPassed] | type[CanaryFailed], worker: str, under: int) -> Fact:

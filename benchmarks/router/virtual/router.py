@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from benchmarks.registration import played_worker
 from benchmarks.router.virtual.trace import Request
 from controller.frontend.errors import ApiError
 from controller.frontend.request import effects as do
@@ -140,23 +141,4 @@ class Router:
 
 def workers(count: int, profile: Profile) -> list[WorkerJoined]:
     """Return workers that are alike, as they register."""
-    return [
-        WorkerJoined(
-            worker=f"worker-{number}",
-            instance="1",
-            url="",
-            model="sim",
-            revision="1",
-            tokenizer="builtin:sim",
-            engine="simulated",
-            engine_version="1",
-            dtype="",
-            tp=1,
-            device="",
-            profile=profile,
-            canary_key="",
-            pid=0,
-            kv_events=True,
-        )
-        for number in range(count)
-    ]
+    return [played_worker(f"worker-{number}", profile, kv_events=True) for number in range(count)]
