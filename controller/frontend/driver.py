@@ -435,16 +435,18 @@ class Driver:
     def _advance_move(
         self, live: LiveRequest, move: KvMove, effect: do.Effect, now: float
     ) -> on.Event | None:
+        plane, source = self.dispatcher.plane, move.source
         match effect:
             case do.ShipCache():
+                assert move.offer is not None
                 try:  # trust is checked at the very moment
-                    move.ship(TrustedSource(self.table.worker(move.source)))
+                    plane.ship(TrustedSource(self.table.worker(source)), move.source_stream, move.offer, move)
                 except (SourceDistrusted, WorkerUnreachable) as error:
                     return on.TransferAdvanced(kv.MigrationDeclined("source", str(error)))
             case do.CancelTarget():
-                move.cancel_target()
+                plane.cancel(move.target.worker, move.stream)
             case do.StayAtSource():
-                move.stay()
+                plane.stay(source.worker, move.source_stream)
             case do.SwitchToTarget():
                 return on.Switched(move.target.server, move.move(len(live.accepted)))
             case do.HandOver():
@@ -458,7 +460,7 @@ class Driver:
 
     def _hand_over(self, live: LiveRequest, move: KvMove, now: float) -> None:
         """Read the target's stream; what it said before the source's last token follows now."""
-        source = live.dispatch
+        source, plane = live.dispatch, self.dispatcher.plane
         assert source is not None
         move.target.release()
         live.stats.count(live, now)
@@ -466,7 +468,7 @@ class Driver:
         self.dispatcher.end(live, source, now)
         self._freed(live.request.model)
         self.dispatcher.adopt(live, move.target, move.rank, move.stream, now)
-        move.adopt(live)
+        plane.adopt(move.target.worker, move.stream, live)
         for chunk in move.held:
             live.take(chunk)
         if move.held:

@@ -348,7 +348,6 @@ class PlannedMoves:
         dispatch, accepted = live.dispatch, live.accepted
         assert dispatch is not None
         transfer = KvMoveSink(
-            plane=self.plane,
             source=wanted.source,
             source_stream=dispatch.stream,
             base=len(accepted),

@@ -9,9 +9,8 @@ from controller.frontend.request.effects import TransferOver
 from controller.frontend.request.failures import Failure, PlannedCause
 from controller.frontend.request.state import Carried, Move
 from controller.migration.cost import MigrationCost
-from controller.ports import RequestPlane, Sink, TransferSink
+from controller.ports import TransferSink
 from controller.router.endpoints import Endpoint
-from controller.router.trust import TrustedSource
 from events.wire import Chunk, Committed, Reserved
 
 HELD_MAX = 1024  # chunks of the target that wait for the source's last tokens
@@ -22,7 +21,6 @@ class KvMove(TransferSink):
     """What the frontend knows of one KV transfer. Until the stream continues at the target, the target's chunks are held back:
     the source's last tokens come first. A subclass reads the frames of both workers."""
 
-    plane: RequestPlane
     source: Endpoint
     source_stream: int
     base: int  # tokens that were accepted when the target was asked
@@ -41,23 +39,6 @@ class KvMove(TransferSink):
     def ended(self, over: TransferOver) -> None:
         """Take note of the transfer's end and its outcome."""
         raise NotImplementedError
-
-    def ship(self, trusted: TrustedSource) -> None:
-        """Tell the source to send what the target does not have. Raise WorkerUnreachable."""
-        assert self.offer is not None
-        self.plane.ship(trusted, self.source_stream, self.offer, self)
-
-    def cancel_target(self) -> None:
-        """Give up the target's reservation, or its stream."""
-        self.plane.cancel(self.target.worker, self.stream)
-
-    def stay(self) -> None:
-        """Tell the source to go on decoding."""
-        self.plane.stay(self.source.worker, self.source_stream)
-
-    def adopt(self, sink: Sink) -> None:
-        """Read the target's stream through this sink."""
-        self.plane.adopt(self.target.worker, self.stream, sink)
 
     def move(self, tokens: int) -> Move:
         """Return the move that the target's commit completes; `tokens`: accepted until now."""

@@ -106,7 +106,6 @@ class WorkerOutcomes:
 
     breaker: Breaker
     model: str = ""
-    breaker_epoch: int = 0  # when the last request was sent there
     failures: int = 0  # in a row
     # A transport failure of this tick that is not judged yet: its reason, and under which decision and move it was sent.
     broken: tuple[str, int, int] | None = None
@@ -298,7 +297,6 @@ class LocalBreakers:
         """Note a request that went there; half-open, it is the trial. Return the number of our own last move: its outcome
         counts only if the breaker has not moved since."""
         found = self._outcomes_by.get(key) or self.outcomes(key)
-        found.breaker_epoch = self._epoch
         if key in self._open:
             admitted = breaker.admit(found.breaker)
             if admitted is not None and admitted.position == "half_open":  # its time begins with the trial
@@ -329,7 +327,7 @@ class LocalBreakers:
         ttft_s: float | None,
         itl_s: float | None,
         routed_under: int,
-        breaker_epoch: int | None = None,
+        breaker_epoch: int,
         *,
         model: str = "",
         drawn: AnswerDraw | None = None,
@@ -342,7 +340,7 @@ class LocalBreakers:
         if found.stalls:
             found.stalls = max(0.0, found.stalls - self._stalled_share)
         if found.breaker.request_failures or found.breaker.position != "closed":
-            self._passed(key, found, found.breaker_epoch if breaker_epoch is None else breaker_epoch)
+            self._passed(key, found, breaker_epoch)
         window.count += 1
         window.tokens += tokens
         if drawn is not None:
@@ -377,14 +375,13 @@ class LocalBreakers:
         key: Key,
         reason: str,
         routed_under: int,
-        breaker_epoch: int | None = None,
+        breaker_epoch: int,
         *,
         one_stream: bool = False,
     ) -> None:
         """A request failed on this worker, and it was the worker's fault. `breaker_epoch` as in `served`; `one_stream`: it
         stalled while others of the worker go on."""
         found = self.outcomes(key)
-        breaker_epoch = found.breaker_epoch if breaker_epoch is None else breaker_epoch
         if reason in TRANSPORT:
             found.stalled += one_stream
             first = found.broken[0] if found.broken is not None else reason

@@ -1,7 +1,7 @@
 """What a frontend makes of its own outcomes: breakers, blame, panic, slowness."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from controller.frontend.health.local_breakers import MOVES_MAX, AnswerDraw, LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
-from controller.router.endpoints import ConnectedWorkers, Endpoint
+from controller.router.endpoints import ConnectedWorkers, Endpoint, Key
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Observation
 from events.observations import (
@@ -36,6 +36,7 @@ class Bench(ConnectedWorkers):
 
     def __init__(self, **facts: Any) -> None:
         self.now = 100.0
+        self._sent = Counter[Key]()
         self.facts: list[Observation] = []
         local = LocalBreakerSettings(failures_max=3, wait_s=5, wait_s_max=20, trial_timeout_s=2)
         self.running = {"a": 1, "b": 1, "c": 1}
@@ -43,6 +44,18 @@ class Bench(ConnectedWorkers):
 
     def load(self, worker: str) -> Load:
         return Load(running=self.running[worker])
+
+    def routed(self, key: Key) -> None:
+        """Send a request; the outcomes that `served` and `failed` tell from now on are of one that was sent then."""
+        self._sent[key] = self.it.routed(key)
+
+    def served(
+        self, key: Key, tokens: int, ttft_s: float, itl_s: float, routed_under: int, **more: Any
+    ) -> None:
+        self.it.served(key, tokens, ttft_s, itl_s, routed_under, self._sent[key], **more)
+
+    def failed(self, key: Key, reason: str, routed_under: int, **more: Any) -> None:
+        self.it.failed(key, reason, routed_under, self._sent[key], **more)
 
     def tick(self, seconds: float = 0.1, service: tuple[tuple[str, str], ...] = (A, B)) -> None:
         self.now += seconds
@@ -58,17 +71,17 @@ class Bench(ConnectedWorkers):
 def test_three_failures_in_a_row_open_and_one_request_is_the_trial() -> None:
     bench = Bench()
     for _ in range(3):
-        bench.it.routed(A)
-        bench.it.failed(A, "engine_error", 7)
+        bench.routed(A)
+        bench.failed(A, "engine_error", 7)
     bench.tick()
     assert (bench.allows("a"), bench.allows("b")) == (False, True)
     assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 2, 3]
     assert {f.routed_under for f in bench.said(RequestFailed)} == {7}
     bench.tick(5.1)
     assert bench.allows("a")
-    bench.it.routed(A)
+    bench.routed(A)
     assert not bench.allows("a")  # b02: one trial, not two
-    bench.it.served(A, 4, 0.1, 0.01, 7)
+    bench.served(A, 4, 0.1, 0.01, 7)
     bench.tick()
     assert bench.allows("a")
 
@@ -76,10 +89,10 @@ def test_three_failures_in_a_row_open_and_one_request_is_the_trial() -> None:
 def test_b01_success_resets_the_count() -> None:
     bench = Bench()
     for _ in range(10):
-        bench.it.routed(A)
-        bench.it.failed(A, "engine_error", 0)
-        bench.it.failed(A, "engine_error", 0)
-        bench.it.served(A, 4, 0.1, 0.01, 0)
+        bench.routed(A)
+        bench.failed(A, "engine_error", 0)
+        bench.failed(A, "engine_error", 0)
+        bench.served(A, 4, 0.1, 0.01, 0)
         bench.tick()
         assert bench.allows("a")
     assert max(f.failures_in_a_row for f in bench.said(RequestFailed)) == 2
@@ -112,10 +125,10 @@ def test_what_was_sent_before_the_fleet_cleared_a_worker_is_void() -> None:
 def test_b03_a_trial_without_an_outcome_is_reclaimed() -> None:
     bench = Bench()
     for _ in range(3):
-        bench.it.failed(A, "engine_error", 0)
+        bench.failed(A, "engine_error", 0)
     bench.tick()
     bench.tick(5.1)
-    bench.it.routed(A)
+    bench.routed(A)
     bench.tick(2.1)  # no outcome by the deadline: open again, for longer
     assert not bench.allows("a")
     bench.tick(10.1)
@@ -126,7 +139,7 @@ def test_every_move_is_reported_once_a_second_in_order() -> None:
     bench = Bench()
     for key in (A, B):
         for _ in range(3):
-            bench.it.failed(key, "engine_error", 0)
+            bench.failed(key, "engine_error", 0)
     assert not bench.said(FrontendBreakersMoved)  # at most one event a second
     bench.tick(1.0)
     (first,) = bench.said(FrontendBreakersMoved)
@@ -140,8 +153,8 @@ def test_every_move_is_reported_once_a_second_in_order() -> None:
     bench.it.reset(B)
     bench.it.reset(B)  # it is closed already
     bench.tick(5.0)
-    bench.it.routed(A)
-    bench.it.served(A, 4, 0.1, 0.01, 0)
+    bench.routed(A)
+    bench.served(A, 4, 0.1, 0.01, 0)
     bench.it.report()  # at the process's end
     later = [move for fact in bench.said(FrontendBreakersMoved)[1:] for move in fact.moves]
     assert [(m.worker, m.position, m.reason) for m in later] == [
@@ -155,7 +168,7 @@ def test_moves_beyond_the_bound_are_counted() -> None:
     bench = Bench()
     for number in range(MOVES_MAX + 7):
         for _ in range(3):
-            bench.it.failed((f"w{number}", "i1"), "engine_error", 0)
+            bench.failed((f"w{number}", "i1"), "engine_error", 0)
     bench.tick(1.0)
     (fact,) = bench.said(FrontendBreakersMoved)
     assert (len(fact.moves), fact.dropped) == (MOVES_MAX, 7)
@@ -173,23 +186,23 @@ async def test_a_frontend_publishes_the_moves_of_its_own_breakers() -> None:
 def test_a_worker_that_nobody_asks_is_not_failed_for_it() -> None:
     bench = Bench()
     for _ in range(3):
-        bench.it.routed(A)
-        bench.it.failed(A, "engine_error", 7)
+        bench.routed(A)
+        bench.failed(A, "engine_error", 7)
     bench.tick(5.1)
     for _ in range(20):
         bench.tick(1.0)
         assert bench.it.positions()[A] == "half_open"
-    bench.it.routed(A)
+    bench.routed(A)
     bench.tick(1.0)  # its time begins only now
     assert bench.it.positions()[A] == "half_open"
-    bench.it.served(A, 4, 0.1, 0.01, 7)
+    bench.served(A, 4, 0.1, 0.01, 7)
     assert bench.it.positions()[A] == "closed"
 
 
 def test_a_broken_connection_is_one_failure_however_many_streams_it_carried() -> None:
     bench = Bench()
     for _ in range(64):
-        bench.it.failed(A, "disconnected", 0)
+        bench.failed(A, "disconnected", 0)
     bench.tick()
     assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1]
     assert bench.allows("a")
@@ -199,8 +212,8 @@ def test_failures_towards_everyone_at_once_are_our_own_fault() -> None:
     bench = Bench(failures_per_s_max=100)
     with capture_logs() as logs:
         for _ in range(5):
-            bench.it.failed(A, "stalled", 0)
-            bench.it.failed(B, "disconnected", 0)
+            bench.failed(A, "stalled", 0)
+            bench.failed(B, "disconnected", 0)
             bench.tick()
     assert bench.facts == []
     assert bench.allows("a") and bench.allows("b")
@@ -210,16 +223,16 @@ def test_failures_towards_everyone_at_once_are_our_own_fault() -> None:
 def test_reports_of_failures_are_bounded_and_carry_the_count() -> None:
     bench = Bench(failures_per_s_max=2)
     for _ in range(50):
-        bench.it.failed(A, "engine_error", 0)
+        bench.failed(A, "engine_error", 0)
     bench.tick(1.0)
-    bench.it.failed(A, "engine_error", 0)
+    bench.failed(A, "engine_error", 0)
     assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 2, 51]
 
 
 def test_windows_of_what_was_served() -> None:
     bench = Bench(window_s=5.0)
     for under in (9, 7, 8):
-        bench.it.served(A, 10, 0.1, 0.02, under)
+        bench.served(A, 10, 0.1, 0.02, under)
     bench.tick(5.0)
     (fact,) = bench.said(RequestsServed)
     assert (fact.count, fact.tokens, fact.routed_under) == (3, 30, 7)
@@ -231,9 +244,9 @@ def test_windows_of_what_was_served() -> None:
 def test_slower_than_three_times_its_peers() -> None:
     bench = Bench(window_s=1.0, slow_tokens_min=1)
     for speed in (0.09, 0.09, 0.02):
-        bench.it.served(A, 10, 0.1, speed, 0)
-        bench.it.served(B, 10, 0.1, 0.02, 0)
-        bench.it.served(C, 10, 0.1, 0.021, 0)
+        bench.served(A, 10, 0.1, speed, 0)
+        bench.served(B, 10, 0.1, 0.02, 0)
+        bench.served(C, 10, 0.1, 0.021, 0)
         bench.tick(1.0)
     slow, cleared = bench.said(WorkerSlow), bench.said(WorkerSlowCleared)
     assert [(f.worker, round(f.latency_ms)) for f in slow] == [("a", 90), ("a", 90)]
@@ -243,15 +256,15 @@ def test_slower_than_three_times_its_peers() -> None:
 def test_a_large_model_is_not_slow_for_the_small_ones_beside_it() -> None:
     bench = Bench(window_s=1.0, slow_tokens_min=1)
     for key, model, speed in ((A, "large", 0.09), (B, "small", 0.01), (C, "small", 0.01)):
-        bench.it.served(key, 10, 0.1, speed, 0, model=model)
+        bench.served(key, 10, 0.1, speed, 0, model=model)
     bench.tick(1.0)
     assert bench.said(WorkerSlow) == []
 
 
 def test_small_differences_flat_out_are_not_slowness() -> None:
     bench = Bench(window_s=1.0, slow_tokens_min=1)
-    bench.it.served(A, 10, 0.1, 0.0009, 0)
-    bench.it.served(B, 10, 0.1, 0.0001, 0)
+    bench.served(A, 10, 0.1, 0.0009, 0)
+    bench.served(B, 10, 0.1, 0.0001, 0)
     bench.tick(1.0)
     assert bench.said(WorkerSlow) == []
 
@@ -423,7 +436,7 @@ def test_reports_carry_the_usual_sampling_parameters_and_the_share_of_unlikely_t
     bench = Bench(window_s=5.0)
     for temperature in (0.7, 0.7, 0.2):
         drawn = AnswerDraw(Sampling(max_tokens=10, temperature=temperature, top_p=0.9), 5, 1)
-        bench.it.served(A, 10, 0.1, 0.02, 1, drawn=drawn)
+        bench.served(A, 10, 0.1, 0.02, 1, drawn=drawn)
     bench.tick(5.0)
     (fact,) = bench.said(RequestsServed)
     assert (fact.weighed, fact.unlikely, fact.sampling) == (15, 3, (0.7, 0.9, 0))
@@ -440,15 +453,15 @@ async def test_tokens_that_come_with_logprobs_are_counted_and_no_others() -> Non
 def stalls(bench: Bench, count: int = 1, key: tuple[str, str] = A) -> None:
     """Let so many streams of a worker stall in one tick, while it goes on."""
     for _ in range(count):
-        bench.it.routed(key)
-        bench.it.failed(key, "stalled", 7, one_stream=True)
+        bench.routed(key)
+        bench.failed(key, "stalled", 7, one_stream=True)
     bench.tick()
 
 
 def served(bench: Bench, count: int, key: tuple[str, str] = A) -> None:
     for _ in range(count):
-        bench.it.routed(key)
-        bench.it.served(key, 4, 0.1, 0.01, 7)
+        bench.routed(key)
+        bench.served(key, 4, 0.1, 0.01, 7)
     bench.tick()
 
 
@@ -479,8 +492,8 @@ def test_streams_that_stall_at_every_worker_at_once_count_against_none() -> None
     bench = Bench()
     for _ in range(10):
         for key in (A, B):
-            bench.it.routed(key)
-            bench.it.failed(key, "stalled", 7, one_stream=True)
+            bench.routed(key)
+            bench.failed(key, "stalled", 7, one_stream=True)
         bench.tick()
     assert bench.allows("a") and bench.allows("b")
     assert not bench.said(RequestFailed)
@@ -491,8 +504,8 @@ def slow_windows(bench: Bench, itl_ms: dict[tuple[str, str], float]) -> list[str
     for _ in range(2):
         for key, itl in itl_ms.items():
             for _ in range(8):
-                bench.it.routed(key)
-                bench.it.served(key, 10, 0.1, itl / 1000, 7, model="m")
+                bench.routed(key)
+                bench.served(key, 10, 0.1, itl / 1000, 7, model="m")
         bench.tick(6, (A, B, C))
     return sorted({fact.worker for fact in bench.said(WorkerSlow)})
 

@@ -360,7 +360,7 @@ async def test_a_request_that_hangs_engines_takes_down_two_of_four_and_silent_wo
 
 def fails(bench: Bench, request: GenerationRequest, to: Endpoint, way: Way = ERROR) -> Suspicion:
     if not bench.it.repeats(request, to.key, way):
-        bench.breakers.failed(to.key, way.reason, 0)
+        bench.breakers.failed(to.key, way.reason, 0, bench.breakers.routed(to.key))
     return bench.it.failed(request, to.key, way, 0)
 
 

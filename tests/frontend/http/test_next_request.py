@@ -78,8 +78,7 @@ class Frontend:
         """Let our own breaker for a worker open."""
         breakers, key = self.director.breakers, self.endpoint(name).key
         for _ in range(3):
-            breakers.routed(key)
-            breakers.failed(key, "engine_error", 0)
+            breakers.failed(key, "engine_error", 0, breakers.routed(key))
         breakers.tick([key])
 
     def asked(self) -> tuple[str, str]:
