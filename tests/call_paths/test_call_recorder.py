@@ -56,6 +56,12 @@ def run(function=None):
 async def work():
     pass
 
+def left(itself):
+    try:
+        yield
+    finally:
+        run()
+
 async def get(queue):
     return await queue.get()
 
@@ -191,3 +197,22 @@ async def test_a_timer_that_was_set_before_runs_after_the_recording(
         assert not way.files
         await asyncio.sleep(0)
     assert runs == [True]
+
+
+async def test_what_the_garbage_collector_closes_is_no_call(modules: list[Any], tmp_path: Path) -> None:
+    called = modules[1]
+
+    def leave() -> None:
+        """Leave a suspended generator in a cycle, as a test that has ended does."""
+        cycle: list[Any] = []
+        generator = called.left(cycle)
+        next(generator)
+        cycle.append(generator)
+
+    with CallRecorder(tmp_path, ["ours"]).installed() as recorder:
+        leave()
+        async with recorder.recording() as way:
+            garbage = [[0] for _ in range(100_000)]  # a collection is due
+            garbage.append(garbage)  # type: ignore[arg-type]
+            del garbage
+        assert not way.files
