@@ -1,4 +1,4 @@
-"""Workers that are only played, as they register."""
+"""Registrations of workers that a benchmark plays."""
 
 from events.observations import Profile, WorkerJoined
 
@@ -12,7 +12,7 @@ def played_worker(
     canary_key: str = "",
     kv_events: bool = False,
 ) -> WorkerJoined:
-    """Return the registration of a simulated worker. Nobody connects to it, and nobody starts its process."""
+    """Return the registration of a simulated worker. No frontend connects to it, and it has no process."""
     return WorkerJoined(
         worker=name,
         instance=instance,

@@ -236,7 +236,7 @@ def test_b03_a_frontends_trial_that_gets_lost_is_reclaimed() -> None:
         local, number = absorb(local, number, now)
         tried = admit(local)
         assert tried is not None
-        assert admit(tried) is None  # cancelled or crashed: nobody ever says how it ended
+        assert admit(tried) is None  # cancelled or crashed: its end is never reported
         now += timedelta(seconds=30)
         local, number = absorb(tried, number, now)
         assert local.position == "open"

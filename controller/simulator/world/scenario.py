@@ -122,7 +122,7 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         total = sum(WORKER_FAULTS.values()) * heavy
         worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
     if workers // len(models) < 2:
-        # Alone, what a worker said first counts as right: nobody knows better.
+        # Alone, what a worker said first counts as right: there is no other answer to compare.
         worker_faults.pop("corrupt", None)
     return Scenario(
         seed=seed,

@@ -354,7 +354,7 @@ async def test_a_request_that_was_moved_on_purpose_and_finds_nobody_ends_with_an
         await until(lambda: any(g.state.has_output for g in kit.running("w1")))
         plane = kit.world.plane
         assert isinstance(plane, Unmade)
-        plane.broken |= {"w1", "w2"}  # nobody can be sent anything from now on
+        plane.broken |= {"w1", "w2"}  # no worker can be reached from now on
         kit.tell(MoveRequested(worker="w1", instance="i1", by="test"))
         events = await asyncio.wait_for(asking, 20)
         assert events[-1]["error"]["code"] == "no_worker"

@@ -8,7 +8,7 @@ is given up at once. `live_requests` plays them in full.
 In a crowd, workers take only so many requests at once: those that find no room wait in line, until their time is over. The
 queue is production's (`controller.frontend.admission.queue`), and so is the filter that finds room. What other frontends have at
 a worker is known as of its last report. A worker that has no room after all turns a request away: that is no failure, and the
-request waits once more, before all others. Without a crowd there is always room, and nobody waits.
+request waits once more, before all others. Without a crowd there is always room, and no request waits.
 """
 
 import itertools
