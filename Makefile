@@ -128,6 +128,8 @@ lint: install
 	$(BIN)/lint-imports
 
 call-paths: install  ## files and two-way pairs of six ways through the system; WAY=drain lists one of them
+	@case "$(WAY)" in ""|completion|conviction|drain|canary|projection|what-if) ;; \
+		*) echo "WAY=$(WAY) is not a way: completion, conviction, drain, canary, projection or what-if"; exit 2;; esac
 	WAY=$(WAY) $(BIN)/python -m pytest -n0 tests/call_paths/test_call_paths.py $(if $(WAY),-k test_$(subst -,_,$(WAY)))
 
 $(PROMETHEUS)/.installed:
