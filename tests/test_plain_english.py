@@ -1,0 +1,35 @@
+"""The language of everything that a person reads: what a program can check of it."""
+
+import pytest
+from plain_english import ALLOWED, ROOT, breaches, files, sentences
+
+ALLOWED_MAX = 80  # lines that speak of people
+NOT_YET = (  # their words are older than these rules
+    *("controller", "events", "workers", "migrations", "benchmarks", "tests", "grafana", "deploy", "docs"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml", ".importlinter", ".ci"),
+)
+
+
+def test_what_people_read_is_plain_english() -> None:
+    paths = [path for path in files() if not str(path.relative_to(ROOT)).startswith(NOT_YET)]
+    assert [breach for path in paths for breach in breaches(path)] == []
+
+
+def test_few_lines_speak_of_people() -> None:
+    lines = [line for line in ALLOWED.read_text().splitlines() if line and not line.startswith("#")]
+    assert len(lines) <= ALLOWED_MAX
+    for line in lines:
+        path, _, text = line.partition(": ")
+        assert text in [one.strip() for one in (ROOT / path).read_text().splitlines()], line
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("One. Two `a. b` three.", ["One.", "Two code three."]),
+        ("Of [a page](b.md).\n\n```\nno. prose.\n```\n\n| a. | b. |\n", ["Of a page."]),
+        ("- first\n- second", ["first", "second"]),
+    ],
+)
+def test_sentences_of_prose(text: str, found: list[str]) -> None:
+    assert [one.strip(" -\n") for one in sentences(text) if one.strip()] == found
