@@ -246,7 +246,12 @@ class Director:
         self.exposures = Exposures(world.name, settings.facts.exposure_entries_max, world.clock)
         self.peers = Peers(now, world.name)
         panic = Panic(
-            world.name, settings.breaker.panic_share, self.breakers, world.observe, self.metrics.faults.panic
+            world.name,
+            settings.breaker.panic_share,
+            self.breakers,
+            world.plane,
+            world.observe,
+            self.metrics.faults.panic,
         )
         self.routing = Scheduler(
             settings, table, world.plane, self.request_metrics, self.peers, panic, now, world.dice

@@ -212,9 +212,11 @@ class Dispatcher:
         else:
             self.blame(dispatch, failure)
         connected = self.plane.load(endpoint.worker) is not None
-        if not begun and poison.brings_down(reason, key, one_stream=failure.one_stream, connected=connected):
-            poison.fell(request, endpoint, dispatch.slot, reason)
-            return Suspicion.SUSPECT
+        if poison.brings_down(reason, key, one_stream=failure.one_stream, connected=connected):
+            if not begun:
+                poison.fell(request, endpoint, dispatch.slot, reason)
+                return Suspicion.SUSPECT
+            poison.fell_by_itself(key, reason)
         if alone:
             return poison.failed(request, key, way, dispatch.routed_under)
         return Suspicion.NONE

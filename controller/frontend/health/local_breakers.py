@@ -9,7 +9,7 @@ one tick, the cause is more likely this frontend: no worker is blamed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
@@ -457,12 +457,21 @@ def _instant(now: float) -> datetime:
     return _ZERO + timedelta(seconds=now)
 
 
-def routable_share(endpoints: Iterable[Endpoint], opened: Collection[Key]) -> float:
-    """Return which share of the weight that a model's workers should have is routable: by the fleet's verdict, and by our own
-    breakers, of which these are not closed. 1 if no worker is expected to serve."""
+def routable_share(
+    endpoints: Collection[Endpoint], opened: Collection[Key], links: ConnectedWorkers
+) -> float:
+    """Return the share of a model's expected weight that is routable: in service, and its breaker in this frontend closed.
+
+    `opened`: the breakers that are not closed. 1 if no worker is expected to serve; 0 if these breakers leave no worker that can
+    be reached, whatever the weight of those that cannot be.
+    """
     expected = [endpoint for endpoint in endpoints if endpoint.expected]
     if not expected:
         return 1.0
+    if opened:
+        usable = (one for one in endpoints if one.weight > 0.0 and links.reachable(one.worker, one.instance))
+        if (opens := [one.key in opened for one in usable]) and all(opens):
+            return 0.0
     return sum(endpoint.weight for endpoint in expected if endpoint.key not in opened) / len(expected)
 
 
@@ -473,6 +482,7 @@ class Panic:
     frontend: str
     share_min: float
     breakers: LocalBreakers
+    links: ConnectedWorkers
     observe: Observe
     gauge: Gauge
     models: set[str] = field(default_factory=set)  # where there was panic when it was looked at last
@@ -485,7 +495,7 @@ class Panic:
 
     def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
         """See whether there is panic over a model, and report when that changes."""
-        share = routable_share(endpoints, self.breakers.open)
+        share = routable_share(endpoints, self.breakers.open, self.links)
         panic = share < self.share_min
         if panic != (model in self.models):
             (self.models.add if panic else self.models.discard)(model)

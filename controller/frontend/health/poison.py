@@ -9,6 +9,9 @@
        ▼
     poisonous: refused for a while; then a suspect once more, for twice as long the next time
 
+A worker that fell lately without an untried request aboard (`fell_by_itself`) shows that workers fall for other reasons. Each
+such worker raises the number of falls that make a request poisonous by one, by two at most.
+
 A request that fails with an error (`failed`) goes on elsewhere as always; the same error, behind the same token, on a second
 worker that fails no other request, shows that it is the request's own fault. So does a stream that stalls while its worker
 continues.
@@ -47,6 +50,8 @@ SETTLED_S = 0.2  # after a fall: what only lost its connection is back, and what
 CONNECTION = "disconnected"
 STUCK = "stalled"
 FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; see `brings_down` for one that is stuck
+OTHER_FALLS_S = 60.0  # so long a fall without an untried request is evidence of another cause
+OTHER_FALLS_MAX = 2  # with them a request has at most as many attempts as its default budget
 WORKED_S = 60.0  # an engine that has brought a token within that was well when the request came
 PROVEN_MAX = 8192  # sketches of prompts that have been answered
 FLIGHTS_MAX = 65_536  # prompts without any token yet
@@ -181,6 +186,9 @@ class PoisonWatch:
     resolved: bool = False  # one that was waited for is resolved; the driver resets it
     _held: bool = False  # some request waits
     _flights: dict[int, Flight] = field(default_factory=dict)  # by sketch
+    _fallen: dict[Key, Fall] = field(
+        default_factory=dict
+    )  # lives that fell under requests that had brought tokens
 
     def __post_init__(self) -> None:
         self._now = self.breakers.now
@@ -206,7 +214,8 @@ class PoisonWatch:
         falls = record.fell.values()
         if falls and now - max(fall.at for fall in falls) < SETTLED_S:
             raise self._hold(record, now)
-        if falls and len(falls) + min(record.refusals, 1) > 1 and not record.together:
+        suspicious = len(falls) + min(record.refusals, 1)
+        if falls and not record.together and suspicious > 1 + self._other_falls(now):
             reasons = [fall.reason for fall in falls]
             refused_s = settings.failed_s if STUCK in reasons else settings.refused_s
             self._condemn(request, record, reasons[0], dict.fromkeys(record.fell, 0), refused_s)
@@ -307,6 +316,21 @@ class PoisonWatch:
                 traceparent=request.traceparent,
             )
 
+    def fell_by_itself(self, key: Key, reason: str) -> None:
+        """Note that a worker fell, for this reason, under a request that had brought a token there."""
+        if key not in self._fallen and len(self._fallen) >= self.settings.records_max:
+            del self._fallen[next(iter(self._fallen))]
+        self._fallen[key] = Fall(self._now(), reason)
+
+    def _other_falls(self, now: float) -> int:
+        """Return how many workers fell lately that no untried request can have brought down, `OTHER_FALLS_MAX` at most."""
+        self._fallen = {key: fall for key, fall in self._fallen.items() if now - fall.at < OTHER_FALLS_S}
+        suspected = {key for record in self._records.values() for key in record.fell}
+        others = (
+            key for key, fall in self._fallen.items() if key not in suspected and self._down(key, fall, now)
+        )
+        return min(sum(1 for _ in others), OTHER_FALLS_MAX)
+
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
         """Return whether a failure is still remembered and was a real one. A worker that only lost its connection comes back as
         the same life."""
@@ -315,8 +339,7 @@ class PoisonWatch:
         return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
 
     def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
-        """Return whether a failure before the first token may be a fall of the worker by this request. `connected`: its loop
-        can still be heard."""
+        """Return whether a failure means that the worker fell. `connected`: its loop can still be heard."""
         if reason != STUCK:
             return reason in FALLS
         worked_at = self.breakers.outcomes(key).worked_at
@@ -349,6 +372,7 @@ class PoisonWatch:
         record.refused_until = self._now() + wait_s
         guided = next(iter(request.guided), "") if request.guided else ""
         for (worker, instance), routed_under in where.items():
+            self._fallen.pop((worker, instance), None)  # its cause is known now
             outcomes = self.breakers.outcomes((worker, instance))
             outcomes.take_back(one_stream=reason == STUCK and not record.fell)
             self.observe(

@@ -386,6 +386,25 @@ async def test_panic_ignores_own_breakers_and_says_so() -> None:
         await until(lambda: kit.said(PanicEnded))
 
 
+async def test_breakers_are_ignored_where_they_leave_no_worker_that_can_be_reached() -> None:
+    """Workers that are cut off keep their weight: half of it seemed routable, and each new request was refused."""
+    errors = deque([Act(after=0, how="error")] * 3)
+    broken = [ScriptedWorker(name, acts=errors.copy()) for name in ("w1", "w2")]
+    away = [ScriptedWorker(name) for name in ("w3", "w4")]
+    breakers = LocalBreakerSettings(wait_s=60)
+    routed = {"migration_limit": 0, "router": {"mode": "round-robin"}}
+    async with frontend(*broken, *away, breaker=breakers, **routed) as kit:
+        for worker in away:
+            await worker.stop()
+        await until(lambda: not any(kit.plane.reachable(w.name, w.instance) for w in away))
+        for n in range(6):
+            await kit.post("/v1/completions", model="m", prompt=[*PROMPT, 300 + n], max_tokens=4)
+        assert [*kit.director.breakers.positions().values()].count("open") == 2
+        await kit.complete([*PROMPT, 400], 4)
+        (fact,) = kit.said(PanicBegan)
+        assert (fact.model, fact.routable_share) == ("m", 0.0)
+
+
 async def test_panic_is_said_whoever_has_taken_the_weight_away_and_brings_nobody_back() -> None:
     workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
     async with frontend(*workers) as kit:

@@ -112,6 +112,48 @@ def test_what_two_workers_fell_with_is_refused_and_told(bench: Bench) -> None:
     assert len({fact.fingerprint for fact in told}) == 1
 
 
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_a_worker_that_falls_by_itself_raises_the_falls_needed_by_one_and_two_is_the_most(
+    bench: Bench, others: int
+) -> None:
+    """In an outage that kills one worker after another, a request can be unlucky twice without being the cause."""
+    workers, request = endpoints(4 + others), request_of(PROMPT)
+    for other in workers[4:]:
+        bench.it.fell_by_itself(other.key, "disconnected")
+        bench.down.add(other.key)
+    *unlucky, last = workers[: 2 + min(others, 2)]
+    for worker in unlucky:
+        bench.fall(worker, (request, bench.send(request, worker)))
+        assert bench.it.where(request) is not None  # it is tried again
+    bench.fall(last, (request, bench.send(request, last)))
+    with pytest.raises(Poisonous):
+        bench.it.where(request)
+
+
+def test_what_fell_with_a_poisonous_request_is_no_evidence_for_the_next_one(bench: Bench) -> None:
+    workers = endpoints(6)
+    for number, pair in enumerate(zip(workers[::2], workers[1::2], strict=True)):
+        request = request_of([*PROMPT, number])
+        for worker in pair:
+            bench.it.fell_by_itself(worker.key, "disconnected")  # others had tokens from it
+            bench.fall(worker, (request, bench.send(request, worker)))
+        with pytest.raises(Poisonous):
+            bench.it.where(request)
+
+
+def test_a_fall_of_long_ago_or_a_connection_that_is_back_is_no_evidence(bench: Bench) -> None:
+    old, back, first, second = endpoints()
+    bench.it.fell_by_itself(old.key, "disconnected")
+    bench.down.add(old.key)
+    bench.time += 61.0
+    bench.it.fell_by_itself(back.key, "disconnected")
+    request = request_of(PROMPT)
+    for worker in (first, second):
+        bench.fall(worker, (request, bench.send(request, worker)))
+    with pytest.raises(Poisonous):
+        bench.it.where(request)
+
+
 def test_copies_of_what_is_unknown_go_where_the_first_went_until_a_token_has_come(bench: Bench) -> None:
     first, *_ = endpoints()
     bench.send(request_of(PROMPT), first)

@@ -314,7 +314,7 @@ class RequestsUnderWay:
     def _panics(self, endpoints: Sequence[Endpoint]) -> bool:
         """Our own breakers are ignored where less than half of the weight is routable, never the fleet's verdict."""
         opened = self._breakers.open
-        return bool(opened) and routable_share(endpoints, opened) < PANIC_BELOW
+        return bool(opened) and routable_share(endpoints, opened, self.links) < PANIC_BELOW
 
     def machine(self, request: SimulatedRequest) -> Machine:
         """Return the place where a request is."""
