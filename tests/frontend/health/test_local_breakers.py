@@ -392,7 +392,7 @@ async def test_breakers_are_ignored_where_they_leave_no_worker_that_can_be_reach
     broken = [ScriptedWorker(name, acts=errors.copy()) for name in ("w1", "w2")]
     away = [ScriptedWorker(name) for name in ("w3", "w4")]
     breakers = LocalBreakerSettings(wait_s=60)
-    routed = {"migration_limit": 0, "router": {"mode": "round-robin"}}
+    routed: dict[str, Any] = {"migration_limit": 0, "router": {"mode": "round-robin"}}
     async with frontend(*broken, *away, breaker=breakers, **routed) as kit:
         for worker in away:
             await worker.stop()
