@@ -1,8 +1,10 @@
-"""An OpenAI-compatible server that answers like the simulated engine, in the manner of real ones, and misbehaves as told.
+"""A test double of an OpenAI-compatible server, with the dialects of real servers and faults.
 
-Manners: `vllm` takes and gives token ids; `llamacpp` takes token ids and gives them with logprobs, where it gives any
-(a token that leaves a character incomplete is not spoken of: here, every id that 7 divides); `strict` takes
-token ids and refuses fields that OpenAI does not know; `text` knows only text.
+It answers like the simulated engine.
+
+Dialects: `vllm` accepts and returns token ids. `llamacpp` accepts token ids and returns them with logprobs, if at all (it omits
+a token that leaves a character incomplete: here, every id divisible by 7). `strict` accepts token ids and rejects fields that
+OpenAI's API does not have. `text` knows only text.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt", "c
 
 @dataclass
 class Upstream:
-    """What the server does. `fault` strikes every completion after `after` good tokens, the probe's aside."""
+    """The server's behaviour. `fault` affects every completion after `after` good tokens, except probes."""
 
     manner: Manner = "vllm"
     fault: str = ""
@@ -35,41 +37,39 @@ class Upstream:
     token_s: float = 0.0
     context: int = 2048
     healthy: bool = True
-    answers: bool = True  # health checks; else they wait until `release`
-    checks: int = 0  # health checks that came
-    defaults: dict[str, Any] = field(default_factory=dict)  # for what a request does not say
+    answers: bool = True  # health checks; otherwise they wait until `release`
+    checks: int = 0  # health checks received
+    defaults: dict[str, Any] = field(default_factory=dict)  # for what a request omits
     model: str = "up"
-    root: str = ""  # of its weights, where it tells
-    names: tuple[str, ...] = ()  # further ones of the same weights; it lists an adapter of them besides
-    version: str = "0.32.0"  # empty: it cannot tell now
-    retry_after: str = ""  # with each `http_` fault, where it names one
+    root: str = ""  # of its weights, if it reports one
+    names: tuple[str, ...] = ()  # further names of the same weights; it also lists an adapter of them
+    version: str = "0.32.0"  # empty: it cannot be read now
+    retry_after: str = ""  # with each `http_` fault, if set
     listings: int = 0  # times that its models were listed
-    weights: str = ""  # servers of equal weights answer alike; the name says nothing of them
-    key: str = ""  # that it wants; empty: none
+    weights: str = ""  # servers with equal weights give equal answers, whatever their names
+    key: str = ""  # the required key; empty: none
     denied: int = 401  # the status without it
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    peers: list[Any] = field(default_factory=list)  # who asked, one for each body
-    traces: list[str | None] = field(default_factory=list)  # and in which trace
-    ranks: list[str | None] = field(default_factory=list)  # the DP rank of every completion, also of probes
-    # By which names it lets its answers be constrained; others it ignores, as real servers do
+    peers: list[Any] = field(default_factory=list)  # the client address of each body
+    traces: list[str | None] = field(default_factory=list)  # and its trace
+    ranks: list[str | None] = field(default_factory=list)  # the DP rank of every completion, including probes
+    # Field names by which it constrains its answers; it ignores others, like real servers
     obeys: frozenset[str] = frozenset()
     reads: frozenset[str] = (
         frozenset()
-    )  # names it validates and does not obey here, as vLLM behind a reasoning parser
-    probes: list[dict[str, Any]] = field(default_factory=list)  # by which it was asked what it obeys
-    broken_probes: int = 0  # that it answers with 500
-    connector: bool = False  # it hands KV caches over, by handles
-    stalled_handles: bool = False  # and takes for ever to make one
-    broken_handles: bool = False  # or fails to
-    lacking_handles: int = 0  # requests for one that are answered without
-    metrics: str = ""  # what /metrics says; nothing: there is none
-    tells: dict[str, Any] = field(
-        default_factory=dict
-    )  # of its weights, as SGLang does; nothing: it has no such pages
-    size: int | None = None  # of its weights, as llama-server lists it
-    stored: Callable[[list[int], str], None] | None = None  # told of each prompt and its salt
+    )  # names it validates and does not obey here, like vLLM behind a reasoning parser
+    probes: list[dict[str, Any]] = field(default_factory=list)  # probes of the names that it obeys
+    broken_probes: int = 0  # number of probes to answer with 500
+    connector: bool = False  # it hands over KV caches by handles
+    stalled_handles: bool = False  # making a handle never ends
+    broken_handles: bool = False  # making a handle fails
+    lacking_handles: int = 0  # number of handle requests to answer without one
+    metrics: str = ""  # the text of /metrics; empty: no such page
+    tells: dict[str, Any] = field(default_factory=dict)  # of its weights, like SGLang; empty: no such pages
+    size: int | None = None  # size of its weights, as llama-server lists it
+    stored: Callable[[list[int], str], None] | None = None  # called with each prompt and its salt
     streaming: int = 0
-    abandoned: int = 0  # streams whose reader went away
+    abandoned: int = 0  # streams abandoned by their reader
     url: str = ""
     release: asyncio.Event = field(default_factory=asyncio.Event)  # ends a stall
     _runner: web.AppRunner | None = None
@@ -196,7 +196,7 @@ class Upstream:
         return await self._stream(request, body, answer)
 
     def _contradicted(self, probe: dict[str, Any]) -> bool:
-        """Return whether a constraint contradicts itself, by a name that is read."""
+        """Return whether a constraint contradicts itself, by a name that is validated."""
         known = self.reads | self.obeys
         return (
             ("structured_outputs" in known and len(probe.get("structured_outputs", ())) > 1)
@@ -205,7 +205,7 @@ class Upstream:
         )
 
     def _only_word(self, body: dict[str, Any]) -> str:
-        """Return the only answer that a constraint leaves, if one is obeyed."""
+        """Return the only answer that an obeyed constraint allows, if any."""
         words: list[str] = []
         if "structured_outputs" in self.obeys:
             words += body.get("structured_outputs", {}).get("choice", ())
@@ -217,7 +217,7 @@ class Upstream:
         return words[0] if words else ""
 
     def _prompt_logprobs(self, body: dict[str, Any]) -> list[dict[str, dict[str, Any]] | None]:
-        """Say how likely each token of the prompt is, as vLLM does: that token, and the best ones."""
+        """Return the logprobs of each token of the prompt, like vLLM: of that token, and of the best ones."""
         eos = not body.get("ignore_eos", False)
         found = prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"], eos=eos)
         return [None] + [
@@ -229,7 +229,7 @@ class Upstream:
         ]
 
     def _handle(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Say where the KV cache of a prompt lies, as vLLM's NIXL connector does."""
+        """Return the location of a prompt's KV cache, like vLLM's NIXL connector."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -268,7 +268,7 @@ class Upstream:
             **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
         )
         scheduler = Scheduler(EngineShape(model=self.model + self.weights, context_tokens=self.context))
-        # A server sees no difference between a prompt and what is replayed; penalties need to be told in our double.
+        # A server cannot distinguish a prompt from replayed tokens; this double must know them for penalties.
         scheduler.submit(1, Generate(1, "r", tokens, body.get("prompt_tokens", len(tokens)), sampling))
         while not scheduler.plan().idle:
             yield from (chunk for _, chunk in scheduler.step())
@@ -348,7 +348,7 @@ class Upstream:
     async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
         data = f"data: {json.dumps(event)}\r\n\r\n".encode()
         half = len(data) // 2
-        await response.write(data[:half])  # events arrive in pieces, now and then
+        await response.write(data[:half])  # events arrive in pieces now and then
         await response.write(data[half:])
 
     def _event(self, body: dict[str, Any], chunks: list[Chunk], finish: str | None) -> dict[str, Any]:

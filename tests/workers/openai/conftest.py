@@ -9,7 +9,7 @@ import vllm_servers
 
 @pytest.fixture(scope="session")
 def llamas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[llamacpp.LlamaServer]]:
-    """Two llama-servers with the same model. Who breaks one revives it."""
+    """Two llama-servers with the same model. A test that breaks one must revive it."""
     if (made := llamacpp.folder()) is None:
         pytest.skip(f"{llamacpp.FOLDER} names no folder: make test-llamacpp")
     logs = tmp_path_factory.mktemp("llamas")
@@ -21,7 +21,7 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[llamacpp.L
 
 @pytest.fixture(scope="session")
 def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[vllm_servers.VllmServer]]:
-    """Two vLLM servers with the same model. Who breaks one revives it."""
+    """Two vLLM servers with the same model. A test that breaks one must revive it."""
     if (made := vllm_servers.folder()) is None:
         pytest.skip(f"{vllm_servers.FOLDER} names no folder: make test-vllm")
     logs = tmp_path_factory.mktemp("vllms")

@@ -1,6 +1,6 @@
-"""Real llama-servers for the tests: started on free ports, stopped, broken and brought back.
+"""Real llama-servers for the tests: started on free ports, stopped, broken and revived.
 
-`make test-llamacpp` says in TEST_LLAMACPP_DIR where llamacpp_build.py has put the server and the model.
+`make test-llamacpp` sets TEST_LLAMACPP_DIR to the folder with the server and the model, as built by llamacpp_build.py.
 """
 
 import os
@@ -28,7 +28,7 @@ FLAGS = (
     "--ctx-size", str(SLOTS * CONTEXT),
     "--threads", "1",
     "--threads-batch", "1",
-    "--flash-attn", "off",  # with it, or with the usual cache in half precision, company in the batch moves the logits
+    "--flash-attn", "off",  # with it, or with the usual half-precision cache, other requests in the batch change the logits
     "--cache-type-k", "f32",  # by up to 5e-3, and healthy servers fail canaries; without both by 5e-5
     "--cache-type-v", "f32",
     "--no-ui",
@@ -36,7 +36,7 @@ FLAGS = (
 
 
 def folder() -> Path | None:
-    """Return where server and model are; None if nobody has made them."""
+    """Return the folder with the server and the model; None if they were not built."""
     named = os.environ.get(FOLDER, "")
     return Path(named).resolve() if named else None
 
@@ -78,7 +78,7 @@ class LlamaServer:
             time.sleep(0.05)
 
     def healthy(self) -> bool:
-        """Whether it says that it is well."""
+        """Whether it reports that it is healthy."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return bool(answer.status == 200)

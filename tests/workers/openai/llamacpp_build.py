@@ -1,9 +1,9 @@
-"""Makes what the tests against llama-server need, in one folder: the server, and the tiny model as GGUF.
+"""Builds what the tests of llama-server need in one folder: the server, and the tiny model as GGUF.
 
     python tests/workers/openai/llamacpp_build.py .venv-llamacpp        (make test-llamacpp does this)
 
-The server is built from the llama.cpp that the llama-cpp-python sdist carries: CPU only, no curl, no TLS, no web page.
-Only a C and a C++ compiler are assumed; cmake comes from PyPI where there is none. What is there already stays.
+The server is built from the llama.cpp in the llama-cpp-python sdist: CPU only, no curl, no TLS, no web page. It requires a C
+and a C++ compiler; cmake comes from PyPI if it is missing. Existing parts are kept.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 SDIST = "llama_cpp_python-0.3.36"
 SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-CMAKE = "cmake==3.31.6"  # only where the machine has none
+CMAKE = "cmake==3.31.6"  # only if the machine has none
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DCMAKE_C_FLAGS_RELEASE=-O2 -DNDEBUG",  # the arithmetic is C
@@ -31,23 +31,23 @@ OPTIONS = (
     "-DLLAMA_BUILD_APP=OFF",
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
-    "-DLLAMA_BUILD_NUMBER=0",  # else the count of this repository's commits
-    f"-DLLAMA_BUILD_COMMIT={SDIST}",  # the same; the server tells both as its version
+    "-DLLAMA_BUILD_NUMBER=0",  # otherwise the number of this repository's commits
+    f"-DLLAMA_BUILD_COMMIT={SDIST}",  # the same; the server reports both as its version
 )
 
 
 def source_in(folder: Path) -> Path:
-    """Return where the sources of llama.cpp are, or will be."""
+    """Return the folder for the sources of llama.cpp."""
     return folder / "source" / SDIST / "vendor" / "llama.cpp"
 
 
 def server_in(folder: Path) -> Path:
-    """Return where the server is, or will be."""
+    """Return the path for the server."""
     return folder / "build" / "bin" / "llama-server"
 
 
 def build(folder: Path) -> None:
-    """Make everything that is missing."""
+    """Build everything that is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     if not server_in(folder).exists():
         _fetch_source(folder)
@@ -82,7 +82,7 @@ def _build_server(folder: Path) -> None:
 
 
 def _cmake(folder: Path) -> str:
-    """Return a cmake: the machine's, or one from PyPI in an environment of its own."""
+    """Return a cmake: the machine's, or one from PyPI in its own environment."""
     if found := shutil.which("cmake"):
         return found
     tools = folder / "tools"
@@ -114,5 +114,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(10)  # a long build: whoever works on this machine goes first
+    os.nice(10)  # a long build: other processes on this machine go first
     build(Path(sys.argv[1]).resolve())

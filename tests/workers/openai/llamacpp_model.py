@@ -2,7 +2,7 @@
 
     python tests/workers/openai/llamacpp_model.py GGUF_PY_FOLDER MODEL_DIR OUT.gguf
 
-llama.cpp's own converter refuses our vocabulary: it knows tokenizers by name, and this one was trained on the spot.
+llama.cpp's own converter rejects this vocabulary: it recognises tokenizers by name, and this one is trained by the tests.
 """
 
 import json
@@ -29,7 +29,7 @@ WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def write(gguf: Any, model: Path, out: Path) -> None:
-    """Write the model in `model` to `out`, all at once: a file that exists is complete."""
+    """Write the model in `model` to `out` atomically: a file that exists is complete."""
     config = json.loads((model / "config.json").read_text())
     draft = out.with_suffix(".part")
     writer = gguf.GGUFWriter(draft, "llama")
@@ -45,7 +45,7 @@ def write(gguf: Any, model: Path, out: Path) -> None:
 
 
 def tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, numpy.ndarray]]:
-    """Yield the weights under llama.cpp's names, in llama.cpp's order of a head's dimensions."""
+    """Yield the weights with llama.cpp's names, and its order of a head's dimensions."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, values in load_file(model / "model.safetensors").items():
         stem = name.removesuffix(".weight")
@@ -59,7 +59,7 @@ def tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, numpy.nd
 
 
 def _pairs(values: numpy.ndarray, heads: int) -> numpy.ndarray:
-    """Put the two halves that a rotary embedding turns together next to each other, as llama.cpp has them."""
+    """Interleave the two halves that a rotary embedding rotates together, as in llama.cpp."""
     rows, columns = values.shape
     halves = values.reshape(heads, 2, rows // heads // 2, columns)
     return numpy.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
@@ -100,7 +100,7 @@ def _vocabulary(gguf: Any, writer: Any, model: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])  # the sources of llama.cpp carry the package that writes its format
+    sys.path.insert(0, sys.argv[1])  # the sources of llama.cpp contain the package that writes its format
     import gguf
 
     write(gguf, Path(sys.argv[2]), Path(sys.argv[3]))

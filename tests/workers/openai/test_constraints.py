@@ -1,5 +1,7 @@
-"""What constrains the form of an answer reaches an upstream by a name that it obeys, or is refused; likewise what only some
-upstreams say of a prompt."""
+"""Constraints on answers reach an upstream under a field name that it obeys, or are refused.
+
+The same holds for logprobs of prompts, which only some upstreams support.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,7 +40,7 @@ async def rig(upstream: Upstream) -> AsyncIterator[Rig]:
 
 
 async def ask(rig: Rig, guided: dict[str, Any]) -> Any:
-    """Return the end of an answer whose form is constrained so."""
+    """Return the end of an answer with this constraint."""
     key = rig.key()
     rig.engine.submit(key, Generate(key, f"r{key}", prompt(), 40, Sampling(max_tokens=3), guided=guided))
     return await rig.answer(key)
@@ -47,7 +49,7 @@ async def ask(rig: Rig, guided: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("obeys", "given", "said"),
     [
-        # vLLM as it is now
+        # current vLLM
         ("structured_outputs", {"guided_choice": CHOICE}, {"structured_outputs": {"choice": CHOICE}}),
         ("structured_outputs", {"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
         ("structured_outputs", {"guided_json": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
@@ -63,15 +65,15 @@ async def ask(rig: Rig, guided: dict[str, Any]) -> Any:
             {"structured_outputs": {"json_object": True}},
         ),
         ("structured_outputs response_format", {"response_format": FORMAT}, {"response_format": FORMAT}),
-        # vLLM as it was
+        # earlier vLLM
         ("guided", {"guided_choice": CHOICE}, {"guided_choice": CHOICE}),
         ("guided", {"structured_outputs": {"grammar": "g"}}, {"guided_grammar": "g"}),
         ("guided", {"response_format": FORMAT}, {"guided_json": SCHEMA}),
-        # others
+        # other servers
         ("response_format", {"response_format": FORMAT}, {"response_format": FORMAT}),
     ],
 )
-async def test_a_constraint_is_said_by_a_name_that_is_obeyed(
+async def test_a_constraint_is_sent_under_a_name_that_the_server_obeys(
     upstream: Upstream, rig: Rig, obeys: str, given: dict[str, Any], said: dict[str, Any]
 ) -> None:
     upstream.obeys = frozenset(obeys.split())
@@ -108,7 +110,7 @@ async def test_a_constraint_that_is_not_obeyed_is_refused_by_name_and_not_ignore
     assert len(upstream.bodies) == before  # no answer was begun
 
 
-async def test_a_server_is_asked_once_what_it_obeys(upstream: Upstream, rig: Rig) -> None:
+async def test_a_server_is_probed_once(upstream: Upstream, rig: Rig) -> None:
     upstream.obeys = frozenset(("guided",))
     for _ in range(3):
         assert (await ask(rig, {"guided_choice": CHOICE})).finish == "length"
@@ -126,11 +128,13 @@ async def test_a_server_is_asked_once_what_it_obeys(upstream: Upstream, rig: Rig
         ("response_format", {"response_format": FORMAT}),
     ],
 )
-async def test_a_name_that_is_read_is_used_behind_a_reasoning_parser(
+async def test_a_validated_name_is_used_behind_a_reasoning_parser(
     upstream: Upstream, rig: Rig, reads: str, sent: dict[str, Any]
 ) -> None:
-    """A server that constrains only what follows its reasoning does not answer a probe with the word, but it refuses a
-    contradiction: `response_format` is not refused to clients there."""
+    """A server that constrains only what follows its reasoning does not answer a probe with the word.
+
+    It rejects a contradiction, however, so clients may use `response_format` there.
+    """
     upstream.reads = frozenset((reads,))
     assert (await ask(rig, {"response_format": FORMAT})).finish == "length"
     assert sent.items() <= upstream.bodies[-1].items()
@@ -167,15 +171,15 @@ async def test_a_failed_probe_is_repeated_later_each_time_after_twice_as_long(
     ahead += REPEAT_S_MAX - 60
     assert await constraints.phrased(given) == given and len(asked) == before
     ahead += 120
-    with pytest.raises(Fault):  # what was found expires as well
+    with pytest.raises(Fault):  # a successful probe expires as well
         await constraints.phrased(given)
 
 
 @pytest.mark.parametrize("fault", ["http_401", "http_403", "http_404", "cut"])
-async def test_what_was_found_is_forgotten_where_the_server_may_be_another_one(
+async def test_probes_are_forgotten_when_the_server_may_be_another_one(
     upstream: Upstream, rig: Rig, fault: str
 ) -> None:
-    """A server that comes back without an ability has it refused by name: it is not sent what it would ignore."""
+    """After a restart without an ability, constraints are refused by name instead of being sent and ignored."""
     upstream.obeys = frozenset(("structured_outputs",))
     assert (await ask(rig, {"guided_choice": CHOICE})).finish == "length"
     upstream.fault, upstream.obeys = fault, frozenset()
@@ -185,9 +189,7 @@ async def test_what_was_found_is_forgotten_where_the_server_may_be_another_one(
     assert error.startswith("invalid_request:") and "does not constrain" in error
 
 
-async def test_a_server_that_cannot_say_what_it_obeys_has_failed_and_is_asked_again(
-    upstream: Upstream, rig: Rig
-) -> None:
+async def test_a_probe_that_fails_is_an_error_and_is_repeated(upstream: Upstream, rig: Rig) -> None:
     upstream.obeys, upstream.broken_probes = frozenset(("structured_outputs",)), 1
     assert str((await ask(rig, {"guided_choice": CHOICE})).error).startswith("engine_error: ")
     assert (await ask(rig, {"guided_choice": CHOICE})).finish == "length"
@@ -196,16 +198,14 @@ async def test_a_server_that_cannot_say_what_it_obeys_has_failed_and_is_asked_ag
 # --- logprobs of a prompt
 
 
-async def test_a_server_that_says_nothing_of_prompts_is_not_asked_to_echo_them(
-    upstream: Upstream, rig: Rig
-) -> None:
+async def test_a_server_without_prompt_logprobs_refuses_echo(upstream: Upstream, rig: Rig) -> None:
     upstream.manner = "llamacpp"
     answer = await rig.ask(prompt(), prompt_logprobs=1)
     found = read_refusal(str(answer.error).partition(":")[2])
     assert (found.code, found.param) == ("unsupported_parameter", "echo")
 
 
-async def test_a_continuation_says_nothing_of_its_prompt_again(rig: Rig) -> None:
+async def test_a_continuation_does_not_repeat_prompt_logprobs(rig: Rig) -> None:
     answer = await rig.ask(prompt(), prompt_logprobs=2, logprobs=1, max_tokens=4)
     assert [len(chunk.logprobs or ()) for chunk in answer.chunks] == [41, 1, 1, 1]
 
@@ -224,6 +224,6 @@ async def test_a_continuation_says_nothing_of_its_prompt_again(rig: Rig) -> None
         ('{"choices": [{"prompt_logprobs": [null, {"6": {"logprob": null}}]}]}', "non_finite"),
     ],
 )
-def test_what_is_no_list_of_logprobs_is_the_servers_fault(said: str, words: str) -> None:
+def test_invalid_prompt_logprobs_are_a_server_error(said: str, words: str) -> None:
     with pytest.raises(Fault, match=words):
         read_prompt_logprobs(said.encode("latin-1"), [5, 6], 1)

@@ -1,7 +1,7 @@
-"""Opt-in (make test-llamacpp): a whole fleet in front of two real llama-servers, and what its users get when one breaks.
+"""Opt-in (make test-llamacpp): a fleet in front of two real llama-servers, one of which breaks.
 
-A continuation on llama-server is made of text. Where nothing of what was said before the move was an incomplete character
-(U+FFFD in the text), that text is the very same tokens, and the answer must be the undisturbed one, to the letter.
+A continuation on llama-server consists of text. If no text before the move has an incomplete character (U+FFFD), that text is
+exactly the same tokens. Then the answer must equal the undisturbed one to the letter.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Stream:
-    """One user's request, and what came of it."""
+    """One user's request and its result."""
 
     request: str
     prompt: list[int]
@@ -106,7 +106,7 @@ async def fleet(
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def prompts(fleet: DemoFleet) -> list[list[int]]:
-    """The eight prompts of many whose answers begin with the most whole characters."""
+    """Of many prompts, the eight with the most whole characters at the beginning of their answers."""
     await fleet.healthy(2)
     asked = streams("choice", [prompt(salt) for salt in range(CANDIDATES)])
     await asyncio.gather(*(run(fleet, stream, OPENING) for stream in asked))
@@ -115,7 +115,7 @@ async def prompts(fleet: DemoFleet) -> list[list[int]]:
 
 
 async def migrations(fleet: DemoFleet, moved: list[Stream]) -> dict[str, RequestMigrated]:
-    """Return the journal's word on each of the streams that moved, once it has any."""
+    """Return the journal's migration events of the moved streams, once they are recorded."""
     ours = {stream.request for stream in moved}
     async with asyncio.timeout(20):
         while True:
@@ -126,10 +126,11 @@ async def migrations(fleet: DemoFleet, moved: list[Stream]) -> dict[str, Request
             await asyncio.sleep(0.1)
 
 
-async def test_the_canaries_pass_on_both_and_their_goldens_are_agreed(
+async def test_canaries_pass_on_both_servers_with_agreed_goldens(
     fleet: DemoFleet, prompts: list[list[int]]
 ) -> None:
-    await asyncio.gather(*(run(fleet, stream) for stream in streams("load", prompts)))  # company in the batch
+    # other requests in the batch
+    await asyncio.gather(*(run(fleet, stream) for stream in streams("load", prompts)))
     async with asyncio.timeout(30):
         while True:
             facts = [event.fact for event in await fleet.events()]
@@ -141,13 +142,13 @@ async def test_the_canaries_pass_on_both_and_their_goldens_are_agreed(
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-async def test_every_stream_goes_on_when_a_server_breaks(
+async def test_every_stream_continues_when_a_server_breaks(
     fleet: DemoFleet, llamas: list[LlamaServer], prompts: list[list[int]], fault: str
 ) -> None:
     await fleet.healthy(2)
     expected = await asyncio.gather(*(run(fleet, stream) for stream in streams("undisturbed", prompts)))
     compared = 0
-    for _ in range(ROUNDS_MAX):  # now and then every answer has an incomplete character before the cut
+    for _ in range(ROUNDS_MAX):  # occasionally every answer has an incomplete character before the cut
         got = await under(fleet, fault, prompts, getattr(llamas[0], fault))
         moves = await migrations(fleet, got)
         llamas[0].revive()
@@ -160,7 +161,7 @@ async def test_every_stream_goes_on_when_a_server_breaks(
 
 
 def compare(got: list[Stream], expected: list[Stream], moves: dict[str, RequestMigrated]) -> int:
-    """Hold every answer against the undisturbed one; return how many that moved had to be the same to the letter."""
+    """Compare every answer with the undisturbed one; return how many moved ones had to be the same to the letter."""
     assert {(move.exact, move.source) for move in moves.values()} == {(False, "w0")}
     compared = 0
     for stream, whole in zip(got, expected, strict=True):
@@ -169,12 +170,12 @@ def compare(got: list[Stream], expected: list[Stream], moves: dict[str, RequestM
         if move is None or UNCLEAR not in "".join(whole.pieces[: move.tokens]):
             assert stream.text == whole.text, stream.request
             compared += move is not None
-        else:  # what was said stays said, and the answer goes on
+        else:  # the text before the move is kept, and the answer continues
             assert stream.pieces[:2] == whole.pieces[:2]
     return compared
 
 
-async def test_a_server_that_comes_back_serves_again(fleet: DemoFleet, llamas: list[LlamaServer]) -> None:
+async def test_a_recovered_server_serves_again(fleet: DemoFleet, llamas: list[LlamaServer]) -> None:
     status = await fleet.healthy(2)
     assert {worker["engine"] for worker in status["workers"]} == {"openai"}
     assert all(server.healthy() for server in llamas)

@@ -1,4 +1,4 @@
-"""Whose mistake an upstream's error is: the client's, who is told it as it was said, or the server's."""
+"""The classification of upstream errors: client errors with the server's message, or server errors."""
 
 import json
 from typing import Any
@@ -23,14 +23,14 @@ VLLM = {
 
 
 def streamed(said: Any, *, canary: bool = False) -> str:
-    """Return the error of an answer whose stream, with HTTP 200, is this one event."""
+    """Return the error of an answer that consists of this one event, with HTTP 200."""
     reading = UpstreamStream(Generate(1, "r", [5], 1, Sampling(max_tokens=9), canary), "token_ids")
     chunks = reading.feed(b"data: " + json.dumps(said).encode() + b"\n\n")
     assert reading.over and len(chunks) == 1
     return chunks[0].error or ""
 
 
-def test_an_error_of_the_400s_in_a_stream_is_the_clients_and_keeps_its_words() -> None:
+def test_a_4xx_error_in_a_stream_is_a_client_error_and_keeps_its_message() -> None:
     reason, _, detail = streamed(VLLM).partition(":")
     assert reason == "invalid_request"
     assert read_refusal(detail) == RequestRefusal(
@@ -50,12 +50,12 @@ def test_an_error_of_the_400s_in_a_stream_is_the_clients_and_keeps_its_words() -
         {"error": {"message": "bogus is no type", "status": 413}},
     ],
 )
-def test_however_servers_write_it(said: Any) -> None:
+def test_client_errors_are_recognised_in_every_servers_format(said: Any) -> None:
     assert streamed(said).startswith("invalid_request: ")
     assert "bogus is no type" in streamed(said)
     assert (
         streamed(said, canary=True) == "engine_error: the upstream reports an error: bogus is no type"
-    )  # we know our canaries
+    )  # canaries are known to be valid
 
 
 @pytest.mark.parametrize(
@@ -73,22 +73,22 @@ def test_however_servers_write_it(said: Any) -> None:
         ),
         ({"error": None}, "engine_error"),
         ({"error": {"message": "no such model", "type": "NotFoundError", "code": 404}}, "engine_error"),
-        ({"error": {"message": "who are you?", "code": 401}}, "engine_error"),
+        ({"error": {"message": "unknown caller", "code": 401}}, "engine_error"),
         ({"error": {"message": "later", "code": 429}}, "overloaded"),
         ({"error": {"message": "odd", "code": True}}, "engine_error"),
         ({"error": {"message": "odd", "code": 4000}}, "engine_error"),
     ],
 )
-def test_what_speaks_of_the_server_stays_the_servers(said: Any, reason: str) -> None:
+def test_errors_about_the_server_are_server_errors(said: Any, reason: str) -> None:
     assert streamed(said).partition(":")[0] == reason
 
 
-def test_a_response_of_the_400s_before_the_stream_keeps_its_status() -> None:
+def test_a_4xx_response_before_the_stream_keeps_its_status() -> None:
     error = error_of({"error": {"message": "no", "type": "T", "param": "p"}}, 418, canary=False)
     assert read_refusal(error.partition(":")[2]) == RequestRefusal("no", 418, "T", "p")
 
 
-def test_a_servers_words_are_bounded() -> None:
+def test_a_servers_message_is_bounded() -> None:
     found = refusal_of(
         {"error": {"message": "x" * 100_000, "type": "t" * 100_000, "param": "p" * 100_000, "code": 400}}
     )
@@ -99,7 +99,7 @@ def test_a_servers_words_are_bounded() -> None:
 @given(
     st.builds(RequestRefusal, st.text(), st.integers(400, 499), st.text(), st.none() | st.text()),
 )
-def test_a_refusal_travels_as_it_is(refusal: RequestRefusal) -> None:
+def test_a_refusal_is_passed_on_unchanged(refusal: RequestRefusal) -> None:
     reason, _, detail = refusal.error.partition(":")
     found = read_refusal(detail)
     assert reason in ERRORS
@@ -111,7 +111,7 @@ def test_a_refusal_travels_as_it_is(refusal: RequestRefusal) -> None:
 
 
 @given(st.text())
-def test_any_detail_is_a_refusal_of_the_400s(detail: str) -> None:
+def test_any_detail_is_a_4xx_refusal(detail: str) -> None:
     assert 400 <= read_refusal(detail).status < 500
 
 
@@ -127,7 +127,7 @@ def test_any_detail_is_a_refusal_of_the_400s(detail: str) -> None:
         max_leaves=9,
     )
 )
-def test_any_error_object_is_somebodys(said: Any) -> None:
+def test_any_error_object_is_classified(said: Any) -> None:
     for canary in (False, True):
         assert error_of(said, canary=canary).partition(":")[0] in ERRORS
 
@@ -148,7 +148,7 @@ def test_any_error_object_is_somebodys(said: Any) -> None:
     ],
 )
 def test_an_upstreams_own_finish_reason_is_passed_on(reason: object, passed: str) -> None:
-    """What cannot be a finish_reason is `stop`."""
+    """An invalid finish_reason becomes `stop`."""
     stream = UpstreamStream(Generate(1, "r1", [1], 1, Sampling(max_tokens=4)), "nowhere")
     event = {"choices": [{"index": 0, "text": "hi", "finish_reason": reason}]}
     chunks = stream.feed(b"data: " + json.dumps(event).encode() + b"\n\n")

@@ -1,4 +1,4 @@
-"""What an upstream says of itself beside its answers, and what the openai engine makes of it."""
+"""An upstream's metrics and KV events, and their use by the openai engine."""
 
 import asyncio
 import threading
@@ -90,7 +90,7 @@ def test_the_load_is_read_from_every_servers_metrics(text: str, said: UpstreamRe
     assert read_metrics(text) == said
 
 
-def test_ranks_come_in_their_order() -> None:
+def test_ranks_are_in_order() -> None:
     text = "".join(
         f'vllm:num_requests_running{{engine="{n}"}} {n}\n' for n in (10, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9)
     )
@@ -98,7 +98,7 @@ def test_ranks_come_in_their_order() -> None:
     assert said is not None and [rank.running for rank in said.ranks] == list(range(11))
 
 
-def test_what_was_said_is_believed_for_a_while() -> None:
+def test_a_report_is_used_for_a_limited_time() -> None:
     load, said = UpstreamLoad(), UpstreamReport((UpstreamRankLoad(1),))
     assert load.fresh(0.0) is None
     load.take(said, 0, 100.0)
@@ -121,13 +121,13 @@ def test_what_was_said_is_believed_for_a_while() -> None:
             2,
             [UpstreamRankLoad(6, 3, 0.5)],
             Load(6, 1, 50, 100, 0),
-        ),  # ours are over since
+        ),  # this worker's are over since
         (
             Load(4, 0, 9, 100, 70),
             2,
             [UpstreamRankLoad(3, 0, None)],
             Load(5, 0, 9, 100, 70),
-        ),  # two have come since
+        ),  # two have arrived since
         (Load(8, 4, 9, 100, 70), 0, [UpstreamRankLoad(0, 0, None)], Load(8, 4, 9, 100, 70)),
         (Load(0, 0, 0, 100), 3, [UpstreamRankLoad(3, 0, 0.0)], Load(0, 0, 0, 100)),
         (
@@ -135,7 +135,7 @@ def test_what_was_said_is_believed_for_a_while() -> None:
             5,
             [UpstreamRankLoad(3, 0, None)],
             Load(5, 0, 9, 100, 70),
-        ),  # it has not counted two
+        ),  # it has not counted two yet
         (
             Load(0, 0, 0, 100),
             0,
@@ -144,7 +144,7 @@ def test_what_was_said_is_believed_for_a_while() -> None:
         ),
     ],
 )
-def test_what_others_have_there_is_added_to_what_we_have(
+def test_other_clients_requests_are_added_to_this_workers(
     own: Load, then: int, ranks: list[UpstreamRankLoad], expected: Load
 ) -> None:
     load = UpstreamLoad()
@@ -177,7 +177,7 @@ def publisher(upstream: Upstream) -> Iterator[Publisher]:
     def store(tokens: list[int], salt: str) -> None:
         whole = len(tokens) // 32 * 32
         names = blocks.sequence_hashes(blocks.local_hashes(tokens[:whole], 32, blocks.seed(namespace=salt)))
-        if names:  # its own names, unlike ours
+        if names:  # its own names, unlike Holdfast's
             extras = [[salt] if salt else None, *[None] * (len(names) - 1)]
             publisher.publish(stored([name ^ 1 for name in names], tokens[:whole], 32, extra_keys=extras))
 
@@ -187,7 +187,7 @@ def publisher(upstream: Upstream) -> Iterator[Publisher]:
 
 
 class Heard:
-    """What the engine announces."""
+    """Records the engine's announcements."""
 
     def __init__(self) -> None:
         self.events: list[tuple[int, KvEvent]] = []
@@ -208,7 +208,7 @@ async def ask(rig: Rig, tokens: list[int], **about: Any) -> Answer:
     return await rig.answer(key)
 
 
-async def test_a_prompts_blocks_are_announced_and_a_canarys_are_not(
+async def test_blocks_of_prompts_are_announced_but_not_of_canaries(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     heard = Heard()
@@ -227,7 +227,7 @@ async def test_a_prompts_blocks_are_announced_and_a_canarys_are_not(
     await rig.engine.stop()
 
 
-async def test_a_salted_prompt_has_names_of_its_own(
+async def test_a_salted_prompt_has_its_own_names(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     heard = Heard()
@@ -240,7 +240,7 @@ async def test_a_salted_prompt_has_names_of_its_own(
     await rig.engine.stop()
 
 
-async def test_a_prompt_whose_salt_is_not_told_has_no_names(
+async def test_a_prompt_with_an_unreported_salt_has_no_names(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     """An earlier version of vLLM."""
@@ -260,7 +260,7 @@ async def test_a_prompt_whose_salt_is_not_told_has_no_names(
     await rig.engine.stop()
 
 
-async def test_after_a_doubt_nothing_is_found_or_left_in_the_upstreams_cache(
+async def test_after_a_conviction_nothing_is_reused_or_left_in_the_upstreams_cache(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     heard = Heard()
@@ -275,7 +275,7 @@ async def test_after_a_doubt_nothing_is_found_or_left_in_the_upstreams_cache(
             await ask(rig, tokens, cache_salt=salt)
     salts = [body["cache_salt"] for body in upstream.bodies[-4:]]
     assert len(set(salts)) == 4 and all(salt.startswith(CANARY_SALT) for salt in salts)
-    publisher.publish(stored([99], tokens[:32], 32))  # by somebody else
+    publisher.publish(stored([99], tokens[:32], 32))  # by another client
     await eventually(lambda: heard.events[1:] == [(0, Cleared()), (0, Cleared()), (0, Stored(names[:1]))])
     await ask(rig, tokens, cache_epoch=7)  # of that conviction
     assert upstream.bodies[-1]["cache_salt"] == salt_of(7, "")
@@ -283,7 +283,7 @@ async def test_after_a_doubt_nothing_is_found_or_left_in_the_upstreams_cache(
     await rig.engine.stop()
 
 
-async def test_the_next_worker_before_a_server_that_was_convicted_finds_nothing_of_before(
+async def test_the_next_worker_of_a_convicted_server_reuses_nothing_older(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     heard = Heard()
@@ -294,7 +294,7 @@ async def test_the_next_worker_before_a_server_that_was_convicted_finds_nothing_
         for own in ("", "t")
     )
     await ask(rig, tokens)
-    for epoch, own in ((5, ""), (5, "t"), (0, "")):  # the last of a frontend that knows less
+    for epoch, own in ((5, ""), (5, "t"), (0, "")):  # the last of a frontend with older state
         await ask(rig, tokens, cache_epoch=epoch, cache_salt=own)
     salts = [body.get("cache_salt", "") for body in upstream.bodies[-4:]]
     assert salts == ["", salt_of(5, ""), salt_of(5, "t"), salt_of(5, "")]
@@ -310,7 +310,7 @@ async def test_the_size_of_a_block_comes_from_the_events(upstream: Upstream, pub
     await rig.engine.stop()
 
 
-async def test_without_events_it_serves_and_says_that_it_announces_none(
+async def test_without_events_it_serves_and_registers_that_it_announces_none(
     upstream: Upstream,
 ) -> None:
     silent, heard = Publisher(), Heard()
@@ -324,7 +324,7 @@ async def test_without_events_it_serves_and_says_that_it_announces_none(
     silent.close()
 
 
-async def test_a_subscription_that_failed_at_the_start_is_repeated_until_the_worker_can_register_anew(
+async def test_a_failed_subscription_is_repeated_until_the_worker_can_register_anew(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     stores, upstream.stored = upstream.stored, None  # it comes up before its events do
@@ -346,7 +346,7 @@ async def test_a_subscription_that_failed_at_the_start_is_repeated_until_the_wor
         async with asyncio.timeout(20):
             while not await changed():  # noqa: ASYNC110 (a server is waited for)
                 await asyncio.sleep(0.02)
-        assert not rig.engine.announces and not heard.events, "this life has registered that there are none"
+        assert not rig.engine.announces and not heard.events, "this instance has registered without events"
     finally:
         await rig.engine.stop()
     assert "upstream-kv-events" not in {thread.name for thread in threading.enumerate()}
@@ -355,7 +355,7 @@ async def test_a_subscription_that_failed_at_the_start_is_repeated_until_the_wor
     await again.engine.stop()
 
 
-async def test_each_dp_rank_is_told_apart(
+async def test_dp_ranks_are_distinguished(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     upstream.metrics = VLLM + VLLM.replace('engine="0"', 'engine="1"').replace(" 2.0", " 6.0")
@@ -371,7 +371,7 @@ async def test_each_dp_rank_is_told_apart(
     client = Client(upstream.url, "", 8)
     about = replace(await client.abilities(), ranks=2)
     request = Generate(0, "r", prompt(), 40, Sampling(max_tokens=1), rank=1)
-    with pytest.raises(NoHandle):  # it has no connector; but the rank that has the cache was asked
+    with pytest.raises(NoHandle):  # it has no connector, but the rank with the cache was asked
         await client.handle(about, request, 5.0)
     assert upstream.ranks[-1] == "1"
     await client.close()
@@ -379,7 +379,7 @@ async def test_each_dp_rank_is_told_apart(
     second.close()
 
 
-async def test_the_load_follows_the_upstreams_own_account(upstream: Upstream, eventually: Eventually) -> None:
+async def test_the_load_follows_the_upstreams_metrics(upstream: Upstream, eventually: Eventually) -> None:
     rig = await started(upstream, Heard(), times=AccountTimes(every_s=0.01, stale_s=1.0))
     assert not rig.engine.announces
     assert rig.engine.load() == Load(3, 2, 100, 400)
@@ -390,7 +390,7 @@ async def test_the_load_follows_the_upstreams_own_account(upstream: Upstream, ev
     await rig.engine.stop()
 
 
-async def test_metrics_too_long_or_too_slow_say_nothing(upstream: Upstream) -> None:
+async def test_metrics_that_are_too_long_or_too_slow_are_ignored(upstream: Upstream) -> None:
     client = Client(upstream.url, "", 1)
     assert await client.metrics(5.0) == VLLM
     upstream.metrics = "x" * (5 * 1024 * 1024)
@@ -399,9 +399,7 @@ async def test_metrics_too_long_or_too_slow_say_nothing(upstream: Upstream) -> N
     await client.close()
 
 
-async def test_a_start_that_is_broken_off_leaves_nothing_running(
-    upstream: Upstream, publisher: Publisher
-) -> None:
+async def test_a_cancelled_start_leaves_nothing_running(upstream: Upstream, publisher: Publisher) -> None:
     upstream.stored = None  # so that it waits for events
     client = Client(upstream.url, "", 8)
     account = UpstreamAccount(client, lambda: 0, [publisher.endpoint])
@@ -415,7 +413,7 @@ async def test_a_start_that_is_broken_off_leaves_nothing_running(
     assert "upstream-kv-events" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_what_was_heard_is_a_metric(
+async def test_kv_event_counts_are_a_metric(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:
     rig = await started(upstream, Heard(), kv_events=[publisher.endpoint])
@@ -430,7 +428,7 @@ async def test_what_was_heard_is_a_metric(
     assert {family.name for family in WorkerMetrics([]).collect()} >= {"holdfast_worker_upstream_kv_events"}
 
 
-def test_canaries_have_salts_that_are_known() -> None:
+def test_canaries_have_a_known_salt_prefix() -> None:
     assert CANARY_SALT.endswith("-")
 
 
@@ -442,7 +440,7 @@ OPENAI = {"engine": "openai", "upstream": "http://127.0.0.1:1"}
 @pytest.mark.parametrize(
     "endpoints", ["tcp://h-1.example:5557", "tcp://[::1]:1, tcp://10.0.0.1:65535", "ipc:///run/kv"]
 )
-def test_settings_that_make_sense_are_taken(endpoints: str, tmp_path: Path) -> None:
+def test_valid_settings_are_accepted(endpoints: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     flags = OPENAI | {
         "model": str(tmp_path),
@@ -467,7 +465,7 @@ def test_settings_that_make_sense_are_taken(endpoints: str, tmp_path: Path) -> N
         (OPENAI | {"upstream_kv_replay": "tcp://h:3"}, "one for each"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(flags: dict[str, str], words: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(flags: dict[str, str], words: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadSetting, match=words.replace("*", ".")):
         load_settings(flags | {"model": str(tmp_path)}, {})

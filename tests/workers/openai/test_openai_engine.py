@@ -1,4 +1,4 @@
-"""The openai engine against an upstream in this process: the contract of every engine, and each way to misbehave."""
+"""The openai engine against a test double of an upstream: the engine contract, and all its faults."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -50,10 +50,10 @@ class TestOverTokenIds(EngineContract):
         return OpenAIEngine(UpstreamSettings(url=upstream.url))
 
     @pytest.mark.skip(reason="an upstream cannot tell replayed tokens from the prompt: penalties start anew")
-    async def test_penalties_count_what_was_replayed(self, rig: Rig) -> None: ...
+    async def test_penalties_count_replayed_tokens(self, rig: Rig) -> None: ...
 
 
-async def test_biases_and_min_p_are_said_to_the_upstream(upstream: Upstream) -> None:
+async def test_biases_and_min_p_are_sent_to_the_upstream(upstream: Upstream) -> None:
     async for rig in rigged(upstream):
         await rig.ask(prompt(), temperature=0.5, min_p=0.2, logit_bias={300: -100.0, 301: 2.5}, max_tokens=2)
         asked = upstream.bodies[-1]
@@ -62,7 +62,7 @@ async def test_biases_and_min_p_are_said_to_the_upstream(upstream: Upstream) -> 
         assert upstream.bodies[-1]["min_p"] == 0.0 and "logit_bias" not in upstream.bodies[-1]
 
 
-# --- who the upstream is
+# --- identity of the upstream
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ async def test_biases_and_min_p_are_said_to_the_upstream(upstream: Upstream) -> 
         ("text", False, "b7777"),
     ],
 )
-async def test_the_upstream_is_asked_what_it_can_do(
+async def test_the_upstreams_abilities_are_probed(
     upstream: Upstream, manner: Any, exact: bool, version: str
 ) -> None:
     upstream.manner = manner
@@ -85,7 +85,7 @@ async def test_the_upstream_is_asked_what_it_can_do(
         assert identity.profile.tpot_ms[0][1] > 0
 
 
-async def test_an_upstream_that_only_knows_text_is_asked_in_text(upstream: Upstream) -> None:
+async def test_a_text_only_upstream_is_sent_text(upstream: Upstream) -> None:
     upstream.manner = "text"
     async for rig in rigged(upstream):
         answer = await rig.ask(prompt(), prompt_text="Say it.", max_tokens=5)
@@ -98,7 +98,7 @@ async def test_an_upstream_that_only_knows_text_is_asked_in_text(upstream: Upstr
 
 
 @pytest.mark.parametrize("manner", ["llamacpp", "strict", "text"])
-async def test_canaries_are_compared_by_numbers_even_where_users_get_text(
+async def test_canaries_are_compared_by_numbers_even_if_users_get_text(
     upstream: Upstream, manner: Any
 ) -> None:
     upstream.manner = manner
@@ -108,7 +108,7 @@ async def test_canaries_are_compared_by_numbers_even_where_users_get_text(
         assert len(canaries[0].tokens) > 10
 
 
-async def test_an_upstream_that_keeps_silent_about_tokens_is_not_taken_for_exact(upstream: Upstream) -> None:
+async def test_an_upstream_that_omits_tokens_is_not_exact(upstream: Upstream) -> None:
     upstream.manner = "llamacpp"
     async for rig in rigged(upstream):
         canary = await rig.ask(prompt(), max_tokens=40, canary=True)
@@ -118,7 +118,7 @@ async def test_an_upstream_that_keeps_silent_about_tokens_is_not_taken_for_exact
         assert upstream.bodies[-1]["prompt"] == prompt()
 
 
-async def test_an_upstream_that_comes_late_is_waited_for(upstream: Upstream) -> None:
+async def test_a_late_upstream_is_awaited(upstream: Upstream) -> None:
     port = int(upstream.url.rsplit(":", 1)[1])
     await upstream.stop()
     rig = Rig(OpenAIEngine(UpstreamSettings(url=upstream.url)))
@@ -131,7 +131,7 @@ async def test_an_upstream_that_comes_late_is_waited_for(upstream: Upstream) -> 
     await late.stop()
 
 
-async def test_an_upstream_that_never_comes_is_said_in_words(upstream: Upstream) -> None:
+async def test_a_missing_upstream_is_reported_with_the_reason(upstream: Upstream) -> None:
     await upstream.stop()
     with pytest.raises(EngineDead, match=r"after 0 s: cannot connect to http://127.0.0.1:\d+ \("):
         await Rig(OpenAIEngine(UpstreamSettings(url=upstream.url, start_s=0.0))).start()
@@ -145,7 +145,7 @@ async def test_an_upstream_that_refuses_everything_is_quoted(upstream: Upstream)
         await Rig(OpenAIEngine(UpstreamSettings(url=upstream.url, start_s=0.0))).start()
 
 
-async def test_an_upstream_that_is_unhealthy_three_times_is_dead(upstream: Upstream, rig: Rig) -> None:
+async def test_an_upstream_is_dead_after_three_failed_checks(upstream: Upstream, rig: Rig) -> None:
     await rig.engine.check()
     upstream.healthy = False
     await rig.engine.check()
@@ -154,26 +154,24 @@ async def test_an_upstream_that_is_unhealthy_three_times_is_dead(upstream: Upstr
         await rig.engine.check()
 
 
-async def test_one_bad_check_is_forgiven(upstream: Upstream, rig: Rig) -> None:
+async def test_one_failed_check_is_tolerated(upstream: Upstream, rig: Rig) -> None:
     for healthy in (False, False, True, False, False):
         upstream.healthy = healthy
         await rig.engine.check()
 
 
-# --- what is asked
+# --- requests
 
 
 STANDARD = {"model": "up", "prompt": prompt(), "max_tokens": 4, "temperature": 0.0, "stream": True}
 
 
-async def test_an_upstream_is_told_what_its_model_might_decide_otherwise(
-    upstream: Upstream, rig: Rig
-) -> None:
+async def test_an_upstream_is_sent_values_that_its_model_might_override(upstream: Upstream, rig: Rig) -> None:
     await rig.ask(prompt(), max_tokens=4, ignore_eos=False)
     assert upstream.bodies == [{**STANDARD, **NOTHING_ADDED, "return_token_ids": True}]
 
 
-async def test_an_upstream_that_knows_the_standard_only_is_told_no_more(upstream: Upstream) -> None:
+async def test_a_standard_upstream_is_sent_only_standard_fields(upstream: Upstream) -> None:
     upstream.manner = "strict"
     async for rig in rigged(upstream):
         await rig.ask(prompt(), max_tokens=4, ignore_eos=False)
@@ -202,7 +200,7 @@ async def test_a_canary_is_salted_so_that_no_cache_answers_for_it(upstream: Upst
     assert all(len(salt) >= 16 for salt in salts)
 
 
-async def test_a_canary_is_computed_anew_where_salts_are_unknown(upstream: Upstream) -> None:
+async def test_a_canary_is_recomputed_if_salts_are_not_supported(upstream: Upstream) -> None:
     upstream.manner = "llamacpp"
     async for rig in rigged(upstream):
         await rig.ask(prompt(), canary=True)
@@ -210,7 +208,7 @@ async def test_a_canary_is_computed_anew_where_salts_are_unknown(upstream: Upstr
     assert [body.get("cache_prompt") for body in upstream.bodies] == [False, None]
 
 
-async def test_no_connection_is_used_twice_lest_the_upstream_has_closed_it(upstream: Upstream) -> None:
+async def test_no_connection_is_reused_because_the_upstream_may_close_it(upstream: Upstream) -> None:
     client = Client(upstream.url, "", 8)
     request = Generate(1, "r", prompt(), 40, Sampling(max_tokens=1))
     for _ in range(3):
@@ -220,14 +218,14 @@ async def test_no_connection_is_used_twice_lest_the_upstream_has_closed_it(upstr
     assert len(set(upstream.peers)) == 3
 
 
-async def test_an_upstream_goes_on_with_the_clients_trace(upstream: Upstream, rig: Rig) -> None:
+async def test_an_upstream_gets_the_clients_trace(upstream: Upstream, rig: Rig) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     for given in (trace, ""):
         await rig.ask(prompt(), max_tokens=2, traceparent=given)
     assert upstream.traces == [trace, None]
 
 
-async def test_a_cancelled_stream_is_gone_from_the_upstream(
+async def test_a_cancelled_stream_is_closed_at_the_upstream(
     upstream: Upstream, rig: Rig, eventually: Eventually
 ) -> None:
     upstream.token_s = 0.02
@@ -259,12 +257,12 @@ async def test_a_stalled_upstream_shows_in_the_age_of_the_step(upstream: Upstrea
     await rig.until(lambda: len(upstream.bodies) == 2)
     assert rig.engine.phase() == Phase("prefill", since, 40)
     await asyncio.sleep(JOINS_WITHIN_S)
-    rig.submit(prompt(salt=2))  # nor is what came after its step began a reason for that step to be long
+    rig.submit(prompt(salt=2))  # requests that arrived after its step began do not excuse its length either
     await rig.until(lambda: len(upstream.bodies) == 3)
     assert rig.engine.phase() == Phase("prefill", since, 40)
 
 
-# --- how an upstream misbehaves
+# --- faults of an upstream
 
 STREAM_FAULTS = [
     ("abort", "engine_error: the upstream ended the request itself (abort)"),
@@ -284,7 +282,7 @@ STREAM_FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "error"), STREAM_FAULTS)
-async def test_a_fault_in_the_stream_is_an_error_and_no_answer(
+async def test_a_fault_in_the_stream_is_an_error_not_an_answer(
     upstream: Upstream, rig: Rig, fault: str, error: str
 ) -> None:
     right = (await rig.ask(prompt(), logprobs=2)).tokens
@@ -292,7 +290,7 @@ async def test_a_fault_in_the_stream_is_an_error_and_no_answer(
     answer = await rig.ask(prompt(), logprobs=2)
     assert (answer.error or "").startswith(error)
     assert answer.finish is None
-    assert answer.tokens == right[:3]  # what was good before is kept, and not one bad token passes
+    assert answer.tokens == right[:3]  # good tokens before the fault are kept, and no bad token passes
 
 
 @pytest.mark.parametrize(
@@ -323,7 +321,7 @@ async def test_a_fault_in_a_stream_of_text_is_an_error_too(
         (422, True, "engine_error: "),
     ],
 )
-async def test_a_refusal_is_whose_fault_it_is(
+async def test_a_refusal_is_a_client_or_a_server_error(
     upstream: Upstream, rig: Rig, status: int, canary: bool, error: str
 ) -> None:
     upstream.fault = f"http_{status}"
@@ -331,13 +329,13 @@ async def test_a_refusal_is_whose_fault_it_is(
     assert (answer.error or "").startswith(error)
 
 
-# --- zeros that are words, and zeros that are not
+# --- zeros that are tokens, and zeros that are not
 
 
 def read(
     *tokens: list[int], most: int = 50, canary: bool = False, finish: str | None = "length"
 ) -> list[Chunk]:
-    """Return what a reading makes of a stream of token ids, the last with a finish reason."""
+    """Return the chunks of a stream of token ids, the last one with a finish reason."""
     reading = UpstreamStream(Generate(1, "r", [5], 1, Sampling(max_tokens=most), canary), "token_ids")
     chunks: list[Chunk] = []
     for place, ids in enumerate(tokens):
@@ -352,7 +350,7 @@ def test_a_zero_is_held_back_until_something_else_follows() -> None:
     assert [chunk.tokens for chunk in read([7], [0], [0], [8])] == [[7], [0, 0, 8]]
 
 
-def test_zeros_at_the_end_of_an_answer_belong_to_it() -> None:
+def test_zeros_at_the_end_of_an_answer_are_part_of_it() -> None:
     assert [(chunk.tokens, chunk.finish) for chunk in read([7], [0], [0])] == [
         ([7], None),
         ([0, 0], "length"),
@@ -362,12 +360,12 @@ def test_zeros_at_the_end_of_an_answer_belong_to_it() -> None:
 @pytest.mark.parametrize(
     ("zeros", "canary", "good"), [(1, False, True), (3, False, True), (4, False, False), (1, True, False)]
 )
-def test_an_answer_of_zeros_alone_is_doubted(zeros: int, canary: bool, good: bool) -> None:
+def test_an_answer_of_only_zeros_is_an_error(zeros: int, canary: bool, good: bool) -> None:
     last = read(*[[0]] * zeros, canary=canary)[-1]
     assert (last.error is None) is good
 
 
-def test_bytes_may_come_one_by_one() -> None:
+def test_bytes_may_arrive_one_by_one() -> None:
     reading = UpstreamStream(Generate(1, "r", [5], 1, Sampling(max_tokens=9)), "token_ids")
     stream = b'data: {"choices": [{"token_ids": [7, 8], "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
     chunks = [chunk for place in range(len(stream)) for chunk in reading.feed(stream[place : place + 1])]
@@ -375,7 +373,7 @@ def test_bytes_may_come_one_by_one() -> None:
     assert reading.end() == []
 
 
-async def test_what_a_client_leaves_out_is_left_out(upstream: Upstream, rig: Rig) -> None:
+async def test_omitted_client_values_are_omitted_upstream(upstream: Upstream, rig: Rig) -> None:
     """The server's own defaults decide, as if the client had asked it directly; a canary leaves nothing out."""
     names = ["temperature", "top_p", "top_k", "min_p"]
     names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]

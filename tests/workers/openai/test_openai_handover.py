@@ -1,4 +1,4 @@
-"""The openai engine moves a request with its KV cache where the servers have a KV connector: by a handle."""
+"""The openai engine moves a request with its KV cache by a handle, if the servers have a KV connector."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -49,7 +49,7 @@ async def under_way(rig: Rig, count: int = 10, **sampling: Any) -> int:
     return key
 
 
-async def test_a_stream_goes_on_at_another_server_with_its_cache(
+async def test_a_stream_continues_at_another_server_with_its_cache(
     rigs: list[Rig], upstreams: list[Upstream]
 ) -> None:
     source, target = rigs
@@ -60,7 +60,7 @@ async def test_a_stream_goes_on_at_another_server_with_its_cache(
     there = target.key()
     known = list(source.answers[key].tokens)
     room = reserved(target, there, TOKENS + known, **{**GREEDY, "max_tokens": 60 - len(known)})
-    await asyncio.sleep(0.01)  # it goes on meanwhile
+    await asyncio.sleep(0.01)  # it continues in the meantime
     stopped = await export.stop()
     said = source.answers[key].tokens
     assert list(stopped.tokens) == TOKENS + said
@@ -76,7 +76,7 @@ async def test_a_stream_goes_on_at_another_server_with_its_cache(
     assert body["prompt"] == list(stopped.tokens)
 
 
-async def test_a_stopped_stream_can_go_on_where_it_was(rigs: list[Rig]) -> None:
+async def test_a_stopped_stream_can_resume_at_its_server(rigs: list[Rig]) -> None:
     source = rigs[0]
     whole = (await source.ask(TOKENS, **GREEDY)).tokens
     key = await under_way(source, **GREEDY)
@@ -91,7 +91,7 @@ async def test_a_stopped_stream_can_go_on_where_it_was(rigs: list[Rig]) -> None:
     assert (await source.answer(key)).tokens == whole
 
 
-async def test_a_server_that_gives_no_handle_in_time_goes_on_itself(
+async def test_a_server_that_gives_no_handle_in_time_continues_itself(
     upstreams: list[Upstream],
 ) -> None:
     source = Rig(OpenAIEngine(UpstreamSettings(url=upstreams[0].url, handle_s=0.05)))
@@ -107,7 +107,7 @@ async def test_a_server_that_gives_no_handle_in_time_goes_on_itself(
     await source.engine.stop()
 
 
-async def test_a_request_that_is_over_has_nothing_to_hand_over(rigs: list[Rig]) -> None:
+async def test_a_finished_request_cannot_be_handed_over(rigs: list[Rig]) -> None:
     source = rigs[0]
     key = await under_way(source, **GREEDY)
     export = source.engine.export(key)
@@ -118,7 +118,7 @@ async def test_a_request_that_is_over_has_nothing_to_hand_over(rigs: list[Rig]) 
     assert source.engine.export(key) is None
 
 
-async def test_a_cancelled_stream_that_had_stopped_does_not_go_on(
+async def test_a_cancelled_stopped_stream_does_not_continue(
     rigs: list[Rig], upstreams: list[Upstream]
 ) -> None:
     source = rigs[0]
@@ -135,15 +135,15 @@ async def test_a_cancelled_stream_that_had_stopped_does_not_go_on(
 
 
 @pytest.mark.parametrize("words", [b"\x00" * HANDLE_BYTES, b"[1, 2]", b""])
-async def test_what_is_no_handle_is_refused(rigs: list[Rig], words: Buffer) -> None:
+async def test_an_invalid_handle_is_refused(rigs: list[Rig], words: Buffer) -> None:
     target = rigs[1]
     room = reserved(target, target.key(), TOKENS, **GREEDY)
     await room.take(0, 0, words)
-    with pytest.raises(MoveRefused, match="no handle"):
+    with pytest.raises(MoveRefused, match="not a handle"):
         await room.commit([*TOKENS, 300], len(TOKENS))
 
 
-async def test_a_server_without_a_connector_neither_sends_nor_takes() -> None:
+async def test_a_server_without_a_connector_neither_sends_nor_receives() -> None:
     server = await Upstream(token_s=0.002).start()
     rig = Rig(OpenAIEngine(UpstreamSettings(url=server.url)))
     await rig.start()
@@ -157,7 +157,7 @@ async def test_a_server_without_a_connector_neither_sends_nor_takes() -> None:
     await server.stop()
 
 
-def test_what_is_continued_has_said_the_logprobs_of_its_prompt() -> None:
+def test_a_continued_request_does_not_ask_for_prompt_logprobs() -> None:
     request = asked(1, prompt(), max_tokens=20, min_tokens=9, prompt_logprobs=3, logprobs=2)
     rest = continued(request, [*prompt(), 300, 301]).sampling
     assert (rest.max_tokens, rest.min_tokens, rest.prompt_logprobs, rest.logprobs) == (18, 7, None, 2)

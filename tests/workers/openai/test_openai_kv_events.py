@@ -1,4 +1,4 @@
-"""An upstream's KV events: losses, restarts and nonsense, decided without sockets and then heard over real ones."""
+"""An upstream's KV events with losses, restarts and invalid data, without sockets and over real ones."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ Eventually = Callable[..., Awaitable[None]]
 
 
 class Index:
-    """What a router would believe: the blocks of each rank, as announced."""
+    """A router's view: the blocks of each rank, as announced."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, set[int]] = {}
@@ -37,11 +37,11 @@ class Index:
                     has.difference_update(names)
                 case Cleared():
                     has.clear()
-        self.blocks[rank] = has  # in one piece: the test reads it from another thread
+        self.blocks[rank] = has  # replaced at once: the test reads it from another thread
 
 
 def block(number: int) -> Any:
-    """Return the event of a prompt of one block, unlike all others."""
+    """Return the event of a one-block prompt that is unlike all others."""
     return stored([number + 1000], [number, 1, 2, 3], 4)
 
 
@@ -53,7 +53,7 @@ def names(*numbers: int) -> set[int]:
     return {name(number) for number in numbers}
 
 
-# --- what follows from a batch's number and time
+# --- verdicts by a batch's number and time
 
 
 class Upstream:
@@ -84,90 +84,90 @@ def index() -> Index:
     return Index()
 
 
-def test_batches_in_order_are_taken_once(far: Upstream, index: Index) -> None:
+def test_batches_in_order_are_processed_once(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(3, index.announce, far.replay)
     rank.connected()
     frames = [far.batch(n, block(n)) for n in range(3)]
     for frame in (frames[0], frames[0], frames[1], frames[0], frames[2]):
-        rank.hear(*frame)
+        rank.receive(*frame)
     assert index.blocks == {3: names(0, 1, 2)}
     assert index.heard == [Stored([name(n)]) for n in range(3)]
     assert far.asked == [0]
 
 
-def test_who_comes_late_takes_what_is_still_kept(far: Upstream, index: Index) -> None:
+def test_a_late_subscriber_gets_the_kept_batches(far: Upstream, index: Index) -> None:
     for n in range(5, 9):
         far.batch(n, block(n))
     rank = UpstreamRank(0, index.announce, far.replay)
     rank.connected()
-    rank.hear(*far.batch(9, block(9)))
+    rank.receive(*far.batch(9, block(9)))
     assert index.blocks[0] == names(5, 6, 7, 8, 9)
 
 
 def test_a_gap_is_filled_from_a_replay(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce, far.replay)
-    rank.hear(*far.batch(0, block(0)))
+    rank.receive(*far.batch(0, block(0)))
     far.batch(1, block(1), removed([1000]))
-    rank.hear(*far.batch(2, block(2)))
+    rank.receive(*far.batch(2, block(2)))
     assert index.blocks[0] == names(1, 2)
     assert Cleared() not in index.heard
-    assert far.asked == [0], "from the last one on, to know that it is the same"
+    assert far.asked == [0], "from the last one on, to verify that it is the same"
     assert rank.counters["lost"] == 1
 
 
-def test_a_gap_that_nobody_fills_clears_and_goes_on(far: Upstream, index: Index) -> None:
+def test_a_gap_without_replay_clears_and_continues(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce)
     rank.connected()
-    rank.hear(*far.batch(0, block(0)))
-    rank.hear(*far.batch(2, block(2)))
-    rank.hear(*far.batch(3, stored([7], [9] * 4, 4, parent=1000)))  # it has block 0 still
+    rank.receive(*far.batch(0, block(0)))
+    rank.receive(*far.batch(2, block(2)))
+    rank.receive(*far.batch(3, stored([7], [9] * 4, 4, parent=1000)))  # it has block 0 still
     chain = blocks.sequence_hashes(blocks.local_hashes([0, 1, 2, 3, 9, 9, 9, 9], 4))
     assert index.blocks[0] == names(2) | set(chain)
     assert index.heard.count(Cleared()) == 1
 
 
-def test_a_gap_longer_than_the_replay_clears_and_takes_what_there_is(far: Upstream, index: Index) -> None:
+def test_a_gap_longer_than_the_replay_clears_and_uses_the_rest(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce, far.replay)
-    rank.hear(*far.batch(0, block(0)))
+    rank.receive(*far.batch(0, block(0)))
     for n in (1, 2, 3):
         far.batch(n, block(n))
     del far.kept[0], far.kept[1]
-    rank.hear(*far.batch(4, block(4)))
+    rank.receive(*far.batch(4, block(4)))
     assert index.blocks[0] == names(2, 3, 4)
     assert index.heard.count(Cleared()) == 1
 
 
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_engine_that_begins_again_is_another_whatever_its_number(
+def test_a_restarted_engine_is_detected_at_any_number(
     far: Upstream, index: Index, number: int, replay: bool
 ) -> None:
     rank = UpstreamRank(0, index.announce, far.replay if replay else no_replay)
     for n in range(3):
-        rank.hear(*far.batch(n, block(n)))
+        rank.receive(*far.batch(n, block(n)))
     far.kept.clear()
     for n in range(number):
         far.batch(n, block(n + 10))
-    rank.hear(*far.batch(number, block(number + 10)))
+    rank.receive(*far.batch(number, block(number + 10)))
     news = range(number + 1) if replay else [number]
     assert index.blocks[0] == names(*(n + 10 for n in news))
     assert rank.counters["restarted"] == 1
 
 
-def test_an_engine_that_began_again_unseen_is_found_out_by_its_time(far: Upstream, index: Index) -> None:
-    """Its numbers have passed ours when we hear of it."""
+def test_an_unnoticed_restart_is_detected_by_its_time(far: Upstream, index: Index) -> None:
+    """Its numbers have passed the last known one when it is heard again."""
     rank = UpstreamRank(0, index.announce, far.replay)
-    rank.hear(*far.batch(0, block(0)))
+    rank.receive(*far.batch(0, block(0)))
     far.kept.clear()
     for n in range(4):
         far.batch(n, block(n + 10))
-    rank.hear(*far.batch(4, block(14)))
+    rank.receive(*far.batch(4, block(14)))
     assert index.blocks[0] == names(10, 11, 12, 13, 14)
 
 
 def test_a_reconnection_catches_up_without_a_batch(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce, far.replay)
-    rank.hear(*far.batch(0, block(0)))
+    rank.receive(*far.batch(0, block(0)))
     far.batch(1, removed([1000]), block(1))
     rank.connected()
     assert index.blocks[0] == names(1)
@@ -179,31 +179,31 @@ def test_a_reconnection_catches_up_without_a_batch(far: Upstream, index: Index) 
 def test_a_reconnection_without_replays_clears(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce)
     rank.connected()
-    rank.hear(*far.batch(0, block(0)))
+    rank.receive(*far.batch(0, block(0)))
     rank.connected()
     assert index.blocks[0] == set()
-    rank.hear(*far.batch(7, block(7)))
+    rank.receive(*far.batch(7, block(7)))
     assert (index.blocks[0], rank.counters["lost"]) == (names(7), 0)
 
 
-def test_the_loss_of_the_last_batch_is_found_by_asking(far: Upstream, index: Index) -> None:
+def test_the_loss_of_the_last_batch_is_found_by_a_check(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce, far.replay)
     rank.check()
-    rank.hear(*far.batch(0, block(0)))
+    rank.receive(*far.batch(0, block(0)))
     rank.check()
     far.batch(1, removed([1000]), block(1))
     rank.check()
     assert (index.blocks[0], Cleared() in index.heard) == (names(1), False)
     silent = UpstreamRank(1, index.announce)
-    silent.hear(*far.batch(0, block(0)))
+    silent.receive(*far.batch(0, block(0)))
     silent.check()
-    assert index.blocks[1] == names(0), "no answer says nothing"
+    assert index.blocks[1] == names(0), "no answer changes nothing"
     far.kept = {0: far.kept[0]}
     rank.check()
-    assert index.blocks[0] == names(0), "another life"
+    assert index.blocks[0] == names(0), "the engine has restarted"
 
 
-def test_a_replay_with_gaps_is_asked_for_again(far: Upstream, index: Index) -> None:
+def test_a_replay_with_gaps_is_repeated(far: Upstream, index: Index) -> None:
     for n in range(6):
         far.batch(n, block(n))
     gaps = iter([{2}, {4}, set()])
@@ -217,37 +217,40 @@ def test_a_replay_with_gaps_is_asked_for_again(far: Upstream, index: Index) -> N
     assert far.asked == [0, 2, 4]
 
 
-def test_a_replay_that_always_has_the_same_gap_is_given_up(far: Upstream, index: Index) -> None:
+def test_a_replay_that_always_has_the_same_gap_is_abandoned(far: Upstream, index: Index) -> None:
     for n in (0, 1, 3):
         far.batch(n, block(n))
     rank = UpstreamRank(0, index.announce, far.replay)
     rank.connected()
-    rank.hear(*far.batch(4, block(4)))
+    rank.receive(*far.batch(4, block(4)))
     assert index.blocks[0] == names(4)
     assert (rank.counters["replay_failed"], far.asked) == (1, [0, 2])
 
 
-def test_what_cannot_be_read_is_counted_and_clears(far: Upstream, index: Index) -> None:
+def test_an_unreadable_batch_is_counted_and_clears(far: Upstream, index: Index) -> None:
     rank = UpstreamRank(0, index.announce, far.replay)
-    rank.hear(*far.batch(0, block(0)))
-    rank.hear(1, b"\xc1")
+    rank.receive(*far.batch(0, block(0)))
+    rank.receive(1, b"\xc1")
     assert (index.blocks[0], rank.counters["malformed"]) == (set(), 1)
-    rank.hear(*far.batch(2, block(2)))
-    rank.hear(0, far.kept[0])
-    rank.hear(1, b"\xc1")  # once more, from a replay
+    rank.receive(*far.batch(2, block(2)))
+    rank.receive(0, far.kept[0])
+    rank.receive(1, b"\xc1")  # again, from a replay
     assert index.blocks[0] == names(2)
     assert rank.counters["malformed"] == 1
 
 
 class Far(Upstream):
-    """An engine whose cache holds chains of blocks, and what befalls its batches on their way. Whoever hears nothing of the
-    last batch believes what was true before; whoever hears it must not believe more than what is true now."""
+    """An engine with chains of blocks in its cache, and random faults on its batches.
+
+    If the last batch was missed, the index may still contain earlier blocks. If it was received, the index must contain no
+    block that the engine no longer has.
+    """
 
     def __init__(self, index: Index, dice: random.Random, replays: bool) -> None:
         super().__init__()
         self.rank, self.index, self.dice = UpstreamRank(0, index.announce, self._asked), index, dice
         self.replays, self.number, self.has = replays, 0, set[int]()
-        self.right = 0  # how often all was known
+        self.right = 0  # times at which all blocks were known
         self.rank.connected()
 
     def _asked(self, first: int) -> Iterable[Frame]:
@@ -261,7 +264,7 @@ class Far(Upstream):
                 raise NoReplay("broken off")
 
     def step(self, way: str = "") -> None:
-        """Store or evict something; its batch is heard, doubled, swallowed or damaged on its way."""
+        """Store or evict something; its batch is received, doubled, dropped or damaged."""
         events, dice = [], self.dice
         for _ in range(dice.randrange(1, 4)):
             key = dice.randrange(12)  # three chains of four
@@ -279,12 +282,12 @@ class Far(Upstream):
         if way == "damaged":
             frame = (frame[0], frame[1][:-1] or b"\xc1")
         for _ in range({"swallowed": 0, "doubled": 2}.get(way, 1)):
-            self.rank.hear(*frame)
+            self.rank.receive(*frame)
         if way != "swallowed":
             self.check()
 
-    def befall(self) -> None:
-        """Let something else happen."""
+    def random_event(self) -> None:
+        """Cause another random event."""
         match self.dice.choice(("reconnected", "begins again", "forgets", "asked")):
             case "reconnected":
                 self.rank.connected()
@@ -322,11 +325,11 @@ class Far(Upstream):
 
 @pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_befalls_batches_nothing_is_believed_that_is_not_so(seed: int, replays: bool) -> None:
+def test_in_any_history_the_index_contains_no_missing_block(seed: int, replays: bool) -> None:
     index, dice = Index(), random.Random(seed)
     far = Far(index, dice, replays)
     for _ in range(100):
-        far.step() if dice.random() < 0.9 else far.befall()
+        far.step() if dice.random() < 0.9 else far.random_event()
     assert far.right if replays else not far.rank.counters["replayed"]
     assert all(far.rank.counters[count] for count in ("cleared", "malformed"))
 
@@ -359,7 +362,7 @@ async def listened(
     await asyncio.to_thread(events.stop)
 
 
-async def test_events_are_heard_and_lost_ones_replayed(
+async def test_events_are_received_and_lost_ones_replayed(
     publisher: Publisher, listening: UpstreamKvEvents, index: Index, eventually: Eventually
 ) -> None:
     publisher.publish(block(0))
@@ -373,7 +376,7 @@ async def test_events_are_heard_and_lost_ones_replayed(
     assert listening.counters["lost"] == 1
 
 
-async def test_who_says_nothing_is_asked_whether_he_has(
+async def test_a_silent_rank_is_asked_for_missed_batches(
     publisher: Publisher, index: Index, eventually: Eventually
 ) -> None:
     async for events in listened(index, publisher, quiet_s=0.1):
@@ -385,10 +388,10 @@ async def test_who_says_nothing_is_asked_whether_he_has(
         assert events.counters["lost"] == 0
 
 
-async def test_a_long_history_is_replayed_to_who_comes_late(
+async def test_a_long_history_is_replayed_to_a_late_subscriber(
     publisher: Publisher, index: Index, eventually: Eventually
 ) -> None:
-    """More than a ROUTER keeps for one listener (1,000): what it drops is asked for again."""
+    """More than a ROUTER socket keeps for one peer (1,000): dropped batches are requested again."""
     publisher.lose = True
     for n in range(3000):
         publisher.publish(block(n))
@@ -400,7 +403,7 @@ async def test_a_long_history_is_replayed_to_who_comes_late(
         assert all(a < b for a, b in pairwise(publisher.asked))
 
 
-async def test_an_upstream_that_starts_anew_is_followed(
+async def test_a_restarted_upstream_is_followed(
     publisher: Publisher, listening: UpstreamKvEvents, index: Index, eventually: Eventually
 ) -> None:
     for n in range(3):
@@ -427,7 +430,7 @@ async def test_without_replays_a_gap_clears(index: Index, eventually: Eventually
     publisher.close()
 
 
-async def test_nonsense_is_counted_and_nothing_breaks(
+async def test_invalid_data_is_counted_and_nothing_breaks(
     publisher: Publisher, listening: UpstreamKvEvents, index: Index, eventually: Eventually
 ) -> None:
     publisher.publish(block(0))
@@ -436,13 +439,13 @@ async def test_nonsense_is_counted_and_nothing_breaks(
     publisher.send_frames(b"", (0).to_bytes(8, "big"), b"", b"one too many")
     publisher.send(b"\xc1 no msgpack")
     publisher.publish(["BlockEaten", [1]], block(2))
-    await eventually(lambda: index.blocks.get(0) == names(2))  # perhaps by a replay: the rest comes later
+    await eventually(lambda: index.blocks.get(0) == names(2))  # perhaps by a replay: the rest arrives later
     await eventually(lambda: listening.counters["bad_frames"] == 3)
     counters = listening.counters
     assert (counters["malformed"], counters["unknown"], counters["mistakes"]) == (1, 1, 0)
 
 
-async def test_each_rank_has_its_own(index: Index, eventually: Eventually) -> None:
+async def test_each_rank_has_its_own_events(index: Index, eventually: Eventually) -> None:
     publishers = [Publisher(), Publisher()]
     async for _ in listened(index, *publishers):
         publishers[1].publish(block(1))
@@ -452,9 +455,7 @@ async def test_each_rank_has_its_own(index: Index, eventually: Eventually) -> No
         publisher.close()
 
 
-async def test_a_mistake_of_ours_leaves_nothing_wrong_behind(
-    publisher: Publisher, eventually: Eventually
-) -> None:
+async def test_a_bug_leaves_no_wrong_blocks_behind(publisher: Publisher, eventually: Eventually) -> None:
     index, failing = Index(), [True]
 
     def announce(rank: int, events: list[KvEvent]) -> None:
@@ -474,10 +475,8 @@ async def test_a_mistake_of_ours_leaves_nothing_wrong_behind(
     await asyncio.to_thread(events.stop)
 
 
-async def test_it_ends_quietly_while_it_is_told_a_long_history(
-    publisher: Publisher, eventually: Eventually
-) -> None:
-    """Its worker's loop is about to close, and takes nothing any more."""
+async def test_it_stops_quietly_during_a_long_replay(publisher: Publisher, eventually: Eventually) -> None:
+    """Its worker's loop is about to close, and accepts nothing any more."""
     for n in range(2000):
         publisher.publish(block(n))
     told = threading.Event()
@@ -500,7 +499,7 @@ async def test_it_ends_quietly_while_it_is_told_a_long_history(
     assert not [thread for thread in threading.enumerate() if thread.name == "upstream-kv-events"]
 
 
-async def test_a_replay_that_nobody_answers_holds_nothing_up_for_ever(
+async def test_an_unanswered_replay_times_out(
     publisher: Publisher, index: Index, eventually: Eventually
 ) -> None:
     publisher.silent = True
@@ -513,6 +512,6 @@ async def test_a_replay_that_nobody_answers_holds_nothing_up_for_ever(
         assert events.counters["replay_failed"] == 1
 
 
-def test_no_replay_says_so() -> None:
+def test_no_replay_raises() -> None:
     with pytest.raises(NoReplay):
         no_replay(0)

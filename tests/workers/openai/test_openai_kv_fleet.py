@@ -1,4 +1,4 @@
-"""From an upstream's prefix cache to a frontend's index: over ZeroMQ to the worker, over a real broker to the frontend."""
+"""An upstream's KV events reach a frontend's index: over ZeroMQ to the worker, then a real broker."""
 
 import asyncio
 import random
@@ -34,15 +34,15 @@ def names_of(tokens: list[int]) -> list[int]:
 
 
 class Cache:
-    """The upstream's prefix cache, which its publisher speaks of in names of its own."""
+    """The upstream's prefix cache; its publisher uses its own block names."""
 
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher
-        self.held: dict[int, int] = {}  # our names, by its own
-        self.copies: Counter[int] = Counter()  # of each: what is behind a hole is computed once more
+        self.held: dict[int, int] = {}  # Holdfast's names, by its own
+        self.copies: Counter[int] = Counter()  # per block: what is behind a hole is computed again
 
     def store(self, tokens: list[int], salt: str = "") -> None:
-        """Keep what is new of a prompt's whole blocks."""
+        """Store the new whole blocks of a prompt."""
         whole = tokens[: len(tokens) // SIZE * SIZE]
         own = blocks.sequence_hashes(blocks.local_hashes(whole, SIZE, blocks.seed(namespace=f"own {salt}")))
         known = 0
@@ -60,7 +60,7 @@ class Cache:
         )
 
     def evict(self, random: random.Random) -> None:
-        """Lose a copy of some blocks."""
+        """Evict a copy of some blocks."""
         gone = random.sample(sorted(self.held), min(len(self.held), 3))
         for own in gone:
             self.copies[own] -= 1
@@ -69,12 +69,12 @@ class Cache:
         self.publisher.publish(removed(gone))
 
     def forget(self) -> None:
-        """Begin another life."""
+        """Restart."""
         self.held.clear()
         self.copies.clear()
 
     def empty(self) -> None:
-        """Lose all."""
+        """Evict all blocks."""
         self.forget()
         self.publisher.publish(cleared())
 
@@ -130,7 +130,7 @@ async def served(
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Return prompts that share beginnings."""
+    """Return prompts with shared prefixes."""
     dice = random.Random(seed)
     stems = [[dice.randrange(300, 1800) for _ in range(4 * SIZE)] for _ in range(3)]
     return [
@@ -141,7 +141,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def depth(names: list[int], there: set[int]) -> int:
-    """Return how many of these blocks, from the first on, are there."""
+    """Return how many of these blocks, from the first on, are present."""
     return next((place for place, name in enumerate(names) if name not in there), len(names))
 
 
@@ -171,7 +171,7 @@ async def test_a_frontend_knows_what_the_server_behind_a_worker_has_cached(
         cache.store(prompts(1)[0])
         cache.evict(dice)
         publisher.lose = False
-        cache.store(prompts(3)[0])  # the first that is heard again
+        cache.store(prompts(3)[0])  # the first one received again
         await eventually(same)
         cache.empty()
         await eventually(same)

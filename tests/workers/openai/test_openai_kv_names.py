@@ -1,4 +1,4 @@
-"""An engine's own block hashes, in our names: what it says it has is what we say, never more."""
+"""The translation of an engine's block hashes: announced blocks are those that it has, never more."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -47,14 +47,14 @@ def test_both_shapes_of_an_event_are_read(shape: Shape) -> None:
     assert second == BlocksRemoved([7]) and third == AllCleared()
 
 
-def test_an_early_vllm_that_says_less_is_read() -> None:
+def test_an_early_vllm_with_fewer_fields_is_read() -> None:
     batch = read_batch(
         msgspec.msgpack.encode([1.0, [["BlockStored", [-7], None, [1, 2], 2, None], ["BlockRemoved", [-7]]]])
     )
     assert [type(event) for event in batch.events] == [BlocksStored, BlocksRemoved]
 
 
-def test_a_later_engine_that_says_more_is_read() -> None:
+def test_a_later_engine_with_more_fields_is_read() -> None:
     more = stored(
         [b"\x01" * 32], TOKENS[:4], 4, group_idx=0, kv_cache_spec_kind="full_attention", mood="good"
     )
@@ -96,7 +96,7 @@ def test_a_later_engine_that_says_more_is_read() -> None:
         packed([["BlockRemoved"]]),
     ],
 )
-def test_what_cannot_be_read_is_malformed(payload: bytes) -> None:
+def test_an_unreadable_batch_is_malformed(payload: bytes) -> None:
     with pytest.raises(MalformedKvBatch):
         read_batch(payload)
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_malformed(payload: bytes) -> None:
     lambda inner: st.lists(inner, max_size=6),
     max_leaves=20,
 ))  # fmt: skip
-def test_no_payload_is_more_than_malformed(payload: bytes, value: Any) -> None:
+def test_any_payload_is_read_or_malformed(payload: bytes, value: Any) -> None:
     for one in (payload, msgspec.msgpack.encode([1.0, [value]])):
         try:
             Names().take(read_batch(one).events)
@@ -118,7 +118,7 @@ def test_no_payload_is_more_than_malformed(payload: bytes, value: Any) -> None:
 # --- the names
 
 
-def test_blocks_are_called_as_everybody_calls_them() -> None:
+def test_blocks_have_the_names_used_everywhere() -> None:
     names, (a, b, c) = Names(), names_of(TOKENS)
     assert heard(names, stored([-1, -2], TOKENS[:8], 4)) == [Stored([a, b])]
     assert heard(names, stored([-3], TOKENS[8:], 4, parent=-2)) == [Stored([c], b)]
@@ -157,13 +157,13 @@ def test_tiers_follow_the_medium_and_a_block_lives_as_long_as_any_of_them_has_it
 @pytest.mark.parametrize(
     "elsewhere", [{"medium": "EXTERNAL"}, {"locality": "REMOTE"}, {"kv_cache_spec_kind": "sliding_window"}]
 )
-def test_what_is_not_in_this_engines_prefix_cache_is_not_ours(elsewhere: dict[str, Any]) -> None:
+def test_blocks_outside_this_engines_prefix_cache_are_ignored(elsewhere: dict[str, Any]) -> None:
     names = Names()
     assert heard(names, stored([1], TOKENS[:4], 4, **elsewhere)) == []
     assert names.block_tokens is None
 
 
-def test_of_several_groups_of_layers_one_is_heard() -> None:
+def test_only_one_of_several_layer_groups_is_used() -> None:
     names, (a, *_) = Names(), names_of(TOKENS)
     both = [stored([1], TOKENS[:4], 4, group_idx=group) for group in (0, 1)]
     assert heard(names, *both) == [Stored([a])]
@@ -183,7 +183,7 @@ def test_salts_and_adapters_are_in_the_names() -> None:
     assert said == [Stored([fourth], salted[2])]
 
 
-def test_an_untold_salt_hides_what_could_be_the_salted_prompt_until_salts_are_told() -> None:
+def test_an_unreported_salt_hides_possibly_salted_prompts_until_salts_are_reported() -> None:
     names, (a, *_) = Names(), names_of(TOKENS)
     other = list(range(50, 58))
     names.salted(TOKENS)  # the size of a block is not known yet
@@ -199,7 +199,7 @@ def test_an_untold_salt_hides_what_could_be_the_salted_prompt_until_salts_are_to
     assert heard(names, stored([8], TOKENS[:4], 4)) == [Stored([a])]
 
 
-def test_of_salted_prompts_the_last_are_remembered() -> None:
+def test_only_the_last_salted_prompts_are_remembered() -> None:
     names = Names(salted_max=2)
     heard(names, stored([1], TOKENS[:4], 4))
     for first in (10, 20, 30):
@@ -217,7 +217,7 @@ def test_of_salted_prompts_the_last_are_remembered() -> None:
         {"lora_id": 3},
     ],
 )
-def test_what_no_router_can_ask_for_is_kept_to_ourselves(hidden: dict[str, Any]) -> None:
+def test_blocks_that_no_router_can_ask_for_are_not_announced(hidden: dict[str, Any]) -> None:
     names = Names()
     assert heard(names, stored([1, 2], TOKENS[:8], 4, **hidden)) == []
     assert heard(names, stored([3], TOKENS[8:], 4, parent=2)) == []
@@ -225,7 +225,7 @@ def test_what_no_router_can_ask_for_is_kept_to_ourselves(hidden: dict[str, Any])
     assert (len(names), sum(names.passed_over.values())) == (0, 0)
 
 
-def test_a_picture_hides_only_what_follows_it() -> None:
+def test_an_image_hides_only_the_blocks_after_it() -> None:
     names, (a, *_) = Names(), names_of(TOKENS)
     extras = [None, [["picture", 1]], None]
     assert heard(names, stored([1, 2, 3], TOKENS, 4, extra_keys=extras)) == [Stored([a])]
@@ -240,7 +240,7 @@ def test_a_picture_hides_only_what_follows_it() -> None:
         (stored([9], [], 0), "unnamed"),
     ],
 )
-def test_what_cannot_be_named_is_counted(event: Any, reason: str) -> None:
+def test_blocks_that_cannot_be_named_are_counted(event: Any, reason: str) -> None:
     names = Names()
     heard(names, stored([1], TOKENS[:4], 4))
     assert heard(names, event) == []
@@ -259,7 +259,7 @@ def test_an_emptied_cache_is_forgotten() -> None:
 # --- after a loss
 
 
-def test_what_is_in_use_comes_back_by_itself_after_a_loss() -> None:
+def test_blocks_in_use_are_recovered_after_a_loss() -> None:
     names, (a, b, c) = Names(), names_of(TOKENS)
     heard(names, stored([1, 2], TOKENS[:8], 4))
     assert names.lose() == [Cleared()]
@@ -267,7 +267,7 @@ def test_what_is_in_use_comes_back_by_itself_after_a_loss() -> None:
     assert heard(names, stored([3], TOKENS[8:], 4, parent=2)) == [Stored([a, b]), Stored([c], b)]
 
 
-def test_what_is_stored_beside_the_device_proves_nothing_of_those_before_it() -> None:
+def test_a_block_stored_on_a_slower_tier_does_not_prove_its_parents() -> None:
     names = Names()
     heard(names, stored([1], TOKENS[:4], 4))
     names.lose()
@@ -275,7 +275,7 @@ def test_what_is_stored_beside_the_device_proves_nothing_of_those_before_it() ->
     assert names.passed_over["orphan"] == 1
 
 
-def test_there_is_a_bound_and_what_was_lost_makes_room_first() -> None:
+def test_known_blocks_are_bounded_and_lost_ones_make_room_first() -> None:
     names = Names(known_max=2)
     heard(names, stored([1, 2], TOKENS[:8], 4))
     assert heard(names, stored([3], TOKENS[8:], 4)) == []
@@ -286,7 +286,7 @@ def test_there_is_a_bound_and_what_was_lost_makes_room_first() -> None:
 
 
 class Engine:
-    """A prefix cache as vLLM's: every copy of a block is said when it comes and when it goes. A path names a block."""
+    """A prefix cache like vLLM's: every copy of a block is reported when it is stored and removed. A path names a block."""
 
     def __init__(self) -> None:
         self.copies: Counter[tuple[int, ...]] = Counter()
@@ -296,7 +296,7 @@ class Engine:
         return self.copies[path] > 0
 
     def store(self, path: tuple[int, ...], again: int) -> Any:
-        """Compute a prompt, the last `again` of its cached blocks once more."""
+        """Compute a prompt, and its last `again` cached blocks once more."""
         cached = 0
         while cached < len(path) and self.has(path[: cached + 1]):
             cached += 1
@@ -336,9 +336,7 @@ def apply(events: list[KvEvent], has: set[int]) -> None:
     for event in events:
         match event:
             case Stored(blocks=names, parent=parent):
-                assert parent is None or parent in has, (
-                    "an index takes nothing in after what it does not have"
-                )
+                assert parent is None or parent in has, "an index stores no block without its parent"
                 has.update(names)
             case Removed(blocks=names):
                 assert has.issuperset(names)
@@ -352,7 +350,9 @@ def apply(events: list[KvEvent], has: set[int]) -> None:
     steps=st.lists(st.tuples(STEPS, st.sampled_from(["heard"] * 5 + ["lost"])), max_size=30),
     losses=st.booleans(),
 )
-def test_we_say_what_the_engine_has_and_after_losses_never_more(steps: list[Any], losses: bool) -> None:
+def test_announced_blocks_match_the_engine_and_are_never_more_after_losses(
+    steps: list[Any], losses: bool
+) -> None:
     engine, names = Engine(), Names()
     has: set[int] = set()
     for (kind, what, again), fate in steps:
@@ -364,7 +364,7 @@ def test_we_say_what_the_engine_has_and_after_losses_never_more(steps: list[Any]
         assert has <= engine.named() if losses else has == engine.named()
 
 
-def test_after_a_conviction_only_what_was_stored_since_is_known_and_by_the_requests_own_salts() -> None:
+def test_after_a_conviction_only_newer_blocks_are_known_by_their_own_salts() -> None:
     names, plain, tenant = Names(), names_of(TOKENS), names_of(TOKENS, seed=blocks.seed(namespace="t"))
 
     def salted(key: int, epoch: int, own: str = "", parent: int | None = None) -> Any:
@@ -382,12 +382,12 @@ def test_after_a_conviction_only_what_was_stored_since_is_known_and_by_the_reque
 
 @given(epoch=st.integers(0, 10**16), salt=st.text(max_size=4), looks=st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_a_salt_is_read_as_it_was_written_whatever_it_looks_like(epoch: int, salt: str, looks: bool) -> None:
+def test_any_salt_is_read_as_it_was_written(epoch: int, salt: str, looks: bool) -> None:
     salt = salt_of(9, salt) if looks else salt
     assert read_salt(salt_of(epoch, salt)) == (epoch, salt)
 
 
-def test_salts_that_only_look_like_an_epochs_are_none() -> None:
+def test_salts_that_resemble_an_epochs_are_not_one() -> None:
     for salt in (
         "",
         "holdfast-epoch-",

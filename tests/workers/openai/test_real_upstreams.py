@@ -2,10 +2,10 @@
 
     make test-llamacpp        builds llama-server, starts two of them, and runs this against them
     make test-vllm            installs vLLM for the CPU, and does the same with two of those
-    HOLDFAST_TEST_LLAMACPP_URLS=URL,URL pytest -m llamacpp tests/workers/openai/test_real_upstreams.py   two that already run
+    HOLDFAST_TEST_LLAMACPP_URLS=URL,URL pytest -m llamacpp tests/workers/openai/test_real_upstreams.py   two running servers
     HOLDFAST_TEST_VLLM_URLS=URL,URL pytest -m vllm tests/workers/openai/test_real_upstreams.py             the same
 
-What came out is in docs/engines.md.
+The results are in docs/engines.md.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.upstream import Upstream
 
-PROMPT = [40 + n * 7 % 1900 for n in range(48)]  # ids that any vocabulary of 2,048 knows
+PROMPT = [40 + n * 7 % 1900 for n in range(48)]  # valid ids for any vocabulary of 2,048
 TEXT = "def main(argv):\n    parser = ArgumentParser(description="
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 
 
 def urls(variable: str, request: pytest.FixtureRequest) -> list[str]:
-    """Return the two servers that a variable names, or two of our own, or skip."""
+    """Return the two servers named by a variable, or two of the tests' own, or skip."""
     found = [url for url in os.environ.get(variable, "").split(",") if url]
     if not found:
         fixture = "llamas" if "LLAMACPP" in variable else "vllms"
@@ -63,7 +63,7 @@ def text(answer: Answer) -> str:
     return "".join(chunk.text or "" for chunk in answer.chunks)
 
 
-async def test_a_stream_comes_to_its_end(pair: tuple[Rig, Rig]) -> None:
+async def test_a_stream_completes(pair: tuple[Rig, Rig]) -> None:
     answer = await pair[0].ask(PROMPT, prompt_text=TEXT, **GREEDY)
     assert (answer.error, answer.finish) == (None, "length")
     assert len(answer.tokens) == 32 if exact(pair[0]) else text(answer)
@@ -92,7 +92,7 @@ async def test_a_canary_is_not_answered_from_the_prefix_cache(llamas: list[Llama
     assert computed[1:] == [1, len(PROMPT)]
 
 
-async def test_a_cut_answer_goes_on_on_the_other(pair: tuple[Rig, Rig]) -> None:
+async def test_a_cut_answer_continues_on_the_other(pair: tuple[Rig, Rig]) -> None:
     here, there = pair
     whole = await here.ask(PROMPT, prompt_text=TEXT, **GREEDY)
     if not exact(here):
@@ -104,7 +104,7 @@ async def test_a_cut_answer_goes_on_on_the_other(pair: tuple[Rig, Rig]) -> None:
     assert cut + rest.tokens == whole.tokens
 
 
-async def test_a_cancelled_stream_leaves_the_server_well(pair: tuple[Rig, Rig]) -> None:
+async def test_a_cancelled_stream_leaves_the_server_healthy(pair: tuple[Rig, Rig]) -> None:
     rig = pair[0]
     key = rig.submit(PROMPT, prompt_text=TEXT, **{**GREEDY, "max_tokens": 1000})
     await rig.until(lambda: rig.answers[key].chunks)
@@ -114,14 +114,14 @@ async def test_a_cancelled_stream_leaves_the_server_well(pair: tuple[Rig, Rig]) 
     await rig.engine.check()
 
 
-async def test_eight_streams_at_once_all_come_to_their_end(pair: tuple[Rig, Rig]) -> None:
+async def test_eight_concurrent_streams_complete(pair: tuple[Rig, Rig]) -> None:
     rig = pair[0]
     keys = [rig.submit([*PROMPT, 300 + n], prompt_text=f"{TEXT}{n}", **GREEDY) for n in range(8)]
     ends = await asyncio.gather(*(rig.answer(key) for key in keys))
     assert [end.finish for end in ends] == ["length"] * 8
 
 
-async def test_a_mistake_of_the_clients_is_told_as_one(pair: tuple[Rig, Rig]) -> None:
+async def test_a_client_error_is_reported_as_one(pair: tuple[Rig, Rig]) -> None:
     rig = pair[0]
     answer = await rig.ask(PROMPT, prompt_text=TEXT, temperature=-1.0, max_tokens=4)
     assert answer.error is None or answer.error.startswith("invalid_request: ")

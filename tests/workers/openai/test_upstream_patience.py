@@ -1,4 +1,7 @@
-"""What a worker says of an upstream that is not there yet: nothing listens, it wants a key, it is loading. It quotes nobody."""
+"""What a worker reports of an upstream that is not ready: unreachable, key required, loading.
+
+It never quotes the server's own text.
+"""
 
 import asyncio
 import ssl
@@ -21,7 +24,7 @@ KEY = "sk-planted"
 
 
 class Gate:
-    """A server that answers as it is told, and serves one model where nothing is in the way."""
+    """A scriptable server, which serves one model if nothing prevents it."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -58,7 +61,7 @@ async def gate() -> AsyncIterator[Gate]:
 
 
 async def awaited(settings: UpstreamSettings) -> tuple[str, str]:
-    """Return why, and with which model, an upstream is waited for at first."""
+    """Return why, and with which model, an upstream is first waited for."""
     upstream = Upstream(settings.url, settings.key, 1)
     patience = UpstreamWait(upstream, settings)
     waiting = asyncio.ensure_future(patience.abilities())
@@ -73,40 +76,40 @@ async def awaited(settings: UpstreamSettings) -> tuple[str, str]:
         await upstream.close()
 
 
-async def test_nothing_listens() -> None:
+async def test_an_unreachable_upstream_is_reported() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert await awaited(UpstreamSettings(url=url)) == (f"cannot connect to {url} (Connection refused)", "")
 
 
-async def test_a_password_in_its_url_is_not_told() -> None:
+async def test_a_password_in_its_url_is_not_shown() -> None:
     port = free_port()
     why, _ = await awaited(UpstreamSettings(url=f"http://ada:pass@127.0.0.1:{port}/v1"))
     assert why == f"cannot connect to http://127.0.0.1:{port} (Connection refused)"
 
 
 @pytest.mark.parametrize(
-    ("key", "why"), [("", "it wants an API key"), ("bad", "it does not take the API key that it was given")]
+    ("key", "why"), [("", "it requires an API key"), ("bad", "it does not accept the API key")]
 )
-async def test_it_wants_a_key(gate: Gate, key: str, why: str) -> None:
+async def test_a_required_key_is_reported(gate: Gate, key: str, why: str) -> None:
     gate.key = KEY
     found = await awaited(UpstreamSettings(url=gate.url, key=key))
     assert found == (f"{gate.url}/v1/models answers 401: {why} (--upstream-key-file)", "")
 
 
-async def test_it_is_loading_and_says_already_what(gate: Gate) -> None:
+async def test_a_loading_upstream_is_reported_with_its_model(gate: Gate) -> None:
     gate.status = 503
     why, model = await awaited(UpstreamSettings(url=gate.url, key=KEY))
-    assert why == f"{gate.url} is loading, or has too much to do: /v1/completions answers 503"
+    assert why == f"{gate.url} is loading or overloaded: /v1/completions answers 503"
     assert model == "llama"
 
 
-async def test_another_error_is_told_by_its_number_alone(gate: Gate) -> None:
+async def test_another_error_is_reported_by_its_status_alone(gate: Gate) -> None:
     gate.status = 500
     why, _ = await awaited(UpstreamSettings(url=gate.url, key=KEY))
     assert why == f"{gate.url}/v1/completions answers 500"
 
 
-async def test_who_mends_the_key_file_need_not_start_the_worker_anew(gate: Gate, tmp_path: Path) -> None:
+async def test_a_corrected_key_file_needs_no_restart(gate: Gate, tmp_path: Path) -> None:
     gate.key, file = KEY, tmp_path / "key"
     file.write_text("bad\n")
     upstream = Upstream(gate.url, "", 1)
@@ -124,7 +127,7 @@ async def test_who_mends_the_key_file_need_not_start_the_worker_anew(gate: Gate,
         await upstream.close()
 
 
-async def test_after_its_time_a_person_is_told_all_of_it_but_our_key(gate: Gate) -> None:
+async def test_after_the_timeout_the_full_error_is_shown_without_the_key(gate: Gate) -> None:
     gate.status = 500
     upstream = Upstream(gate.url, KEY, 1)
     try:
@@ -144,7 +147,7 @@ async def test_after_its_time_a_person_is_told_all_of_it_but_our_key(gate: Gate)
         ("schlüssel".encode(), "holds no key"),
     ],
 )
-def test_a_file_without_a_key_is_refused_with_a_sentence(
+def test_a_file_without_a_key_is_refused_with_the_reason(
     tmp_path: Path, held: bytes | None, why: str
 ) -> None:
     file = tmp_path / "key"
@@ -154,14 +157,14 @@ def test_a_file_without_a_key_is_refused_with_a_sentence(
         read_key(file)
 
 
-def test_a_key_is_what_stands_on_the_only_line(tmp_path: Path) -> None:
+def test_a_key_is_the_only_line_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"  {KEY}\r\n\n")
     assert read_key(file) == KEY
 
 
-async def test_an_untrusted_certificate_and_a_port_without_tls_say_so(tmp_path: Path) -> None:
-    """They were called `Operation not permitted`: such an error has the number of another one."""
+async def test_an_untrusted_certificate_and_a_port_without_tls_are_reported(tmp_path: Path) -> None:
+    """They were once called `Operation not permitted`: such an error has the number of another one."""
     cert, key = certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)

@@ -1,4 +1,4 @@
-"""Opt-in (make test-vllm): what only vLLM does, and what we have it do."""
+"""Opt-in (make test-vllm): behaviour specific to vLLM."""
 
 import asyncio
 import shutil
@@ -39,7 +39,7 @@ async def rig(vllms: list[VllmServer]) -> AsyncIterator[Rig]:
         yield rig
 
 
-async def test_it_is_known_for_what_it_is(rig: Rig) -> None:
+async def test_its_identity_is_detected(rig: Rig) -> None:
     identity = rig.engine.identity
     assert (identity.model, identity.engine_version, identity.context_tokens) == ("tiny", "0.32.0", 4096)
     assert identity.exact
@@ -52,7 +52,7 @@ async def test_the_token_that_ends_an_answer_is_its_last(rig: Rig) -> None:
     assert (answer.finish, answer.tokens) == ("stop", whole[: whole.index(stop) + 1])
 
 
-async def test_logprobs_come_with_every_token_best_first(rig: Rig) -> None:
+async def test_every_token_has_logprobs_best_first(rig: Rig) -> None:
     answer = await rig.ask(PROMPT, **GREEDY, logprobs=3)
     assert len(answer.logprobs) == len(answer.tokens) == 32
     for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
@@ -63,7 +63,10 @@ async def test_logprobs_come_with_every_token_best_first(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("guided", "answers"),
     [
-        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),  # a name that vLLM knows no more, and would ignore
+        (
+            {"guided_choice": ["yes", "no"]},
+            {"yes", "no"},
+        ),  # a name that current vLLM does not know, and would ignore
         ({"guided_regex": "ab|cd"}, {"ab", "cd"}),
         ({"guided_grammar": 'root ::= "ab" | "cd"'}, {"ab", "cd"}),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
@@ -78,7 +81,7 @@ async def test_logprobs_come_with_every_token_best_first(rig: Rig) -> None:
         ),
     ],
 )
-async def test_a_constraint_is_obeyed_whatever_it_is_called(
+async def test_a_constraint_is_obeyed_under_either_name(
     rig: Rig, vllms: list[VllmServer], guided: dict[str, Any], answers: set[str]
 ) -> None:
     key = rig.key()
@@ -110,7 +113,7 @@ async def test_logprobs_of_a_prompt_are_those_of_an_answer(rig: Rig, top: int) -
         assert [token for token, _ in theirs.top] == [token for token, _ in ours.top[:top]]
 
 
-async def test_a_cancelled_request_is_gone_from_it(
+async def test_a_cancelled_request_is_removed_from_it(
     rig: Rig, vllms: list[VllmServer], eventually: Eventually
 ) -> None:
     running = "vllm:num_requests_running"
@@ -135,18 +138,18 @@ async def test_every_cut_of_an_answer_continues_to_the_same_end(rig: Rig, vllms:
             assert whole[:cut] + rest.tokens == whole, f"cut after {cut}"
 
 
-# --- weights that are no numbers
+# --- NaN weights
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """A server whose last norm is NaN: every logit is."""
+    """A server with a NaN final norm: every logit is NaN."""
     made = folder()
     if made is None:
         pytest.skip("needs a vLLM: make test-vllm")
     place = tmp_path_factory.mktemp("broken")
     model = Path(shutil.copytree(made / "tiny", place / "tiny"))
-    from safetensors.numpy import load_file, save_file  # comes with the transformers extra, as the model does
+    from safetensors.numpy import load_file, save_file  # part of the transformers extra, like the model
 
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] = numpy.full_like(weights["model.norm.weight"], numpy.nan)
@@ -158,10 +161,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 @pytest.mark.parametrize("logprobs", [0, 5])
 @pytest.mark.parametrize("canary", [False, True])
-async def test_nan_is_not_taken_for_an_answer(
+async def test_nan_is_an_error_not_an_answer(
     vllms: list[VllmServer], broken: VllmServer, canary: bool, logprobs: int
 ) -> None:
-    """As when the weights break while it serves: what it can do is known from before."""
+    """As if the weights broke while it serves: its abilities are already known."""
     sound, server = Upstream(vllms[0].url, "", 8), Upstream(broken.url, "", 8)
     sampling = Sampling(max_tokens=32, ignore_eos=True, logprobs=logprobs)
     request = Generate(1, "r", PROMPT, len(PROMPT), sampling, canary=canary)
@@ -178,7 +181,7 @@ async def test_nan_is_not_taken_for_an_answer(
     assert not [token for chunk in chunks for token in chunk.tokens]
 
 
-async def test_a_server_that_only_knows_nan_gets_no_worker(broken: VllmServer) -> None:
+async def test_a_server_with_only_nan_gets_no_worker(broken: VllmServer) -> None:
     engine = OpenAIEngine(UpstreamSettings(url=broken.url, start_s=1.0))
     with pytest.raises(EngineDead, match="Out of range float values"):
         await engine.start(lambda out: None)

@@ -1,6 +1,6 @@
-"""Opt-in (make test-vllm): a whole fleet in front of two real vLLM servers, one of which is struck in mid-stream.
+"""Opt-in (make test-vllm): a fleet in front of two real vLLM servers, one of which fails.
 
-Every answer is compared with the undisturbed one. How long users waited is printed, and noted in docs/engines.md.
+Every answer is compared with the undisturbed one. Waiting times of users are printed, and recorded in docs/engines.md.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from events.observations import (
     WorkerJoined,
 )
 
-PLANTED = b"1007,1008,1009"  # vLLM has no request that we know of that ends it, so a proxy kills it where these pass
+PLANTED = b"1007,1008,1009"  # no known request crashes vLLM, so a proxy kills it when these pass
 POISON = [300, 301, 1007, 1008, 1009, 302]
 ASKED_AGAIN = 5
 STREAMS = 6
 TOKENS = 300
-SPOKEN = 10  # pieces of every stream, before the blow
+SPOKEN = 10  # pieces of every stream before the fault
 ROUNDS_MAX = 5  # on a busy machine a stream may be over, or all may have moved, before another has begun
 RECOVERS_WITHIN_S = 120.0
 FLAGS = ("--canary-interval", "1", "--breaker-wait", "1", "--breaker-backoff", "1")
@@ -73,8 +73,10 @@ def all_serve(status: dict[str, Any]) -> bool:
 async def struck(
     fleet: DemoFleet, worker: str, users: Users, strike: Callable[[], None], eventually: Eventually
 ) -> tuple[list[Received], float, datetime]:
-    """Start the streams, strike once all of them speak, some of them at this worker, and return them when they have ended,
-    and when it was by both clocks."""
+    """Start the streams, inject a fault once all have begun and some of them run on this worker.
+
+    Return the finished streams, and the time of the fault by both clocks.
+    """
     for _ in range(ROUNDS_MAX):
         users.streams.clear()
         name, struck_at = f"struck-{next(_numbers)}", None
@@ -93,7 +95,7 @@ async def struck(
 async def moves(
     fleet: DemoFleet, streams: Sequence[Received], since: datetime, eventually: Eventually
 ) -> list[RequestMigrated]:
-    """Return what the journal says of the streams' moves, once it says so; a move before the blow is none of its."""
+    """Return the journal's migration events of the streams, once they are recorded; earlier moves are excluded."""
     ours, found = {stream.request for stream in streams}, []
 
     async def told() -> bool:
@@ -109,7 +111,7 @@ async def moves(
     return found
 
 
-async def test_canaries_pass_on_both_and_both_agree_on_the_goldens(
+async def test_canaries_pass_on_both_servers_with_agreed_goldens(
     fleet: DemoFleet, eventually: Eventually
 ) -> None:
     await fleet.until(all_serve, RECOVERS_WITHIN_S)
@@ -128,7 +130,7 @@ async def test_canaries_pass_on_both_and_both_agree_on_the_goldens(
     assert all(set(fact.by) == {"w0", "w1"} for fact in facts if isinstance(fact, GoldenAgreed))
 
 
-async def test_no_cache_answers_for_a_canary(
+async def test_canaries_bypass_the_prefix_cache(
     fleet: DemoFleet, vllms: list[VllmServer], eventually: Eventually
 ) -> None:
     await fleet.until(all_serve, RECOVERS_WITHIN_S)
@@ -142,7 +144,7 @@ async def test_no_cache_answers_for_a_canary(
     async def asked_often() -> bool:
         return all(now[0] > then[0] + 200 for now, then in zip(await cached(), before, strict=True))
 
-    await eventually(asked_often, 60.0)  # five canaries, of 40 tokens or so
+    await eventually(asked_often, 60.0)  # five canaries, of about 40 tokens
     assert [now[1] - then[1] for now, then in zip(await cached(), before, strict=True)] == [0, 0]
 
 
@@ -156,7 +158,7 @@ STRIKES: list[tuple[str, int, Callable[[VllmServer], None]]] = [
 
 
 @pytest.mark.parametrize(("place", "strike"), [s[1:] for s in STRIKES], ids=[s[0] for s in STRIKES])
-async def test_a_stream_goes_on_on_the_other_server(
+async def test_a_stream_continues_on_the_other_server(
     fleet: DemoFleet,
     vllms: list[VllmServer],
     place: int,
@@ -194,13 +196,13 @@ async def test_a_stream_goes_on_on_the_other_server(
 
 
 def pause(stream: Received, at: float) -> float:
-    """Return the longest silence that this user met after an instant, in seconds."""
+    """Return the longest silence of this stream after an instant, in seconds."""
     times = [at, *(t for t in stream.times if t > at)]
     return max(after - before for before, after in itertools.pairwise(times))
 
 
 class Killer:
-    """A proxy before one server: what is planted kills it."""
+    """A proxy in front of one server: the planted tokens kill it."""
 
     def __init__(self, server: VllmServer) -> None:
         self.kills = 0
@@ -210,7 +212,7 @@ class Killer:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["Killer"]:
-        """Pass connections on."""
+        """Forward connections."""
         async with await asyncio.start_server(self._pass_on, "127.0.0.1", 0) as server:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             yield self
@@ -239,7 +241,7 @@ class Killer:
         said = b""
         while data := await source.read(65536):
             said = (said + data.replace(b" ", b""))[-100_000:]
-            if kills and PLANTED in said:  # before it is read: so small a model has answered in no time
+            if kills and PLANTED in said:  # before it is read: so small a model answers immediately
                 said = b""
                 self.kills += 1
                 self._server.kill()
@@ -248,7 +250,7 @@ class Killer:
         target.close()
 
 
-async def test_a_request_that_kills_its_server_falls_two_at_most_and_is_refused_then(
+async def test_a_request_that_kills_its_server_is_refused_after_at_most_two(
     vllms: list[VllmServer], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     made = folder()
@@ -269,7 +271,7 @@ async def test_a_request_that_kills_its_server_falls_two_at_most_and_is_refused_
             fallen = [killer.kills for killer in killers]
             assert fallen == [1, 1]
             for server in vllms:
-                server.revive()  # from this thread: what another one starts dies with it
+                server.revive()  # from this thread: processes started by another one die with it
             await fleet.until(all_serve, RECOVERS_WITHIN_S)
             for _ in range(ASKED_AGAIN):
                 with pytest.raises(openai.APIStatusError) as refused:

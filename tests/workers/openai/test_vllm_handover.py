@@ -1,4 +1,4 @@
-"""Opt-in (make test-vllm): a stream moves between two real vLLM servers with its KV cache, and by re-prefill."""
+"""Opt-in (make test-vllm): moves between two real vLLM servers, with the KV cache and by re-prefill."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 
 pytestmark = pytest.mark.vllm
-CUT, TOKENS = 40, 200  # a busy tester finds the stream under way at its cut
+CUT, TOKENS = 40, 200  # on a busy machine the stream is still running at its cut
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -53,7 +53,7 @@ async def first_token_ms(rig: Rig, key: int, since: float) -> float:
 
 
 async def by_cache(source: Rig, target: Rig, prompt: list[int]) -> tuple[list[int], float]:
-    """Move a stream with its cache; return all that was said, and the pause."""
+    """Move a stream with its cache; return all its tokens, and the pause."""
     key = await begun(source, prompt)
     export = source.engine.export(key)
     assert export is not None
@@ -76,7 +76,7 @@ async def moved(export: Export, room: Import) -> None:
 
 
 async def by_replay(source: Rig, target: Rig, prompt: list[int]) -> tuple[list[int], float]:
-    """Move a stream by re-prefill; return all that was said, and the pause."""
+    """Move a stream by re-prefill; return all its tokens, and the pause."""
     key = await begun(source, prompt)
     since = asyncio.get_running_loop().time()
     source.engine.cancel(key)
@@ -99,7 +99,7 @@ async def test_a_stream_moves_exactly_by_either_method(
             undisturbed = (await target.ask(prompt, **GREEDY, max_tokens=TOKENS)).tokens
             assert whole == undisturbed
             pauses.setdefault(name, []).append(pause_ms)
-    with capsys.disabled():  # what it is for: the figures
+    with capsys.disabled():  # the purpose of this test: the figures
         print(f"\nA stream with a prompt of {length} tokens moves from vLLM to vLLM, without a token for")
         for name, (first, again) in pauses.items():
             print(f"  {first:.0f} ms by {name}, {again:.0f} ms the next time", flush=True)

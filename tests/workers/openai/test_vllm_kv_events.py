@@ -1,4 +1,4 @@
-"""Opt-in (make test-vllm): what a real vLLM says of its prefix cache is what is in it."""
+"""Opt-in (make test-vllm): the KV events of a real vLLM match its prefix cache."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -24,7 +24,7 @@ ANSWER: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": Tru
 
 
 class Index:
-    """What a router would believe of it."""
+    """A router's view of it."""
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()
@@ -93,7 +93,7 @@ async def test_blocks_are_announced_once_they_are_cached_and_canaries_never(
     assert len(index.blocks) == before + 5
 
 
-async def test_who_comes_late_hears_all_of_it(
+async def test_a_late_subscriber_receives_everything(
     both: tuple[Rig, Index], vllms: list[VllmServer], eventually: Eventually
 ) -> None:
     rig, index = both
@@ -105,7 +105,7 @@ async def test_who_comes_late_hears_all_of_it(
     await late.engine.stop()
 
 
-async def test_what_was_said_of_a_full_cache_is_what_is_found_in_it(
+async def test_the_events_of_a_full_cache_match_its_hits(
     both: tuple[Rig, Index], vllms: list[VllmServer], eventually: Eventually
 ) -> None:
     rig, index = both
@@ -122,7 +122,7 @@ async def test_what_was_said_of_a_full_cache_is_what_is_found_in_it(
         assert found == min(said, 4000 - BLOCK), salt  # the last token is computed in any case
 
 
-async def test_two_copies_of_a_block_are_there_until_both_are_gone(
+async def test_a_block_with_two_copies_stays_until_both_are_removed(
     both: tuple[Rig, Index], eventually: Eventually
 ) -> None:
     rig, index = both
@@ -138,7 +138,7 @@ async def test_two_copies_of_a_block_are_there_until_both_are_gone(
     assert len(index.blocks) <= rig.engine.identity.profile.kv_blocks
 
 
-async def test_a_server_that_is_killed_and_comes_back_has_nothing(
+async def test_a_killed_and_restarted_server_has_an_empty_cache(
     tmp_path: Path, eventually: Eventually
 ) -> None:
     if (made := folder()) is None:
@@ -160,7 +160,7 @@ async def test_a_server_that_is_killed_and_comes_back_has_nothing(
         server.kill()
 
 
-async def test_its_load_is_its_own_account(both: tuple[Rig, Index], eventually: Eventually) -> None:
+async def test_its_load_comes_from_its_metrics(both: tuple[Rig, Index], eventually: Eventually) -> None:
     rig, _ = both
     keys = [rig.submit(prompt(60 + n, 40), **{**ANSWER, "max_tokens": 400}) for n in range(12)]
     await eventually(lambda: rig.engine.load().waiting == 4)  # it runs 8 at once
@@ -174,7 +174,7 @@ async def test_its_load_is_its_own_account(both: tuple[Rig, Index], eventually: 
 async def test_prompts_return_to_the_server_that_has_their_prefix(
     vllms: list[VllmServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through a whole fleet. By chance half of them would."""
+    """Through a whole fleet. Random routing would find half of them."""
     made = folder()
     upstreams = chain.from_iterable(
         ("--upstream", s.url, "--upstream-kv-events", s.events, "--upstream-kv-replay", s.replays)
@@ -194,7 +194,7 @@ async def test_prompts_return_to_the_server_that_has_their_prefix(
 
 
 async def found_again(fleet: DemoFleet, vllms: list[VllmServer], prompts: list[list[int]]) -> float:
-    """Ask everything, and once more; return how many tokens of it the servers had cached the second time."""
+    """Send every prompt twice; return how many tokens the servers had cached the second time."""
 
     async def all_hits() -> float:
         return sum([await hits(server) for server in vllms])

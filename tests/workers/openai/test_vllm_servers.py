@@ -1,4 +1,7 @@
-"""The tests' own vLLM servers leave nothing behind, whoever is killed. Played by a shell that has a child."""
+"""The tests' own vLLM servers leave no process behind, whichever is killed.
+
+A shell with a child simulates a server.
+"""
 
 import os
 import signal
@@ -41,7 +44,7 @@ def ends(process: psutil.Process) -> bool:
     return not alive or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_killed_server_takes_what_it_started_along_even_if_it_went_first(made: Path) -> None:
+def test_killing_a_server_kills_its_children_even_if_it_died_first(made: Path) -> None:
     server = begun(made)
     assert server.process is not None
     child = child_of(made)
@@ -52,7 +55,7 @@ def test_a_killed_server_takes_what_it_started_along_even_if_it_went_first(made:
     assert ends(child)
 
 
-def test_what_killed_tests_left_is_swept_by_the_next(made: Path) -> None:
+def test_processes_of_killed_tests_are_removed_by_the_next_run(made: Path) -> None:
     code = f"""
 import os, signal, sys
 from pathlib import Path
@@ -66,12 +69,12 @@ os.kill(os.getpid(), signal.SIGKILL)
     killed = subprocess.run([sys.executable, "-c", code], timeout=WITHIN_S, check=False)
     assert killed.returncode == -signal.SIGKILL
     child = child_of(made)
-    assert child.is_running(), "nobody told it"
+    assert child.is_running(), "it was not signalled"
     sweep()
     assert ends(child)
 
 
-def test_what_living_tests_run_is_left_alone(made: Path) -> None:
+def test_processes_of_running_tests_are_kept(made: Path) -> None:
     server = begun(made)
     child = child_of(made)
     sweep()

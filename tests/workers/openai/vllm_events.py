@@ -1,7 +1,7 @@
-"""A publisher of KV events over real ZeroMQ sockets, in vLLM's format, and a prefix cache behind it that is told what to do.
+"""A publisher of KV events over real ZeroMQ sockets, in vLLM's format, with a scripted prefix cache.
 
-It runs in the test's own thread: a batch is sent when the test says so, a replay is answered by a small thread, as vLLM's is.
-Shapes: `map` is vLLM 0.32's, `array` that of SGLang and of earlier vLLM.
+It runs in the test's own thread: a batch is sent when the test requests it. A small thread answers replays, as in vLLM. Shapes:
+`map` is vLLM 0.32's, `array` that of SGLang and of earlier vLLM.
 """
 
 import threading
@@ -37,7 +37,7 @@ def stored(
     shape: Shape = "map",
     **more: Any,
 ) -> Any:
-    """Return a BlockStored as it travels."""
+    """Return an encoded BlockStored."""
     fields = {
         "block_hashes": list(keys), "parent_block_hash": parent, "token_ids": list(tokens), "block_size": size,
         "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": None, **more,
@@ -48,36 +48,36 @@ def stored(
 
 
 def removed(keys: Sequence[Any], medium: str | None = "GPU", shape: Shape = "map", **more: Any) -> Any:
-    """Return a BlockRemoved as it travels."""
+    """Return an encoded BlockRemoved."""
     if shape == "array":
         return ["BlockRemoved", list(keys), medium]
     return {"type": "BlockRemoved", "block_hashes": list(keys), "medium": medium, **more}
 
 
 def cleared(shape: Shape = "map") -> Any:
-    """Return an AllBlocksCleared as it travels."""
+    """Return an encoded AllBlocksCleared."""
     return ["AllBlocksCleared"] if shape == "array" else {"type": "AllBlocksCleared"}
 
 
 def packed(events: Sequence[Any], at: float = 1.0, rank: int = 0) -> bytes:
-    """Return a batch as it travels."""
+    """Return an encoded batch."""
     return msgspec.msgpack.encode([at, list(events), rank])
 
 
 class Publisher:
-    """One rank of an engine, seen from outside. `lose` swallows batches: they are numbered and kept, and not sent."""
+    """One rank of an engine. `lose` drops batches: they are numbered and kept, but not sent."""
 
     def __init__(self, replay: bool = True, keep: int = 10_000, topic: bytes = b"") -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.XPUB)  # a PUB that tells who subscribes
-        self._port = free_port()  # it is bound again: see `drop_listeners`
+        self._socket = self._context.socket(zmq.XPUB)  # a PUB that reports its subscribers
+        self._port = free_port()  # bound again by `drop_listeners`
         self._socket.bind(self.endpoint)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self._topic = topic
         self._clock = 1000.0
         self.number = 0  # of the next batch
         self.lose = False
-        self.asked: list[int] = []  # from which batch on replays were asked for
+        self.asked: list[int] = []  # first batch of each replay request
         self.cut: Callable[[int], bool] = lambda number: False  # batches that a replay loses
         self.silent = False  # replays are not answered
         self._over = threading.Event()
@@ -92,12 +92,12 @@ class Publisher:
 
     @property
     def endpoint(self) -> str:
-        """Where its batches can be heard."""
+        """The endpoint of its batches."""
         return f"tcp://127.0.0.1:{self._port}"
 
     def wait_for_listener(self, deadline_s: float = 20.0) -> None:
-        """Wait until somebody has subscribed: what is sent before is lost."""
-        assert self._socket.poll(int(deadline_s * 1e3)), "nobody subscribes"
+        """Wait for a subscriber: earlier batches are lost."""
+        assert self._socket.poll(int(deadline_s * 1e3)), "no subscriber"
         self._socket.recv()
 
     def publish(self, *events: Any) -> int:
@@ -115,21 +115,21 @@ class Publisher:
         return number
 
     def send_frames(self, *frames: bytes) -> None:
-        """Send any frames at all."""
+        """Send any frames."""
         self._socket.send_multipart(list(frames))
 
     def restart(self) -> None:
-        """Begin another life, on the same ports and with the same listeners: numbers from 0, an empty cache."""
+        """Restart on the same ports with the same subscribers: numbers from 0, an empty cache."""
         self.number = 0
         self._kept.clear()
         self._clock += 60.0
 
     def drop_listeners(self) -> None:
-        """Break the connections, and take new ones."""
+        """Break the connections, and accept new ones."""
         self._socket.close(linger=0)
         self._socket = self._context.socket(zmq.XPUB)
         until = time.monotonic() + 10.0
-        while True:  # ZeroMQ lets go of a port in a thread of its own
+        while True:  # ZeroMQ releases a port in a thread of its own
             try:
                 self._socket.bind(self.endpoint)
                 return
@@ -139,7 +139,7 @@ class Publisher:
                 time.sleep(0.01)
 
     def close(self) -> None:
-        """Let go of the ports."""
+        """Release the ports."""
         self._over.set()
         if self._replay is not None:
             self._thread.join(10.0)
@@ -150,12 +150,12 @@ class Publisher:
         while not self._over.is_set():
             if not self._replay.poll(50):
                 continue
-            who, _, first = self._replay.recv_multipart()
+            peer, _, first = self._replay.recv_multipart()
             self.asked.append(int.from_bytes(first, "big"))
             if self.silent:
                 continue
             for number, payload in list(self._kept):
                 if number >= self.asked[-1] and not self.cut(number):
-                    self._replay.send_multipart([who, b"", self._topic, number.to_bytes(8, "big"), payload])
-            self._replay.send_multipart([who, b"", b"", END, b""])
+                    self._replay.send_multipart([peer, b"", self._topic, number.to_bytes(8, "big"), payload])
+            self._replay.send_multipart([peer, b"", b"", END, b""])
         self._replay.close(linger=0)

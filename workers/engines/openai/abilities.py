@@ -9,13 +9,13 @@ from workers.engines.openai.told.lineage import Told, lineage
 
 
 class Identity(NamedTuple):
-    """What an upstream is. If a field changes, the worker's life ends and a new one registers.
+    """The identity of an upstream. If a field changes, the worker's instance ends and a new one registers.
 
-    Never holds `created` of /v1/models: some servers compute it anew for each answer.
+    Never contains `created` of /v1/models: some servers compute it for each answer.
     """
 
     model: str
-    root: str = ""  # the weights' repository or folder; empty: not told
+    root: str = ""  # the weights' repository or folder; empty: not reported
     version: str = "unknown"
     max_model_len: int | None = None
     token_prompts: bool = False
@@ -23,42 +23,42 @@ class Identity(NamedTuple):
     ids_from: IdsFrom = "nowhere"
     handles: bool = False
     also_served: tuple[str, ...] = ()  # further names of the same weights
-    lineage: str = ""  # what it tells of its weights and of how it computes
+    lineage: str = ""  # what it reports of its weights and of how it computes
 
     def difference(self, now: "Identity") -> str:
-        """Return the fields that differ in `now`, as `field: old -> new`; empty if none does."""
+        """Return the fields that differ in `now`, as `field: old -> new`; empty if none differs."""
         pairs = zip(self._fields, self, now, strict=True)
         return ", ".join(f"{name}: {old} -> {new}" for name, old, new in pairs if old != new)
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """An upstream's identity, and which of our extensions it supports."""
+    """An upstream's identity, and which of the extensions that Holdfast uses it supports."""
 
     model: str
     version: str = "unknown"
     context_tokens: int | None = None
     token_prompts: bool = False
-    extensions: bool = False  # fields that OpenAI does not know are taken, or ignored
+    extensions: bool = False  # fields that OpenAI's API does not have are accepted or ignored
     ids_from: IdsFrom = "nowhere"
     token_ms: float = 50.0  # measured on one stream
     ranks: int = 1  # DP ranks that a request can be sent to
-    handles: bool = False  # it can hand a request's KV cache over to another server: see `handover`
+    handles: bool = False  # it can hand over a request's KV cache to another server: see `handover`
     root: str = ""  # the weights' repository or folder, as /v1/models lists it
     also_served: tuple[str, ...] = ()  # further names under which it lists the same weights, sorted
-    size: int | None = None  # of the weights in bytes, as /v1/models lists it
+    size: int | None = None  # of the weights, in bytes, as /v1/models lists it
     told: tuple[
         tuple[str, Told], ...
-    ] = ()  # by page: what else it tells of its weights and of how it computes
+    ] = ()  # by page: what else it reports of its weights and of how it computes
 
     @property
     def lineage(self) -> str:
-        """What it tells of its weights and of how it computes; empty: nothing."""
+        """What it reports of its weights and of how it computes; empty: nothing."""
         return lineage(self.root, self.context_tokens, self.size, dict(self.told))
 
     @property
     def identity(self) -> Identity:
-        """The part that must stay the same for the life of the worker."""
+        """The part that must stay the same for the life of the worker's instance."""
         return Identity(
             self.model, self.root, self.version, self.context_tokens,
             self.token_prompts, self.extensions, self.ids_from, self.handles, self.also_served, self.lineage,
@@ -66,15 +66,15 @@ class Abilities:
 
     @property
     def exact(self) -> bool:
-        """Whether a continuation can be asked for token by token.
+        """Whether a continuation can be requested token by token.
 
-        Ids in logprobs are not enough: llama-server says nothing of a token that leaves a character incomplete, so
-        some are missing. What is missing is always the same, so they do for canaries.
+        Ids in logprobs are not enough: llama-server omits a token that leaves a character incomplete. The same ids are always
+        omitted, so they suffice for canaries.
         """
         return self.token_prompts and self.ids_from == "token_ids"
 
     def ids_for(self, request: Generate) -> IdsFrom:
-        """Say where the token ids of this request's answer are to be found."""
+        """Return where the token ids of this request's answer are found."""
         if request.canary and self.ids_from == "nowhere":
             return "text_bytes"
         return self.ids_from if self.exact or request.canary else "nowhere"

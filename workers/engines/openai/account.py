@@ -1,8 +1,8 @@
-"""What an upstream says of itself beside its answers: its load (`/metrics`), and what its prefix cache stores and removes.
+"""What an upstream reports besides its answers: its load (`/metrics`) and its KV events.
 
-Neither is needed to serve. Where it says nothing, the worker goes by what it knows itself, and the fleet is told that it
-announces no KV events. A start waits a few seconds for both, because the size of a block goes into the registration. A
-subscription that fails then is repeated in the background, and once it succeeds the worker registers anew.
+Neither is needed to serve. Without metrics, the worker reports the load that it knows itself. Without KV events, its
+registration says that it announces none. A start waits a few seconds for both, because the registration contains the block
+size. A failed subscription is repeated in the background; once it succeeds, the worker registers anew.
 """
 
 import asyncio
@@ -26,30 +26,30 @@ from workers.engines.openai.upstream_metrics import (
 )
 
 READ_S_MAX = 1.0
-CONNECT_S_MAX = 5.0  # until all of its KV event endpoints take us
+CONNECT_S_MAX = 5.0  # for subscriptions to all of its KV event endpoints
 LOOK_S = 0.02
 STOP_S_MAX = 0.5
-EVENTS_AGAIN_S_MAX = 900.0  # between two tries to hear its KV events
+EVENTS_AGAIN_S_MAX = 900.0  # between two subscription attempts
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountTimes:
-    """How often an upstream is asked, and how long it is waited for, in seconds."""
+    """How often an upstream is polled, and how long to wait for it, in seconds."""
 
-    every_s: float = EVERY_S  # its metrics are read so often
-    stale_s: float = STALE_S  # what they said longer ago counts no more
-    stored_s: float = 5.0  # until it says what it has stored of a prompt
-    identity_s: float = 10.0  # its identity is read so often
-    key_s: float = 1.0  # the file of its API key is read so often
+    every_s: float = EVERY_S  # between two reads of its metrics
+    stale_s: float = STALE_S  # older metrics are ignored
+    stored_s: float = 5.0  # for the KV events of a prompt that it has computed
+    identity_s: float = 10.0  # between two reads of its identity
+    key_s: float = 1.0  # between two reads of its API key's file
     events_again_s: float = (
         30.0  # until a failed subscription to its KV events is repeated; doubles each time
     )
 
 
 class KvEventFeed(Protocol):
-    """What hears an upstream's KV events: `kv_events.UpstreamKvEvents`, which needs pyzmq."""
+    """A subscription to an upstream's KV events: `kv_events.UpstreamKvEvents`, which needs pyzmq."""
 
     @property
     def connected(self) -> bool: ...
@@ -63,7 +63,7 @@ class KvEventFeed(Protocol):
 
 
 class UpstreamAccount:
-    """One upstream's own account of itself."""
+    """Reads one upstream's metrics and KV events."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class UpstreamAccount:
         replays: Sequence[str] = (),
         times: AccountTimes | None = None,
     ) -> None:
-        """Take where it publishes and replays KV events. `own`: how many requests of ours are there."""
+        """Use these endpoints for KV events and replays. `own` returns how many requests this worker has there."""
         self._upstream = upstream
         self._own = own
         self._endpoints = endpoints
@@ -86,15 +86,15 @@ class UpstreamAccount:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, abilities: Abilities, announce: Announce) -> None:
-        """Hear what it says at once, and go on listening."""
+        """Read the metrics, subscribe to the KV events, and keep both up to date."""
         await self._read()
-        self._first = self._load.said
-        self._reading = asyncio.ensure_future(self._read_on())
+        self._first = self._load.report
+        self._reading = asyncio.ensure_future(self._read_repeatedly())
         if self._endpoints:
-            await self._listen(abilities, announce)
+            await self._subscribe(abilities, announce)
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop reading and unsubscribe."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait((self._reading,), timeout=STOP_S_MAX)
@@ -103,17 +103,17 @@ class UpstreamAccount:
 
     @property
     def announces(self) -> bool:
-        """Whether its KV events are heard."""
+        """Whether its KV events are received."""
         return self._announces
 
     @property
     def dp(self) -> int:
-        """How many DP ranks are told apart: those whose KV events are heard."""
+        """How many DP ranks are distinguished: those with received KV events."""
         return len(self._endpoints) if self.announces else 1
 
     @property
     def block_tokens(self) -> int | None:
-        """How many tokens a block has: by its events, or else by its metrics."""
+        """How many tokens a block has, by its KV events, otherwise by its metrics."""
         if self._events is not None and self._announces:
             return self._events.block_tokens
         return self._first.block_tokens if self._first is not None else None
@@ -127,82 +127,84 @@ class UpstreamAccount:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was heard of its KV events, and what was wrong with them; nothing where nobody listens."""
+        """Counts of its KV events and of errors in them; empty without a subscription."""
         return {} if self._events is None else self._events.counters
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Take in that a salted prompt is on its way there: not every version tells with its KV events that it is one."""
+        """Record that a salted prompt is sent there: not every server version marks it in its KV events."""
         if self._events is not None:
             self._events.salted(tokens)
 
     # --- its load
 
     def load(self, own: Load, batch_max: int) -> Load:
-        """Return its load, from what it says and from what we have sent."""
+        """Return its load, from its metrics and from the requests sent to it."""
         return self._load.combined(own, batch_max, asyncio.get_running_loop().time())
 
     def ranks(self, kv_blocks: int) -> list[Load]:
-        """Return the load of each DP rank, where there are several and it says so."""
-        said = self._load.fresh(asyncio.get_running_loop().time())
-        if self.dp == 1 or said is None or len(said.ranks) != self.dp:
+        """Return the load of each DP rank, if there are several and the metrics have it."""
+        report = self._load.fresh(asyncio.get_running_loop().time())
+        if self.dp == 1 or report is None or len(report.ranks) != self.dp:
             return []
-        return rank_loads(said, kv_blocks // self.dp)
+        return rank_loads(report, kv_blocks // self.dp)
 
-    async def _read_on(self) -> None:
+    async def _read_repeatedly(self) -> None:
         while True:
             await asyncio.sleep(self._times.every_s)
             await self._read()
 
     async def _read(self) -> None:
         text = await self._upstream.metrics(READ_S_MAX)
-        said = None if text is None else read_metrics(text)
-        self._load.take(said, self._own(), asyncio.get_running_loop().time())
+        report = None if text is None else read_metrics(text)
+        self._load.take(report, self._own(), asyncio.get_running_loop().time())
 
     # --- its KV events
 
-    async def _listen(self, abilities: Abilities, announce: Announce) -> None:
-        trouble = await self._try_to_hear(abilities, announce)
+    async def _subscribe(self, abilities: Abilities, announce: Announce) -> None:
+        trouble = await self._try_to_subscribe(abilities, announce)
         self._announces = not trouble
         if trouble:
             log.error(
                 "upstream_kv_events_missing",
                 endpoints=list(self._endpoints),
                 reason=trouble,
-                advice="has it --kv-events-config (vLLM), and prefix caching?",
+                advice="enable --kv-events-config (vLLM) and prefix caching",
                 again_s=self._times.events_again_s,
             )
 
-    async def listen_again(self, abilities: Abilities, heard: Callable[[str], None]) -> None:
-        """Repeat a subscription that failed at the start, each time after twice as long. `heard` is told once when the events are
-        heard: the worker has registered that there are none, and begins a new life."""
+    async def resubscribe(self, abilities: Abilities, on_subscribed: Callable[[str], None]) -> None:
+        """Repeat a subscription that failed at the start, each time after twice as long.
+
+        `on_subscribed` is called once when it succeeds: the worker has registered without KV events, so it begins a new instance.
+        """
         wait_s = self._times.events_again_s
         while self._endpoints and not self._announces:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, EVENTS_AGAIN_S_MAX)
-            if not await self._try_to_hear(abilities, unheard):
+            if not await self._try_to_subscribe(abilities, unheard):
                 log.info("upstream_kv_events_heard", endpoints=list(self._endpoints))
-                heard("kv_events")
+                on_subscribed("kv_events")
                 return
 
-    async def _try_to_hear(self, abilities: Abilities, announce: Announce) -> str:
-        """Subscribe; return why nothing is heard, empty if it is."""
-        from workers.engines.openai.kv_events import UpstreamKvEvents  # pyzmq, only where it is asked for
+    async def _try_to_subscribe(self, abilities: Abilities, announce: Announce) -> str:
+        """Subscribe; return why no events are received, empty if they are."""
+        from workers.engines.openai.kv_events import UpstreamKvEvents  # pyzmq, only where it is needed
 
         self._events = events = UpstreamKvEvents(self._endpoints, self._replays, announce)
         events.start()
-        if not await _soon(lambda: events.connected, CONNECT_S_MAX):
-            trouble = "nobody takes a subscription"
+        if not await _wait_until(lambda: events.connected, CONNECT_S_MAX):
+            trouble = "not every endpoint has accepted the subscription"
         else:
             await self._upstream.store_something(abilities)
-            if await _soon(lambda: events.block_tokens is not None, self._times.stored_s):
+            if await _wait_until(lambda: events.block_tokens is not None, self._times.stored_s):
                 return ""
-            trouble = "it says nothing of a prompt that it has computed"
+            trouble = "no event reports a prompt that it has computed"
         await asyncio.to_thread(events.stop)
         return trouble
 
 
-async def _soon(holds: Callable[[], bool], within_s: float) -> bool:
-    """Wait until something of another thread holds; False if it does not in time."""
+async def _wait_until(holds: Callable[[], bool], within_s: float) -> bool:
+    """Wait until a condition set by another thread holds; return False if it does not in time."""
     until = asyncio.get_running_loop().time() + within_s
     while not holds():
         if asyncio.get_running_loop().time() > until:

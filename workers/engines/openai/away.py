@@ -1,4 +1,7 @@
-"""Why does an upstream not serve us, in one sentence? Without its own words: they may quote a prompt, or our key."""
+"""Describes in one sentence why an upstream does not serve.
+
+Never quotes the server's own text, which may contain a prompt or the API key.
+"""
 
 import os
 from dataclasses import dataclass
@@ -9,36 +12,36 @@ from yarl import URL
 from events.errors import HoldfastError
 
 UNAUTHORIZED = (401, 403)
-LOADING = 503  # what servers answer before they are ready (llama-server, SGLang)
+LOADING = 503  # status of servers that are not ready yet (llama-server, SGLang)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthAnswer:
-    """The result of one health check: a reason why it failed, or nothing."""
+    """The result of one health check: the reason why it failed, or empty."""
 
     trouble: str = ""
-    timed_out: bool = False  # nothing was answered in time
+    timed_out: bool = False  # no answer came in time
 
 
 class UpstreamAway(HoldfastError):
-    """The upstream server cannot be reached, or does not answer as an OpenAI-compatible server does."""
+    """The upstream server cannot be reached, or does not answer like an OpenAI-compatible server."""
 
     def __init__(self, why: str, said: str = "") -> None:
-        """`said`: what the server says of it, which only who looks at it himself is told."""
+        """`said`: the server's own text. The message contains it; `why` does not."""
         super().__init__(f"{why}: {said}" if said else why)
         self.why = why
 
 
 def shown(url: str) -> str:
-    """Return a server's URL without the name and the password that it may hold."""
+    """Return a server's URL without a user name and password."""
     try:
         return str(URL(url).with_user(None))
-    except ValueError:  # a port that is no number: who connects will say so
+    except ValueError:  # the port is not a number: connecting reports it
         return url.rpartition("@")[2]
 
 
 def unreachable(url: str, path: str, error: Exception, within_s: float) -> UpstreamAway:
-    """Return what is said of a server that did not answer."""
+    """Return the error for a server that did not answer."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return UpstreamAway(f"cannot connect to {shown(url)} (it does not answer)")
     if isinstance(error, TimeoutError):
@@ -53,7 +56,7 @@ def unreachable(url: str, path: str, error: Exception, within_s: float) -> Upstr
 
 
 def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError) -> str:
-    """Say what is wrong with TLS: such an error has the number of another one ("Operation not permitted")."""
+    """Describe a TLS error: its errno is that of another error ("Operation not permitted")."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cause: object = error.certificate_error
         why = getattr(cause, "verify_message", "") or str(cause)
@@ -63,11 +66,11 @@ def _tls_reason(error: aiohttp.ClientConnectorCertificateError | aiohttp.ClientC
 
 
 def refused(url: str, path: str, status: int, said: str, *, keyed: bool) -> UpstreamAway:
-    """Return what is said of a server that answered with an error. `keyed`: it was given an API key."""
+    """Return the error for a server that answered with an error. `keyed`: an API key was sent."""
     answers = f"{shown(url)}{path} answers {status}"
     if status in UNAUTHORIZED:
-        why = "it does not take the API key that it was given" if keyed else "it wants an API key"
+        why = "it does not accept the API key" if keyed else "it requires an API key"
         return UpstreamAway(f"{answers}: {why} (--upstream-key-file)")
     if status == LOADING:
-        return UpstreamAway(f"{shown(url)} is loading, or has too much to do: {path} answers {status}", said)
+        return UpstreamAway(f"{shown(url)} is loading or overloaded: {path} answers {status}", said)
     return UpstreamAway(answers, said)

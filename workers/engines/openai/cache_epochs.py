@@ -1,7 +1,8 @@
-"""What may a request find in the upstream's prefix cache, which we cannot empty?
+"""Salts that keep requests away from spoilt blocks in an upstream's prefix cache.
 
-Only what was computed since the last conviction of this worker, whichever life of it that was: each epoch has a salt of its
-own. While we are distrusted, and where no later epoch has begun, a request finds and leaves nothing.
+That cache cannot be emptied from here. A request may only reuse what was computed since the last conviction of this worker, in
+whichever of its instances: each epoch has its own salt. While the worker is distrusted and no later epoch has begun, a request
+reuses nothing and leaves nothing.
 """
 
 import secrets
@@ -17,17 +18,17 @@ class CacheEpochs:
 
     def __init__(self) -> None:
         self._trusted = True
-        self._epoch = 0  # the last that was named
-        self._spoilt = -1  # the last in which wrong blocks may be
+        self._epoch = 0  # the last epoch seen
+        self._spoilt = -1  # the last epoch that may contain wrong blocks
 
     def trust(self, trusted: bool) -> None:
-        """Have no request find what was computed up to now, nor, until it is trusted, leave anything, as canaries do."""
+        """Stop the reuse of everything computed so far. Until trusted again, requests leave nothing, like canaries."""
         self._trusted = trusted
         if not trusted:
             self._spoilt = self._epoch
 
     def salted(self, request: Generate) -> Generate:
-        """Return a request with the salt of what it may find. Canaries have one already."""
+        """Return a request with the salt of its epoch. Canaries already have one."""
         if request.canary:
             return request
         self._epoch = max(self._epoch, request.cache_epoch)

@@ -1,13 +1,15 @@
-"""The names of fields by which a server lets the form of its answers be constrained. Probed when a request first needs one.
+"""Probes which field names a server obeys to constrain its answers, when a request first needs it.
 
-vLLM has had two names for one thing: `guided_choice` and its like first, `structured_outputs` later. A server that does not
-know a name ignores it, so acceptance proves nothing: each name is tried with a choice of one word, and is used if the answer is
-that word. Behind a reasoning parser vLLM constrains only what follows the reasoning, so the word does not come. There a name is
-used if the server refuses a contradiction by it. The contradiction is refused before it reaches the engine: grammars that do not
-compile have ended vLLM's engine in some versions.
+vLLM has used two names: first `guided_choice` and similar fields, later `structured_outputs`. A server ignores a name that it
+does not know, so acceptance proves nothing. Each name is tried with a choice of one word, and is used if the answer is that
+word.
 
-A probe that failed is repeated after 10 s, then each time after twice as long, up to 15 min. One that succeeded is repeated after
-15 min, or as soon as the upstream may be another server: after 401, 403, 404 or a broken connection.
+Behind a reasoning parser, vLLM constrains only what follows the reasoning, so the word does not appear. There, a name is used
+if the server rejects a contradiction in it. The server rejects the contradiction before it reaches the engine: in some
+versions, grammars that do not compile have ended vLLM's engine.
+
+A failed probe is repeated after 10 s, then each time after twice as long, up to 15 min. A successful probe is repeated after 15
+min, or as soon as the upstream may be another server: after 401, 403, 404 or a broken connection.
 """
 
 import asyncio
@@ -18,10 +20,10 @@ from typing import Any, Literal
 from events.refusal import unsupported
 from workers.engines.openai.reading import Fault
 
-WORD = "zebra"  # nobody says it by chance behind three token ids
+WORD = "zebra"  # an unlikely answer to three token ids
 Style = Literal["structured_outputs", "guided", "response_format"]
 GUIDED = "guided_"
-KINDS = ("json", "regex", "choice", "grammar")  # that both of vLLM's names have
+KINDS = ("json", "regex", "choice", "grammar")  # both of vLLM's names support these
 SCHEMA = {"name": "probe", "schema": {"type": "string", "enum": [WORD]}}
 PROBES: dict[Style, dict[str, Any]] = {
     "structured_outputs": {"structured_outputs": {"choice": [WORD]}},
@@ -39,7 +41,7 @@ REPEAT_S_MAX = 900.0
 
 @dataclass(slots=True)
 class Failed:
-    """A probe that failed, when it is repeated (loop seconds), and how long was waited until then."""
+    """A failed probe: when it is repeated (loop seconds), and the wait until then."""
 
     again_at: float
     wait_s: float
@@ -47,30 +49,32 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Obeyed:
-    """A probe that succeeded: until when it counts (loop seconds), and how often the upstream had been doubted by then."""
+    """A successful probe: its expiry (loop seconds), and the upstream's doubt count at that time."""
 
     until: float
     doubts: int
 
 
 class Constraints:
-    """What one server obeys, as far as it has been asked."""
+    """The constraint fields that one server obeys, as far as probed."""
 
     def __init__(
         self,
         complete: Callable[[dict[str, Any]], Awaitable[str | None]],
         doubts: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`complete` returns the text of a short completion with these fields; None if they are refused. `doubts`: how often the
-        upstream has behaved as if it were another server."""
+        """`complete` returns the text of a short completion with these fields; None if the server rejects them.
+
+        `doubts` returns how often the upstream has behaved like another server.
+        """
         self._complete = complete
         self._doubts = doubts
         self._obeyed: dict[Style, Obeyed] = {}
         self._failed: dict[Style, Failed] = {}
-        self._asking = asyncio.Lock()
+        self._probing = asyncio.Lock()
 
     async def phrased(self, guided: dict[str, Any]) -> dict[str, Any]:
-        """Return a client's constraint in the words that the server obeys. Raise Fault where there are none."""
+        """Return a client's constraint in the fields that the server obeys. Raise Fault if it obeys none."""
         ((field, value),) = guided.items()
         kinds = _kinds(field, value)
         if field == "response_format" and await self._obeys("response_format"):
@@ -82,7 +86,7 @@ class Constraints:
         raise Fault(unsupported(field, "this model's server does not constrain its answers by it").error)
 
     async def _obeys(self, style: Style) -> bool:
-        async with self._asking:
+        async with self._probing:
             now, failed = asyncio.get_running_loop().time(), self._failed.get(style)
             obeyed, doubts = self._obeyed.get(style), self._doubts()
             if obeyed is not None and now < obeyed.until and doubts == obeyed.doubts:
@@ -99,7 +103,7 @@ class Constraints:
             return False
 
     async def _probe(self, style: Style) -> bool:
-        """Return whether the server obeys this name, or at least reads it. Raise Fault, UpstreamAway."""
+        """Return whether the server obeys this name, or at least validates it. Raise Fault, UpstreamAway."""
         text = await self._complete(PROBES[style])
         if text is None:
             return False
@@ -107,7 +111,7 @@ class Constraints:
 
 
 def _kinds(field: str, value: Any) -> dict[str, Any]:
-    """Return what a field says, as `structured_outputs` has it."""
+    """Return a field's constraint in the form of `structured_outputs`."""
     if field.startswith(GUIDED):
         return {field.removeprefix(GUIDED): value}
     if field != "response_format":

@@ -1,8 +1,8 @@
-"""The openai engine: an OpenAI-compatible server somewhere else does the work, and this worker vouches for it.
+"""The openai engine: an OpenAI-compatible server computes, and this worker represents it.
 
-Each request is one streamed completion. What arrives on all streams in one turn of the loop is delivered together. Where
-the upstream takes and gives token ids, a continuation is exact; where it only knows text, chunks carry text, and the
-registration says `exact=False`.
+Each request is one streamed completion. Everything that arrives on all streams in one turn of the loop is delivered together.
+If the upstream accepts and returns token ids, a continuation is exact. If it only knows text, chunks carry text, and the
+registration has `exact=False`.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 
 class OpenAIEngine(Unbreakable):
-    """An `Engine` in front of one upstream. What is to be rehearsed is that the upstream itself breaks."""
+    """An `Engine` in front of one upstream. It injects no faults: to rehearse one, break the upstream itself."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self._settings = settings
@@ -68,13 +68,13 @@ class OpenAIEngine(Unbreakable):
         self._gate = RetryGate(time.monotonic, settings.retry_after_max_s)
         self._exchange: Exchange | None = None
         self._following: list[asyncio.Future[None]] = []
-        self._deliver: Deliver = _nowhere
+        self._deliver: Deliver = _discard
         self._announce: Announce = unheard
         self._epochs = CacheEpochs()
         self._requests = UpstreamRequests(settings.batch_max + settings.waiting_max)
         self._places = Places()
-        self._runs = settings.batch_max  # requests at once, of all that are here
-        self._stopped: dict[int, Generate] = {}  # for a move: what is left of it
+        self._runs = settings.batch_max  # requests that run at once, of all that are here
+        self._stopped: dict[int, Generate] = {}  # stopped for a move: the rest of each request
         self._out: list[tuple[int, Chunk]] = []
         self._health = UpstreamHealth(settings.silent_s)
 
@@ -101,7 +101,7 @@ class OpenAIEngine(Unbreakable):
         self._following = [
             asyncio.ensure_future(api_key.follow(settings.times.key_s)),
             asyncio.ensure_future(self._watch.follow()),
-            asyncio.ensure_future(self._account.listen_again(self._abilities, self._watch.note)),
+            asyncio.ensure_future(self._account.resubscribe(self._abilities, self._watch.note)),
         ]
         self.identity = identified(settings, self._abilities, self._account)
         if not self._abilities.exact:
@@ -115,7 +115,7 @@ class OpenAIEngine(Unbreakable):
 
     @property
     def kv_event_counts(self) -> dict[str, int]:
-        """What was heard of the upstream's KV events, by what became of it; nothing where nobody listens."""
+        """Counts of the upstream's KV events, by outcome; empty without a subscription."""
         return {} if self._account is None else self._account.counters
 
     def awaits(self) -> Awaits | None:
@@ -129,14 +129,15 @@ class OpenAIEngine(Unbreakable):
             self._deliver([(key, Chunk(request.stream, [], error=error))])
             return
         room = self.identity.context_tokens - len(request.tokens)
-        most = min(request.sampling.max_tokens, room)  # real servers refuse more, rather than end there
+        # real servers reject a longer request instead of ending it there
+        most = min(request.sampling.max_tokens, room)
         if most <= 0:
             self._deliver([(key, Chunk(request.stream, [], finish="length"))])
             return
         self._begin(key, self._epochs.salted(request), most, None)
 
     def _refusal(self, request: Generate) -> str | None:
-        """Return the error of a request that the upstream is not asked; None: it is asked."""
+        """Return the error of a request that must not go to the upstream; None: it may."""
         if self._watch is not None and self._watch.changed:
             return f"not_serving: the server behind the worker has changed ({self._watch.changed})"
         if closed_s := self._gate.closed_s(canary=request.canary):
@@ -162,34 +163,39 @@ class OpenAIEngine(Unbreakable):
         self._stopped.pop(key, None)
         if one := self._requests.get(key):
             self._requests.end(key)
-            one.task.cancel()  # closes the connection, which is how an upstream learns that nobody reads
+            one.task.cancel()  # closes the connection, which tells an upstream that the request is cancelled
 
     def trust(self, trusted: bool) -> None:
-        """Have no request find anything in the upstream's prefix cache, nor leave anything, as canaries do. We cannot empty
-        that cache: what was computed up to now is never asked for again."""
+        """Set whether requests may reuse blocks of the upstream's prefix cache.
+
+        While distrusted, requests reuse nothing and leave nothing there, like canaries. That cache cannot be emptied from here:
+        what was computed so far is never reused.
+        """
         self._epochs.trust(trusted)
         if self.announces:
             for rank in range(self.identity.dp):
                 self._announce(rank, [Cleared()])
 
     async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
-        """Have the upstream answer a request, once it has a place there. A canary takes nobody's, and who comes with a KV cache
-        does not wait: it is kept for him only so long."""
+        """Send a request to the upstream once it has a place there.
+
+        Canaries use no place. A request with a KV cache does not wait, because its lease on that cache is short.
+        """
         assert self._exchange is not None
         try:
             async with (
                 contextlib.nullcontext() if request.canary or handle else self._places.one(request.priority)
             ):
                 self._requests.sent(key)
-                await self._exchange.answer(request, handle, partial(self._say, key))
+                await self._exchange.answer(request, handle, partial(self._enqueue, key))
         finally:
             one = self._requests.get(key)
             if one is not None and one.task is asyncio.current_task():
                 self._requests.end(key)
 
-    def _say(self, key: int, chunks: list[Chunk]) -> None:
-        """Put a request's chunks to what is delivered at the end of this turn of the loop."""
-        if not self._requests.heard(key, chunks):
+    def _enqueue(self, key: int, chunks: list[Chunk]) -> None:
+        """Queue a request's chunks for delivery at the end of this turn of the loop."""
+        if not self._requests.record(key, chunks):
             return
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -197,10 +203,10 @@ class OpenAIEngine(Unbreakable):
 
     def _flush(self) -> None:
         out, self._out = self._out, []
-        if out:  # it was not handed over sooner
+        if out:  # empty if it was flushed earlier
             self._deliver(out)
 
-    # --- moving to another server of the same kind, and from one
+    # --- moving to and from another server of the same kind
 
     @property
     def kv(self) -> tuple[Description, ...]:
@@ -211,7 +217,7 @@ class OpenAIEngine(Unbreakable):
 
     def export(self, key: int) -> Export | None:
         one = self._requests.get(key)
-        return Handed(self, key) if self.kv and one is not None and one.said else None
+        return Handed(self, key) if self.kv and one is not None and one.generated else None
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
         if not self.kv:
@@ -220,30 +226,30 @@ class OpenAIEngine(Unbreakable):
         return error or Arriving(self, key, request)
 
     async def hand_over(self, key: int) -> tuple[list[int], dict[str, Any]]:
-        """End a request's stream, and return all its tokens and a handle of their KV cache. Raise MoveEnded."""
+        """End a request's stream and return all its tokens and a handle to their KV cache. Raise MoveEnded."""
         one = self._requests.get(key)
         if one is None or one.movable is None or self._upstream is None:
             raise MoveEnded("the request is over")
         if self._out:
             self._flush()
         self._requests.end(key)
-        self._stopped[key] = rest = continued(one.movable, [*one.movable.tokens, *one.said])
+        self._stopped[key] = rest = continued(one.movable, [*one.movable.tokens, *one.generated])
         one.task.cancel()
         try:
             handle = await self._upstream.handle(self._abilities, rest, self._settings.handle_s)
             return rest.tokens, handle
         except NoHandle as error:
-            self.go_on(key)
+            self.resume(key)
             raise MoveEnded(str(error)) from error
 
-    def go_on(self, key: int) -> None:
-        """Continue a request whose stream was ended, as a new one of the same server."""
+    def resume(self, key: int) -> None:
+        """Continue a request after its stream was ended, as a new request to the same server."""
         if (rest := self._stopped.pop(key, None)) is not None:
             rest.cache_salt = read_salt(rest.cache_salt)[1]
             self._begin(key, self._epochs.salted(rest), rest.sampling.max_tokens, None)
 
     def accept(self, key: int, request: Generate, handle: dict[str, Any]) -> None:
-        """Continue a request whose KV cache this handle names."""
+        """Continue a request with the KV cache that this handle names."""
         room = self.identity.context_tokens - len(request.tokens)
         most = min(request.sampling.max_tokens, room)
         if most <= 0:
@@ -252,12 +258,12 @@ class OpenAIEngine(Unbreakable):
         self._begin(key, self._epochs.salted(request), most, handle)
 
     def limit_batch(self, share: float) -> None:
-        """Send the upstream no more than this share at once: what its scheduler runs cannot be told."""
+        """Send the upstream at most this share of the batch: its own scheduler cannot be limited."""
         whole = self._settings.batch_max
         self._runs = max(1, int(whole * share))
         self._places.limit(None if share == 1 else self._runs)
 
-    # --- how it fares
+    # --- health and load
 
     def phase(self) -> Phase:
         return self._requests.phase()
@@ -276,8 +282,10 @@ class OpenAIEngine(Unbreakable):
         return [] if self._account is None else self._account.ranks(self.identity.profile.kv_blocks)
 
     async def check(self) -> None:
-        """Raise EngineDead if the upstream refuses health checks, or neither answers them nor brings tokens; EngineChanged if it
-        is another one now."""
+        """Raise EngineDead if the upstream is unhealthy, EngineChanged if it has changed.
+
+        It is unhealthy if it refuses health checks, or if it neither answers them nor brings tokens.
+        """
         assert self._upstream is not None
         if self._watch is not None and self._watch.changed:
             raise EngineChanged(f"the server {self._settings.url} has changed: {self._watch.changed}")
@@ -303,14 +311,14 @@ class OpenAIEngine(Unbreakable):
             await self._upstream.close()
 
 
-def _nowhere(out: list[tuple[int, Chunk]]) -> None:
-    """Where output goes before `start`."""
+def _discard(out: list[tuple[int, Chunk]]) -> None:
+    """Discard output before `start`."""
 
 
 def identified(
     settings: UpstreamSettings, known: Abilities, account: UpstreamAccount | None
 ) -> EngineIdentity:
-    """Return what a server is that has these abilities, and gives this account of itself, where there is one yet."""
+    """Return the identity of a server with these abilities, and with its own reports if there are any yet."""
     given = settings.block_tokens
     if account is None:
         return identify(settings, known, block_size(given, None, announces=False))
@@ -319,7 +327,7 @@ def identified(
 
 
 def objection(request: Generate, known: Abilities, context_tokens: int) -> str | None:
-    """Say why a request cannot be served by a server with these abilities, if so."""
+    """Return why a server with these abilities cannot serve a request; None if it can."""
     if not request.tokens and not request.prompt_text:
         return "invalid_request: the prompt is empty"
     if not known.token_prompts and not prompt_text(request):

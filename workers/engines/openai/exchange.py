@@ -1,4 +1,4 @@
-"""One request and its answer, between a worker and its upstream."""
+"""Sends one request from a worker to its upstream and passes on the answer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,14 +21,14 @@ from workers.engines.openai.watch.retry_after import RetryGate
 
 NOT_FOUND = 404
 OVERLOADED = "overloaded"
-STRANGE = (*UNAUTHORIZED, NOT_FOUND)  # what a server answers that is not the one that was registered
+STRANGE = (*UNAUTHORIZED, NOT_FOUND)  # statuses that suggest another server than the registered one
 
 log = structlog.get_logger(__name__)
-Say = Callable[[list[Chunk]], None]
+Emit = Callable[[list[Chunk]], None]
 
 
 class Exchange:
-    """Has one upstream answer requests."""
+    """Sends requests to one upstream and passes on the answers."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class Exchange:
         self._gate = gate
         self._constraints = Constraints(partial(upstream.completed_text, abilities), lambda: identity.doubts)
 
-    async def answer(self, request: Generate, handle: dict[str, Any] | None, say: Say) -> None:
-        """Pass on what the upstream answers. Where it refused a key that has been replaced meanwhile, ask it once more."""
+    async def answer(self, request: Generate, handle: dict[str, Any] | None, emit: Emit) -> None:
+        """Pass on the upstream's answer. If it refused an API key that has since been replaced, retry once."""
         used = self._upstream.key
-        error = await self._attempt(request, handle, say)
+        error = await self._attempt(request, handle, emit)
         if error is not None and await self._key.replaced(used):
-            error = await self._attempt(request, handle, say)
+            error = await self._attempt(request, handle, emit)
         if error is not None:
-            say([Chunk(0, [], error=hidden(hidden(error, used), self._upstream.key))])
+            emit([Chunk(0, [], error=hidden(hidden(error, used), self._upstream.key))])
 
-    async def _attempt(self, request: Generate, handle: dict[str, Any] | None, say: Say) -> str | None:
-        """Send a request once. Return the error of an answer that has not begun; None: all of the answer was passed on."""
+    async def _attempt(self, request: Generate, handle: dict[str, Any] | None, emit: Emit) -> str | None:
+        """Send a request once. Return the error of an answer that has not begun; None: the answer was passed on."""
         reading = UpstreamStream(request, self._abilities.ids_for(request))
         try:
             if request.guided is not None:
@@ -66,23 +66,23 @@ class Exchange:
                 if response.status != 200:
                     return await self._refused(response, canary=request.canary)
                 async for data in response.content.iter_any():
-                    self._say(say, put_before(reading.feed(data), before))
+                    self._emit(emit, put_before(reading.feed(data), before))
                     if reading.over:
                         return None
-                self._say(say, reading.end())
+                self._emit(emit, reading.end())
         except Fault as fault:
             return str(fault)
         except (aiohttp.ClientError, OSError, TimeoutError, UpstreamAway) as error:
-            self._identity.doubt()  # it may come back as another one
+            self._identity.doubt()  # after a restart it may be another server
             words = str(error) or type(error).__name__
-            self._say(say, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
-        except Exception as error:  # a mistake of ours: the caller must not wait for ever
+            self._emit(emit, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
+        except Exception as error:  # a bug here: the caller must not wait for ever
             log.exception("request_failed")
-            say([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
+            emit([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         return None
 
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
-        """Return the error of a response that is no stream. One that another server would give has the identity read at once."""
+        """Return the error of a response that is no stream. Read the identity at once if another server may have answered."""
         error = await refusal(response, canary=canary)
         if self._gate.refused(response.status, response.headers, canary=canary):
             return f"{OVERLOADED}: {error.partition(': ')[2] or error}"
@@ -92,7 +92,7 @@ class Exchange:
                 return f"not_serving: the server behind the worker has changed ({changed})"
         return error
 
-    def _say(self, say: Say, chunks: list[Chunk]) -> None:
+    def _emit(self, emit: Emit, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             chunk.error = chunk.error and hidden(chunk.error, self._upstream.key)
-        say(chunks)
+        emit(chunks)

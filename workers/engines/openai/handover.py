@@ -1,14 +1,14 @@
-"""How does a request leave one vLLM server and arrive at another with its KV cache? By a handle.
+"""Moves a request with its KV cache from one vLLM server to another by a handle.
 
-vLLM's own connector (NIXL) carries the blocks. The source is asked for one token more than it has said, with
-`do_remote_decode`: that costs it a step, because its prefix cache has the rest, and it answers with a handle, which says
-where the blocks lie, and keeps them for a lease of 30 s. The target is given the handle with the same tokens, and pulls.
+vLLM's own connector (NIXL) carries the blocks. The source is asked for one more token than it has generated, with
+`do_remote_decode`. That costs it one step, because its prefix cache has the rest. It answers with a handle that locates the
+blocks, and keeps them for a lease of 30 s. The target receives the handle with the same tokens, and pulls the blocks.
 
 Between workers a handle travels as one block of KV cache that holds the whole sequence (`Handed`, `Arriving`).
 
-What one would get wrong (vLLM 0.32): streamed answers carry no handle, so it is asked for in one piece; the blocks of a
-request that was broken off are not kept for others, but its prefix stays in the cache; and the target must be asked to
-continue exactly the tokens that the handle is of: with one more, where that one begins a block, its engine dies.
+Pitfalls (vLLM 0.32): Streamed answers carry no handle, so it is requested unstreamed. The blocks of a cancelled request are not
+kept for others, but its prefix stays in the cache. The target must continue exactly the tokens that the handle covers: with one
+more token that begins a block, its engine dies.
 """
 
 import json
@@ -21,28 +21,28 @@ from events.wire import Generate
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
 from workers.kv_transfer.messages import Buffer, Description
 
-HANDLE_BYTES = 2 * 1024 * 1024  # one block number takes some six bytes
+HANDLE_BYTES = 2 * 1024 * 1024  # one block number needs about six bytes
 TOKENS_MAX = HANDLE_BYTES // 2  # of a sequence: the block's size must be at least two bytes per token
 
 
 class Hands(Protocol):
-    """What an engine does for a request that moves by a handle."""
+    """What an engine must provide to move requests by a handle."""
 
     async def hand_over(self, key: int) -> tuple[list[int], dict[str, Any]]:
-        """End a request's stream, and return all its tokens and a handle of their KV cache. Raise MoveEnded."""
+        """End a request's stream and return all its tokens and a handle to their KV cache. Raise MoveEnded."""
         ...
 
-    def go_on(self, key: int) -> None:
-        """Continue a request whose stream was ended, as a new one of the same server."""
+    def resume(self, key: int) -> None:
+        """Continue a request after its stream was ended, as a new request to the same server."""
         ...
 
     def accept(self, key: int, request: Generate, handle: dict[str, Any]) -> None:
-        """Continue a request whose KV cache this handle names."""
+        """Continue a request with the KV cache that this handle names."""
         ...
 
 
 def description(model: str, revision: str, engine_version: str) -> Description:
-    """Return what a handle means: servers of one version that serve one model understand each other's."""
+    """Return the description of a handle: servers of one version and model understand each other's handles."""
     return Description(
         model=model, revision=revision, dtype=f"handle/{engine_version}", layers=1, heads=1, head_size=1,
         block_size=TOKENS_MAX, block_bytes=HANDLE_BYTES,
@@ -50,20 +50,20 @@ def description(model: str, revision: str, engine_version: str) -> Description:
 
 
 def continued(request: Generate, tokens: Sequence[int]) -> Generate:
-    """Return a request from `tokens` on: what it said since it was made counts against its limits."""
-    said = len(tokens) - len(request.tokens)
+    """Return a request that continues after `tokens`. Tokens generated in the meantime count against its limits."""
+    generated = len(tokens) - len(request.tokens)
     sampling = request.sampling
     less = msgspec.structs.replace(
         sampling,
-        max_tokens=sampling.max_tokens - said,
-        min_tokens=max(0, sampling.min_tokens - said),
-        prompt_logprobs=None,  # they have been said
+        max_tokens=sampling.max_tokens - generated,
+        min_tokens=max(0, sampling.min_tokens - generated),
+        prompt_logprobs=None,  # already delivered
     )
     return msgspec.structs.replace(request, tokens=list(tokens), sampling=less)
 
 
 class Handed:
-    """An `Export`: a request that leaves by a handle. There is nothing to send before it has stopped."""
+    """An `Export`: a request that leaves by a handle. Nothing can be sent before it has stopped."""
 
     def __init__(self, engine: Hands, key: int) -> None:
         self._engine = engine
@@ -87,7 +87,7 @@ class Handed:
         return words.ljust(HANDLE_BYTES)
 
     def resume(self) -> None:
-        self._engine.go_on(self._key)
+        self._engine.resume(self._key)
 
     def close(self) -> None:
         self._handle = None
@@ -108,13 +108,13 @@ class Arriving:
         self._words = bytes(data)
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Have the upstream continue by the handle that came. Raise MoveRefused if it is none."""
+        """Have the upstream continue with the handle that arrived. Raise MoveRefused if it is invalid."""
         try:
             handle = json.loads(self._words)
         except ValueError:
-            raise MoveRefused("what has arrived is no handle") from None
+            raise MoveRefused("the data that arrived is not a handle") from None
         if not isinstance(handle, dict):
-            raise MoveRefused("what has arrived is no handle")
+            raise MoveRefused("the data that arrived is not a handle")
         self._engine.accept(self._key, continued(self._request, tokens), handle)
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""What does an upstream serve, by what it says and what we are told of it?"""
+"""Derives an engine's identity from the upstream's answers and the worker's settings."""
 
 import hashlib
 import socket
@@ -16,35 +16,35 @@ from workers.engines.openai.account import AccountTimes
 from workers.engines.openai.watch.retry_after import MAX_S
 from workers.engines.openai.watch.upstream_health import SILENT_S
 
-CONTEXT_TOKENS = 4096  # where the upstream does not say
+CONTEXT_TOKENS = 4096  # if the upstream does not report it
 MOST_TOKENS = 1 << 31
-BLOCK_TOKENS = 16  # the same
-PREFILL_TOKENS_PER_S = 5000.0  # a guess for the profile; requests correct it nowhere yet
-BATCH_SLOWDOWN = 2.0  # a guess: a full batch takes so many times the single stream's time per token
+BLOCK_TOKENS = 16  # if the upstream does not report it
+PREFILL_TOKENS_PER_S = 5000.0  # an estimate for the profile; nothing corrects it yet
+BATCH_SLOWDOWN = 2.0  # an estimate: time per token of a full batch, as a multiple of a single stream's
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamSettings:
-    """Where the server is, what we know of it that it does not say, and the bounds."""
+    """The server's address, settings that replace or supplement its own reports, and limits."""
 
     url: str
     key: str = ""
-    key_file: Path | None = None  # that has the key, if it is not given
+    key_file: Path | None = None  # file with the key, if `key` is empty
     tokenizer: str = ""
     revision: str = "unknown"
     context_tokens: int | None = None
-    block_tokens: int | None = None  # None, here and below: what the upstream says
+    block_tokens: int | None = None  # None, here and below: as the upstream reports
     kv_blocks: int | None = None
-    kv_events: Sequence[str] = ()  # where its DP ranks publish them, and where they replay them
+    kv_events: Sequence[str] = ()  # endpoints on which its DP ranks publish KV events, and replay them
     kv_replays: Sequence[str] = ()
     batch_max: int = 64
     waiting_max: int = 256
     start_s: float = 1800.0  # a real server loads weights first
     retry_after_max_s: float = MAX_S  # the longest time for which it may close the worker to new requests
     silent_s: float = (
-        SILENT_S  # without a token and without an answer to a health check: the upstream is dead
+        SILENT_S  # seconds without a token or an answer to a health check after which the upstream is dead
     )
     handle_s: float = 1.0  # for one step, most of it cached
     times: AccountTimes = field(default_factory=AccountTimes)
@@ -53,7 +53,7 @@ class UpstreamSettings:
 def identify(
     settings: UpstreamSettings, known: Abilities, block_tokens: int, kv_blocks: int | None = None
 ) -> EngineIdentity:
-    """Return what a server is that has these abilities, and so many KV blocks by its own account."""
+    """Return the identity of a server with these abilities and, by its own report, this number of KV blocks."""
     said = known.context_tokens
     context = min(settings.context_tokens or said or CONTEXT_TOKENS, said or MOST_TOKENS)
     blocks = settings.kv_blocks or kv_blocks or -(-context * settings.batch_max // block_tokens)
@@ -94,7 +94,7 @@ def config_digest(folder: Path) -> str:
 
 
 def server_address(url: str) -> str:
-    """Return a server's host and port. A loopback address is named by this host, which no other host shares."""
+    """Return a server's host and port. A loopback address becomes this host's name, which no other host shares."""
     parsed = URL(url)
     host = parsed.host or ""
     local = host == "localhost" or host.startswith("127.") or host in ("::1", "0.0.0.0", "::")
@@ -102,8 +102,10 @@ def server_address(url: str) -> str:
 
 
 def block_size(given: int | None, said: int | None, *, announces: bool) -> int:
-    """Return how many tokens a block has: as we are told, or as the upstream says. Where KV events name blocks, theirs have
-    the last word."""
+    """Return how many tokens a block has: as configured, or as the upstream reports.
+
+    If both differ and its KV events name blocks, the upstream's value is used.
+    """
     if given is not None and said is not None and said != given and announces:
         log.warning("block_tokens_differ", configured=given, upstream=said, advice="leave block_tokens out")
         return said

@@ -1,14 +1,14 @@
-"""Has a batch of KV events been lost on its way, and is the engine that sends them still the same?
+"""Detects lost batches of KV events, and restarts of the engine that sends them.
 
-An engine numbers its batches from 0, and stamps each with its own clock. Number and time together name a batch:
+An engine numbers its batches from 0 and stamps each with its own clock. Number and time together identify a batch:
 
-    the next number                       it follows
-    a number that was there, no newer     it was heard already: a replay and the live stream overlap
-    a number that was there, but newer    the engine has begun again: another life, an empty cache
-    any other                             those between are lost
+    the next number                    it follows
+    an earlier number, not newer       a duplicate: a replay and the live stream overlap
+    an earlier number, but newer       the engine has restarted, with an empty cache
+    any other number                   the batches in between are lost
 
-Whoever asks for a replay of what follows the last batch begins with that batch itself: if it comes back with another time,
-or not at all, nothing is known of what happened between.
+A request for a replay starts at the last batch itself. If that batch is returned with another time, or not at all, it is
+unknown what happened in between.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ Verdict = Literal["follows", "heard", "restarted", "lost"]
 
 @dataclass(slots=True)
 class Cursor:
-    """Where we are in one rank's batches. Before the first, `number` is None: any batch may follow."""
+    """The position in one rank's batches. Before the first, `number` is None: any batch may follow."""
 
     number: int | None = None
     at: float = 0.0
 
     def judge(self, number: int, at: float) -> Verdict:
-        """Say what a batch of this number and time is."""
+        """Classify a batch by its number and time."""
         if self.number is None or number == self.number + 1:
             return "follows"
         if number > self.number:
@@ -33,13 +33,13 @@ class Cursor:
         return "heard" if at <= self.at else "restarted"
 
     def is_last(self, number: int, at: float) -> bool:
-        """Whether this is the batch that was taken last."""
+        """Return whether this is the last batch taken."""
         return (number, at) == (self.number, self.at)
 
     def take(self, number: int, at: float) -> None:
-        """Go on to a batch."""
+        """Advance to a batch."""
         self.number, self.at = number, at
 
     def reset(self) -> None:
-        """Begin anew, with whatever batch comes."""
+        """Start again with any batch."""
         self.number, self.at = None, 0.0

@@ -1,11 +1,11 @@
-"""Hear what an upstream's prefix cache stores and removes: vLLM's KV events over ZeroMQ, and SGLang's.
+"""Receives the KV events of an upstream's prefix cache over ZeroMQ (vLLM, SGLang).
 
     SUB      tcp://host:5557    (topic, number, payload), number in 8 bytes, big endian
-    DEALER   tcp://host:5558    a replay: ("", first number) asks; ("", [topic,] number, payload) each answer, -1 the last
+    DEALER   tcp://host:5558    a replay: send ("", first number); each answer is ("", [topic,] number, payload), the last has -1
 
-A DP rank publishes on a port of its own, one above that of the rank before. Everything happens in one thread: decoding and
-hashing the blocks of a busy server would hold up the streams. What was lost is decided in `kv_rank`, what a block is called
-in `kv_names`. This is the only module that knows ZeroMQ; it is imported where an upstream's events are asked for.
+Each DP rank publishes on its own port, one above that of the previous rank. Everything runs in one thread, because decoding and
+hashing the blocks of a busy server would delay the streams. `kv_rank` handles losses, `kv_names` translates block names. This
+is the only module that uses ZeroMQ; it is imported only if an upstream's events are configured.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from zmq.utils.monitor import recv_monitor_message
 from workers.engines.engine import Announce
 from workers.engines.openai.kv_rank import Frame, NoReplay, UpstreamRank, no_replay
 
-POLL_MS = 100  # how long a wish to stop may wait
-HEARD_MAX = 1000  # batches of one rank in a turn
+POLL_MS = 100  # the longest delay of `stop`
+HEARD_MAX = 1000  # batches of one rank per turn
 BATCH_BYTES_MAX = 256 * 1024 * 1024
-WAITING_MAX = 100_000  # batches that wait to be heard, as many as vLLM keeps for a slow listener
-REPLAY_SILENCE_S = 2.0  # the upstream looks for questions between two batches, or every 0.1 s
+WAITING_MAX = 100_000  # queued batches; vLLM keeps as many for a slow subscriber
+REPLAY_SILENCE_S = 2.0  # the upstream polls for requests between two batches, or every 0.1 s
 REPLAY_S_MAX = 30.0
 RECONNECT_S_MAX = 2.0
-QUIET_S = 10.0  # a rank that says nothing for so long is asked whether it has
-PAUSE_S = 1.0  # after a mistake of ours
+QUIET_S = 10.0  # a rank that is silent for longer is asked for missed batches
+PAUSE_S = 1.0  # after a bug here
 STOP_S_MAX = 1.0
 _NUMBER_BYTES = 8
 
@@ -38,58 +38,60 @@ log = structlog.get_logger(__name__)
 
 
 class UpstreamKvEvents:
-    """The KV events of one upstream, one endpoint per DP rank, turned into ours."""
+    """The KV events of one upstream, with one endpoint per DP rank, translated into Holdfast's."""
 
     def __init__(
         self, endpoints: Sequence[str], replays: Sequence[str], announce: Announce, quiet_s: float = QUIET_S
     ) -> None:
-        """Hear of these endpoints, one of each rank, and have replayed by `replays` what was lost, or what a rank may have
-        said that has been quiet for `quiet_s`."""
+        """Subscribe to these endpoints, one per rank.
+
+        `replays` are the endpoints for lost batches. They are also used to check a rank that has been silent for `quiet_s`.
+        """
         self._quiet_s = quiet_s
         self._context = zmq.Context()
         self._ranks = [
-            UpstreamRank(rank, announce, partial(self._asked, replays[rank]) if replays else no_replay)
+            UpstreamRank(rank, announce, partial(self._replay, replays[rank]) if replays else no_replay)
             for rank in range(len(endpoints))
         ]
         self._endpoints = endpoints
         self._replays = bool(replays)
         self._bad_frames = 0
-        self._mistakes = 0
+        self._bugs = 0
         self._met: set[UpstreamRank] = set()
         self._heard_at: dict[UpstreamRank, float] = {}
-        self.over = False  # it is to end
+        self.over = False  # the thread must end
         self._thread = threading.Thread(target=self._run, name="upstream-kv-events", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop listening, within a second. May be called from any thread, and twice."""
+        """Stop the thread, within a second. May be called from any thread, and twice."""
         self.over = True
         if self._thread.is_alive():
             self._thread.join(STOP_S_MAX)
 
     def salted(self, tokens: Sequence[int]) -> None:
-        """Take in that a salted prompt is on its way to the upstream."""
+        """Record that a salted prompt is on its way to the upstream."""
         for rank in self._ranks:
             rank.names.salted(tokens)
 
     @property
     def connected(self) -> bool:
-        """Whether every rank has taken our subscription once, and has been asked for what came before."""
+        """Whether every rank has accepted the subscription once and was asked for earlier batches."""
         return len(self._met) == len(self._ranks)
 
     @property
     def block_tokens(self) -> int | None:
-        """How many tokens a block has, once the upstream has stored any."""
+        """How many tokens a block has, once the upstream has stored one."""
         sizes = [rank.names.block_tokens for rank in self._ranks]
         return max((size for size in sizes if size is not None), default=None)
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was heard and what was wrong with it, over all ranks."""
-        total: Counter[str] = Counter(bad_frames=self._bad_frames, mistakes=self._mistakes)
+        """Counts of received batches and of errors in them, over all ranks."""
+        total: Counter[str] = Counter(bad_frames=self._bad_frames, mistakes=self._bugs)
         for rank in self._ranks:
             total.update(rank.counts())
         return dict(total)
@@ -102,10 +104,10 @@ class UpstreamKvEvents:
         poller = zmq.Poller()
         try:
             for endpoint, rank in zip(self._endpoints, self._ranks, strict=True):
-                heard = self._subscribe(endpoint)
-                sockets[heard] = rank
-                monitors[heard.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)] = rank
-                heard.connect(endpoint)
+                subscriber = self._subscribe(endpoint)
+                sockets[subscriber] = rank
+                monitors[subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)] = rank
+                subscriber.connect(endpoint)
             for socket in (*sockets, *monitors):
                 poller.register(socket, zmq.POLLIN)
             while not self.over:
@@ -115,15 +117,15 @@ class UpstreamKvEvents:
                         self._safely(rank, partial(self._watch, monitor, rank))
                 for socket, rank in sockets.items():
                     if socket in ready:
-                        self._safely(rank, partial(self._hear, socket, rank))
+                        self._safely(rank, partial(self._receive, socket, rank))
                 if self._replays:
-                    self._ask_the_quiet()
+                    self._check_silent_ranks()
         finally:
             for socket in sockets:
                 socket.disable_monitor()
             self._context.destroy(linger=0)
 
-    def _ask_the_quiet(self) -> None:
+    def _check_silent_ranks(self) -> None:
         now = time.monotonic()
         for rank, heard_at in self._heard_at.items():
             if now - heard_at > self._quiet_s:
@@ -136,34 +138,34 @@ class UpstreamKvEvents:
         socket.setsockopt(zmq.RCVHWM, WAITING_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, round(RECONNECT_S_MAX * 1e3))
-        # A host that vanishes closes nothing: without heartbeats we would wait for it on a dead connection.
+        # A host that vanishes closes nothing: without heartbeats a dead connection would never be noticed.
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")  # whatever its topic: an endpoint is one rank of one upstream
+        socket.setsockopt(zmq.SUBSCRIBE, b"")  # any topic: an endpoint is one rank of one upstream
         return socket
 
     def _safely(self, rank: UpstreamRank, work: Callable[[], None]) -> None:
-        """Do it; a mistake of ours is said, and leaves the rank with nothing rather than with something wrong."""
+        """Run `work`; after a bug, log it and clear the rank rather than keep wrong blocks."""
         try:
             work()
         except Exception:
-            if self.over:  # nobody listens any more
+            if self.over:  # stopping: no subscriber is left
                 return
-            self._mistakes += 1
+            self._bugs += 1
             log.exception("upstream_kv_events_failed")
-            with contextlib.suppress(Exception):  # whoever announces may be what failed
+            with contextlib.suppress(Exception):  # the announcing itself may have failed
                 rank.broken()
             time.sleep(PAUSE_S)
 
     def _watch(self, monitor: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
-        """Catch up with an upstream that is there, or there again."""
+        """Catch up when an upstream has connected or reconnected."""
         while monitor.poll(0):
             recv_monitor_message(monitor)
             self._heard_at[rank] = time.monotonic()
             rank.connected()
             self._met.add(rank)
 
-    def _hear(self, socket: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
+    def _receive(self, socket: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
         self._heard_at[rank] = time.monotonic()
         for _ in range(HEARD_MAX):
             if self.over or not socket.poll(0):
@@ -172,15 +174,16 @@ class UpstreamKvEvents:
             if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
                 self._bad_frames += 1
                 continue
-            rank.hear(int.from_bytes(frames[1], "big"), frames[2])
+            rank.receive(int.from_bytes(frames[1], "big"), frames[2])
 
-    def _asked(self, endpoint: str, first: int) -> Iterator[Frame]:
-        """Ask for a replay; yield what comes, up to the end. Raise NoReplay."""
+    def _replay(self, endpoint: str, first: int) -> Iterator[Frame]:
+        """Request a replay and yield its batches up to the end. Raise NoReplay."""
         until = time.monotonic() + REPLAY_S_MAX
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
-            socket.setsockopt(zmq.RCVHWM, 0)  # the upstream's own bound drops what we do not take at once
+            # no limit here: the upstream's own limit drops what is not read at once
+            socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
             socket.connect(endpoint)
             socket.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
@@ -192,7 +195,7 @@ class UpstreamKvEvents:
                 yield number, frames[-1]
 
     def _answer(self, socket: "zmq.Socket[bytes]", endpoint: str, until: float) -> list[bytes]:
-        """Return the next frames of a replay. Raise NoReplay if there are none in time, or they make no sense."""
+        """Return the next frames of a replay. Raise NoReplay if none arrive in time, or they are invalid."""
         silent = time.monotonic() + REPLAY_SILENCE_S
         while self.over or not socket.poll(POLL_MS):
             if self.over or time.monotonic() > min(silent, until):
@@ -202,5 +205,5 @@ class UpstreamKvEvents:
         frames = socket.recv_multipart()
         if len(frames) not in (3, 4) or len(frames[-2]) != _NUMBER_BYTES:
             self._bad_frames += 1
-            raise NoReplay(f"{endpoint} answers what is no replay")
+            raise NoReplay(f"{endpoint} sends an invalid replay")
         return frames

@@ -1,15 +1,15 @@
-"""What one rank of an upstream has in its prefix cache, kept up to date from its batches and, after a loss, its replays.
+"""Tracks the prefix cache of one rank of an upstream, from batches and, after a loss, replays.
 
-    connect, reconnect ──▶ restore: ask for what follows the last batch
-                              │ it goes on from there ──▶ in step
-                              └ it does not ──▶ say that nothing is there; ask for all that is left
+    connect, reconnect ──▶ restore: request what follows the last batch
+                              │ it continues from there ──▶ in step
+                              └ it does not ──▶ announce an empty cache; request all that is left
     batch ── follows ──▶ take ──▶ in step
           ├─ lost or restarted ──▶ restore
-          └─ cannot be read ──▶ say that nothing is there
-    nothing for a while ──▶ check: ask for what follows the last batch
+          └─ cannot be read ──▶ announce an empty cache
+    nothing for a while ──▶ check: request what follows the last batch
 
-An upstream without a replay endpoint, or one that does not answer, has no more to tell: nothing is there until it says so.
-No sockets and no clock here: `ask` is a callable.
+If an upstream has no replay endpoint, or it does not answer, the cache counts as empty until new batches fill it. No sockets
+and no clock here: `ask` is a callable.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,9 +22,9 @@ from workers.engines.openai.kv_names import Names
 from workers.engines.openai.kv_wire import MalformedKvBatch, UpstreamBatch, read_batch
 
 Frame = tuple[int, bytes]
-"""A batch's number, and its payload."""
+"""A batch's number and payload."""
 
-ASKS_MAX = 20  # in one restore; each must bring us further
+ASKS_MAX = 20  # per restore; each request must advance the position
 COUNTED = ("batches", "malformed", "unknown", "lost", "restarted", "cleared", "replayed", "replay_failed")
 
 log = structlog.get_logger(__name__)
@@ -35,16 +35,16 @@ class NoReplay(Exception):
 
 
 Ask = Callable[[int], Iterable[Frame]]
-"""Ask for the batches from a number on, as far as the upstream still has them. Raise NoReplay, also in between."""
+"""Requests the batches from a number on that the upstream still has. Raise NoReplay, also while iterating."""
 
 
 def no_replay(first: int) -> Iterable[Frame]:
-    """Be an upstream without a replay endpoint. Raise NoReplay."""
-    raise NoReplay("it offers none")
+    """Act as an upstream without a replay endpoint. Raise NoReplay."""
+    raise NoReplay("it has no replay endpoint")
 
 
 class UpstreamRank:
-    """One rank of one upstream."""
+    """The prefix cache of one rank of one upstream."""
 
     def __init__(
         self, rank: int, announce: Callable[[int, list[KvEvent]], None], ask: Ask = no_replay
@@ -58,27 +58,27 @@ class UpstreamRank:
         self._log = log.bind(rank=rank)
 
     def connected(self) -> None:
-        """Catch up: batches may have been sent while nobody was connected, and the upstream may be another."""
+        """Catch up: batches may have been missed while disconnected, and the upstream may be another one."""
         self._restore()
 
     def check(self) -> None:
-        """Ask whether something was sent that nobody has heard: the loss of the last batch shows in no number."""
+        """Check for missed batches: the loss of the last batch leaves no gap in the numbers."""
         if self._cursor.number is None:
             return
         try:
             if not self._continued():
                 self._clear()
                 self._replay(0)
-        except NoReplay as reason:  # what is known stays as good as it was
+        except NoReplay as reason:  # what is known stays valid
             self._log.info("upstream_kv_events_not_checked", reason=str(reason))
 
     def counts(self) -> dict[str, int]:
-        """Return what was heard, and what was wrong with it: batches, and blocks that were passed over."""
+        """Return counts of batches, of errors in them, and of skipped blocks."""
         passed_over = self.names.passed_over
         return self.counters | {f"blocks_{reason}": count for reason, count in passed_over.items()}
 
-    def hear(self, number: int, payload: bytes) -> None:
-        """Take a batch of the live stream."""
+    def receive(self, number: int, payload: bytes) -> None:
+        """Process a batch of the live stream."""
         batch = self._read(number, payload)
         if batch is None:
             return
@@ -95,7 +95,7 @@ class UpstreamRank:
         self._take(number, batch)
 
     def broken(self) -> None:
-        """After a mistake of ours: say that nothing is there, and begin anew."""
+        """Announce an empty cache and start again, after a bug here."""
         self._clear(another_life=True)
 
     @property
@@ -126,7 +126,7 @@ class UpstreamRank:
             self._announce(self._rank, events)
 
     def _clear(self, *, another_life: bool = False) -> None:
-        """Say that nothing is there. In another life the same names may mean other blocks."""
+        """Announce an empty cache. After a restart of the engine the same names may mean other blocks."""
         if len(self.names) or self._cursor.number is not None:
             self.counters["cleared"] += 1
             self._announce(self._rank, self.names.forget() if another_life else self.names.lose())
@@ -135,7 +135,7 @@ class UpstreamRank:
     # --- replays
 
     def _restore(self, *, another_life: bool = False) -> None:
-        """Take what was missed from a replay; where it cannot be had, nothing is there."""
+        """Take the missed batches from a replay; if there is none, announce an empty cache."""
         try:
             if another_life or self._cursor.number is None or not self._continued():
                 self._clear(another_life=another_life)
@@ -146,28 +146,28 @@ class UpstreamRank:
             self._clear(another_life=another_life)
 
     def _continued(self) -> bool:
-        """Take all that follows the last batch; False if the upstream does not go on from there. Raise NoReplay."""
+        """Take everything after the last batch. Return False if the upstream does not continue from it. Raise NoReplay."""
         assert self._cursor.number is not None
         frames = iter(self._ask(self._cursor.number))
         number, payload = next(frames, (-1, b""))
         batch = self._read(number, payload) if number >= 0 else None
         if batch is None or not self._cursor.is_last(number, batch.at):
             return False
-        return self._all(frames) or self._replay(self._cursor.number + 1)
+        return self._take_all(frames) or self._replay(self._cursor.number + 1)
 
     def _replay(self, first: int) -> bool:
-        """Take all from `first` on that is left, asking again for what a replay itself has lost. Raise NoReplay."""
+        """Take everything left from `first` on; request again what a replay itself has lost. Raise NoReplay."""
         for _ in range(ASKS_MAX):
             before = self._cursor.number
-            if self._all(self._ask(first)):
+            if self._take_all(self._ask(first)):
                 return True
             if self._cursor.number is None or self._cursor.number == before:
                 break
             first = self._cursor.number + 1
         raise NoReplay("its replays have gaps")
 
-    def _all(self, frames: Iterable[Frame]) -> bool:
-        """Take batches that follow one another; False where one is missing."""
+    def _take_all(self, frames: Iterable[Frame]) -> bool:
+        """Take consecutive batches. Return False at a gap."""
         for number, payload in frames:
             batch = self._read(number, payload)
             if batch is None:

@@ -1,11 +1,11 @@
-"""What does an engine's batch of KV events say? Bytes in, plain values out; no IO.
+"""Decodes an engine's batches of KV events. Bytes in, plain values out; no IO.
 
-vLLM's format, which SGLang took over: msgpack of `[time, [event, ...], DP rank]`. An event is a map (`{"type": "BlockStored",
-"block_hashes": ...}`, vLLM 0.32), or an array that begins with its type's name (SGLang, earlier vLLM), its fields in the same
-order. Newer engines add fields at the end, earlier ones have fewer: both are read, and what is unknown is passed over.
+vLLM's format, also used by SGLang: msgpack of `[time, [event, ...], DP rank]`. An event is a map (`{"type": "BlockStored",
+"block_hashes": ...}`, vLLM 0.32), or an array with its type's name first and its fields in the same order (SGLang, earlier
+vLLM). Newer engines append fields, earlier ones have fewer: both are read, and unknown fields are skipped.
 
-A batch in which something that we need cannot be read is `MalformedKvBatch` whole: with a part of it we would go on saying of
-blocks that they are there after they have gone.
+A batch is rejected whole (`MalformedKvBatch`) if any required part cannot be read. With only a part of it, blocks could stay
+listed after they were removed.
 """
 
 import math
@@ -20,7 +20,7 @@ from events.errors import HoldfastError
 from events.kv import Tier
 
 Key = int | bytes
-"""An engine's own name of a block: 64 bits, signed or not, or the whole digest."""
+"""An engine's own name of a block: 64 bits, signed or unsigned, or the whole digest."""
 
 TIERS = {
     "GPU": Tier.DEVICE,
@@ -33,7 +33,7 @@ TIERS = {
     "NVME": Tier.DISK,
     "STORAGE": Tier.DISK,
 }
-"""What a medium is to us. What is missing here (EXTERNAL, NETWORK, REMOTE, SHARED) is no worker's own."""
+"""The tier of each medium. A missing one (EXTERNAL, NETWORK, REMOTE, SHARED) does not belong to one worker."""
 
 _STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
@@ -51,16 +51,18 @@ class MalformedKvBatch(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """The engine has these consecutive blocks now, the first right after `parent`. Without tokens it only says where
-    blocks lie that it has named before."""
+    """The engine has stored these consecutive blocks, the first one right after `parent`.
+
+    Without tokens, the event only reports on which tier known blocks are.
+    """
 
     keys: list[Key]
     parent: Key | None
     tokens: Sequence[int]
     block_tokens: int
     tier: Tier = Tier.DEVICE
-    lora: str | None = ""  # None: an adapter of which we do not know the name
-    extras: Sequence[Any] = ()  # for each block what is in its hash beside tokens: names, salts, pictures
+    lora: str | None = ""  # None: an adapter with an unknown name
+    extras: Sequence[Any] = ()  # per block, what its hash contains besides tokens: names, salts, images
     group: int | None = None
 
 
@@ -83,15 +85,15 @@ UpstreamEvent = BlocksStored | BlocksRemoved | AllCleared
 
 @dataclass(frozen=True, slots=True)
 class UpstreamBatch:
-    """What one step of the engine did, and when by its own clock."""
+    """The events of one engine step, and its time by the engine's clock."""
 
     at: float
     events: list[UpstreamEvent]
-    unknown: int = 0  # events of kinds that we do not know, passed over
+    unknown: int = 0  # skipped events of unknown kinds
 
 
 def read_batch(payload: bytes) -> UpstreamBatch:
-    """Return a batch. Raise Malformed."""
+    """Decode a batch. Raise MalformedKvBatch."""
     try:
         said = msgspec.msgpack.decode(payload)
         at, events = (said["ts"], said["events"]) if isinstance(said, dict) else said[:2]
@@ -112,7 +114,7 @@ def _kind(said: Any) -> str:
 
 
 def _event(said: Any) -> UpstreamEvent | None:
-    """Return one event; None if it is none of this engine's prefix cache, or of a kind that we do not know."""
+    """Return one event; None if it is not of this engine's prefix cache, or of an unknown kind."""
     reader = _READERS.get(_kind(said))
     if reader is None:
         return None
@@ -127,7 +129,7 @@ def _event(said: Any) -> UpstreamEvent | None:
 
 def _stored(fields: dict[str, Any], tier: Tier) -> BlocksStored | None:
     if fields.get("kv_cache_spec_kind") not in _WHOLE_PREFIX:
-        return None  # a window of the prompt's end: it says nothing of a prefix
+        return None  # a window at the end of the prompt: it does not describe a prefix
     parent, lora = fields["parent_block_hash"], fields.get("lora_name") or ""
     size, tokens = int(fields["block_size"]), array(_TOKEN, fields["token_ids"])
     if size < 1 and tokens:

@@ -1,7 +1,7 @@
-"""Whose mistake is an error that an OpenAI-compatible server answers with: the client's, or the server's?
+"""Classifies errors of an OpenAI-compatible server: caused by the client's request, or by the server.
 
-vLLM answers a grammar that it cannot compile with HTTP 200 and `{"error": {…, "code": 400}}` in the stream. Nobody else would
-answer such a request better, and it says nothing of the server's health.
+vLLM reports a grammar that it cannot compile with HTTP 200 and `{"error": {…, "code": 400}}` in the stream. No other server
+would answer such a request better, and the error does not concern the server's health.
 """
 
 import json
@@ -9,23 +9,28 @@ from typing import Any
 
 from events.refusal import RequestRefusal
 
-ENGINE_GONE = "EngineCore encountered an issue"  # vLLM, to every request that its engine's process took along
+ENGINE_GONE = (
+    "EngineCore encountered an issue"  # vLLM, to every request that was lost with its engine's process
+)
 WORDS_MAX = 200  # of a server's message
-NAMES_MAX = 100  # of what it calls the error, and the field
+NAMES_MAX = 100  # of the error type and the field name
 NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
-"""Statuses that speak of who asks the server, of its address, or of the moment: of nothing that a client has written."""
+"""Statuses about the caller, the address or the moment, not about the content of the request."""
 MISTAKEN_TYPES = frozenset(("invalid_request_error", "BadRequestError", "UnprocessableEntityError"))
-"""What OpenAI, vLLM and SGLang call the client's mistake where they give no number."""
+"""What OpenAI, vLLM and SGLang call a client's error where they give no number."""
 
 
 def clients_mistake(status: int) -> bool:
-    """Say whether an HTTP status blames what the client has written."""
+    """Return whether an HTTP status blames the content of the request."""
     return 400 <= status < 500 and status not in NOT_THE_CLIENTS
 
 
 def refusal_of(said: Any, status: int | None = None) -> RequestRefusal | None:
-    """Return the refusal in an error object of an OpenAI-compatible server, which came with this HTTP status (None: in a stream,
-    where the object's own `code` or `status` is it, or else its `type`); None if it is no client's mistake."""
+    """Return the refusal in an error object of an OpenAI-compatible server; None if the client did not cause it.
+
+    `status` is the HTTP status of the response. None: the object came in a stream, and its own `code` or `status` counts, or
+    else its `type`.
+    """
     fields = _fields(said)
     kind, param = fields.get("type"), fields.get("param")
     found = status if status is not None else _status(fields)
@@ -42,8 +47,10 @@ def refusal_of(said: Any, status: int | None = None) -> RequestRefusal | None:
 
 
 def error_of(said: Any, status: int | None = None, *, canary: bool) -> str:
-    """Return the `error` of a chunk for an error object, as in `refusal_of`. A refused canary is no client's mistake: we know our
-    canaries."""
+    """Return the `error` of a chunk for an error object, as in `refusal_of`.
+
+    A refused canary is never a client's error: canaries are known to be valid.
+    """
     refusal = None if canary else refusal_of(said, status)
     if refusal is not None:
         return refusal.error
@@ -55,13 +62,13 @@ def error_of(said: Any, status: int | None = None, *, canary: bool) -> str:
 
 
 def _fields(said: Any) -> dict[str, Any]:
-    """Return the fields of an error object: OpenAI's lie one deeper."""
+    """Return the fields of an error object. OpenAI nests them one level deeper."""
     error = said.get("error", said) if isinstance(said, dict) else said
     return error if isinstance(error, dict) else {}
 
 
 def _status(fields: dict[str, Any]) -> int | None:
-    """Return the HTTP status that an error object names."""
+    """Return the HTTP status named in an error object."""
     for name in ("code", "status", "status_code"):
         value = fields.get(name)
         if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) == 3:

@@ -1,4 +1,4 @@
-"""How long, and for what, does a worker wait at its start? Until its upstream answers, which may still be loading."""
+"""Waits at a worker's start until its upstream answers, which may still be loading."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class UpstreamWait:
-    """One start's wait for an upstream."""
+    """The wait of one start for an upstream."""
 
     def __init__(self, upstream: Upstream, settings: UpstreamSettings) -> None:
         self._upstream = upstream
@@ -26,16 +26,16 @@ class UpstreamWait:
 
     @property
     def awaits(self) -> Awaits | None:
-        """What is waited for; None before the first attempt has failed, and when one has succeeded."""
+        """Why the start waits; None before the first attempt has failed, and after one has succeeded."""
         return Awaits(self._why, self._upstream.model) if self._why else None
 
     async def abilities(self) -> Abilities:
-        """Ask until the upstream answers; return what it can. Raise EngineDead if that takes too long."""
+        """Poll until the upstream answers; return its abilities. Raise EngineDead if it takes too long."""
         loop, patience_s = asyncio.get_running_loop(), self._settings.start_s
         until = loop.time() + patience_s
         while True:
             try:
-                self._look_for_key()
+                self._reload_key()
                 found = await self._upstream.abilities()
                 self._why = ""
                 return found
@@ -48,8 +48,8 @@ class UpstreamWait:
                     log.info("upstream_away", reason=self._why, patience_s=patience_s)
             await asyncio.sleep(RETRY_S)
 
-    def _look_for_key(self) -> None:
-        """Take the key as its file has it now: who mends the file need not start the worker anew. Raise UpstreamAway."""
+    def _reload_key(self) -> None:
+        """Use the key that its file has now, so that a corrected file needs no restart. Raise UpstreamAway."""
         if self._settings.key_file is None:
             return
         try:

@@ -1,6 +1,8 @@
-"""How many requests may be with the upstream at once? Those beyond it wait here, by priority, then first come, first served.
+"""Limits the requests that are with the upstream at once; the others wait here, by priority.
 
-A server's own scheduler cannot be told to run less than it was started with: what it is not given, it does not run.
+Among equal priorities, the first to come is served first.
+
+A server's own scheduler cannot be told to run less than it was started with. Requests that it does not have, it does not run.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ from heapq import heapify, heappop, heappush
 
 
 class Places:
-    """So many places at the upstream; without a limit as many as are asked for."""
+    """A limited number of places at the upstream; unlimited until `limit` is called."""
 
     def __init__(self) -> None:
         self._limit: int | None = None
@@ -19,20 +21,20 @@ class Places:
         self._numbered = 0
 
     def limit(self, most: int | None) -> None:
-        """Let no more take a place from now on than leave `most` taken. Who has one keeps it; None: no limit."""
+        """Limit the places from now on; None: no limit. A request that has a place keeps it."""
         self._limit = most
-        self._let_in()
+        self._admit_waiting()
 
     @contextlib.asynccontextmanager
     async def one(self, priority: int = 0) -> AsyncIterator[None]:
-        """Have a place, as soon as there is one. Of those that wait the least `priority` goes first."""
-        await self._take(priority)
+        """Hold a place, waiting for a free one. The lowest `priority` goes first."""
+        await self._acquire(priority)
         try:
             yield
         finally:
-            self._give()
+            self._release()
 
-    async def _take(self, priority: int) -> None:
+    async def _acquire(self, priority: int) -> None:
         if not self._waiting and self._fits():
             self._taken += 1
             return
@@ -43,20 +45,20 @@ class Places:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give()
+                self._release()
             else:
                 self._waiting.remove(place)
                 heapify(self._waiting)
             raise
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         self._taken -= 1
-        self._let_in()
+        self._admit_waiting()
 
     def _fits(self) -> bool:
         return self._limit is None or self._taken < self._limit
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and self._fits():
             _, _, turn = heappop(self._waiting)
             if not turn.done():

@@ -1,5 +1,6 @@
-"""How likely does the server find each token of a prompt? vLLM says it (`prompt_logprobs`), though in no stream: it is asked for
-it in a request of its own, before the answer, whose prompt it then has in its cache.
+"""Reads the logprobs of a prompt's tokens from the server (vLLM's `prompt_logprobs`).
+
+vLLM does not stream them. They come from a separate request before the answer, which leaves the prompt in its cache.
 """
 
 import math
@@ -13,7 +14,7 @@ from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.reading import Fault
 from workers.engines.openai.upstream import Upstream, refused
 
-BYTES_MAX = 32 * 1024 * 1024  # a number takes some 80 bytes, and a prompt has a hundred thousand at most
+BYTES_MAX = 32 * 1024 * 1024  # a number takes about 80 bytes, and a prompt has at most 100,000 tokens
 
 
 class RankedToken(msgspec.Struct):
@@ -23,13 +24,13 @@ class RankedToken(msgspec.Struct):
 
 
 class EchoedChoice(msgspec.Struct):
-    """A choice, of which only this is of interest."""
+    """A choice; only this field is used."""
 
     prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
 
 
 class EchoedAnswer(msgspec.Struct):
-    """An answer, of which only this is of interest."""
+    """An answer; only this field is used."""
 
     choices: list[EchoedChoice]
 
@@ -48,8 +49,10 @@ async def prompt_logprobs(upstream: Upstream, abilities: Abilities, request: Gen
 
 
 def read_prompt_logprobs(answer: bytes, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return the logprob of each token of a prompt, with the best `top` of its position; that of the first says nothing. Raise
-    Fault."""
+    """Return the logprob of each token of a prompt, with the best `top` at its position. Raise Fault.
+
+    The logprob of the first token has no meaning.
+    """
     try:
         found = msgspec.json.decode(answer, type=EchoedAnswer).choices[0].prompt_logprobs
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
@@ -76,7 +79,10 @@ def _finite(value: float | None) -> float:
 
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:
-    """Return chunks, the first of them that has tokens with what was `found` of the prompt, which is then said."""
+    """Return the chunks with the prompt's logprobs put before those of the first chunk that has tokens.
+
+    `found` is cleared once it was added.
+    """
     if not found:
         return chunks
     first = next((chunk for chunk in chunks if chunk.tokens), None)

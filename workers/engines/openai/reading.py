@@ -1,16 +1,16 @@
-"""What does an upstream's stream really say? Bytes in, chunks out; no IO, no clock.
+"""Decodes an upstream's answer stream. Bytes in, chunks out; no IO, no clock.
 
-An HTTP 200 is no proof of an answer. These are no answers, and none of them may look like an end; all but the first are faults
-of the engine:
+An HTTP 200 does not prove an answer. The following are not answers, and none may look like a normal end. All but the first are
+faults of the engine:
 
     an error object in the stream that blames the request (`mistakes`)   invalid_request
     any other error object, with or without [DONE] behind it             engine_error
     finish_reason "abort" (an engine that is being stopped)              engine_error
     the stream ends without any finish_reason                            stream_incomplete
-    a null or infinite logprob; nothing but token id 0                   non_finite
+    a null or infinite logprob; only token id 0                          non_finite
 
-The last is how NaN logits show on vLLM: the argmax of nothing is 0, on and on, with HTTP 200. Zeros in a row are held
-back until something else follows, so that a client never sees them if they turn out to be that.
+The last shows NaN logits on vLLM: the argmax of NaN is 0, repeated with HTTP 200. Consecutive zeros are held back until another
+token follows, so that a client never sees them if they turn out to be NaN.
 """
 
 import json
@@ -23,14 +23,17 @@ from events.wire import Chunk, Generate, Logprob, finish_reason
 from workers.engines.openai.mistakes import error_of
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
-ZEROS_MAX = 8  # token id 0 so often in a row is no answer
-ZEROS_ALONE_MAX = 3  # an answer of nothing but zeros may be this long, if a user asked for it
-WORDS_MAX = 200  # of what an upstream sent
+ZEROS_MAX = 8  # this many consecutive tokens with id 0 are not an answer
+ZEROS_ALONE_MAX = 3  # a user's answer may consist of this many zeros
+WORDS_MAX = 200  # of the upstream's text
 DONE = "[DONE]"
 
 IdsFrom = Literal["token_ids", "logprobs", "text_bytes", "nowhere"]
-"""Where a stream's token ids are. `text_bytes` is for canaries of upstreams that only know text: any deterministic
-numbers will do to tell a right answer from a wrong one, and nobody continues a canary."""
+"""Where a stream's token ids are.
+
+`text_bytes` is for canaries of upstreams that only know text. Any deterministic numbers can tell a right answer from a wrong
+one, and a canary is never continued.
+"""
 
 
 class Fault(Exception):
@@ -39,7 +42,7 @@ class Fault(Exception):
 
 @dataclass(slots=True)
 class StreamPiece:
-    """What one server-sent event adds."""
+    """The content of one server-sent event."""
 
     tokens: list[int]
     text: str
@@ -47,21 +50,21 @@ class StreamPiece:
 
 
 class UpstreamStream:
-    """One request's stream, read as it comes. `over` once a chunk with a finish or an error was returned."""
+    """Decodes the stream of one request. `over` is set after a chunk with a finish reason or an error."""
 
     def __init__(self, request: Generate, ids_from: IdsFrom) -> None:
         self.over = False
-        self.begun = False  # something was said
+        self.begun = False  # output was returned
         self._request = request
         self._ids_from = ids_from
         self._pending = bytearray()
-        self._held: list[StreamPiece] = []  # zeros in a row, not yet believed
-        self._zeros = 0  # in a row
+        self._held: list[StreamPiece] = []  # consecutive zeros, not yet passed on
+        self._zeros = 0  # consecutive
         self._only_zeros = True
-        self._said = 0
+        self._token_count = 0
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """Return the chunks that these bytes complete, at most one of them an end."""
+        """Return the chunks that these bytes complete, at most one of them final."""
         chunks: list[Chunk] = []
         try:
             for payload in self._payloads(data):
@@ -73,7 +76,7 @@ class UpstreamStream:
         return chunks
 
     def end(self) -> list[Chunk]:
-        """Return what is left to say when the upstream has closed the stream."""
+        """Return the last chunks after the upstream has closed the stream."""
         return (
             []
             if self.over
@@ -104,7 +107,7 @@ class UpstreamStream:
         if not isinstance(said, dict) or "error" in said or (said.get("message") and "choices" not in said):
             raise Fault(error_of(said, canary=self._request.canary))
         choices = said.get("choices") or []
-        if not choices:  # usage, which we count ourselves
+        if not choices:  # usage, which is counted here
             return
         try:
             yield from self._choice(choices[0])
@@ -113,24 +116,24 @@ class UpstreamStream:
 
     def _choice(self, choice: dict[str, Any]) -> Iterator[Chunk]:
         piece = read_piece(choice, self._ids_from, self._request.sampling.logprobs)
-        self._said += len(piece.tokens)
-        if self._said > self._request.sampling.max_tokens and self._ids_from != "text_bytes":
+        self._token_count += len(piece.tokens)
+        if self._token_count > self._request.sampling.max_tokens and self._ids_from != "text_bytes":
             raise Fault(f"engine_error: more than the {self._request.sampling.max_tokens} tokens asked for")
-        believed = self._believe(piece)
+        released = self._release_zeros(piece)
         reason = choice.get("finish_reason")
         if reason is None:
-            if believed is not None and (believed.tokens or believed.text):
-                yield self._chunk(believed)
+            if released is not None and (released.tokens or released.text):
+                yield self._chunk(released)
             return
         if reason in ("abort", "error"):
             raise Fault(f"engine_error: the upstream ended the request itself ({reason})")
-        self._doubt_zeros_alone()
-        last = _joined([*self._held, *([] if believed is None else [believed])])
+        self._check_zeros_alone()
+        last = _joined([*self._held, *([] if released is None else [released])])
         self.over = True
         yield self._chunk(last, finish=finish_reason(reason))
 
-    def _believe(self, piece: StreamPiece) -> StreamPiece | None:
-        """Return what may be passed on: not yet a run of zeros, and all that was held back once something follows."""
+    def _release_zeros(self, piece: StreamPiece) -> StreamPiece | None:
+        """Return what may be passed on: no run of zeros yet, and everything held back once another token follows."""
         for token in piece.tokens:
             self._zeros = self._zeros + 1 if token == 0 else 0
             self._only_zeros = self._only_zeros and token == 0
@@ -144,9 +147,13 @@ class UpstreamStream:
         held, self._held = [*self._held, piece], []
         return _joined(held)
 
-    def _doubt_zeros_alone(self) -> None:
-        """A whole answer of zeros is none, unless a user asked for so few tokens that it may be a word of theirs."""
-        if self._said and self._only_zeros and (self._request.canary or self._said > ZEROS_ALONE_MAX):
+    def _check_zeros_alone(self) -> None:
+        """Raise Fault if a whole answer is zeros, unless a user asked for so few tokens that they may be real."""
+        if (
+            self._token_count
+            and self._only_zeros
+            and (self._request.canary or self._token_count > ZEROS_ALONE_MAX)
+        ):
             raise Fault("non_finite: nothing but token id 0, as from NaN logits")
 
     def _chunk(self, piece: StreamPiece, finish: str | None = None) -> Chunk:
@@ -160,7 +167,7 @@ class UpstreamStream:
 
 
 def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> StreamPiece:
-    """Return what one choice adds. Raise Fault for logprobs that are no numbers."""
+    """Return the content of one choice. Raise Fault for logprobs that are not numbers."""
     given, text = choice.get("logprobs") or {}, str(choice.get("text") or "")
     try:
         logprobs, ids = _detailed(given, wanted) if "content" in given else _classic(given, wanted)
@@ -178,7 +185,7 @@ def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> Stream
 
 
 def _ids(given: Iterable[Any]) -> list[int]:
-    """Return token ids. Raise Fault for what is none: one of them would break the frame that carries everybody's."""
+    """Return token ids. Raise Fault for an invalid one, which would break the frame shared by all requests."""
     ids = list(given)
     if wrong := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
         raise Fault(f"engine_error: the upstream calls {wrong[0]!r} a token id")

@@ -1,4 +1,4 @@
-"""Which requests are with the upstream, and how far is each?"""
+"""Tracks the requests that are with the upstream, and the progress of each."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from events.wire import Chunk, Generate
 from workers.engines.engine import CANARIES_MAX, Phase
 
-JOINS_WITHIN_S = 0.25  # a request may still be part of the step that began so long before it came
+JOINS_WITHIN_S = 0.25  # a request may join the step that began at most this long before it arrived
 
 
 @dataclass(slots=True, eq=False)
@@ -17,20 +17,20 @@ class UpstreamRequest:
 
     task: "asyncio.Task[None]"
     prompt_tokens: int
-    came: float  # monotonic seconds
-    length: int  # tokens so far, prompt and all
-    movable: Generate | None  # what was asked, where it could move to another server
+    arrived_at: float  # monotonic seconds
+    length: int  # tokens so far, including the prompt
+    movable: Generate | None  # the original request, if it can move to another server
     silent: bool = True  # no output yet
-    said: list[int] = field(default_factory=list)  # since then, where it could move
+    generated: list[int] = field(default_factory=list)  # tokens generated since, if it can move
     canary: bool = False
-    sent: bool = False  # else it waits with us
+    sent: bool = False  # otherwise it waits here
 
 
 class UpstreamRequests:
     """All requests of one worker that are with its upstream, by the worker's keys."""
 
     def __init__(self, most: int) -> None:
-        """Take so many at once."""
+        """Accept at most `most` requests at once."""
         self._most = most
         self._by_key: dict[int, UpstreamRequest] = {}
         self._token_at = 0.0  # when any stream last brought a token; monotonic seconds
@@ -48,12 +48,14 @@ class UpstreamRequests:
         return iter(self._by_key.values())
 
     def get(self, key: int) -> UpstreamRequest | None:
-        """Return a request, if it is there."""
+        """Return a request if it is there."""
         return self._by_key.get(key)
 
     def overload(self, *, canary: bool) -> str | None:
-        """Say why nobody more is taken, if so. Canaries take nobody's room, and a few of them are always taken: a full worker is
-        checked, too."""
+        """Return the error if no more requests are accepted; None if there is room.
+
+        Canaries use no room, and a few of them are always accepted: a full worker is checked, too.
+        """
         canaries = self.canaries
         if len(self._by_key) - canaries < self._most or (canary and canaries < CANARIES_MAX):
             return None
@@ -66,11 +68,11 @@ class UpstreamRequests:
 
     @property
     def tokens(self) -> int:
-        """How many tokens all of them have."""
+        """The sum of their tokens."""
         return sum(one.length for one in self)
 
     def begin(self, key: int, request: Generate, task: "asyncio.Task[None]", *, movable: bool) -> None:
-        """Take in a request that this task has the upstream answer."""
+        """Add a request that this task sends to the upstream."""
         now, length = time.monotonic(), len(request.tokens)
         if not self._by_key:
             self._moved_at = now
@@ -84,20 +86,20 @@ class UpstreamRequests:
         return sum(one.sent for one in self)
 
     def sent(self, key: int) -> None:
-        """Note that a request goes to the upstream now."""
+        """Record that a request is now sent to the upstream."""
         if one := self._by_key.get(key):
-            one.came, one.sent = time.monotonic(), True
+            one.arrived_at, one.sent = time.monotonic(), True
 
     @property
     def token_at(self) -> float:
         """Monotonic time of the last token of any stream; 0 before the first."""
         return self._token_at
 
-    def heard(self, key: int, chunks: Sequence[Chunk]) -> bool:
+    def record(self, key: int, chunks: Sequence[Chunk]) -> bool:
         """Record output of the upstream; return whether there are chunks to pass on.
 
-        Only tokens, text and an end renew the step's age. SSE comments, empty events and parts of a line, of which no chunk is
-        made, do not: a proxy sends them while the engine hangs.
+        Only tokens, text and an end renew the age of the step. SSE comments, empty events and partial lines yield no chunk and
+        do not count: a proxy sends them while the engine hangs.
         """
         if chunks:
             self._moved_at = time.monotonic()
@@ -110,7 +112,7 @@ class UpstreamRequests:
         for chunk in chunks:
             one.length += len(chunk.tokens) or (1 if chunk.text else 0)
             if one.movable is not None:
-                one.said.extend(chunk.tokens)
+                one.generated.extend(chunk.tokens)
         return True
 
     def end(self, key: int) -> None:
@@ -121,9 +123,9 @@ class UpstreamRequests:
         """Return what the upstream is doing, as far as its answers show it."""
         if not self._by_key:
             return Phase("idle", self._moved_at)
-        # While some stream speaks, every step is heard: none is excused by prompts that came after it began.
+        # While some stream brings tokens, every step is observed: prompts that arrived after its start excuse none.
         there = [one for one in self if one.sent]
         silent = [one for one in there if one.silent]
-        heard, joined = len(silent) < len(there), self._moved_at + JOINS_WITHIN_S
-        waiting = sum(one.prompt_tokens for one in silent if one.came <= joined or not heard)
+        brings_tokens, joined = len(silent) < len(there), self._moved_at + JOINS_WITHIN_S
+        waiting = sum(one.prompt_tokens for one in silent if one.arrived_at <= joined or not brings_tokens)
         return Phase("prefill" if waiting else "decode", self._moved_at, waiting)

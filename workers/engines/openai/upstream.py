@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, as far as we need it: who it is, what it can do, and how to ask it for a completion."""
+"""Client of an OpenAI-compatible server: identity, abilities and completions."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from workers.engines.openai.reading import Fault, IdsFrom, read_piece
 from workers.engines.openai.told.lineage import merged
 from workers.engines.openai.told.lineage import read as read_lineage
 
-ASK_S_MAX = 5.0  # for what costs the upstream nothing
-PROBE_S_MAX = 60.0  # for a short completion, cold
+ASK_S_MAX = 5.0  # for requests that cost the upstream nothing
+PROBE_S_MAX = 60.0  # for a short completion on a cold server
 PROBE_TOKENS = 8
 BODY_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_S_MAX = 2.0
-READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far below
+READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far lower
 COMPLETIONS = "/v1/completions"
 PROMPT_IDS = [1, 2, 3]  # any vocabulary has these
 STORED_TOKENS = 1024  # longer than any block of a KV cache
@@ -35,42 +35,45 @@ WORDS = [
     "river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon", "winter", "table",
 ]  # fmt: skip
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's
-CLIENT_MISTAKES = (400, 413, 422)  # by which a probe learns that a variant is not understood
+CLIENT_MISTAKES = (400, 413, 422)  # statuses by which a probe learns that a variant is not supported
 NOTHING_ADDED: dict[str, Any] = {
     "top_p": 1.0,
-    "top_k": -1,  # what vLLM, SGLang and llama-server take for "all"
+    "top_k": -1,  # vLLM, SGLang and llama-server read this as "all"
     "min_p": 0.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Values that change nothing. Sent with canaries, and with what a client gave: left out, the model's generation_config.json
-would decide (vLLM, SGLang), or the server's own defaults (llama-server), and a canary would not be the same everywhere."""
+"""Values that change nothing. Sent with canaries, and with the values that a client gave.
+
+If they were left out, the model's generation_config.json (vLLM, SGLang) or the server's defaults (llama-server) would decide,
+and a canary would not be the same everywhere.
+"""
 
 
 class NoHandle(HoldfastError):
-    """The upstream server does not hand this KV cache over."""
+    """The upstream server does not hand over this KV cache."""
 
 
 class NoConnector(NoHandle):
-    """The upstream server answers a request for a handle without one, or does not know that it is asked for one."""
+    """The upstream server answers a request for a handle without one, or does not support the request."""
 
 
 class Upstream:
-    """One server."""
+    """The client of one server."""
 
     def __init__(self, url: str, key: str, streams_max: int) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        self.model = ""  # that it lists first, as soon as it lists any
+        self.model = ""  # the first model that it lists; empty before
         self._session = aiohttp.ClientSession(
-            # No connection is used twice: llama-server promises to keep them, and closes each one behind a stream.
+            # No connection is reused: llama-server announces keep-alive, but closes each one after a stream.
             connector=aiohttp.TCPConnector(limit=streams_max + 8, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX, sock_read=READ_S_MAX),
         )
         self.use_key(key)
 
     def use_key(self, key: str) -> None:
-        """Ask with this key from now on; empty: without any."""
+        """Use this key from now on; empty: no key."""
         self.key = key
         self._session.headers.pop("Authorization", None)
         if key:
@@ -80,7 +83,7 @@ class Upstream:
         await self._session.close()
 
     async def healthy(self, deadline_s: float) -> HealthAnswer:
-        """Check the server's health, within `deadline_s` in all."""
+        """Check the server's health within `deadline_s` in total."""
         path = ""
         try:
             async with asyncio.timeout(deadline_s):
@@ -98,7 +101,7 @@ class Upstream:
         return HealthAnswer("it has neither /health nor /v1/models")
 
     async def metrics(self, deadline_s: float) -> str | None:
-        """Return what the server says at /metrics; None if it does not, or not in time."""
+        """Return the text at /metrics; None if there is none, or not in time."""
         try:
             async with asyncio.timeout(deadline_s), self._session.get(self._url + "/metrics") as response:
                 return None if response.status >= 400 else (await _bounded(response)).decode(errors="replace")
@@ -106,7 +109,7 @@ class Upstream:
             return None
 
     async def store_something(self, abilities: Abilities) -> None:
-        """Let the server compute a prompt that is in no cache, longer than a block. Whether it does shows elsewhere."""
+        """Make the server compute a prompt that is in no cache and longer than a block. Ignores failures."""
         size = min(STORED_TOKENS, (abilities.context_tokens or STORED_TOKENS) // 2)
         tokens = (PROMPT_IDS * size)[:size]
         request = Generate(0, "probe", tokens, size, Sampling(max_tokens=1), canary=True)
@@ -119,7 +122,7 @@ class Upstream:
                 await _bounded(response)
 
     async def abilities(self) -> Abilities:
-        """Ask the server for its identity and abilities. Raise UpstreamAway."""
+        """Read the server's identity and probe its abilities. Raise UpstreamAway."""
         listed = await self.listed()
         told = merged({}, await read_lineage(self))
         listed = replace(listed, told=tuple((path, one) for path, one in told.items() if one))
@@ -127,8 +130,7 @@ class Upstream:
         return replace(known, handles=bool(await self.hands_over(known)))
 
     async def listed(self, wanted: str = "") -> Abilities:
-        """Return what the server lists at /v1/models of a model; without a name, or where it is not listed, of the first. Raise
-        UpstreamAway."""
+        """Return a model's entry at /v1/models; the first one without a name or if it is not listed. Raise UpstreamAway."""
         listed = await self._get("/v1/models")
         try:
             every = listed["data"]
@@ -146,12 +148,12 @@ class Upstream:
             raise UpstreamAway(f"{shown(self._url)}/v1/models lists no model") from None
 
     async def version(self) -> str | None:
-        """Return what the server says at /version; empty if it has no such page, None if that cannot be told now."""
+        """Return the version at /version; empty if there is no such page, None if it cannot be read now."""
         said = await self.page("/version")
         return None if said is None else str(said.get("version") or "")
 
     async def page(self, path: str) -> dict[str, Any] | None:
-        """Return a page's JSON object; an empty one if there is no such page, None if that cannot be told now."""
+        """Return a page's JSON object; an empty one if there is no such page, None if it cannot be read now."""
         try:
             async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + path) as response:
                 if response.status >= 400:
@@ -166,7 +168,7 @@ class Upstream:
     async def probed(
         self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX
     ) -> Abilities:
-        """Return what a server that lists this can do, by a completion of so many tokens. Raise UpstreamAway."""
+        """Return the abilities of a listed server, found by a completion of this many tokens. Raise UpstreamAway."""
         answer: dict[str, Any] | str = ""
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
@@ -187,7 +189,7 @@ class Upstream:
     async def _probe(
         self, variant: Abilities, tokens: int, deadline_s: float
     ) -> tuple[dict[str, Any] | str, float]:
-        """Ask for a few tokens in one variant; return the answer, or the words in which the server refuses it."""
+        """Request a few tokens in one variant; return the answer, or the text of the server's refusal."""
         sampling = Sampling(max_tokens=tokens, logprobs=1)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
         body = completion(variant, request)
@@ -209,7 +211,7 @@ class Upstream:
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
     async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool | None:
-        """Return whether the server gives handles of KV caches, by asking for one; None if that cannot be told now."""
+        """Return whether the server gives handles to KV caches, by requesting one; None if it cannot be told now."""
         if not (known.exact and known.extensions and known.version != "unknown"):
             return False
         try:
@@ -221,7 +223,7 @@ class Upstream:
         return True
 
     async def handle(self, abilities: Abilities, request: Generate, deadline_s: float) -> dict[str, Any]:
-        """Return a handle of the KV cache of all the request's tokens. Raise NoHandle."""
+        """Return a handle to the KV cache of all the request's tokens. Raise NoHandle."""
         sampling = Sampling(max_tokens=1, ignore_eos=True)
         body = completion(abilities, msgspec.structs.replace(request, sampling=sampling))
         body |= {
@@ -253,7 +255,7 @@ class Upstream:
         more: dict[str, Any],
         bytes_max: int = BODY_BYTES_MAX,
     ) -> tuple[int, bytes]:
-        """Return the status and the body of a completion in one piece, with some fields more. Raise UpstreamAway."""
+        """Return the status and body of an unstreamed completion, with extra fields. Raise UpstreamAway."""
         body = completion(abilities, request) | {"stream": False} | more
         try:
             async with (
@@ -267,8 +269,10 @@ class Upstream:
             raise unreachable(self._url, COMPLETIONS, error, PROBE_S_MAX) from error
 
     async def completed_text(self, abilities: Abilities, more: dict[str, Any]) -> str | None:
-        """Return the text of a short completion with some fields more; None if the server refuses them. Raise Fault if it fails
-        in another way, UpstreamAway."""
+        """Return the text of a short completion with extra fields; None if the server rejects them.
+
+        Raise Fault if it fails in another way, UpstreamAway.
+        """
         sampling = Sampling(max_tokens=PROBE_TOKENS * 2)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
         status, body = await self.ask(abilities, request, more)
@@ -300,13 +304,13 @@ class Upstream:
 
 
 def _headers(abilities: Abilities, request: Generate) -> dict[str, str]:
-    """Return what goes along with a completion beside its body: the client's trace, and the DP rank that was chosen."""
+    """Return the extra headers of a completion: the client's trace, and the selected DP rank."""
     headers = {"traceparent": request.traceparent} if request.traceparent else {}
     return headers | ({RANK_HEADER: str(request.rank)} if abilities.ranks > 1 else {})
 
 
 def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
-    """Return the body that asks for a completion: the standard's fields, and extensions where they are taken."""
+    """Return the body of a completion request: standard fields, and extensions where they are accepted."""
     sampling, unset = (
         request.sampling,
         frozenset(request.sampling.unset),
@@ -339,26 +343,26 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
         unique = request.cache_salt or secrets.token_hex(16)
         body["cache_salt"] = CANARY_SALT + unique if request.canary else unique
         if abilities.ids_from == "logprobs":
-            body["cache_prompt"] = False  # llama-server knows no salts; so it computes the whole prompt
+            body["cache_prompt"] = False  # llama-server has no salts; it then computes the whole prompt
     return body
 
 
 def _neutral(unset: frozenset[str]) -> dict[str, Any]:
-    """Return the values that change nothing, but for those that the server's defaults decide."""
+    """Return the values that change nothing, except those that the server's defaults decide."""
     if not unset:
         return NOTHING_ADDED
     return {name: value for name, value in NOTHING_ADDED.items() if name not in unset}
 
 
 def prompt_text(request: Generate) -> str:
-    """Return the prompt for an upstream that only takes text. A canary without any gets words made of its ids."""
+    """Return the prompt for an upstream that only accepts text. A canary without text gets words made of its ids."""
     if request.prompt_text or not request.canary:
         return request.prompt_text
     return " ".join(WORDS[token % len(WORDS)] for token in request.tokens)
 
 
 def hidden(text: str, key: str) -> str:
-    """Return what an upstream has said without our own key: some quote it when they do not know it."""
+    """Return an upstream's text without the API key: some servers quote a key that they do not know."""
     return text.replace(key, "***") if key else text
 
 
@@ -378,7 +382,7 @@ def refused(body: bytes, status: int) -> str:
 
 
 def _json_or(body: bytes, instead: str = "no reason given") -> Any:
-    """Return a body as JSON, or what is said instead."""
+    """Return a body as JSON, or the replacement."""
     try:
         return json.loads(body)
     except ValueError:
@@ -386,7 +390,7 @@ def _json_or(body: bytes, instead: str = "no reason given") -> Any:
 
 
 async def _bounded_json(response: aiohttp.ClientResponse) -> Any:
-    """Return a body as JSON. Raise ValueError if it is none, or too long."""
+    """Return a body as JSON. Raise ValueError if it is invalid or too long."""
     return json.loads(await _bounded(response))
 
 
@@ -401,7 +405,7 @@ async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX)
 
 
 def _ids_from(answer: dict[str, Any]) -> IdsFrom:
-    """Say where in an answer the ids of its tokens can be found."""
+    """Return where in an answer the ids of its tokens are."""
     choice = (answer.get("choices") or [{}])[0]
     if choice.get("token_ids"):
         return "token_ids"

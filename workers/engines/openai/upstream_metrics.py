@@ -1,7 +1,7 @@
-"""How loaded is an upstream, by its own account? What its `/metrics` says, read every second.
+"""Reads the load of an upstream from its `/metrics`, every second.
 
-An upstream may have other clients than us, it knows what waits and what runs, and how full its KV cache is; we only know
-what we have sent. What it says is believed for a few seconds: later it is as good as unsaid.
+An upstream may have other clients. It knows its waiting and running requests and its KV cache usage; the worker only knows the
+requests that it has sent. A report is used for 5 s, then ignored.
 
              vLLM                          SGLang                    llama-server
 running      vllm:num_requests_running     sglang:num_running_reqs   llamacpp:requests_processing
@@ -20,7 +20,7 @@ from events.wire import Load
 
 EVERY_S = 1.0
 STALE_S = 5.0
-MOST = 1e9  # of anything: what is more is no count, and would not fit into our messages
+MOST = 1e9  # upper limit of any value: larger ones are no counts, and would not fit into the messages
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
@@ -28,17 +28,21 @@ KV_USAGE = (
     "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "llamacpp:kv_cache_usage_ratio",
 )  # fmt: skip
 KV_BLOCKS = "vllm:cache_config_info"
-RANKS = ("engine", "dp_rank")  # the labels that tell DP ranks apart
+RANKS = ("engine", "dp_rank")  # the labels that distinguish DP ranks
 _INTO = {name: place for place, names in enumerate((RUNNING, WAITING, KV_USAGE)) for name in names}
 _SAMPLE = re.compile(rf"^({'|'.join([*_INTO, KV_BLOCKS])})(?:\{{(.*)\}})?[ \t]+(\S+)", re.MULTILINE)
-_LABELS = (*RANKS, "block_size", "num_gpu_blocks")  # by name: anything long would be tried at each letter
+_LABELS = (
+    *RANKS,
+    "block_size",
+    "num_gpu_blocks",
+)  # by name: a pattern for any label would be tried at each letter of a long one
 _LABEL = re.compile(rf'\b({"|".join(_LABELS)})="([^"\\]*)"')
 _NUMBER = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRankLoad:
-    """One DP rank's load."""
+    """The load of one DP rank."""
 
     running: int = 0
     waiting: int = 0
@@ -47,7 +51,7 @@ class UpstreamRankLoad:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamReport:
-    """What an upstream has said once. By DP rank, in their order."""
+    """One report of an upstream, by DP rank, in their order."""
 
     ranks: tuple[UpstreamRankLoad, ...]
     block_tokens: int | None = None
@@ -55,7 +59,7 @@ class UpstreamReport:
 
 
 def read_metrics(text: str) -> UpstreamReport | None:
-    """Return what an exposition says of the load; None if it is of no server that we know."""
+    """Parse the load from an exposition; None if it is of an unknown server."""
     found: tuple[dict[str, float], ...] = ({}, {}, {})
     about: dict[str, str] = {}
     for name, labels, value in _samples(text):
@@ -63,7 +67,7 @@ def read_metrics(text: str) -> UpstreamReport | None:
             about = about or labels
             continue
         into, rank = found[_INTO[name]], next((labels[label] for label in RANKS if label in labels), "0")
-        # SGLang says the same for each GPU of a rank, and each process of a server for the engine that all share.
+        # SGLang repeats a value for each GPU of a rank, and each process of a server for the shared engine.
         into[rank] = max(into.get(rank, 0.0), value)
     running, waiting, usage = found
     if not running:
@@ -79,7 +83,7 @@ def read_metrics(text: str) -> UpstreamReport | None:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield the samples that we read: name, labels, value. What is no number is passed over."""
+    """Yield the samples that are used: name, labels, value. Values that are not numbers are skipped."""
     for name, labels, number in _SAMPLE.findall(text):
         try:
             value = float(number)
@@ -95,40 +99,43 @@ def _number(text: str | None) -> int | None:
 
 @dataclass(slots=True)
 class UpstreamLoad:
-    """The last that was said, when (seconds of any clock that only goes forward), and what we had sent by then."""
+    """The last report, its time (seconds of any monotonic clock), and the requests sent from here by then."""
 
-    stale_s: float = STALE_S  # what was said longer ago counts no more
-    said: UpstreamReport | None = None
+    stale_s: float = STALE_S  # older reports are ignored
+    report: UpstreamReport | None = None
     at: float = float("-inf")
     own: int = 0
 
-    def take(self, said: UpstreamReport | None, own: int, now: float) -> None:
-        """Take in one read; None: it failed."""
-        if said is not None:
-            self.said, self.own, self.at = said, own, now
+    def take(self, report: UpstreamReport | None, own: int, now: float) -> None:
+        """Store one read; None: it failed."""
+        if report is not None:
+            self.report, self.own, self.at = report, own, now
 
     def fresh(self, now: float) -> UpstreamReport | None:
-        """Return what was said, unless it is too old."""
-        return self.said if now - self.at <= self.stale_s else None
+        """Return the last report, unless it is too old."""
+        return self.report if now - self.at <= self.stale_s else None
 
     def combined(self, own: Load, batch_max: int, now: float) -> Load:
-        """Return the load of a whole upstream: what others had there when it last said so, and what we have there now."""
-        said = self.fresh(now)
-        if said is None:
+        """Return the load of the whole upstream: others' requests at the last report, and this worker's now."""
+        report = self.fresh(now)
+        if report is None:
             return own
-        running, waiting = sum(rank.running for rank in said.ranks), sum(rank.waiting for rank in said.ranks)
+        running, waiting = (
+            sum(rank.running for rank in report.ranks),
+            sum(rank.waiting for rank in report.ranks),
+        )
         total = own.running + own.waiting + max(0, running + waiting - self.own)
         at_once = running if waiting else max(running, batch_max)
-        usages = [rank.kv_usage for rank in said.ranks if rank.kv_usage is not None]
+        usages = [rank.kv_usage for rank in report.ranks if rank.kv_usage is not None]
         used = round(min(1.0, sum(usages) / len(usages)) * own.kv_total) if usages else own.kv_used
         return Load(
             min(total, at_once), max(0, total - at_once), used, own.kv_total, own.active_tokens, own.canaries
         )
 
 
-def rank_loads(said: UpstreamReport, kv_blocks: int) -> list[Load]:
-    """Return each rank's load, of `kv_blocks` blocks each. Tokens are not said; blocks follow from the usage."""
+def rank_loads(report: UpstreamReport, kv_blocks: int) -> list[Load]:
+    """Return each rank's load, with `kv_blocks` blocks each. Tokens are not reported; blocks follow from the usage."""
     return [
         Load(rank.running, rank.waiting, round(min(1.0, rank.kv_usage or 0.0) * kv_blocks), kv_blocks)
-        for rank in said.ranks
+        for rank in report.ranks
     ]

@@ -1,4 +1,4 @@
-"""What a server tells of its weights and of how it computes becomes one name, which no restart changes."""
+"""A server's reports of its weights and computation become one name, which no restart changes."""
 
 import pytest
 from upstream import Upstream as Server
@@ -7,13 +7,13 @@ from workers.engines.openai.told.lineage import lineage, merged
 from workers.engines.openai.upstream import Upstream
 
 
-def test_of_a_folder_the_last_part_counts_and_separators_of_the_canary_key_are_replaced() -> None:
+def test_only_the_last_part_of_a_folder_counts_and_key_separators_are_replaced() -> None:
     assert lineage("/models/llama-3/", 8192, None, {}) == lineage("/mnt/llama-3", 8192, None, {})
     assert lineage("a|b", None, None, {"/p": (("quantization", "x,y z"),)}) == "root=a_b,quantization=x_y_z"
     assert lineage("", None, None, {}) == ""
 
 
-def test_a_page_that_cannot_be_read_tells_what_it_told_before() -> None:
+def test_an_unreadable_page_keeps_its_previous_values() -> None:
     known = {"/a": (("x", "1"),), "/b": (("y", "2"),)}
     assert merged(known, {"/a": None, "/b": (("y", "3"),)}) == {"/a": (("x", "1"),), "/b": (("y", "3"),)}
 
@@ -44,13 +44,13 @@ def test_a_page_that_cannot_be_read_tells_what_it_told_before() -> None:
     ],
     ids=["vllm", "llamacpp", "sglang", "vllm-metrics"],
 )
-async def test_what_each_server_tells(server: Server, told: str) -> None:
+async def test_the_lineage_of_each_server(server: Server, told: str) -> None:
     await server.start()
     client = Upstream(server.url, "", 4)
     try:
         first, again = await client.abilities(), await client.abilities()
         assert first.lineage == told
-        assert again.lineage == told  # `created` and the like differ in each answer
+        assert again.lineage == told  # `created` and similar fields differ in each answer
     finally:
         await client.close()
         await server.stop()

@@ -1,4 +1,4 @@
-"""A server that comes back as another one ends its worker's life; the next life registers what the server is now."""
+"""A changed server ends its worker's instance; the next instance registers the new identity."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -40,7 +40,7 @@ async def upstream() -> AsyncIterator[Upstream]:
 
 
 async def changed(rig: Rig) -> str:
-    """Return why the engine ends; wait for it."""
+    """Wait for the engine's end, and return the reason."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -59,23 +59,25 @@ async def changed(rig: Rig) -> str:
         ({"context": 1024}, "max_model_len: 2048 -> 1024"),
         ({"version": "0.33.0"}, "version: 0.32.0 -> 0.33.0"),
         ({"manner": "strict"}, "extensions: True -> False"),
-        ({"connector": True}, ""),  # gained, and probed for less often
-        ({"version": ""}, ""),  # it cannot tell now
+        ({"connector": True}, ""),  # gained, and probed less often
+        ({"version": ""}, ""),  # it cannot be read now
         ({"tells": {"weight_version": "2", "quantization": "no"}}, "weight_version=2"),
         ({"tells": {"weight_version": "1", "quantization": "fp8"}}, "quantization=fp8"),
         (
             {"metrics": 'vllm:cache_config_info{block_size="16",cache_dtype="fp8"} 1.0\n'},
             "kv_cache_dtype=fp8",
         ),
-        ({"metrics": METRICS + "process_start_time_seconds 9\n"}, ""),  # it was started again
-        ({"metrics": ""}, ""),  # it cannot tell now
+        ({"metrics": METRICS + "process_start_time_seconds 9\n"}, ""),  # it was restarted
+        ({"metrics": ""}, ""),  # it cannot be read now
     ],
 )
 async def test_each_part_of_the_identity_is_read_again(
     upstream: Upstream, become: dict[str, Any], said: str
 ) -> None:
-    """Model, weights, context, version and extensions are compared every few seconds; what cannot be read is no change, and
-    `created`, which differs in each answer of this server, is not compared."""
+    """Model, weights, context, version and extensions are compared every few seconds.
+
+    A value that cannot be read is no change, and `created`, which differs in each answer of this server, is not compared.
+    """
     rig = Rig(engine(upstream, OFTEN))
     await rig.start()
     for name, value in become.items():
@@ -91,7 +93,9 @@ async def test_each_part_of_the_identity_is_read_again(
     await rig.engine.stop()
 
 
-async def test_further_names_of_the_same_weights_are_registered_but_no_adapter(upstream: Upstream) -> None:
+async def test_further_names_of_the_same_weights_are_registered_but_adapters_are_not(
+    upstream: Upstream,
+) -> None:
     upstream.names = ("gpt-4o", "a/b")
     rig = Rig(engine(upstream, NEVER))
     await rig.start()
@@ -100,8 +104,8 @@ async def test_further_names_of_the_same_weights_are_registered_but_no_adapter(u
     await rig.engine.stop()
 
 
-async def test_a_server_that_is_away_has_not_changed(upstream: Upstream, eventually: Eventually) -> None:
-    """No answer, or an error, says nothing of what the server is."""
+async def test_an_unreachable_server_has_not_changed(upstream: Upstream, eventually: Eventually) -> None:
+    """A missing answer, or an error, does not change the identity."""
     rig = Rig(engine(upstream, OFTEN))
     await rig.start()
     upstream.key = "wanted"
@@ -113,10 +117,10 @@ async def test_a_server_that_is_away_has_not_changed(upstream: Upstream, eventua
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-async def test_a_request_that_meets_such_a_status_has_the_identity_read_at_once(
+async def test_a_status_of_another_server_triggers_a_read_of_the_identity(
     upstream: Upstream, status: int
 ) -> None:
-    """The request is not held against the worker: another worker gets it, and this one takes no more."""
+    """The request is not counted against the worker: another worker gets it, and this one accepts no more."""
     rig = Rig(engine(upstream, NEVER))
     await rig.start()
     if status == 404:
@@ -131,10 +135,8 @@ async def test_a_request_that_meets_such_a_status_has_the_identity_read_at_once(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-async def test_such_a_status_of_the_same_server_is_an_error_of_the_engine(
-    upstream: Upstream, status: int
-) -> None:
-    """Where the listing is as it was, the status stays what it is, and the worker serves on."""
+async def test_such_a_status_of_the_same_server_is_an_engine_error(upstream: Upstream, status: int) -> None:
+    """If the listing is unchanged, the status is passed on, and the worker stays in service."""
     rig = Rig(engine(upstream, NEVER))
     await rig.start()
     upstream.fault = f"http_{status}"
@@ -145,8 +147,8 @@ async def test_such_a_status_of_the_same_server_is_an_error_of_the_engine(
     await rig.engine.stop()
 
 
-async def test_a_reconnect_has_the_identity_read_at_once(upstream: Upstream) -> None:
-    """A connection that broke may lead to another server when it is back."""
+async def test_a_reconnect_triggers_a_read_of_the_identity(upstream: Upstream) -> None:
+    """After a broken connection, another server may be there."""
     rig = Rig(engine(upstream, NEVER))
     await rig.start()
     upstream.fault = "cut"
@@ -161,13 +163,13 @@ async def test_a_reconnect_has_the_identity_read_at_once(upstream: Upstream) -> 
     [
         ({"connector": False}, True),
         ({"lacking_handles": 1}, False),  # a second read finds them
-        ({"broken_handles": True}, False),  # it cannot tell now
+        ({"broken_handles": True}, False),  # it cannot be read now
     ],
 )
-async def test_a_kv_connector_that_is_lost_with_a_restart_is_noticed(
+async def test_a_kv_connector_lost_in_a_restart_is_detected(
     upstream: Upstream, become: dict[str, Any], lost: bool
 ) -> None:
-    """Where the upstream was away, it is asked for a KV handle again: a worker that offers moves must be able to make them."""
+    """After an absence, the upstream is probed for a KV handle again: a worker that offers moves must support them."""
     upstream.connector = True
     rig = Rig(engine(upstream, OFTEN))
     await rig.start()
@@ -187,10 +189,10 @@ async def test_a_kv_connector_that_is_lost_with_a_restart_is_noticed(
     await rig.engine.stop()
 
 
-async def test_the_next_life_registers_what_the_server_is_now(
+async def test_the_next_instance_registers_the_new_identity(
     upstream: Upstream, eventually: Eventually
 ) -> None:
-    """In one process: the old life leaves in good order, sends its streams elsewhere, and a new instance joins."""
+    """In one process: the old instance leaves in order, moves its streams elsewhere, and a new instance joins."""
     stream, bus, stop = MemoryStream(), MemoryBus(), Stop()
     journal = MemoryJournal(stream, "worker:w0")
 
@@ -223,7 +225,7 @@ async def test_the_next_life_registers_what_the_server_is_now(
 
 
 async def test_a_configured_context_is_no_longer_than_the_servers(upstream: Upstream) -> None:
-    """A server with a shorter context than the one configured refuses what does not fit into its own."""
+    """A server with a shorter context than configured rejects what does not fit."""
     settings = UpstreamSettings(url=upstream.url, context_tokens=4096)
     for configured, registered in ((4096, 2048), (1024, 1024)):
         rig = Rig(OpenAIEngine(replace(settings, context_tokens=configured)))

@@ -39,10 +39,10 @@ async def keyed(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("canary", [False, True])
-async def test_a_request_whose_key_is_refused_is_sent_again_with_the_rotated_one(
+async def test_a_request_with_a_refused_key_is_retried_with_the_rotated_key(
     keyed: Keyed, canary: bool, status: int
 ) -> None:
-    """The file is read at a 401 or 403; the request that met it is answered, and its client sees nothing."""
+    """The file is read at a 401 or 403; that request is repeated, and its client notices nothing."""
     keyed.upstream.key, keyed.upstream.denied = NEW, status
     keyed.file.write_text(f"{NEW}\n")
     assert (await keyed.rig.ask(prompt(), canary=canary)).finish == "length"

@@ -1,4 +1,4 @@
-"""An upstream's 429, or 503 with Retry-After, closes its worker to new requests of users for that long."""
+"""An upstream's 429, or 503 with Retry-After, closes its worker to new user requests for that long."""
 
 from collections.abc import AsyncIterator
 
@@ -38,19 +38,19 @@ async def rig(upstream: Upstream) -> AsyncIterator[Rig]:
         (
             {"Retry-After": "Sat, 28 Nov 2026 09:00:12 GMT"},
             None,
-        ),  # a date says nothing without the server's own clock
+        ),  # a date has no meaning without the server's own clock
         ({"Retry-After": "soon"}, None),
         ({"Retry-After": "-3"}, None),
         ({}, None),
     ],
 )
 def test_a_header_is_read_as_seconds_or_as_a_date(headers: dict[str, str], seconds: float | None) -> None:
-    """Both forms of RFC 9110; no clock of ours is compared with the server's."""
+    """Both forms of RFC 9110; the server's clock is never compared with a local one."""
     assert retry_after_s(headers) == seconds
 
 
-def test_a_gate_opens_when_its_time_is_over() -> None:
-    """The time is bounded, a 429 without a header closes for a second, and a 503 without one is a failure like any other."""
+def test_a_gate_opens_after_its_time() -> None:
+    """The time is bounded. A 429 without a header closes for a second; a 503 without one is an ordinary failure."""
     now = 100.0
     gate = RetryGate(lambda: now, max_s=60.0)
     assert not gate.refused(503, {}, canary=False) and not gate.refused(
@@ -68,8 +68,10 @@ def test_a_gate_opens_when_its_time_is_over() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_closed_worker_does_not_ask_its_upstream(upstream: Upstream, rig: Rig, status: int) -> None:
-    """It reports the time with its load, refuses users for want of room, and still lets the upstream answer canaries."""
+async def test_a_closed_worker_sends_its_upstream_no_user_requests(
+    upstream: Upstream, rig: Rig, status: int
+) -> None:
+    """It reports the time with its load, refuses users as overloaded, and still lets the upstream answer canaries."""
     upstream.fault, upstream.retry_after = f"http_{status}", "20"
     answer = await rig.ask(prompt())
     assert answer.error == f"overloaded: the upstream answers {status}: told to answer {status}"
@@ -83,8 +85,8 @@ async def test_a_closed_worker_does_not_ask_its_upstream(upstream: Upstream, rig
     assert (await rig.ask(prompt(), canary=True)).finish == "length"
 
 
-async def test_a_canary_that_is_refused_is_not_sent_again_and_again(upstream: Upstream, rig: Rig) -> None:
-    """The prober repeats a canary of a full worker five times a second; its upstream has said when to come back."""
+async def test_a_refused_canary_is_not_resent_until_its_time(upstream: Upstream, rig: Rig) -> None:
+    """The prober repeats a canary of a full worker five times a second; its upstream has set the time of the next try."""
     upstream.fault, upstream.retry_after = "http_429", "20"
     for _ in range(5):
         assert str((await rig.ask(prompt(), canary=True)).error).startswith("overloaded: ")

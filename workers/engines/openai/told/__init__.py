@@ -1,1 +1,1 @@
-"""What a server tells of itself, beside its model and version."""
+"""What a server reports about itself besides its model and version."""

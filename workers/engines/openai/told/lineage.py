@@ -1,12 +1,12 @@
-"""What a server tells of its weights and of how it computes, beside its model and version: the lineage of its answers.
+"""Reads the lineage of a server's answers: its weights and how it computes, besides model and version.
 
     /v1/models        root, max_model_len      vLLM, SGLang; llama-server: n_ctx, size of the weights
     /get_model_info   weight_version           SGLang
     /get_server_info  quantization, KV dtype, attention backend
     /metrics          cache_dtype of vllm:cache_config_info
 
-A page that a server does not have tells nothing. Values that change with each call or each start (`created`,
-`process_start_time_seconds`) are no part of it: a restart alone is no new lineage.
+A missing page contributes nothing. Values that change with each call or each start (`created`, `process_start_time_seconds`)
+are excluded: a restart alone is no new lineage.
 """
 
 import re
@@ -27,14 +27,14 @@ Told = tuple[tuple[str, str], ...]
 
 
 class LineagePages(Protocol):
-    """What is needed of an upstream."""
+    """The interface required of an upstream."""
 
     async def page(self, path: str) -> dict[str, Any] | None: ...
     async def metrics(self, deadline_s: float) -> str | None: ...
 
 
 async def read(upstream: LineagePages, pages: Iterable[str] = (*PAGES, METRICS)) -> Mapping[str, Told | None]:
-    """Return what each page tells; None of a page that cannot be read now."""
+    """Return what each page reports; None for a page that cannot be read now."""
     found: dict[str, Told | None] = {}
     for path in pages:
         if path == METRICS:
@@ -54,14 +54,14 @@ def _told(said: Mapping[str, Any], names: Iterable[str]) -> Told:
 
 
 def merged(known: Mapping[str, Told], now: Mapping[str, Told | None]) -> Mapping[str, Told]:
-    """Return what is known after a second read: a page that could not be read tells what it told before."""
+    """Return what is known after another read. A page that could not be read keeps its previous values."""
     return {path: known.get(path, ()) if told is None else told for path, told in now.items()}
 
 
 def lineage(root: str, context_tokens: int | None, size: int | None, told: Mapping[str, Told]) -> str:
-    """Return the name of a lineage, a part of the canary key; empty if nothing is told.
+    """Return the name of a lineage, which is part of the canary key; empty if nothing is reported.
 
-    Of a folder only the last part counts: hosts keep the same weights in different places.
+    Only the last part of a folder counts: hosts keep the same weights in different places.
     """
     pairs = [("root", root.rstrip("/").rpartition("/")[2]), ("max_model_len", str(context_tokens or ""))]
     pairs += [("size", str(size or "")), *(pair for path in sorted(told) for pair in told[path])]

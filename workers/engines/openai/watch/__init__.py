@@ -1,1 +1,1 @@
-"""What a worker reads of its upstream again and again: its API key, its identity, when it takes requests again."""
+"""What a worker reads repeatedly: an upstream's API key, identity, health and retry times."""

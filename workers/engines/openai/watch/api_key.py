@@ -9,7 +9,7 @@ from events.process.key_file import read_key
 from workers.engines.openai.upstream import Upstream
 
 EVERY_S = 1.0  # between two reads of the file
-READ_S_MAX = 2.0  # a file system that hangs must not hold up requests
+READ_S_MAX = 2.0  # a file system that hangs must not delay requests
 
 log = structlog.get_logger(__name__)
 
@@ -23,18 +23,18 @@ class UpstreamKey:
         self._trouble = ""
 
     async def follow(self, every_s: float = EVERY_S) -> None:
-        """Read the file again and again, until cancelled."""
+        """Read the file repeatedly, until cancelled."""
         while self._file is not None:
             await asyncio.sleep(every_s)
             await self.read()
 
     async def replaced(self, used: str) -> bool:
-        """Read the file, and return whether the key is another one than `used`, which the upstream refused."""
+        """Read the file, and return whether the key differs from `used`, which the upstream refused."""
         await self.read()
         return self._upstream.key != used
 
     async def read(self) -> None:
-        """Use the key that the file holds now. A file that cannot be read, or is being written, leaves the key as it is."""
+        """Use the key that the file holds now. An unreadable or partly written file leaves the key unchanged."""
         if self._file is None:
             return
         try:

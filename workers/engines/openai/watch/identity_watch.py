@@ -1,11 +1,11 @@
-"""Reads again what an upstream is: its model, weights, version, context and extensions.
+"""Re-reads the identity of an upstream: its model, weights, version, context and extensions.
 
 every 10 s, or at once after 401, 403, 404 or a broken connection
     read ── the same ──▶ nothing
       ├── it does not answer ──▶ read again after a second
-      └── differs, and a second read says the same ──▶ changed: the worker's life ends
+      └── differs, and a second read says the same ──▶ changed: the worker's instance ends
 
-KV handles cost the upstream a lease of blocks. Those that it gives are asked for again only after it was away or doubted.
+KV handles cost the upstream a lease of blocks. They are probed again only after the upstream was away or doubted.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from workers.engines.openai.upstream import PROBE_TOKENS, Upstream
 EVERY_S = 10.0
 AWAY_S = 1.0  # between two reads while the upstream does not answer
 CONFIRM_S = 0.2  # until a difference is read a second time
-PROBE_S_MAX = 10.0  # for the completion of one token; a server that is busy says nothing by taking longer
-HANDLES_S_MIN = 30.0  # until a probe for KV handles is repeated; doubles each time that it fails
+PROBE_S_MAX = 10.0  # for the completion of one token; a busy server may take longer without being another one
+HANDLES_S_MIN = 30.0  # until a probe for KV handles is repeated; doubles after each failure
 HANDLES_S_MAX = 900.0
 
 log = structlog.get_logger(__name__)
@@ -38,43 +38,45 @@ class IdentityWatch:
         self._every_s = every_s
         self._doubted = asyncio.Event()
         self._reading = asyncio.Lock()
-        self._began_at = float("-inf")  # the last read
+        self._began_at = float("-inf")  # of the last read
         self._away = False
-        self.doubts = 0  # times that the upstream has behaved as if it were another one, or was away
+        self.doubts = 0  # times that the upstream has behaved like another server, or was away
         self._handles_doubted = not known.handles
         self._handles_wait_s = HANDLES_S_MIN
         now = asyncio.get_running_loop().time()
-        self._handles_at = now if known.handles else now + HANDLES_S_MIN  # the next probe for them
+        self._handles_at = now if known.handles else now + HANDLES_S_MIN  # the next probe for handles
         self.changed = ""  # the fields that differ; empty: none
 
     def note(self, field: str) -> None:
-        """Note that something else than what is read here has changed."""
+        """Record a change in something that is not read here."""
         self.changed = self.changed or field
 
     def doubt(self, *, slow: bool = False) -> None:
-        """Read at once: the upstream has answered as if it were another one, or its connection broke. `slow`: it only took too
-        long, as a busy server does, which needs no further probes."""
+        """Read at once: the upstream has answered like another server, or its connection broke.
+
+        `slow`: it was only late, like a busy server; no further probes are needed.
+        """
         if not slow:
             self.distrust()
         self._doubted.set()
 
     def distrust(self) -> None:
-        """Have the upstream's further abilities probed again: its handles by the next read, its constraints when needed."""
+        """Probe the upstream's further abilities again: handles at the next read, constraints when needed."""
         self.doubts += 1
         self._handles_doubted = True
 
     async def follow(self) -> None:
-        """Read again and again, until a change is found."""
+        """Read repeatedly, until a change is found."""
         while not self.changed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AWAY_S if self._away else self._every_s):
                     await self._doubted.wait()
             if self._doubted.is_set() and self._away:
-                await asyncio.sleep(AWAY_S)  # each request that fails doubts again
+                await asyncio.sleep(AWAY_S)  # each failing request sets the doubt again
             await self.look()
 
     async def look(self) -> str:
-        """Read now; return what has changed, empty if nothing has, or if the upstream does not answer."""
+        """Read now. Return what has changed; empty if nothing has, or if the upstream does not answer."""
         asked_at = asyncio.get_running_loop().time()
         async with self._reading:
             if self.changed or self._began_at > asked_at:  # another caller's read answers this one, too
@@ -92,7 +94,7 @@ class IdentityWatch:
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
             except UpstreamAway as error:
-                if not isinstance(error.__cause__, TimeoutError):  # it was not just busy
+                if not isinstance(error.__cause__, TimeoutError):  # otherwise it was just busy
                     self.distrust()
                 self._away = True
             return self.changed
@@ -120,19 +122,21 @@ class IdentityWatch:
             return replace(changed, version=listed.version or known.version).identity
         tokens = (
             1 if known.ids_from == "token_ids" else PROBE_TOKENS
-        )  # ids in logprobs: some tokens lack them
+        )  # with ids in logprobs, some tokens lack them
         found = await upstream.probed(listed, tokens, PROBE_S_MAX)
         return replace(found, handles=await self._hands_over(found)).identity
 
     async def _hands_over(self, found: Abilities) -> bool:
-        """Return whether the upstream gives KV handles. Ask it where that is in doubt, at most every 30 s; after an answer that
-        tells nothing, or still no handle, each time after twice as long."""
+        """Return whether the upstream gives KV handles. Probe it if in doubt, at most every 30 s.
+
+        After an inconclusive answer, or one that still has no handle, the wait doubles each time.
+        """
         known, now = self._known.handles, asyncio.get_running_loop().time()
         if not self._handles_doubted or now < self._handles_at:
             return known
         answer = await self._upstream.hands_over(found, PROBE_S_MAX)
         if answer is not None and answer != known:
-            return answer  # a second read must find it, too
+            return answer  # a second read must confirm it
         if answer:
             self._handles_doubted, self._handles_wait_s = False, HANDLES_S_MIN
             self._handles_at = now + HANDLES_S_MIN

@@ -1,4 +1,4 @@
-"""Closes a worker to new requests for as long as its upstream asks: an answer 429 or 503 with `Retry-After`.
+"""Closes a worker to new requests for as long as its upstream asks: a 429 or 503 with `Retry-After`.
 
 open ── 429, or 503 with Retry-After ──▶ closed for that long, at most `max_s` ──▶ open
 """
@@ -9,14 +9,14 @@ from email.utils import parsedate_to_datetime
 import structlog
 
 TOO_MANY, UNAVAILABLE = 429, 503
-DEFAULT_S = 1.0  # of a 429 that does not say how long
+DEFAULT_S = 1.0  # of a 429 without a duration
 MAX_S = 60.0  # the longest: a wrong header must not close a worker for hours
 
 log = structlog.get_logger(__name__)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that `Retry-After` names; None if it names none. A date counts from the server's own `Date`."""
+    """Return the seconds in `Retry-After`; None if there are none. A date is relative to the server's own `Date`."""
     text = headers.get("Retry-After", "").strip()
     try:
         if text.replace(".", "", 1).isdecimal():
@@ -28,10 +28,10 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 class RetryGate:
-    """Whether one upstream takes new requests. Canaries have a gate of their own: a busy server may still answer them."""
+    """Whether one upstream accepts new requests. Canaries have a separate gate: a busy server may still answer them."""
 
     def __init__(self, now: Callable[[], float], max_s: float = MAX_S) -> None:
-        """`now`: monotonic seconds. `max_s`: the longest time for which it closes; 0: it never does."""
+        """`now`: monotonic seconds. `max_s`: the longest time for which it closes; 0: never."""
         self._now = now
         self._max_s = max_s
         self._users_until = float("-inf")
@@ -42,7 +42,7 @@ class RetryGate:
         return max(0.0, (self._canaries_until if canary else self._users_until) - self._now())
 
     def refused(self, status: int, headers: Mapping[str, str], *, canary: bool) -> bool:
-        """Take an answer of this status in. Return whether it closes the gate: then it is no failure of the upstream."""
+        """Process a refused request. Return whether it closes the gate; then it is no failure of the upstream."""
         seconds = retry_after_s(headers)
         if status == TOO_MANY and seconds is None:
             seconds = DEFAULT_S

@@ -1,4 +1,4 @@
-"""Decides whether an upstream is dead, from its answers to health checks and from the tokens of its streams.
+"""Decides whether an upstream is dead, from its health checks and the tokens of its streams.
 
 | health check | counts |
 |---|---|
@@ -6,8 +6,8 @@
 | a refusal: an error status, a connection that cannot be made | REFUSALS_MAX in a row: dead |
 | no answer in time | dead once neither an answer nor a token has come for `silent_s` |
 
-A token of any stream since the last check clears everything as well: a saturated server answers /health late or not at all,
-and must not be ended for it. Errors are no tokens.
+A token of any stream since the last check clears everything as well: a saturated server answers /health late or not at all, and
+must not be ended for it. Errors are no tokens.
 """
 
 from workers.engines.openai.away import HealthAnswer
@@ -15,7 +15,7 @@ from workers.engines.openai.away import HealthAnswer
 ANSWER_S_MAX = 8.0  # for one check, all paths together: below the worker's own deadline of 10 s
 REFUSALS_MAX = 3  # in a row
 SILENT_S = (
-    30.0  # default of `silent_s`: longer than a compilation or a garbage collection, as long as `dead_after`
+    30.0  # default of `silent_s`: longer than a compilation or a garbage collection, equal to `dead_after`
 )
 
 
@@ -25,9 +25,7 @@ class UpstreamHealth:
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
         self._refusals = 0  # in a row
-        self._silent_since: float | None = (
-            None  # start of the first of the checks in a row that were not answered
-        )
+        self._silent_since: float | None = None  # start of the first of the consecutive unanswered checks
 
     def judge(self, answer: HealthAnswer, began_at: float, token_at: float, now: float) -> str:
         """Return why the upstream is dead; empty if it is not.
