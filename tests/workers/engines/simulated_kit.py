@@ -1,4 +1,4 @@
-"""What tests of the simulated engine share: a request, stepping to the end, and who listens to KV events."""
+"""Helpers for tests of the simulated engine: requests, stepping to the end, and a KV event listener."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from workers.engines.simulated.scheduler import Scheduler
 
 
 class Listener:
-    """Knows of a rank's blocks what the events say, and that they make sense: at none of them are there more than fit."""
+    """Tracks a rank's blocks from its events, and checks that never more blocks are stored than fit."""
 
     def __init__(self, kv: KvManager | None = None) -> None:
         self.held: dict[int, set[int]] = {tier: set() for tier in Tier}
@@ -35,7 +35,7 @@ class Listener:
 
 
 def run(scheduler: Scheduler, steps: int = 10_000) -> dict[int, list[int]]:
-    """Step until nothing is left to do; return everybody's tokens."""
+    """Step until no work is left; return the tokens of every request."""
     said: dict[int, list[int]] = {}
     for _ in range(steps):
         if scheduler.plan().idle:

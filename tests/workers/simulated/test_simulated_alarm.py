@@ -1,4 +1,4 @@
-"""Short steps end when they are due, and not at the millisecond before or after."""
+"""Short steps end when they are due, not a millisecond before or after."""
 
 import asyncio
 import sys
@@ -51,18 +51,18 @@ def close(alarm: Alarm) -> None:
     alarm.close()
 
 
-def test_it_never_rings_early_and_not_long_after_its_time() -> None:
+def test_it_never_rings_early_nor_long_after_its_time() -> None:
     async def main() -> None:
         alarm = Alarm()
         rung = watched(alarm)
         assert all([0 <= await rings(alarm, rung, step * 0.00037) < LATE_S for step in range(12)])
-        assert await rings(alarm, rung, -5.0) < 5.0 + LATE_S  # what is over rings at once
+        assert await rings(alarm, rung, -5.0) < 5.0 + LATE_S  # a past time rings at once
         close(alarm)
 
     run(main())
 
 
-def test_what_is_set_again_or_cancelled_does_not_ring() -> None:
+def test_a_replaced_or_cancelled_time_does_not_ring() -> None:
     async def main() -> None:
         alarm, began = Alarm(), time.monotonic()
         rung = watched(alarm)
@@ -70,7 +70,7 @@ def test_what_is_set_again_or_cancelled_does_not_ring() -> None:
         alarm.set(began + 0.02)
         async with asyncio.timeout(20):
             await rung.wait()
-        assert time.monotonic() - began >= 0.02, "not at the first time"
+        assert time.monotonic() - began >= 0.02, "at the second time"
         rung.clear()
         alarm.set(time.monotonic() + 0.001)
         alarm.cancel()
@@ -81,7 +81,7 @@ def test_what_is_set_again_or_cancelled_does_not_ring() -> None:
     run(main())
 
 
-def test_an_engine_of_short_steps_says_every_token_and_none_too_early() -> None:
+def test_an_engine_with_short_steps_gives_every_token_and_none_too_early() -> None:
     async def main() -> None:
         engine, said, step_s = SimulatedEngine(EngineShape(), ConstantTiming(0.0024)), list[float](), 0.0024
         over = asyncio.Event()

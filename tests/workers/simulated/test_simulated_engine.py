@@ -1,4 +1,4 @@
-"""The simulated engine: the contract of every engine, and what only it can promise."""
+"""The simulated engine: the contract of every engine, and its own guarantees."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ class TestSimulated(EngineContract):
 
 
 class TestSimulatedManyATurn(EngineContract):
-    """Flat out, several steps to a turn of the loop."""
+    """Flat out, several steps per turn of the loop."""
 
     @pytest.fixture
     async def engine(self) -> Engine:
@@ -94,7 +94,7 @@ def test_the_models_name_is_part_of_the_function() -> None:
     assert len(digests) == 3
 
 
-def test_taking_tokens_one_by_one_or_all_at_once_is_the_same() -> None:
+def test_hashing_tokens_one_by_one_or_all_at_once_is_the_same() -> None:
     running = language.open_sequence("m", [300])
     for token in (301, 302, 303):
         running.update(language.TOKEN_BYTES[token])
@@ -111,7 +111,7 @@ def test_the_best_candidate_is_clearly_ahead_at_most_positions() -> None:
     assert sum(margin > 0.5 for margin in margins) > 0.75 * len(margins)
 
 
-def test_answers_end_by_themselves_now_and_then() -> None:
+def test_some_answers_end_by_themselves() -> None:
     ends = sum(
         language.candidates(language.open_sequence("m", [n % 2048, n // 2048]).intdigest(), eos=True)[0][0]
         == 2
@@ -120,19 +120,19 @@ def test_answers_end_by_themselves_now_and_then() -> None:
     assert 20 < ends < 100  # one in 400
 
 
-# --- thoughts
+# --- reasoning
 
 
 @pytest.mark.parametrize(
     ("ratio", "answer", "thought"),
     [(0.5, 10, 5), (0.29, 10, 2), (0.1, 10, 2), (0.09, 10, 0), (1.0, 1, 0), (1.0, 2, 2), (0.0, 10, 0)],
 )
-def test_a_thought_is_a_share_of_the_answer_or_none(ratio: float, answer: int, thought: int) -> None:
+def test_reasoning_is_a_share_of_the_answer_or_empty(ratio: float, answer: int, thought: int) -> None:
     assert Reasoning(300, 301, ratio).tokens(answer) == thought
 
 
 @pytest.mark.parametrize("stops", [[], [301]])
-def test_an_answer_begins_with_its_thought_and_goes_on_elsewhere_as_if_it_had_not_moved(
+def test_an_answer_begins_with_its_reasoning_also_if_it_is_moved(
     stops: list[int],
 ) -> None:
     def said(tokens: list[int], most: int, shape: EngineShape) -> list[int]:
@@ -143,7 +143,7 @@ def test_an_answer_begins_with_its_thought_and_goes_on_elsewhere_as_if_it_had_no
 
     thinking = EngineShape(reasoning=Reasoning(300, 301, 0.5), prefill_tokens_max=13)
     tight = EngineShape(reasoning=Reasoning(300, 301, 0.5), context_tokens=64, kv_blocks=4)
-    for salt in range(40):  # some of them would end in their thought
+    for salt in range(40):  # some of them would end during their reasoning
         whole = said(prompt(20, salt), 40, thinking)
         assert (whole[0], whole[19]) == (300, 301) and len(whole) > 19
         assert said(prompt(20, salt), 40, tight) == whole
@@ -167,7 +167,7 @@ def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:
     assert tight.kv.used == 0
 
 
-def test_a_prefix_that_was_served_before_is_found_in_the_cache() -> None:
+def test_a_served_prefix_is_found_in_the_cache() -> None:
     scheduler = Scheduler(SMALL)
     scheduler.submit(1, generate(prompt(64)))
     run(scheduler)
@@ -176,7 +176,7 @@ def test_a_prefix_that_was_served_before_is_found_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize("begun", [0, 1, 2], ids=["all at once", "one after a pass", "two after passes"])
-def test_an_engine_holds_a_batch_and_those_who_may_wait_and_not_one_more(begun: int) -> None:
+def test_an_engine_holds_exactly_its_batch_and_its_queue(begun: int) -> None:
     scheduler = Scheduler(EngineShape(waiting_max=2, batch_max=2))
     taken = 0
     for key in range(6):
@@ -188,7 +188,7 @@ def test_an_engine_holds_a_batch_and_those_who_may_wait_and_not_one_more(begun: 
     assert taken == 4
 
 
-def test_a_full_engine_takes_a_few_canaries() -> None:
+def test_a_full_engine_accepts_a_few_canaries() -> None:
     scheduler = Scheduler(EngineShape(waiting_max=0, batch_max=1))
     assert scheduler.submit(1, generate([300], most=50)) is None
     assert scheduler.submit(2, generate([300], most=50)) is not None
@@ -196,7 +196,7 @@ def test_a_full_engine_takes_a_few_canaries() -> None:
     assert taken == [True] * CANARIES_MAX + [False]
 
 
-def test_a_canary_is_served_before_those_who_wait() -> None:
+def test_a_canary_is_served_before_waiting_requests() -> None:
     scheduler = Scheduler(EngineShape(batch_max=1))
     for key in range(3):
         scheduler.submit(key, generate(prompt(8, key), most=2))
@@ -213,7 +213,7 @@ def test_bounds_that_contradict_one_another_are_refused() -> None:
         EngineShape(context_tokens=100, kv_blocks=2, block_tokens=16)
 
 
-def test_a_step_takes_what_its_work_takes() -> None:
+def test_the_duration_of_a_step_follows_from_its_work() -> None:
     timing = ConstantTiming(itl_s=0.02, prefill_tokens_per_s=1000)
     scheduler = Scheduler(SMALL)
     scheduler.submit(1, generate(prompt(100)))
@@ -224,7 +224,7 @@ def test_a_step_takes_what_its_work_takes() -> None:
     assert timing.step_s(scheduler.plan()) == pytest.approx(0.07)
 
 
-def test_the_profile_says_how_fast_it_is() -> None:
+def test_the_profile_matches_the_speed() -> None:
     engine = SimulatedEngine(SMALL, ConstantTiming(itl_s=0.02, prefill_tokens_per_s=1000))
     profile = engine.identity.profile
     assert (profile.kv_blocks, profile.max_batch, profile.prefill_tokens_per_s) == (512, 256, 1000)
@@ -234,7 +234,7 @@ def test_the_profile_says_how_fast_it_is() -> None:
 # --- faults
 
 
-async def test_an_error_takes_down_as_many_requests_as_asked(rig: Rig) -> None:
+async def test_an_error_fails_the_given_number_of_requests(rig: Rig) -> None:
     rig.engine.chaos("error", 2)
     answers = [await rig.answer(key) for key in [rig.submit(prompt(salt=n)) for n in range(5)]]
     assert sum((answer.error or "").startswith("engine_error: ") for answer in answers) == 2
@@ -258,14 +258,14 @@ async def test_corruption_alters_one_token_in_k(rig: Rig) -> None:
     assert (await rig.ask(prompt(), max_tokens=1)).tokens == right
 
 
-async def test_a_default_corruption_is_seen_by_nearly_every_canary(rig: Rig) -> None:
+async def test_a_default_corruption_affects_nearly_every_canary(rig: Rig) -> None:
     right = (await rig.ask(prompt(), max_tokens=32)).tokens
     rig.engine.chaos("corrupt", 0)
     said = [(await rig.ask(prompt(), max_tokens=32, canary=True)).tokens for _ in range(60)]
     assert sum(tokens != right for tokens in said) >= 50
 
 
-async def test_drift_moves_logprobs_and_no_token(rig: Rig) -> None:
+async def test_drift_changes_logprobs_but_no_token(rig: Rig) -> None:
     healthy = await rig.ask(prompt(), logprobs=5)
     rig.engine.chaos("drift", 0.02)
     sick = await rig.ask(prompt(), logprobs=5)
@@ -294,13 +294,13 @@ def test_slow_multiplies_the_time_of_a_step() -> None:
         runner.run(main())
 
 
-async def test_a_dead_engine_says_so_when_asked(rig: Rig) -> None:
+async def test_a_dead_engine_fails_its_check(rig: Rig) -> None:
     rig.engine.chaos("die", 0)
     with pytest.raises(EngineDead, match="died"):
         await rig.engine.check()
 
 
-async def test_an_engine_flat_out_lets_the_loop_do_other_things(rig: Rig) -> None:
+async def test_an_engine_flat_out_does_not_block_the_loop(rig: Rig) -> None:
     for n in range(4):
         rig.submit(prompt(salt=n), max_tokens=1900)
     turns = 0
@@ -323,12 +323,12 @@ async def test_steps_that_share_a_turn_of_the_loop_are_bounded(rig: Rig) -> None
     await several.engine.stop()
 
 
-# --- DP ranks, and what they announce
+# --- DP ranks, and their announcements
 
 
 @asynccontextmanager
 async def ranked(dp: int, shape: EngineShape = SMALL) -> AsyncIterator[tuple[Rig, dict[int, Listener]]]:
-    """Start an engine of so many ranks; yield its rig, and what its ranks have announced."""
+    """Start an engine with `dp` ranks; yield its rig, and a listener for each rank's announcements."""
     heard = {rank: Listener() for rank in range(dp)}
     rig = Rig(SimulatedEngine(shape, dp=dp))
     await rig.engine.start(rig.deliver, lambda rank, events: heard[rank].hear(events))
@@ -342,7 +342,7 @@ def to_rank(rig: Rig, rank: int, tokens: list[int], **rest: Any) -> int:
     return key
 
 
-async def test_each_rank_has_a_queue_and_a_cache_of_its_own() -> None:
+async def test_each_rank_has_its_own_queue_and_cache() -> None:
     async with ranked(3) as (rig, heard):
         answers = [await rig.answer(to_rank(rig, rank, prompt(64))) for rank in (0, 2, 2)]
         assert len({tuple(answer.tokens) for answer in answers}) == 1
@@ -363,7 +363,7 @@ async def test_each_rank_reports_its_load_as_real_engines_do() -> None:
         idle = Stats(0, 256, 0, 0, 64, 0.0, 0.0, 0)
         assert rig.engine.stats() == [idle, idle]  # type: ignore[attr-defined]
         keys = [to_rank(rig, 1, prompt(64), max_tokens=900) for _ in range(2)]
-        # behind the second token the last pass was one of decode; the first comes with the prefill
+        # after the second token the last pass was a decode; the first one comes with the prefill
         await rig.until(lambda: all(len(rig.answers[key].tokens) > 1 for key in keys))
         first, second = rig.engine.stats()  # type: ignore[attr-defined]
         assert first == idle
@@ -379,7 +379,7 @@ async def test_each_rank_reports_its_load_as_real_engines_do() -> None:
         assert [(sample.labels["dp_rank"], sample.value) for sample in samples] == [("0", 0), ("1", 2)]
 
 
-def test_a_pass_is_reported_in_the_words_of_dynamos_snapshot() -> None:
+def test_a_pass_is_reported_like_dynamos_snapshot() -> None:
     scheduler = Scheduler(EngineShape(context_tokens=96, kv_blocks=6, prefill_tokens_max=24, watermark=0))
     for key, length in enumerate((8, 40, 60)):
         scheduler.submit(key, generate(prompt(length, key), most=80))
@@ -400,7 +400,7 @@ def test_a_pass_is_reported_in_the_words_of_dynamos_snapshot() -> None:
     assert {*stats(scheduler, 0.5)[8:]} == {0}
 
 
-async def test_a_rank_that_is_not_there_serves_nothing() -> None:
+async def test_a_missing_rank_serves_nothing() -> None:
     async with ranked(2) as (rig, _):
         answer = await rig.answer(to_rank(rig, 2, prompt()))
         assert answer.error == "not_serving: there is no DP rank 2 here, only 0 to 1"
@@ -408,7 +408,7 @@ async def test_a_rank_that_is_not_there_serves_nothing() -> None:
         assert rig.engine.reserve(9, request, 60) == "there is no DP rank -1 here, only 0 to 1"
 
 
-async def test_a_fault_strikes_the_rank_that_it_is_for() -> None:
+async def test_a_fault_affects_only_its_rank() -> None:
     async with ranked(2) as (rig, _):
         rig.engine.chaos("error", 0, 1)
         assert (await rig.answer(to_rank(rig, 0, prompt()))).error is None
@@ -424,7 +424,7 @@ async def test_a_fault_strikes_the_rank_that_it_is_for() -> None:
             await rig.engine.check()
 
 
-def test_devices_are_counted_through_all_dp_ranks() -> None:
+def test_devices_are_numbered_across_all_dp_ranks() -> None:
     engine = SimulatedEngine(EngineShape(tp=2), dp=2)
     engine.chaos("slow", 3, 3)
     engine.chaos("error", 0, 2)
@@ -433,7 +433,7 @@ def test_devices_are_counted_through_all_dp_ranks() -> None:
     assert (second.slowness, second.error, second.raising_rank) == ({1: 3.0}, True, 0)
 
 
-async def test_what_is_announced_is_what_is_in_the_cache_and_canaries_are_not() -> None:
+async def test_announcements_match_the_cache_and_omit_canaries() -> None:
     async with ranked(1, EngineShape(context_tokens=256, kv_blocks=20)) as (rig, heard):
         await rig.ask(prompt(90), canary=True)
         assert not heard[0].held[Tier.DEVICE]
@@ -451,7 +451,7 @@ async def test_an_engine_without_a_prefix_cache_announces_nothing() -> None:
         assert not heard[0].held[Tier.DEVICE]
 
 
-async def test_a_start_takes_as_long_as_asked() -> None:
+async def test_a_start_takes_the_configured_time() -> None:
     loop = asyncio.get_running_loop()
     began, rig = loop.time(), Rig(SimulatedEngine(SMALL, start_s=0.05))
     await rig.start()

@@ -1,4 +1,4 @@
-"""The simulated engine's KV blocks: pools, evictors, tiers and events, against plain models of them."""
+"""The simulated engine's KV blocks: pools, evictors, tiers and events, compared with plain models."""
 
 import random
 from itertools import chain, takewhile
@@ -26,7 +26,7 @@ KINDS: tuple[EvictorKind, ...] = ("lru", "multi-lru", "lineage")
 
 
 def drain(kv: KvManager) -> list[int]:
-    """Evict everything; return the blocks in the order in which they went."""
+    """Evict everything; return the blocks in the order of their eviction."""
     gone = []
     while (block := kv.inactive.evict()) is not None:
         gone.append(block)
@@ -36,14 +36,14 @@ def drain(kv: KvManager) -> list[int]:
 # --- evictors
 
 
-def test_what_has_been_idle_longest_goes_first() -> None:
+def test_the_block_idle_longest_is_evicted_first() -> None:
     lru = Lru()
     for block in (4, 3, 2, 1, 5, 1, 4, 2):
         lru.insert(block)
     assert [lru.evict() for _ in range(6)] == [3, 5, 1, 4, 2, None]
 
 
-def test_what_was_used_more_often_goes_later() -> None:
+def test_blocks_used_more_often_are_evicted_later() -> None:
     multi = evictor("multi-lru")
     for block in (1, 2, 3):
         multi.insert(block)
@@ -51,12 +51,12 @@ def test_what_was_used_more_often_goes_later() -> None:
             multi.remove(block)
             multi.insert(block)
     assert [multi.evict() for _ in range(3)] == [2, 3, 1]
-    multi.insert(1)  # it begins anew
+    multi.insert(1)  # counting starts again
     multi.insert(2)
     assert multi.evict() == 1
 
 
-def test_no_block_goes_before_what_builds_on_it() -> None:
+def test_no_block_is_evicted_before_its_children() -> None:
     lineage = evictor("lineage")
     lineage.insert(1)
     lineage.insert(2, 1)
@@ -66,7 +66,7 @@ def test_no_block_goes_before_what_builds_on_it() -> None:
 
 
 class PlainEvictor:
-    """What an evictor is, looked up the slow way."""
+    """A slow reference implementation of the evictors."""
 
     def __init__(self, kind: EvictorKind) -> None:
         self.kind = kind
@@ -98,10 +98,10 @@ class PlainEvictor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_evictor_keeps_its_order_and_grows_with_its_blocks_only(kind: EvictorKind) -> None:
+def test_every_evictor_keeps_its_order_and_bounded_memory(kind: EvictorKind) -> None:
     dice, real, plain = random.Random(kind), evictor(kind), PlainEvictor(kind)
     for turn in range(4_000):
-        # Few leave at first, and what has become stale of them is to be forgotten by the way.
+        # Few are removed at first, and their stale entries must be dropped along the way.
         act, block = dice.choice("iiiiirrre" if turn > 1_000 else "iiiiirrr"), dice.randrange(10)
         if act == "i":
             parent = (block - 1) // 2 if block else None
@@ -120,7 +120,7 @@ def test_every_evictor_keeps_its_order_and_grows_with_its_blocks_only(kind: Evic
     assert [real.evict() for _ in range(11)] == [plain.evict() for _ in range(11)]
 
 
-def test_no_leaf_is_lost_where_stale_ones_are_forgotten() -> None:
+def test_no_leaf_is_lost_when_stale_entries_are_dropped() -> None:
     lineage = evictor("lineage")
     for block in [*range(10)] + 200 * [10]:
         lineage.insert(block)
@@ -130,11 +130,11 @@ def test_no_leaf_is_lost_where_stale_ones_are_forgotten() -> None:
 # --- pools
 
 
-def test_the_life_of_blocks_is_that_of_vllms() -> None:
+def test_blocks_have_the_life_cycle_of_vllms() -> None:
     kv = KvManager(10)
     assert kv.use([0, 1, 2, 3, 4]) and kv.use([0, 1, 5, 6])
     kv.destroy([4])
-    assert kv.cached([0, 4, 1]) == 1  # nothing is found behind what is not there
+    assert kv.cached([0, 4, 1]) == 1  # nothing is found after a missing block
     kv.deref([0, 1, 2, 3])
     assert set(kv.active) == {0, 1, 5, 6} and len(kv.inactive) == 2
     kv.destroy([6])
@@ -147,7 +147,7 @@ def test_the_life_of_blocks_is_that_of_vllms() -> None:
     assert drain(kv) == [5]
 
 
-def test_new_blocks_are_said_once_and_by_stretches() -> None:
+def test_new_blocks_are_announced_once_and_by_stretches() -> None:
     kv = KvManager(10)
     kv.heard = True
     assert kv.use([1, 2, 3, *kv.partials(1)])
@@ -161,7 +161,7 @@ def test_new_blocks_are_said_once_and_by_stretches() -> None:
     assert kv.take_events() == [Removed([7]), Stored([7], 2), Stored([9], 8)]
 
 
-def test_a_use_that_has_no_room_takes_nothing() -> None:
+def test_a_use_without_room_allocates_nothing() -> None:
     kv = KvManager(3)
     assert kv.use([1, 2])
     assert not kv.use([1, 3, 4])
@@ -170,7 +170,7 @@ def test_a_use_that_has_no_room_takes_nothing() -> None:
     assert kv.active == {1: 3, 2: 1, 3: 1}
 
 
-def test_making_room_evicts_none_of_the_blocks_that_are_taken() -> None:
+def test_making_room_evicts_none_of_the_used_blocks() -> None:
     kv = KvManager(3)
     assert kv.use([1, 2, 3])
     kv.release([1, 2, 3])
@@ -178,7 +178,7 @@ def test_making_room_evicts_none_of_the_blocks_that_are_taken() -> None:
     assert kv.cached([8, 2, 1]) == 3 and drain(kv) == []
 
 
-def test_a_block_that_is_here_already_is_shared_when_another_becomes_the_same() -> None:
+def test_a_block_that_becomes_a_duplicate_is_merged() -> None:
     kv = KvManager(8)
     kv.heard = True
     assert kv.use([1, -1]) and kv.use([1, -2])
@@ -194,7 +194,7 @@ def test_a_block_that_is_here_already_is_shared_when_another_becomes_the_same() 
 
 
 @pytest.mark.parametrize("act", ["deref", "destroy", "release"])
-def test_letting_go_of_what_is_not_in_use_is_a_mistake(act: str) -> None:
+def test_releasing_a_block_that_is_not_in_use_is_an_error(act: str) -> None:
     kv = KvManager(4)
     with pytest.raises(KeyError):
         getattr(kv, act)([1])
@@ -202,7 +202,7 @@ def test_letting_go_of_what_is_not_in_use_is_a_mistake(act: str) -> None:
         kv.promote(-1, 1, None)
 
 
-def test_a_pool_has_a_block() -> None:
+def test_a_pool_has_at_least_one_block() -> None:
     with pytest.raises(ValueError, match="at least one block, not 0"):
         KvManager(0)
 
@@ -210,7 +210,7 @@ def test_a_pool_has_a_block() -> None:
 # --- tiers
 
 
-def test_what_the_device_gives_up_lies_below_until_it_is_wanted() -> None:
+def test_evicted_blocks_stay_on_slower_tiers_until_needed() -> None:
     kv = KvManager(2, host_blocks=2, disk_blocks=1)
     kv.heard = True
     listener = Listener()
@@ -226,14 +226,14 @@ def test_what_the_device_gives_up_lies_below_until_it_is_wanted() -> None:
 
     assert serve([1, 2]) == TierTraffic()
     assert serve([3, 4]) == TierTraffic(to_host=2)
-    assert serve([5, 6]) == TierTraffic(to_host=2, to_disk=2)  # the disk kept the prefix only
+    assert serve([5, 6]) == TierTraffic(to_host=2, to_disk=2)  # the disk kept only the prefix
     assert {tier: set(held) for tier, held in listener.held.items()} == {0: {5, 6}, 1: {3, 4}, 2: {1}}
-    assert kv.fetchable([3, 5, 4, 7, 1]) == 3  # wherever each of them lies
+    assert kv.fetchable([3, 5, 4, 7, 1]) == 3  # on whichever tier they are
     assert serve([3, 4]) == TierTraffic(from_host=2, to_host=2, to_disk=2)
     assert listener.held[Tier.DEVICE] == {3, 4}
 
 
-def test_what_was_wanted_or_offered_again_stays_longer_below() -> None:
+def test_reused_blocks_stay_longer_on_slower_tiers() -> None:
     def tiers() -> SlowTiers:
         made = SlowTiers(2, 0, lambda event: None, lambda block: True)
         made.offload(1, None)
@@ -248,7 +248,7 @@ def test_what_was_wanted_or_offered_again_stays_longer_below() -> None:
         assert one.blocks(Tier.HOST) == (1, 3)
 
 
-def test_what_comes_from_the_disk_is_told_from_what_comes_from_the_host() -> None:
+def test_traffic_from_disk_and_host_is_counted_separately() -> None:
     tiers = SlowTiers(1, 1, lambda event: None, lambda block: True)
     tiers.offload(1, None)
     tiers.offload(2, None)
@@ -257,7 +257,7 @@ def test_what_comes_from_the_disk_is_told_from_what_comes_from_the_host() -> Non
     assert tiers.take_traffic() == TierTraffic(from_host=1, from_disk=1)
 
 
-def test_a_block_whose_prefix_is_nowhere_is_not_kept() -> None:
+def test_a_block_without_its_prefix_is_not_kept() -> None:
     kv = KvManager(2, host_blocks=4)
     assert kv.use([1, 2])
     kv.destroy([1])
@@ -270,7 +270,7 @@ def test_a_block_whose_prefix_is_nowhere_is_not_kept() -> None:
 
 
 class Pools(RuleBasedStateMachine):
-    """Requests come, grow, and go, and the pools are what a plain model of them says."""
+    """Requests arrive, grow and leave, and the pools match a plain model of them."""
 
     @initialize(
         total=st.integers(1, 12), kind=st.sampled_from(KINDS), host=st.integers(0, 4), disk=st.integers(0, 4)

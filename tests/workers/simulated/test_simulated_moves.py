@@ -1,4 +1,4 @@
-"""Requests of the simulated engine that move with their KV cache: the contract, and bytes that are not what they seem."""
+"""Requests of the simulated engine that move with their KV cache: the contract, and altered bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ async def both(shape: EngineShape, timing: ConstantTiming | None = None) -> Asyn
 
 
 class TestFlatOut(EngineMoves):
-    """As benchmarks run it."""
+    """Flat out, as benchmarks run it."""
 
     @pytest.fixture
     def made(self) -> Made:
@@ -47,7 +47,7 @@ class TestWithTiming(EngineMoves):
 
 
 class TestManyRanks(EngineMoves):
-    """Four ranks, blocks of a size that nothing divides, and a link of its own speed."""
+    """Four ranks, an odd block size, and a link with its own speed."""
 
     @pytest.fixture
     def made(self) -> Made:
@@ -57,7 +57,7 @@ class TestManyRanks(EngineMoves):
         return lambda: SimulatedEngine(shape)
 
 
-async def test_who_moves_is_given_one_token_in_a_turn_of_the_loop() -> None:
+async def test_a_moving_request_gets_one_token_per_turn_of_the_loop() -> None:
     rig = Rig(SimulatedEngine(SMALL, turn_tokens=64))
     await rig.start()
     key = rig.submit(prompt(), max_tokens=1900)
@@ -83,7 +83,7 @@ async def test_who_moves_is_given_one_token_in_a_turn_of_the_loop() -> None:
     await rig.engine.stop()
 
 
-async def test_what_comes_takes_as_long_as_its_link_does_unless_it_is_given_up() -> None:
+async def test_a_transfer_takes_the_time_of_its_link_unless_aborted() -> None:
     async with both(EngineShape(context_tokens=512, kv_blocks=128, kv_token_s=0.001)) as pair:
         tokens, loop = prompt(40), asyncio.get_running_loop()
         _, export, _ = await pair.stopped_at(3, tokens, max_tokens=200)
@@ -101,7 +101,7 @@ async def test_what_comes_takes_as_long_as_its_link_does_unless_it_is_given_up()
 @pytest.mark.parametrize(
     "change", ["flipped", "swapped", "of another rank", "of another request", "beyond the end"]
 )
-async def test_any_byte_that_is_not_what_it_must_be_is_noticed(change: str) -> None:
+async def test_any_wrong_byte_is_detected(change: str) -> None:
     made = EngineShape(context_tokens=512, kv_blocks=128, tp=2)
     async with both(made) as pair:
         tokens = prompt(40)
@@ -123,12 +123,12 @@ async def test_any_byte_that_is_not_what_it_must_be_is_noticed(change: str) -> N
             _, coming = pair.reserve(asked(0, tokens, max_tokens=200), 60)
             for shard in range(2):
                 await coming.take(shard, 0, data[shard])
-            with pytest.raises(MoveRefused, match="is not what it must be"):
+            with pytest.raises(MoveRefused, match="has wrong content"):
                 await coming.commit(stopped.tokens, stopped.computed)
             assert pair.target.engine.load().kv_used == 0
 
 
-async def test_a_corrupt_engines_tokens_leave_as_it_said_them() -> None:
+async def test_a_corrupt_engines_tokens_are_exported_unchanged() -> None:
     async with both(SMALL) as pair:
         pair.source.engine.chaos("corrupt", 3)
         key, export, stopped = await pair.stopped_at(20, prompt(), max_tokens=200)
@@ -137,7 +137,7 @@ async def test_a_corrupt_engines_tokens_leave_as_it_said_them() -> None:
         await pair.carry(export, stopped, coming)
 
 
-async def test_what_the_target_has_in_its_cache_is_not_sent_and_stays() -> None:
+async def test_blocks_cached_at_the_target_are_not_sent_and_stay() -> None:
     async with both(EngineShape(context_tokens=256, kv_blocks=20)) as pair:
         tokens = prompt(96)
         await pair.target.ask(tokens)
@@ -146,13 +146,13 @@ async def test_what_the_target_has_in_its_cache_is_not_sent_and_stays() -> None:
         assert (
             coming.cached_tokens == 80
         )  # the last prompt token is computed, so its block is not taken from there
-        for salt in range(1, 5):  # they want the room that the cached blocks have
+        for salt in range(1, 5):  # they need the room of the cached blocks
             await pair.target.ask(prompt(150, salt), max_tokens=20)
         await pair.carry(export, stopped, coming)
         assert len((await pair.target.answer(other)).tokens) == 56
 
 
-async def test_a_stop_that_is_given_up_in_the_moment_in_which_it_is_done_is_undone() -> None:
+async def test_a_stop_cancelled_while_it_completes_is_undone() -> None:
     async with both(SMALL, ConstantTiming(itl_s=0.005)) as pair:
         whole = await pair.whole(prompt(), max_tokens=COUNT)
         key, export = await pair.leaving(prompt(), max_tokens=COUNT)
@@ -160,7 +160,7 @@ async def test_a_stop_that_is_given_up_in_the_moment_in_which_it_is_done_is_undo
         while not rank.stepping:  # noqa: ASYNC110 (it sets no flag)
             await asyncio.sleep(0)
         stopping, soon = asyncio.ensure_future(export.stop()), asyncio.get_running_loop().call_soon
-        pair.source.after_delivery = lambda: soon(stopping.cancel)  # before the task hears that it is held
+        pair.source.after_delivery = lambda: soon(stopping.cancel)  # before the task learns that it is held
         with pytest.raises(asyncio.CancelledError):
             await stopping
         pair.source.after_delivery = None
@@ -183,7 +183,7 @@ async def test_a_reservation_keeps_its_blocks_and_its_place() -> None:
             assert len((await pair.target.answer(key)).tokens) == 100
 
 
-async def test_a_whole_context_can_come_where_the_pool_has_room_for_no_more() -> None:
+async def test_a_request_of_the_whole_context_can_arrive_in_a_pool_of_that_size() -> None:
     async with both(EngineShape(context_tokens=256, kv_blocks=16)) as pair:
         _, export, stopped = await pair.stopped_at(55, prompt(200), max_tokens=100)
         key, coming = pair.reserve(asked(0, prompt(200), max_tokens=100), 256)
@@ -192,7 +192,7 @@ async def test_a_whole_context_can_come_where_the_pool_has_room_for_no_more() ->
         assert len((await pair.target.answer(key)).tokens) == 1
 
 
-async def test_who_is_about_to_leave_is_preempted_last() -> None:
+async def test_a_leaving_request_is_preempted_last() -> None:
     async with both(EngineShape(context_tokens=256, kv_blocks=20)) as pair:
         whole = [(await pair.source.ask(prompt(60, n), max_tokens=120)).tokens for n in (1, 2)]
         staying = pair.source.submit(prompt(60, 1), max_tokens=120)
@@ -204,7 +204,7 @@ async def test_who_is_about_to_leave_is_preempted_last() -> None:
         assert (await pair.source.answer(staying)).tokens == whole[0]
 
 
-async def test_who_is_preempted_all_the_same_cannot_leave_and_loses_no_token() -> None:
+async def test_a_preempted_leaving_request_cannot_leave_and_loses_no_token() -> None:
     async with both(EngineShape(context_tokens=256, kv_blocks=20)) as pair:
         whole = [(await pair.source.ask(prompt(60, n), max_tokens=120)).tokens for n in (1, 2)]
         moves = [await pair.leaving(prompt(60, n), max_tokens=120) for n in (1, 2)]
@@ -217,7 +217,7 @@ async def test_who_is_preempted_all_the_same_cannot_leave_and_loses_no_token() -
         await pair.is_empty()
 
 
-async def test_a_stop_takes_effect_at_the_steps_end() -> None:
+async def test_a_stop_takes_effect_at_the_end_of_the_step() -> None:
     async with both(SMALL, ConstantTiming(itl_s=0.05)) as pair:
         key, export = await pair.leaving(prompt(), max_tokens=100)
         await asyncio.sleep(0)  # the next step begins
@@ -226,7 +226,7 @@ async def test_a_stop_takes_effect_at_the_steps_end() -> None:
         assert len(stopped.tokens) - 40 == len(pair.source.answers[key].tokens) == said + 1
 
 
-async def test_a_stop_that_is_given_up_lets_the_request_go_on() -> None:
+async def test_a_cancelled_stop_lets_the_request_continue() -> None:
     async with both(SMALL, ConstantTiming(itl_s=0.01)) as pair:
         whole = (await pair.source.ask(prompt(), max_tokens=20)).tokens
         key, export = await pair.leaving(prompt(), max_tokens=20)
@@ -238,7 +238,7 @@ async def test_a_stop_that_is_given_up_lets_the_request_go_on() -> None:
         assert (await pair.source.answer(key)).tokens == whole
 
 
-async def test_a_dead_engine_stops_nothing() -> None:
+async def test_a_dead_engine_cannot_stop_a_request() -> None:
     async with both(SMALL) as pair:
         _, export = await pair.leaving(prompt(), max_tokens=1000)
         pair.source.engine.chaos("die", 0)
@@ -264,13 +264,13 @@ async def test_no_token_is_lost_and_no_block_left_behind(seed: int, itl_s: float
 async def test_such_histories_are_full_of_moves() -> None:
     async with both(CROWDED, ConstantTiming(itl_s=0.001)) as pair:
         walked = await walk(pair, 1, lives=40)
-    assert walked.moved > 5  # 14 on a quiet machine, and 10 on one that is starved
+    assert walked.moved > 5  # 14 on a quiet machine, 10 on an overloaded one
     assert walked.given_up > 3
     assert walked.finished > 10
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_caches_are_announced_as_they_are_through_all_moves(seed: int) -> None:
+async def test_announcements_match_the_caches_through_all_moves(seed: int) -> None:
     rigs, heard = [Rig(SimulatedEngine(CROWDED)) for _ in range(2)], [Listener() for _ in range(2)]
     for rig, listener in zip(rigs, heard, strict=True):
         await rig.engine.start(rig.deliver, listener.announce)
@@ -285,7 +285,7 @@ async def test_caches_are_announced_as_they_are_through_all_moves(seed: int) -> 
         await rig.engine.stop()
 
 
-async def test_what_a_reservation_evicts_is_announced_though_nothing_runs() -> None:
+async def test_evictions_by_a_reservation_are_announced_on_an_idle_engine() -> None:
     rig, listener = Rig(SimulatedEngine(EngineShape(context_tokens=64, kv_blocks=4))), Listener()
     await rig.engine.start(rig.deliver, lambda _, events: listener.hear(events))
     await rig.ask(prompt(48), max_tokens=1)

@@ -1,4 +1,4 @@
-"""When a rank of the simulated engine begins its steps: on a clock that goes only when the test says so."""
+"""The start times of a simulated rank's steps, on a clock that the test controls."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ ITL_S = 10.0
 
 
 class StandingLoop(asyncio.SelectorEventLoop):
-    """A loop whose time stands. Whoever waits must leave it something to do."""
+    """A loop with a stopped clock. A waiting test must leave it something to run."""
 
     now = 1000.0
 
@@ -22,7 +22,7 @@ class StandingLoop(asyncio.SelectorEventLoop):
 
 
 class Driven:
-    """A rank on such a loop, and how many tokens each request was given."""
+    """A rank on such a loop, and the number of tokens of each request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, kv_blocks: int = 64) -> None:
         assert isinstance(loop, StandingLoop)
@@ -40,7 +40,7 @@ class Driven:
         self.rank.submit(key, asked(key, tokens))
 
     async def after(self, seconds: float) -> dict[int, int]:
-        """Let so much time pass at once, and all that is due happen; return the tokens said so far."""
+        """Advance the clock by `seconds` at once, and run all that is due; return the tokens so far."""
         self.loop.now += seconds
         for _ in range(50):
             await asyncio.sleep(0)
@@ -51,11 +51,11 @@ def asked(key: int, tokens: int) -> Generate:
     return Generate(key, "r", prompt(tokens, key), tokens, Sampling(max_tokens=60, ignore_eos=True))
 
 
-def test_a_loop_that_was_away_owes_nobody_the_steps_of_that_time() -> None:
+def test_a_stalled_loop_does_not_catch_up_its_steps() -> None:
     async def main() -> None:
         driven = Driven(asyncio.get_running_loop())
         driven.submit(1, 20)
-        assert await driven.after(0) == {1: 1}  # reading a prompt takes no time here
+        assert await driven.after(0) == {1: 1}  # prefill takes no time here
         assert await driven.after(7 * ITL_S) == {1: 2}
         assert await driven.after(ITL_S - 0.1) == {1: 2}  # the next step began when the late one ended
         assert await driven.after(0.1) == {1: 3}
@@ -64,7 +64,7 @@ def test_a_loop_that_was_away_owes_nobody_the_steps_of_that_time() -> None:
         runner.run(main())
 
 
-def test_timers_that_are_a_little_late_are_not_added_up() -> None:
+def test_small_timer_delays_do_not_add_up() -> None:
     async def main() -> None:
         driven = Driven(asyncio.get_running_loop())
         driven.submit(1, 20)
@@ -77,7 +77,7 @@ def test_timers_that_are_a_little_late_are_not_added_up() -> None:
         runner.run(main())
 
 
-def test_who_waits_for_room_begins_when_what_kept_it_is_cancelled() -> None:
+def test_a_waiting_request_starts_when_the_blocking_one_is_cancelled() -> None:
     async def main() -> None:
         driven = Driven(asyncio.get_running_loop(), kv_blocks=8)
         coming = driven.rank.reserve(1, asked(1, 60), 100)

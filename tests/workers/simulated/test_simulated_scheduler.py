@@ -1,4 +1,4 @@
-"""The simulated engine's scheduler: what it owes every request and every block, and many passes at once."""
+"""The simulated engine's scheduler: its guarantees per request and block, and many passes at once."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from workers.engines.simulated.stats import stats
 from workers.engines.simulated.timing import ConstantTiming, StepPlan, TieredTiming
 
 FAULTS = ("error", "corrupt", "drift", "heal")
-Asked = list[tuple[int, int, int, bool]]  # when, prompt, answer, canary
+Asked = list[tuple[int, int, int, bool]]  # arrival pass, prompt, answer, canary
 
 
 def generate(tokens: list[int], most: int = 64, **rest: object) -> Generate:
@@ -30,7 +30,7 @@ def generate(tokens: list[int], most: int = 64, **rest: object) -> Generate:
 
 
 def one_pass(scheduler: Scheduler) -> tuple[StepPlan, dict[int, list[int]]]:
-    """Plan and step; return the plan and the tokens that each was given."""
+    """Plan and step; return the plan and the tokens of each request."""
     plan = scheduler.plan()
     return plan, {} if plan.idle else {key: chunk.tokens for key, chunk in scheduler.step()}
 
@@ -38,8 +38,10 @@ def one_pass(scheduler: Scheduler) -> tuple[StepPlan, dict[int, list[int]]]:
 def played(
     scheduler: Scheduler, asked: Asked, trusted: Mapping[int, bool] = MappingProxyType({})
 ) -> dict[int, list[int]]:
-    """Play requests that come at their passes until nothing is left to do; return what each said, and check the rest.
-    `trusted`: at which passes the scheduler is distrusted, or trusted again."""
+    """Run requests that arrive at their passes until no work is left; return each request's tokens, and check the rest.
+
+    `trusted`: the passes at which the scheduler is distrusted, or trusted again.
+    """
     listener, said = Listener(scheduler.kv), dict[int, list[int]]()
     scheduler.kv.heard = True
     shape, waiting = scheduler.shape, dict(enumerate(asked))
@@ -67,7 +69,7 @@ def played(
 
 
 def holds(scheduler: Scheduler, listener: Listener) -> None:
-    """Check what is true between any two passes."""
+    """Check the invariants between any two passes."""
     kv, shape = scheduler.kv, scheduler.shape
     here = [*scheduler.batch.sequences.values(), *scheduler.prefill.begun.values()]
     counts: dict[int, int] = {}
@@ -110,12 +112,12 @@ SHAPES = st.builds(
 
 
 def smaller(shape: EngineShape) -> EngineShape:
-    """Return a shape whose cache is soon full."""
+    """Return a shape with a cache that is soon full."""
     return EngineShape(**{name: getattr(shape, name) for name in shape.__slots__} | {"kv_blocks": 11})
 
 
 @settings(max_examples=150, deadline=None)
-@example(  # who is preempted before two of its blocks of one token have got their names
+@example(  # a preemption before two one-token blocks of the request are named
     EngineShape(
         context_tokens=160, block_tokens=1, kv_blocks=160, batch_max=3, prefill_tokens_max=33, watermark=0
     ),
@@ -123,7 +125,7 @@ def smaller(shape: EngineShape) -> EngineShape:
     {},
 )
 @given(SHAPES, REQUESTS, st.dictionaries(st.integers(0, 40), st.booleans(), max_size=3))
-def test_every_request_is_told_the_undisturbed_answer_and_every_block_is_accounted_for(
+def test_every_request_gets_the_undisturbed_answer_and_every_block_is_accounted_for(
     shape: EngineShape, asked: Asked, trusted: dict[int, bool]
 ) -> None:
     roomy = Scheduler(EngineShape(context_tokens=160))
@@ -133,10 +135,8 @@ def test_every_request_is_told_the_undisturbed_answer_and_every_block_is_account
 
 @settings(max_examples=150, deadline=None)
 @given(SHAPES, REQUESTS)
-def test_a_mute_scheduler_does_the_same_and_many_passes_at_once_are_as_many_passes(
-    shape: EngineShape, asked: Asked
-) -> None:
-    """Three of them, the last of which skips what it can. No two requests are equal: they would share their answers."""
+def test_a_mute_scheduler_and_skipped_passes_give_the_same_result(shape: EngineShape, asked: Asked) -> None:
+    """Three schedulers, the last of which skips passes. No two requests are equal: they would share their answers."""
     first: list[int] = []
     speaking, mute, quick = every = Scheduler(shape), Scheduler(shape, mute=True), Scheduler(shape, mute=True)
     for one in every:
@@ -171,7 +171,7 @@ def test_a_mute_scheduler_does_the_same_and_many_passes_at_once_are_as_many_pass
 
 @settings(max_examples=150, deadline=None)
 @given(SHAPES, REQUESTS, st.integers(0, 60), st.dictionaries(st.integers(0, 40), st.sampled_from(FAULTS)))
-def test_passes_taken_together_are_as_many_passes(
+def test_passes_run_together_equal_single_passes(
     shape: EngineShape, asked: Asked, tokens: int, faults: dict[int, str]
 ) -> None:
     rushing, plain = both = Scheduler(shape), Scheduler(shape)
@@ -190,8 +190,8 @@ def test_passes_taken_together_are_as_many_passes(
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
-def test_an_answer_that_may_end_earlier_is_heard_pass_by_pass_where_it_may(ignore_eos: bool) -> None:
-    """Digests that mean the end come once in 400 tokens."""
+def test_an_answer_that_may_end_early_is_run_pass_by_pass_there(ignore_eos: bool) -> None:
+    """Digests that mean the end occur once in 400 tokens."""
     shape = EngineShape(context_tokens=2048)
     rushing, plain = both = Scheduler(shape), Scheduler(shape)
     for one in both:
@@ -207,8 +207,8 @@ def test_an_answer_that_may_end_earlier_is_heard_pass_by_pass_where_it_may(ignor
 
 
 @pytest.mark.parametrize("least", [0, 500])
-def test_what_ignores_the_end_is_what_it_says_with_every_candidate_considered(least: int) -> None:
-    """With logprobs the short way is never taken."""
+def test_the_fast_path_with_ignore_eos_equals_full_sampling(least: int) -> None:
+    """With logprobs the fast path is never used."""
     scheduler, said = Scheduler(EngineShape(context_tokens=2048)), dict[int, list[int]]()
     for key, logprobs in enumerate((0, 1)):
         sampling = Sampling(max_tokens=1_900, min_tokens=least, ignore_eos=True, logprobs=logprobs)
@@ -225,8 +225,10 @@ def test_what_ignores_the_end_is_what_it_says_with_every_candidate_considered(le
 
 
 def rushed(rushing: Scheduler, plain: Scheduler, tokens: int) -> dict[int, Chunk] | None:
-    """Take as many passes one by one as the first scheduler takes together; return what it has said, once everything is the
-    same. None: there is nothing to do."""
+    """Run as many passes one by one as the first scheduler runs together, and compare the states.
+
+    Return the output of the first; None: there is no work.
+    """
     both = rushing, plain
     for one in both:
         one.kv.heard = True
@@ -252,7 +254,7 @@ def rushed(rushing: Scheduler, plain: Scheduler, tokens: int) -> dict[int, Chunk
 
 
 def together(schedulers: Iterable[Scheduler]) -> StepPlan:
-    """Return the plan that they all have, and the same load with it."""
+    """Return the common plan and check the common load."""
     plans, loads = {one.plan() for one in schedulers}, {one.load() for one in schedulers}
     assert len(plans) == len(loads) == 1
     return plans.pop()
@@ -261,7 +263,7 @@ def together(schedulers: Iterable[Scheduler]) -> StepPlan:
 # --- examples
 
 
-def test_a_long_prompt_takes_several_passes_while_others_go_on() -> None:
+def test_a_long_prompt_takes_several_passes_while_others_decode() -> None:
     scheduler = Scheduler(EngineShape(prefill_tokens_max=32))
     scheduler.submit(1, generate(prompt(20)))
     one_pass(scheduler)
@@ -274,7 +276,7 @@ def test_a_long_prompt_takes_several_passes_while_others_go_on() -> None:
     ]
 
 
-def test_a_prompt_that_is_being_computed_has_its_place_in_the_batch() -> None:
+def test_a_request_in_prefill_has_its_place_in_the_batch() -> None:
     scheduler = Scheduler(EngineShape(prefill_tokens_max=32, batch_max=1))
     scheduler.submit(1, generate(prompt(70)))
     one_pass(scheduler)
@@ -286,7 +288,7 @@ def test_a_prompt_that_is_being_computed_has_its_place_in_the_batch() -> None:
     assert scheduler.load().kv_used == 0 and not scheduler.busy
 
 
-def test_without_chunks_a_long_prompt_has_a_pass_of_its_own() -> None:
+def test_without_chunks_a_long_prompt_has_its_own_pass() -> None:
     scheduler = Scheduler(EngineShape(prefill_tokens_max=32, chunked_prefill=False))
     for key, length in enumerate((20, 70, 20)):
         scheduler.submit(key, generate(prompt(length, key)))
@@ -305,14 +307,14 @@ def test_blocks_are_stored_as_they_are_computed() -> None:
     assert scheduler.take_events() == [Stored(names[2:], names[1])]
     for _ in range(15):
         said += one_pass(scheduler)[1][1]
-    assert scheduler.take_events() == []  # the block's last token was said, and is not computed yet
+    assert scheduler.take_events() == []  # the block's last token was generated, and is not computed yet
     one_pass(scheduler)
     full = blocks.sequence_hashes(blocks.local_hashes(asked.tokens + said, 16))
     assert scheduler.take_events() == [Stored([full[4]], full[3])]
     assert scheduler.kv.cached(full) == 5
 
 
-def test_who_comes_in_the_same_pass_finds_the_prefix() -> None:
+def test_a_request_admitted_in_the_same_pass_finds_the_prefix() -> None:
     scheduler = Scheduler(EngineShape())
     for key in (1, 2):
         scheduler.submit(key, generate(prompt(64)))
@@ -321,7 +323,7 @@ def test_who_comes_in_the_same_pass_finds_the_prefix() -> None:
     assert (plan.active_blocks, plan.total_blocks) == (4, scheduler.kv.total)
 
 
-def test_a_plan_says_what_was_there_before_each_chunk() -> None:
+def test_a_plan_has_the_computed_tokens_before_each_chunk() -> None:
     scheduler = Scheduler(EngineShape(prefill_tokens_max=40))
     for key, length in enumerate((70, 64)):
         scheduler.submit(key, generate(prompt(length, key)))
@@ -344,7 +346,7 @@ def test_salted_requests_share_nothing_with_others() -> None:
     assert one_pass(scheduler)[0].prefills == (64, 64, 64, 1)
 
 
-def test_what_is_on_its_way_when_the_cache_is_forgotten_keeps_its_blocks_to_itself() -> None:
+def test_moving_requests_keep_their_blocks_private_after_the_cache_is_forgotten() -> None:
     scheduler, listener, tokens = Scheduler(EngineShape()), Listener(), prompt(64)
     scheduler.kv.heard = True
     scheduler.submit(1, generate(tokens, most=2))
@@ -353,7 +355,7 @@ def test_what_is_on_its_way_when_the_cache_is_forgotten_keeps_its_blocks_to_itse
     arrival = scheduler.reserve(2, generate(tokens), 100)
     assert departure is not None and not isinstance(arrival, str) and arrival.cached_tokens == 48
     one_pass(scheduler)
-    assert departure.pinned, "it has ended, and its blocks may still leave"
+    assert departure.pinned, "it has ended, but its blocks may still leave"
     scheduler.trust(False)
     late = scheduler.reserve(3, generate(tokens), 100)
     assert not isinstance(late, str) and late.cached_tokens == 0
@@ -370,7 +372,7 @@ def test_what_is_on_its_way_when_the_cache_is_forgotten_keeps_its_blocks_to_itse
     assert scheduler.kv.used == 0 and not any(listener.held.values())
 
 
-def test_without_prefix_caching_nothing_is_found_kept_or_said() -> None:
+def test_without_prefix_caching_nothing_is_found_kept_or_announced() -> None:
     scheduler = Scheduler(EngineShape(prefix_caching=False))
     scheduler.kv.heard = True
     for key in (1, 2):
@@ -382,9 +384,9 @@ def test_without_prefix_caching_nothing_is_found_kept_or_said() -> None:
     assert len(scheduler.kv.inactive) == scheduler.kv.used == 0
 
 
-def test_the_watermark_keeps_blocks_for_those_who_run() -> None:
+def test_the_watermark_keeps_blocks_for_running_requests() -> None:
     scheduler = Scheduler(EngineShape(context_tokens=128, kv_blocks=10, watermark=0.3))
-    scheduler.submit(1, generate(prompt(120), most=8))  # alone it may have them all
+    scheduler.submit(1, generate(prompt(120), most=8))  # alone it may use them all
     one_pass(scheduler)
     assert scheduler.load().running == 1
     while not one_pass(scheduler)[0].idle:
@@ -395,9 +397,9 @@ def test_the_watermark_keeps_blocks_for_those_who_run() -> None:
     assert (scheduler.load().running, scheduler.load().waiting) == (1, 1)
 
 
-@pytest.mark.parametrize(("who", "first"), [("newest", 0), ("oldest", 2)])
-def test_who_is_preempted_is_a_choice(who: Preemption, first: int) -> None:
-    scheduler = Scheduler(EngineShape(context_tokens=128, kv_blocks=9, preemption=who))
+@pytest.mark.parametrize(("preemption", "first"), [("newest", 0), ("oldest", 2)])
+def test_the_preempted_request_is_configurable(preemption: Preemption, first: int) -> None:
+    scheduler = Scheduler(EngineShape(context_tokens=128, kv_blocks=9, preemption=preemption))
     for key in range(3):
         scheduler.submit(key, generate(prompt(40, key), most=80))
     ended: list[int] = []
@@ -407,10 +409,10 @@ def test_who_is_preempted_is_a_choice(who: Preemption, first: int) -> None:
     assert ended[0] == first
 
 
-@pytest.mark.parametrize(("who", "waits"), [("newest", 1), ("oldest", 0)])
-def test_a_prompt_that_is_being_computed_is_newer_than_who_decodes(who: Preemption, waits: int) -> None:
+@pytest.mark.parametrize(("preemption", "waits"), [("newest", 1), ("oldest", 0)])
+def test_a_request_in_prefill_is_newer_than_decoding_ones(preemption: Preemption, waits: int) -> None:
     scheduler = Scheduler(
-        EngineShape(context_tokens=96, kv_blocks=6, prefill_tokens_max=9, preemption=who, watermark=0)
+        EngineShape(context_tokens=96, kv_blocks=6, prefill_tokens_max=9, preemption=preemption, watermark=0)
     )
     scheduler.submit(0, generate(prompt(8, 0), most=80))
     one_pass(scheduler)
@@ -421,7 +423,7 @@ def test_a_prompt_that_is_being_computed_is_newer_than_who_decodes(who: Preempti
     assert scheduler.load().running == 1
 
 
-def test_who_was_preempted_may_leave_once_it_has_said_something_again() -> None:
+def test_a_preempted_request_may_leave_after_its_next_token() -> None:
     scheduler = Scheduler(EngineShape(context_tokens=96, kv_blocks=6, prefill_tokens_max=24, watermark=0))
     for key in range(2):
         scheduler.submit(key, generate(prompt(40, key), most=30))
@@ -437,7 +439,7 @@ def test_who_was_preempted_may_leave_once_it_has_said_something_again() -> None:
     assert scheduler.transit.depart(1) is not None
 
 
-def test_who_can_leave_no_more_is_preempted_before_those_who_still_can() -> None:
+def test_a_request_that_can_no_longer_leave_is_preempted_before_leaving_ones() -> None:
     scheduler = Scheduler(EngineShape(context_tokens=96, kv_blocks=9, watermark=0))
     for key in range(2):
         scheduler.submit(key, generate(prompt(60, key), most=30))
@@ -451,9 +453,7 @@ def test_who_can_leave_no_more_is_preempted_before_those_who_still_can() -> None
     while 2 not in scheduler.batch.sequences:
         one_pass(scheduler)
     departures.append(scheduler.transit.depart(2))
-    assert (
-        1 in scheduler.batch.sequences
-    )  # again; whoever asked for its departure has not heard yet that it is lost
+    assert 1 in scheduler.batch.sequences  # again; the caller has not learned yet that its departure is lost
     while scheduler.preemptions == 1:
         one_pass(scheduler)
     assert ([*scheduler.waiting], [*scheduler.batch.sequences]) == ([1], [2])
@@ -465,7 +465,7 @@ def test_who_can_leave_no_more_is_preempted_before_those_who_still_can() -> None
     assert (scheduler.busy, scheduler.kv.used) == (False, 0)
 
 
-def test_blocks_that_others_hold_already_need_no_room() -> None:
+def test_blocks_held_by_others_need_no_room() -> None:
     scheduler = Scheduler(EngineShape(context_tokens=96, kv_blocks=8))
     for key in range(3):
         scheduler.submit(key, generate(prompt(80), most=8))
@@ -499,7 +499,7 @@ def test_a_watermark_is_a_share() -> None:
         EngineShape(watermark=1.0)
 
 
-def test_names_that_are_given_reach_into_the_answer() -> None:
+def test_given_names_extend_into_the_answer() -> None:
     scheduler = Scheduler(EngineShape(), mute=True)
     scheduler.kv.heard = True
     assert scheduler.submit_silent(1, 40, 30, [11, 12, 13]) is None
@@ -521,18 +521,18 @@ def test_a_block_is_named_though_its_last_token_ends_the_answer() -> None:
     assert [len(event.blocks) for event in scheduler.take_events() if isinstance(event, Stored)] == [1, 1]
 
 
-def test_thousands_that_give_up_waiting_hold_up_nobody() -> None:
+def test_cancelling_thousands_of_waiting_requests_is_fast() -> None:
     scheduler = Scheduler(EngineShape(waiting_max=1 << 31), mute=True)
     for key in range(30_000):
         assert scheduler.submit_silent(key, 16, 8, []) is None
     began = time.process_time()
     for key in reversed(range(1, 30_000)):
         scheduler.cancel(key)
-    assert time.process_time() - began < 2  # looked for in a list, one by one, it takes many
+    assert time.process_time() - began < 2  # searching in a list would take many
     assert scheduler.load().waiting == 1
 
 
-def test_who_is_cancelled_before_its_first_token_says_none() -> None:
+def test_a_request_cancelled_before_its_first_token_gets_none() -> None:
     for mute in (False, True):
         scheduler = Scheduler(EngineShape(), mute=mute)
         scheduler.submit(1, generate(prompt(16)))
@@ -541,7 +541,7 @@ def test_who_is_cancelled_before_its_first_token_says_none() -> None:
         assert scheduler.step() == []
 
 
-def test_an_error_strikes_also_those_whose_prompt_is_being_computed() -> None:
+def test_an_error_also_fails_requests_in_prefill() -> None:
     scheduler = Scheduler(EngineShape(prefill_tokens_max=16))
     scheduler.faults.inject("error", 1)
     scheduler.submit(1, generate(prompt(60)))
@@ -550,7 +550,7 @@ def test_an_error_strikes_also_those_whose_prompt_is_being_computed() -> None:
     assert key == 1 and chunk.error and not scheduler.busy and scheduler.load().kv_used == 0
 
 
-def test_who_is_held_for_a_move_is_part_of_the_load() -> None:
+def test_a_request_held_for_a_move_is_part_of_the_load() -> None:
     scheduler = Scheduler(EngineShape())
     scheduler.submit(1, generate(prompt(20)))
     one_pass(scheduler)
@@ -560,7 +560,7 @@ def test_who_is_held_for_a_move_is_part_of_the_load() -> None:
     assert scheduler.load() == before and not scheduler.busy
 
 
-def test_nothing_is_steady_once_somebody_came_or_went_after_the_plan() -> None:
+def test_no_pass_is_steady_after_a_request_arrived_or_left_since_the_plan() -> None:
     scheduler = Scheduler(EngineShape(batch_max=2), mute=True)
     for key in range(2):
         scheduler.submit_silent(key, 17, 100, [])
@@ -576,7 +576,7 @@ def test_nothing_is_steady_once_somebody_came_or_went_after_the_plan() -> None:
     assert scheduler.steady() == 0
 
 
-def test_what_comes_from_a_slower_tier_is_not_computed_and_is_paid_for() -> None:
+def test_blocks_from_a_slower_tier_are_not_computed_but_take_time() -> None:
     scheduler = Scheduler(EngineShape(context_tokens=64, kv_blocks=4, host_kv_blocks=4))
     plans = []
     for salt in (0, 1, 0):
@@ -597,7 +597,7 @@ def test_what_comes_from_a_slower_tier_is_not_computed_and_is_paid_for() -> None
 
 
 @pytest.mark.parametrize("kind", ["lru", "multi-lru", "lineage"])
-def test_what_is_evicted_is_said(kind: EvictorKind) -> None:
+def test_evictions_are_announced(kind: EvictorKind) -> None:
     scheduler = Scheduler(EngineShape(context_tokens=64, kv_blocks=4, evictor=kind))
     scheduler.kv.heard = True
     for key in (1, 2):
@@ -610,7 +610,7 @@ def test_what_is_evicted_is_said(kind: EvictorKind) -> None:
     assert removed == [names[2], names[1]]
 
 
-def test_the_hit_rate_is_that_of_the_requests_admitted_last() -> None:
+def test_the_hit_rate_covers_recently_admitted_requests() -> None:
     scheduler = Scheduler(EngineShape())
     assert scheduler.prefill.hit_rate == 0.0
     for key in (1, 2):

@@ -1,4 +1,4 @@
-"""How long the simulated engine's steps take: polynomials, measured profiles, tiers, and the settings that choose."""
+"""The durations of simulated steps: polynomials, measured profiles, tiers, and their settings."""
 
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ from workers.output import layout
 
 
 def measured() -> dict[str, Any]:
-    """Return a profile whose values are easy to work out."""
+    """Return a profile with values that are easy to calculate."""
     return {
         "prefill_isl": np.array([100.0, 200.0, 400.0]),
         "prefill_ttft_ms": np.array([10.0, 20.0, 60.0]),
@@ -53,7 +53,7 @@ def measured() -> dict[str, Any]:
 # --- performance models
 
 
-def test_the_first_polynomial_adds_prompts_up_and_the_second_takes_them_as_one() -> None:
+def test_the_first_polynomial_sums_over_prompts_and_the_second_uses_their_total() -> None:
     plan = StepPlan(3000, 0, (1000, 2000))
     first, second = POLYNOMIALS["polynomial"], POLYNOMIALS["polynomial-v2"]
     assert first.prefill_ms(plan) == pytest.approx(1.25e-6 * 5e6 + 7.41e-2 * 3000 + 2 * 26.2)
@@ -64,21 +64,21 @@ def test_the_first_polynomial_adds_prompts_up_and_the_second_takes_them_as_one()
 @pytest.mark.parametrize(
     ("name", "free", "full"), [("polynomial", 19.44, 57.85), ("polynomial-v2", 5.74, 34.01)]
 )
-def test_decoding_takes_longer_where_more_blocks_are_held(name: Any, free: float, full: float) -> None:
+def test_decoding_takes_longer_with_more_blocks_in_use(name: Any, free: float, full: float) -> None:
     model = POLYNOMIALS[name]
     assert model.decode_ms(StepPlan(0, 1, (), 0, 100)) == pytest.approx(free)
     assert model.decode_ms(StepPlan(0, 1, (), 100, 100)) == pytest.approx(full)
     assert model.decode_ms(StepPlan(10, 0, (10,), 100, 100)) == 0
 
 
-def test_a_later_chunk_takes_what_it_adds_to_its_prompt_and_never_less_than_alone() -> None:
+def test_a_later_chunk_takes_the_time_it_adds_and_never_less_than_alone() -> None:
     model = Interpolated(measured())
     chunks = [StepPlan(100, 0, (100,), starts=(start,)) for start in (0, 100, 200, 300)]
     assert [model.prefill_ms(plan) for plan in chunks] == pytest.approx([10, 10, 20, 20])
     assert model.prefill_ms(StepPlan(200, 0, (100, 100), starts=(0, 200))) == pytest.approx(30)
 
 
-def test_what_a_prefix_cache_leaves_of_a_prompt_takes_a_pass_of_its_own() -> None:
+def test_the_rest_after_a_prefix_cache_hit_adds_the_cost_of_a_pass() -> None:
     model = Interpolated(measured() | {"pass_ms": np.array(4.0)})
 
     def takes(later: int) -> float:
@@ -91,7 +91,7 @@ def test_what_a_prefix_cache_leaves_of_a_prompt_takes_a_pass_of_its_own() -> Non
     )
 
 
-def test_what_a_pass_costs_for_itself_counts_once() -> None:
+def test_the_fixed_cost_of_a_pass_counts_once() -> None:
     model = Interpolated(measured() | {"pass_ms": np.array(4.0)})
     alone, two = StepPlan(100, 0, (100,)), StepPlan(300, 0, (100, 200))
     beside = StepPlan(100, 1, (100,), context_tokens=10)
@@ -121,17 +121,17 @@ def test_decoding_lies_between_four_measured_points(decodes: int, context: int, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"decode_itl": None}, "it has no decode_itl"),
-        ({"prefill_isl": np.array([100.0])}, "prefill_isl must be a list of at least two numbers"),
-        ({"prefill_isl": np.array([1.0, 1.0, 2.0])}, "each above the one before"),
+        ({"decode_itl": None}, "missing decode_itl"),
+        ({"prefill_isl": np.array([100.0])}, "prefill_isl must be a list of at least two increasing numbers"),
+        ({"prefill_isl": np.array([1.0, 1.0, 2.0])}, "increasing numbers"),
         ({"decode_context_length": np.ones((2, 2))}, "decode_context_length must be a list"),
         (
             {"prefill_ttft_ms": np.ones(2)},
-            r"prefill_ttft_ms has the shape \(2,\), and its axes ask for \(3,\)",
+            r"prefill_ttft_ms has the shape \(2,\), but its axes require \(3,\)",
         ),
         (
             {"decode_itl": np.ones((3, 2))},
-            r"decode_itl has the shape \(3, 2\), and its axes ask for \(2, 3\)",
+            r"decode_itl has the shape \(3, 2\), but its axes require \(2, 3\)",
         ),
         ({"prefill_ttft_ms": np.array([1.0, np.nan, 2.0])}, "below 0"),
         ({"prefill_ttft_ms": np.array([1.0, -1.0, 2.0])}, "below 0"),
@@ -139,7 +139,7 @@ def test_decoding_lies_between_four_measured_points(decodes: int, context: int, 
         ({"prefill_ttft_ms": np.array([1.0, 1e300, 2.0])}, "above 1e[+]12"),
         ({"prefill_ttft_ms": np.array(["1", "2", "3"])}, "does not hold numbers"),
         ({"prefill_ttft_ms": np.array([1j, 2j, 3j])}, "does not hold numbers"),
-        ({"prefill_isl": np.array([])}, "prefill_isl must be a list of at least two numbers"),
+        ({"prefill_isl": np.array([])}, "prefill_isl must be a list of at least two increasing numbers"),
         ({"decode_itl": np.array([object()])}, "it cannot be read as NPZ: Object arrays cannot be loaded"),
         ({"pass_ms": np.array([1.0, 2.0])}, "pass_ms must be one number"),
         ({"pass_ms": np.array(-1.0)}, "pass_ms holds a number that is below 0"),
@@ -155,16 +155,20 @@ def test_a_malformed_profile_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", b"\x93NUMPY\x01\x00"])
-def test_what_is_no_npz_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_npz_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "p.npz"
     path.write_bytes(content)
     with pytest.raises(BadProfile, match=r"p.npz: it cannot be read as NPZ: File is not a zip file"):
         Interpolated.load(path)
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, says in (("none", "there is no such file"), ("pipe", "it is no file"), (".", "it is no file")):
+    for name, says in (
+        ("none", "there is no such file"),
+        ("pipe", "it is not a file"),
+        (".", "it is not a file"),
+    ):
         with pytest.raises(BadProfile, match=says):
             Interpolated.load(tmp_path / name)
 
@@ -173,7 +177,7 @@ def test_a_profile_that_would_fill_the_memory_is_refused_before_it_is_unpacked(t
     with zipfile.ZipFile(tmp_path / "p.npz", "w", zipfile.ZIP_DEFLATED) as bomb:
         bomb.writestr("decode_itl.npy", bytes(BYTES_MAX + 1))
     assert (tmp_path / "p.npz").stat().st_size < 100_000
-    with pytest.raises(BadProfile, match="it holds more than 16 MiB"):
+    with pytest.raises(BadProfile, match="it has more than 16 MiB"):
         Interpolated.load(tmp_path / "p.npz")
 
 
@@ -198,7 +202,7 @@ def test_a_profile_with_any_damage_is_read_or_refused(packed: bytes, data: st.Da
             assert 0 <= model.prefill_ms(plan) < math.inf and 1 <= model.decode_ms(plan) < math.inf
 
 
-def test_a_malformed_profile_is_refused_also_where_no_time_passes(tmp_path: Path) -> None:
+def test_a_malformed_profile_is_refused_even_if_steps_take_no_time(tmp_path: Path) -> None:
     (tmp_path / "p.npz").write_bytes(b"no zip")
     with pytest.raises(BadProfile):
         built(planner_profile_data=tmp_path / "p.npz", speedup_ratio=0)
@@ -207,7 +211,7 @@ def test_a_malformed_profile_is_refused_also_where_no_time_passes(tmp_path: Path
 # --- timing
 
 
-def test_a_speedup_divides_what_a_step_takes_and_decoding_has_its_own() -> None:
+def test_a_speedup_divides_step_times_and_decoding_has_its_own() -> None:
     plan = StepPlan(1000, 4, (1000,), 50, 100)
     usual = ModelTiming(POLYNOMIALS["polynomial"])
     prefill = usual.step_s(StepPlan(1000, 0, (1000,)))
@@ -217,14 +221,14 @@ def test_a_speedup_divides_what_a_step_takes_and_decoding_has_its_own() -> None:
     assert faster.step_s(plan) == pytest.approx(prefill / 10 + decode / 20)
 
 
-def test_a_model_registers_what_it_can_do() -> None:
+def test_a_model_timing_registers_its_profile() -> None:
     profile = ModelTiming(POLYNOMIALS["polynomial"]).profile(EngineShape(batch_max=4))
     assert [batch for batch, _ in profile.tpot_ms] == [1, 2, 3, 4]
     assert [ms for _, ms in profile.tpot_ms] == sorted(ms for _, ms in profile.tpot_ms)
     assert profile.prefill_tokens_per_s == pytest.approx(8192 / 0.7171, rel=0.01)
 
 
-def test_blocks_are_fetched_before_a_pass_and_leave_beside_it() -> None:
+def test_blocks_are_fetched_before_a_pass_and_evicted_during_it() -> None:
     timing = TieredTiming(
         timing=ConstantTiming(itl_s=0.01), block_bytes=1000, host_bytes_per_s=1e6, disk_bytes_per_s=1e5
     )
@@ -242,7 +246,7 @@ def test_blocks_are_fetched_before_a_pass_and_leave_beside_it() -> None:
 
 
 def built(**flags: Any) -> SimulatedEngine:
-    """Return the engine of these flags."""
+    """Return the engine for these flags."""
     engine = build_engine(load_settings({name: str(value) for name, value in flags.items()}, {}))
     assert isinstance(engine, SimulatedEngine)
     return engine
@@ -252,11 +256,11 @@ ONE = StepPlan(0, 1, (), 0, 100)
 
 
 def step_s(engine: SimulatedEngine, plan: StepPlan = ONE) -> float:
-    """Return what a step of an engine's first rank takes."""
+    """Return the duration of a step of an engine's first rank."""
     return engine.each[0].timing.step_s(plan)
 
 
-def test_nothing_given_is_flat_out_with_our_own_bounds() -> None:
+def test_the_default_is_flat_out_with_the_default_bounds() -> None:
     engine = built()
     assert step_s(engine) == 0
     assert engine.shape == EngineShape()
@@ -277,14 +281,14 @@ def test_dynamos_defaults_are_one_flag() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 4096, 10_000])
-def test_blocks_of_any_size_can_be_described_to_others(block: int) -> None:
+def test_blocks_of_any_size_can_be_described(block: int) -> None:
     engine = built(engine_type="vllm", block_tokens=block)
     found = layout(engine.kv)
     assert found is not None and found.element_bytes >= 1 and found.head_size >= 1
     assert engine.kv[0].block_bytes >= block == engine.kv[0].block_size
 
 
-def test_each_way_to_take_time_can_be_chosen(tmp_path: Path) -> None:
+def test_each_timing_can_be_selected(tmp_path: Path) -> None:
     np.savez(tmp_path / "p.npz", **measured())
     assert step_s(built(itl_ms=20)) == 0.02
     assert step_s(built(itl_ms=20, speedup_ratio=4, decode_speedup_ratio=2)) == pytest.approx(0.0025)
@@ -296,7 +300,7 @@ def test_each_way_to_take_time_can_be_chosen(tmp_path: Path) -> None:
     assert step_s(built(engine_type="vllm", speedup_ratio=0)) == 0
 
 
-def test_a_successor_needs_no_file_that_its_process_has_read(tmp_path: Path) -> None:
+def test_a_successor_needs_no_file_that_its_process_has_already_read(tmp_path: Path) -> None:
     profile = tmp_path / "p.npz"
     np.savez(profile, **measured())
     first = built(planner_profile_data=profile)
@@ -310,7 +314,7 @@ def test_slower_tiers_take_the_time_of_their_bytes() -> None:
     assert step_s(engine, FETCH) == pytest.approx(0.036)
 
 
-def test_what_moves_comes_at_the_speed_of_its_link() -> None:
+def test_a_transfer_has_the_speed_of_its_link() -> None:
     assert (
         built().shape.kv_token_s == built(engine_type="vllm", kv_transfer_bandwidth=0).shape.kv_token_s == 0
     )
@@ -333,7 +337,7 @@ LLAMA = {
         (LLAMA | {"num_key_value_heads": None}, 80 * 2 * 64 * 128 * 2),
     ],
 )
-def test_a_token_has_the_bytes_that_its_model_gives_it(
+def test_the_kv_size_of_a_token_follows_from_its_model(
     config: dict[str, Any] | None, size: int, tmp_path: Path
 ) -> None:
     if config is not None:
@@ -343,9 +347,9 @@ def test_a_token_has_the_bytes_that_its_model_gives_it(
 
 
 @pytest.mark.parametrize("config", ["{}", "[]", "{", json.dumps(LLAMA | {"num_attention_heads": 0})])
-def test_a_model_that_does_not_say_its_size_is_refused(config: str, tmp_path: Path) -> None:
+def test_a_model_with_an_unknown_kv_size_is_refused(config: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(BadConfig, match=r"config.json: it .*: set kv_bytes_per_token"):
+    with pytest.raises(BadConfig, match=r"config.json: .*: set kv_bytes_per_token"):
         built(model=tmp_path, host_kv_blocks=10)
     assert built(model=tmp_path, host_kv_blocks=10, kv_bytes_per_token=5)
 
@@ -390,7 +394,7 @@ def test_a_file_of_dynamos_arguments_wins_over_flags(tmp_path: Path) -> None:
         ('{"watermark": 1.5}', "watermark = 1.5: expected `float` < 1"),
     ],
 )
-def test_a_file_that_cannot_be_obeyed_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_an_unsupported_arguments_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "args.json"
     path.write_text(text)
     with pytest.raises(BadSetting, match=message):
@@ -416,7 +420,7 @@ def test_settings_that_contradict_one_another_are_refused(flags: dict[str, str],
         load_settings(flags, {})
 
 
-def test_flags_have_dynamos_names_as_well() -> None:
+def test_flags_also_have_dynamos_names() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
     args = parser.parse_args(
@@ -433,7 +437,7 @@ def test_flags_have_dynamos_names_as_well() -> None:
     assert (settings.dp_size, settings.prefix_caching, settings.context_tokens) == (2, False, 1000)
 
 
-def test_how_an_engine_thinks_is_read_from_either_side(tmp_path: Path) -> None:
+def test_reasoning_is_read_from_flags_and_dynamos_arguments(tmp_path: Path) -> None:
     path, asked = (
         tmp_path / "a.json",
         {"start_thinking_token_id": 300, "end_thinking_token_id": 301, "thinking_ratio": 0.5},
@@ -454,7 +458,7 @@ def test_how_an_engine_thinks_is_read_from_either_side(tmp_path: Path) -> None:
 # --- ranks
 
 
-def test_ranks_together_can_do_so_many_times_more() -> None:
+def test_the_profile_of_several_ranks_is_multiplied() -> None:
     one = SimulatedEngine(EngineShape(), ConstantTiming(itl_s=0.02)).identity.profile
     assert SimulatedEngine(EngineShape(), ConstantTiming(itl_s=0.02), dp=3).identity.profile == Profile(
         kv_blocks=3 * one.kv_blocks,
@@ -462,5 +466,5 @@ def test_ranks_together_can_do_so_many_times_more() -> None:
         max_batch=3 * one.max_batch,
         prefill_tokens_per_s=3 * one.prefill_tokens_per_s,
         tpot_ms=tuple((3 * batch, ms) for batch, ms in one.tpot_ms),
-        prefill_tokens_max=one.prefill_tokens_max,  # of each step, and each has its own
+        prefill_tokens_max=one.prefill_tokens_max,  # per step; each rank has its own
     )

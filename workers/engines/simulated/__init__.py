@@ -1,1 +1,1 @@
-"""An engine without a model: real batching, real timing, and tokens that prove that none was lost, doubled or altered."""
+"""An engine without a model: real batching and timing, and tokens that reveal loss or alteration."""

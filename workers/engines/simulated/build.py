@@ -1,4 +1,4 @@
-"""From settings to simulated engines."""
+"""Builds simulated engines from settings."""
 
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,7 @@ def build_simulated(settings: WorkerSettings) -> SimulatedEngine:
     )
 
 
-@cache  # as `_timing`: a process may have a thousand engines, whose successors need no file that was there at its start
+@cache  # like `_timing`: a process may have a thousand engines, and later ones need no files
 def _shape(settings: WorkerSettings) -> EngineShape:
     """Return a simulated engine's bounds."""
     bounds = given(
@@ -59,13 +59,13 @@ def _shape(settings: WorkerSettings) -> EngineShape:
 
 
 def _token_bytes(settings: WorkerSettings) -> int:
-    """Return how many bytes a token's KV would have."""
+    """Return the size of a token's KV in bytes."""
     return settings.kv_bytes_per_token or kv_bytes_per_token(Path(settings.model))
 
 
 @cache
 def _timing(settings: WorkerSettings, shape: EngineShape) -> Timing:
-    """Return what a simulated step takes."""
+    """Return the timing of a simulated engine's steps."""
     timing: Timing
     faster, decode = settings.speedup_ratio, settings.decode_speedup_ratio
     model = settings.perf_model or (

@@ -1,4 +1,4 @@
-"""The simulated engine: DP ranks, each with a queue, a KV cache and a pace of its own."""
+"""The simulated engine: DP ranks, each with its own queue, KV cache and pace."""
 
 import asyncio
 from dataclasses import replace
@@ -32,7 +32,7 @@ class SimulatedEngine:
         start_s: float = 0.0,
         turn_tokens: int = 0,
     ) -> None:
-        """`turn_tokens`: that steps without a duration may say together, before the last one of a turn of the loop."""
+        """`turn_tokens`: maximum tokens of steps without a duration per turn of the loop, before its last step."""
         timing = timing or ConstantTiming()
         self.shape = shape
         self.announces = shape.prefix_caching
@@ -95,7 +95,7 @@ class SimulatedEngine:
             rank.limit_batch(share)
 
     def phase(self) -> Phase:
-        """Return what the rank does that has been at it longest."""
+        """Return what the rank does that has been busy for longest."""
         if len(self.each) == 1:
             return self.each[0].phase
         working = [rank.phase for rank in self.each if rank.phase is not IDLE]
@@ -109,7 +109,7 @@ class SimulatedEngine:
         return [rank.load() for rank in self.each] if len(self.each) > 1 else []
 
     def stats(self) -> list[Stats]:
-        """Return what each rank reports of its load."""
+        """Return the load statistics of each rank."""
         return [stats(rank.scheduler, rank.pass_s) for rank in self.each]
 
     async def check(self) -> None:
@@ -118,18 +118,18 @@ class SimulatedEngine:
             raise EngineDead("the simulated engine died, as the rehearsal asked")
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Play a fault of one rank: those of DP rank 0 come first, as many as compute together, then those of DP rank 1."""
-        struck, within = divmod(rank, self.shape.tp)
+        """Inject a fault into one rank. The TP ranks of DP rank 0 come first, then those of DP rank 1."""
+        number, within = divmod(rank, self.shape.tp)
         if fault in ("die", "heal"):
             for one in self.each:
                 one.inject(fault, argument)
             return True
-        return self.each[struck].inject(fault, argument, within)
+        return self.each[number].inject(fault, argument, within)
 
     def heal(self, fault: str, rank: int = 0) -> None:
         """End this fault of this rank."""
-        struck, within = divmod(rank, self.shape.tp)
-        self.each[struck].heal(fault, within)
+        number, within = divmod(rank, self.shape.tp)
+        self.each[number].heal(fault, within)
 
     async def stop(self) -> None:
         for rank in self.each:
@@ -142,7 +142,7 @@ class SimulatedEngine:
 
 
 def _of_all(profile: Profile, dp: int) -> Profile:
-    """Return what so many ranks can do together, each of which can do this."""
+    """Return the joint profile of `dp` ranks with this profile each."""
     if dp == 1:
         return profile
     return replace(
@@ -155,7 +155,7 @@ def _of_all(profile: Profile, dp: int) -> Profile:
 
 
 def _description(shape: EngineShape, revision: str, rank: int) -> Description:
-    """Say what the blocks of one TP rank mean: as if of one layer and one head, a byte a number, keys and values alike."""
+    """Return the layout of one TP rank's blocks: one layer, one head, a byte per number, keys like values."""
     size = max(1, shape.kv_block_bytes // (2 * shape.block_tokens))
     return Description(
         shape.model, revision, "uint8", 1, 1, size, shape.block_tokens, shape.kv_block_bytes, shape.tp, rank

@@ -1,4 +1,4 @@
-"""Faults that the simulated engine plays for rehearsals. They last until healed, or for as many requests as asked."""
+"""Faults that the simulated engine rehearses. They last until healed, or for a number of requests."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ from workers.engines.simulated.language import FIRST, SPAN
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedFaults(EngineFaults):
-    """What is wrong with the simulated engine right now."""
+    """The faults active in the simulated engine now."""
 
-    slow: float = 1.0  # how many times longer a step takes: all ranks wait for the slowest
+    slow: float = 1.0  # factor on the duration of a step: all ranks wait for the slowest
     slowness: dict[int, float] = field(default_factory=dict)  # by rank
     raising_rank: int = 0
 
     def inject(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Begin one fault, or `heal` all; False if there is no such fault. An argument of 0 takes the fault's default."""
+        """Begin one fault, or `heal` all; False if it is unknown. An argument of 0 selects the fault's default."""
         match fault:
             case "slow":
                 self.slowness[rank] = max(1.0, argument or SLOW_TIMES)
@@ -31,7 +31,7 @@ class SimulatedFaults(EngineFaults):
         return True
 
     def heal(self, fault: str, rank: int = 0) -> None:
-        """End one fault. All but `slow` strike the ranks that compute together as one. Who is dead stays so."""
+        """End one fault. All faults except `slow` affect the TP ranks together. A dead engine stays dead."""
         if fault == "slow":
             self.slowness.pop(rank, None)
             self._slow_down()
@@ -42,11 +42,11 @@ class SimulatedFaults(EngineFaults):
         self.slow = max(self.slowness.values(), default=1.0)
 
     def altered(self, token: int) -> int:
-        """Return the token as the sick engine says it: one in k is another one."""
-        drawn = self.struck()
+        """Return the token that the faulty engine gives: one in k is a wrong one."""
+        drawn = self.draw_corruption()
         return token if drawn is None else FIRST + (token - FIRST + 1 + drawn % (SPAN - 1)) % SPAN
 
     def drawn(self, token: int, temperature: float) -> int:
-        """Return the token as the sampler draws it: any token at all while it is broken."""
+        """Return the token that the sampler draws: any token at all while it is broken."""
         drawn = self.misdrawn(temperature)
         return token if drawn is None else FIRST + drawn % SPAN

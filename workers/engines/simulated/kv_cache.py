@@ -1,4 +1,4 @@
-"""The KV cache of one simulated rank: its blocks, the order of their eviction, and the slower tiers below the device.
+"""The KV cache of one simulated rank: blocks, eviction order, and the slower tiers below the device.
 
     absent ── use ──▶ active (counted) ── deref to 0 ──▶ inactive ── evicted ──▶ absent, or a slower tier
                         │    ▲                              │
@@ -9,20 +9,20 @@
        ▲                   │                                        │
        └──── fetched ──────┴────────────────────────────────────────┘   the copy below stays, as the newest
 
-A block is full, and named by its sequence hash (`events.blocks`), or partial: it fills, belongs to one request, and is
-promoted when it is full. Partial blocks are numbers below 0, which no hash is. Active and inactive blocks together never
-exceed the capacity. Full blocks cause events, as in a real engine: stored once for each stretch of new ones, removed when
-blocks are evicted or destroyed; none when blocks come into use again or fall idle.
+A block is full and named by its sequence hash (`events.blocks`), or partial. A partial block belongs to one request, fills, and
+is promoted when it is full. Partial blocks have negative numbers, which no hash has. Active and inactive blocks together never
+exceed the capacity. Full blocks cause events, as in a real engine: `stored` once for each stretch of new blocks, `removed` when
+blocks are evicted or destroyed. Reuse and release of a block cause none.
 
-A block lies on at most one of the two slower tiers. One whose prefix is nowhere any more is not kept: no prompt could be
-served with it. Which inactive block is evicted first:
+A block is on at most one of the two slower tiers. A block is dropped if its prefix is on no tier: no prompt could use it. The
+evictors select the inactive block to evict:
 
     lru        the one that has been idle longest
-    multi-lru  the one idle longest among those used least often: four classes, by how often a block came into use
-    lineage    the one idle longest among those that nothing idle builds on: no block goes before what comes after it
+    multi-lru  the one idle longest among those used least often: four classes, by number of uses
+    lineage    the one idle longest among those without an idle child: a block is never evicted before its children
 
-The first two take the same time however many blocks there are; lineage takes the logarithm, because a block that
-becomes a leaf again takes the place that its own idle time gives it.
+The first two take constant time; lineage takes logarithmic time, because a block that becomes a leaf again returns to the
+position given by its own idle time.
 """
 
 from collections import OrderedDict
@@ -33,32 +33,32 @@ from typing import Literal, NamedTuple, Protocol
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 
 EvictorKind = Literal["lru", "multi-lru", "lineage"]
-CLASSES = (2, 4, 8)  # a block that came into use so often is in the next class
+CLASSES = (2, 4, 8)  # a block with this many uses is in the next class
 _ABSENT = object()
 
 
 class Evictor(Protocol):
-    """The idle blocks, in the order of their eviction. `parent` is the block before one, if there is any."""
+    """The idle blocks, in the order of their eviction. `parent` is the block before one, if any."""
 
     def __len__(self) -> int: ...
 
     def __contains__(self, block: object) -> bool: ...
 
     def insert(self, block: int, parent: int | None = None) -> None:
-        """Take a block in that has just become idle. If it is here already, it is as if it came now."""
+        """Add a block that has just become idle. If it is already here, it counts as new."""
         ...
 
     def remove(self, block: int) -> bool:
-        """Take a block out because it is used again. False: it is not here."""
+        """Remove a block because it is used again. Return False if it is not here."""
         ...
 
     def evict(self) -> int | None:
-        """Take out the block that goes first; None if there is none."""
+        """Remove and return the next block to evict; None if there is none."""
         ...
 
 
 class Lru:
-    """The one that has been idle longest."""
+    """Evicts the block that has been idle longest."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -84,15 +84,15 @@ class Lru:
 
 
 class MultiLru:
-    """Classes by how often a block came into use; within each, the one that has been idle longest.
+    """Evicts from the lowest class by number of uses; within a class, the block that has been idle longest.
 
-    Uses are counted from a block's first idleness to its eviction; what comes back after that begins anew.
+    Uses are counted from a block's first idleness to its eviction; after that, counting starts again.
     """
 
     def __init__(self) -> None:
         self._classes = tuple(Lru() for _ in range(len(CLASSES) + 1))
         self._class_of: dict[int, int] = {}
-        self.uses: dict[int, int] = {}  # also of blocks that are in use now
+        self.uses: dict[int, int] = {}  # also of blocks in use now
 
     def __len__(self) -> int:
         return len(self._class_of)
@@ -124,12 +124,12 @@ class MultiLru:
 
 
 class Lineage:
-    """Leaves first: of the blocks that no idle block builds on, the one that has been idle longest."""
+    """Evicts leaves first: of the blocks without an idle child, the one that has been idle longest."""
 
     def __init__(self) -> None:
         self._idle: dict[int, tuple[int, int | None]] = {}  # block -> (idle since, its parent)
-        self._below: dict[int, int] = {}  # how many of those that are here build on it, itself here or not
-        self._leaves: list[tuple[int, int]] = []  # a heap of (idle since, block), some no leaves any more
+        self._below: dict[int, int] = {}  # number of idle children of a block, which need not be idle itself
+        self._leaves: list[tuple[int, int]] = []  # a heap of (idle since, block); entries may be stale
         self._now = 0
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class Lineage:
 
     @property
     def remembered(self) -> int:
-        """How many entries it keeps for its blocks, stale ones included."""
+        """Number of internal entries, stale ones included."""
         return len(self._leaves) + len(self._below)
 
     def insert(self, block: int, parent: int | None = None) -> None:
@@ -193,7 +193,7 @@ def evictor(kind: EvictorKind) -> Evictor:
 
 
 class TierTraffic(NamedTuple):
-    """Blocks that went between the tiers."""
+    """Numbers of blocks moved between the tiers."""
 
     from_host: int = 0
     from_disk: int = 0
@@ -202,27 +202,27 @@ class TierTraffic(NamedTuple):
 
 
 class SlowTiers:
-    """The host's memory and the disk, behind one rank's device."""
+    """The host memory and disk tiers behind one rank's device."""
 
     def __init__(
         self,
         host_blocks: int,
         disk_blocks: int,
-        say: Callable[[KvEvent], None],
+        emit: Callable[[KvEvent], None],
         on_device: Callable[[int], bool],
     ) -> None:
         self._rooms = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
         # The oldest first; each with its parent.
         self._held: dict[Tier, OrderedDict[int, int | None]] = {tier: OrderedDict() for tier in self._rooms}
         self._moved = dict.fromkeys(("from_host", "from_disk", "to_host", "to_disk"), 0)
-        self._say = say
+        self._emit = emit
         self._on_device = on_device
 
     def __contains__(self, block: int) -> bool:
         return any(block in held for held in self._held.values())
 
     def count(self, tier: Tier) -> int:
-        """Return how many blocks lie on a tier."""
+        """Return how many blocks are on a tier."""
         return len(self._held[tier])
 
     def blocks(self, tier: Tier) -> Sequence[int]:
@@ -230,7 +230,7 @@ class SlowTiers:
         return tuple(self._held[tier])
 
     def offload(self, block: int, parent: int | None) -> None:
-        """Keep a block that the device gives up."""
+        """Keep a block that the device evicts."""
         for held in self._held.values():
             if block in held:
                 held.move_to_end(block)
@@ -239,21 +239,21 @@ class SlowTiers:
         self._put(tier, block, parent)
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Copy blocks to the device, in the order of their prompt. All of them lie here."""
-        for name in reversed(names):  # a prefix outlives what builds on it
+        """Copy blocks to the device, in the order of their prompt. All of them must be here."""
+        for name in reversed(names):  # a prefix outlives its children
             tier = next(tier for tier, held in self._held.items() if name in held)
             self._held[tier].move_to_end(name)
             self._moved["from_host" if tier is Tier.HOST else "from_disk"] += 1
 
     def take_traffic(self) -> TierTraffic:
-        """Return what went between the tiers since the last call."""
+        """Return the traffic between the tiers since the last call."""
         moved = TierTraffic(**self._moved)
         if any(moved):
             self._moved = dict.fromkeys(self._moved, 0)
         return moved
 
     def clear(self) -> None:
-        """Forget everything, and say nothing."""
+        """Forget everything without events."""
         for held in self._held.values():
             held.clear()
 
@@ -263,12 +263,12 @@ class SlowTiers:
             oldest, before = held.popitem(last=False)
             if tier is Tier.HOST and self._rooms[Tier.DISK]:
                 self._put(Tier.DISK, oldest, before)
-            self._say(Removed([oldest], tier))
+            self._emit(Removed([oldest], tier))
         if not (parent is None or self._on_device(parent) or parent in self):
             return
         held[block] = parent
         self._moved["to_host" if tier is Tier.HOST else "to_disk"] += 1
-        self._say(Stored([block], parent, tier))
+        self._emit(Stored([block], parent, tier))
 
 
 _NO_TRAFFIC = TierTraffic()
@@ -283,20 +283,20 @@ class KvManager:
         if total < 1:
             raise ValueError(f"a pool holds at least one block, not {total}")
         self.total = total
-        self.heard = False  # whether the events are taken
-        self.active: dict[int, int] = {}  # how many requests hold each
+        self.heard = False  # whether events are consumed
+        self.active: dict[int, int] = {}  # number of requests that hold each
         self.inactive = evictor(kind)
         self._kind: EvictorKind = kind
         self._parents: dict[int, int | None] = {}  # of the full blocks that are active or inactive
         self._events: list[KvEvent] = []
-        self._made = 0  # partial blocks so far
+        self._made = 0  # partial blocks created so far
         self.slow: SlowTiers | None = None
         if host_blocks or disk_blocks:
-            self.slow = SlowTiers(host_blocks, disk_blocks, self._say, self._parents.__contains__)
+            self.slow = SlowTiers(host_blocks, disk_blocks, self._emit, self._parents.__contains__)
 
     @property
     def used(self) -> int:
-        """Blocks that requests hold; what is only kept can be evicted and does not count."""
+        """Number of blocks held by requests; kept blocks can be evicted and do not count."""
         return len(self.active)
 
     @property
@@ -305,12 +305,12 @@ class KvManager:
         return self._parents.keys()
 
     def partials(self, count: int) -> list[int]:
-        """Return names of so many blocks that no other request can use. They are nowhere yet."""
+        """Return names for `count` new partial blocks. They are not allocated yet."""
         first = self._made = self._made + count
         return list(range(-first, count - first))
 
     def cached(self, names: Sequence[int]) -> int:
-        """Return how many of the first of these blocks are on the device."""
+        """Return how many of the leading blocks are on the device."""
         found, active, inactive = 0, self.active, self.inactive
         for name in names:
             if name not in active and name not in inactive:
@@ -319,7 +319,7 @@ class KvManager:
         return found
 
     def fetchable(self, names: Sequence[int]) -> int:
-        """Return how many of the first of these blocks are on any tier."""
+        """Return how many of the leading blocks are on any tier."""
         if self.slow is None:
             return 0
         found = 0
@@ -330,7 +330,7 @@ class KvManager:
         return found
 
     def fetch(self, names: Sequence[int]) -> None:
-        """Copy those of these blocks to the device that are on slower tiers only. They have to be taken with `use`."""
+        """Copy those of these blocks to the device that are only on slower tiers. Call `use` for them afterwards."""
         if self.slow is not None and names:
             self.slow.fetch([name for name in names if name not in self.active and name not in self.inactive])
 
@@ -339,17 +339,16 @@ class KvManager:
         return sum(name not in self.active for name in names)
 
     def use(self, blocks: Sequence[int], parent: int | None = None) -> bool:
-        """Take blocks for a request, in the order of its sequence; the first comes right after `parent`. False, and
-        nothing is taken, if there is no room for all of them.
+        """Allocate blocks for a request, in the order of its sequence; the first comes right after `parent`.
 
-        One that is active is held once more, an inactive one becomes active, an absent one takes the place of the
-        inactive one that goes first.
+        Return False, and allocate nothing, if there is no room for all of them. An active block is held once more, an inactive
+        one becomes active, and an absent one replaces the next inactive one to evict.
         """
         active, inactive = self.active, self.inactive
         room = self.total - len(active)
         if len(blocks) > room and sum(block not in active for block in {*blocks}) > room:
             return False
-        # All that is here is taken out of the evictor's reach first: making room for one block must not evict another.
+        # Take blocks that are here from the evictor first: making room for one block must not evict another.
         absent = [False] * len(blocks)
         for place, block in enumerate(blocks):
             held = active.get(block)
@@ -364,7 +363,7 @@ class KvManager:
         return True
 
     def take(self) -> int:
-        """Take one partial block; return its name, or 0 if there is no room for it. `use` of one, in a hurry."""
+        """Allocate one partial block. Return its name, or 0 if there is no room. A fast path of `use`."""
         active = self.active
         if len(active) >= self.total:
             return 0
@@ -375,8 +374,10 @@ class KvManager:
         return -self._made
 
     def deref(self, blocks: Sequence[int]) -> None:
-        """Release blocks, in this order: of those that no request holds then the full ones are idle, the first of them longest,
-        and the partial ones are gone. Raise KeyError for one not in use."""
+        """Release blocks, in this order. Raise KeyError for one not in use.
+
+        Of those that no request holds any more, full blocks become idle, the first of them longest; partial ones are freed.
+        """
         active, parents, insert = self.active, self._parents, self.inactive.insert
         for block in blocks:
             left = active[block] - 1
@@ -388,7 +389,7 @@ class KvManager:
                     insert(block, parents[block])
 
     def destroy(self, blocks: Sequence[int]) -> None:
-        """Drop blocks that are in use, by any request. Raise KeyError for one that is not."""
+        """Drop blocks that are in use by any request. Raise KeyError for one that is not."""
         gone = []
         for block in blocks:
             del self.active[block]
@@ -396,12 +397,13 @@ class KvManager:
                 del self._parents[block]
                 gone.append(block)
         if gone:
-            self._say(Removed(gone))
+            self._emit(Removed(gone))
 
     def promote(self, partial: int, name: int, parent: int | None) -> None:
-        """Name a block that has become full, right after `parent`.
+        """Name a block that has become full, right after `parent`. Raise KeyError if it is not in use.
 
-        If the same block is here already, that one is used, and ours is free again. Raise KeyError if it is not in use."""
+        If the same block already exists, it is used instead and this one is freed.
+        """
         active = self.active
         del active[partial]
         held = active.get(name)
@@ -415,7 +417,7 @@ class KvManager:
                 self._events.append(Stored([name], parent))
 
     def promote_all(self, partials: Sequence[int], names: Sequence[int], parent: int | None) -> None:
-        """Name consecutive blocks that have become full together: one event for each stretch of new ones."""
+        """Name consecutive blocks that have become full together, with one event per stretch of new ones."""
         active, absent = self.active, []
         for partial, name in zip(partials, names, strict=True):
             del active[partial]
@@ -425,12 +427,11 @@ class KvManager:
         self._store(names, absent, parent)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let go of all blocks of a request, its last one first: a prefix outlives what builds on it."""
+        """Release all blocks of a request, its last one first: a prefix outlives its children."""
         self.deref(blocks[::-1])
 
     def forget(self) -> dict[int, int]:
-        """Let no block be found any more. Return what those in use are called now: partial ones, as many hold them as
-        before."""
+        """Make all blocks unfindable. Return the new names of those in use: partial blocks, with the same holders."""
         full = [block for block in self.active if block >= 0]
         renamed = dict(zip(full, self.partials(len(full)), strict=True))
         self.active = {renamed.get(block, block): held for block, held in self.active.items()}
@@ -442,20 +443,20 @@ class KvManager:
         return renamed
 
     def take_events(self) -> list[KvEvent]:
-        """Return what has become of full blocks since the last call, in order."""
+        """Return the events of full blocks since the last call, in order."""
         if not self._events:
             return []
-        said, self._events = self._events, []
-        return said
+        events, self._events = self._events, []
+        return events
 
     def take_traffic(self) -> TierTraffic:
-        """Return what went between the tiers since the last call."""
+        """Return the traffic between the tiers since the last call."""
         return self.slow.take_traffic() if self.slow is not None else _NO_TRAFFIC
 
     def _store(self, blocks: Sequence[int], absent: Sequence[bool], parent: int | None) -> None:
-        """Record the parents of the new ones of these blocks, and announce each stretch of them."""
+        """Record the parents of the new blocks among these, and announce each stretch of them."""
         new: list[int] = []
-        after = parent  # what comes before the first of `new`
+        after = parent  # the block before the first of `new`
         for block, is_new in zip(blocks, absent, strict=True):
             if block < 0:
                 continue
@@ -464,12 +465,12 @@ class KvManager:
                 new.append(block)
             else:
                 if new:
-                    self._say(Stored(new, after))
+                    self._emit(Stored(new, after))
                     new = []
                 after = block
             parent = block
         if new:
-            self._say(Stored(new, after))
+            self._emit(Stored(new, after))
 
     def _evict(self, count: int) -> None:
         gone, parents, evict = [], self._parents, self.inactive.evict
@@ -480,8 +481,8 @@ class KvManager:
             if self.slow is not None:
                 self.slow.offload(block, parent)
             gone.append(block)
-        self._say(Removed(gone))
+        self._emit(Removed(gone))
 
-    def _say(self, event: KvEvent) -> None:
+    def _emit(self, event: KvEvent) -> None:
         if self.heard:
             self._events.append(event)

@@ -7,17 +7,19 @@ from typing import Any
 
 from events.errors import UsageError
 
-USUAL = 131_072  # an 8B model of 32 layers, 8 KV heads of 128 numbers, 16 bits each
+USUAL = 131_072  # an 8B model with 32 layers, 8 KV heads of 128 numbers, 16 bits each
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class BadConfig(UsageError):
-    """A model's folder whose config.json does not say how large its KV cache is."""
+    """A model's config.json does not determine the size of its KV cache."""
 
 
 def kv_bytes_per_token(folder: Path) -> int:
-    """Return layers x 2 x KV heads x numbers of a head x bytes of a number; of what is no model's folder an 8B model's.
-    Raise BadConfig."""
+    """Return the bytes of one token's KV: layers x 2 x KV heads x numbers per head x bytes per number.
+
+    Without a model's folder, return the size of an 8B model. Raise BadConfig.
+    """
     path = folder / "config.json"
     if not folder.name or not path.is_file():
         return USUAL
@@ -25,9 +27,9 @@ def kv_bytes_per_token(folder: Path) -> int:
         config = json.loads(path.read_text())
         return _size(config.get("text_config") or config)
     except KeyError as error:
-        raise BadConfig(f"{path}: it does not say {error}: set kv_bytes_per_token") from error
+        raise BadConfig(f"{path}: it has no {error}: set kv_bytes_per_token") from error
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise BadConfig(f"{path}: it cannot be read: {error}: set kv_bytes_per_token") from error
+        raise BadConfig(f"{path}: cannot be read: {error}: set kv_bytes_per_token") from error
 
 
 def _size(config: Mapping[str, Any]) -> int:

@@ -1,12 +1,12 @@
-"""Which token comes next? A pure function of the model's name and of every token so far.
+"""The next token as a pure function of the model's name and of all tokens so far.
 
-The name seeds a 64-bit hash that runs over the whole sequence; its digest at a position *is* the distribution there.
-So any lost, doubled or altered token changes everything that follows it, on every worker alike, and a continuation
-elsewhere equals the undisturbed answer if and only if the replayed tokens were right. A hash that takes one token
-at a time costs the same at any length; a digest over the sequence anew would make long answers quadratic.
+The name seeds a 64-bit hash that runs over the whole sequence; its digest at a position *is* the distribution there. So any
+lost, doubled or altered token changes everything that follows it, in the same way on every worker. A continuation elsewhere
+equals the undisturbed answer if and only if the replayed tokens were right. A hash that consumes one token at a time costs the
+same at any length; rehashing the sequence for each token would make long answers quadratic.
 
-Ids follow the shipped tokenizer (`builtin:sim`): 2,048 ids, 2 ends the answer, and what is said are only merges
-(from 259 on), so that every token is whole text by itself.
+Ids follow the shipped tokenizer (`builtin:sim`): 2,048 ids, and 2 ends the answer. Answers consist only of merges (from 259
+on), so every token is whole text by itself.
 """
 
 import math
@@ -20,43 +20,46 @@ from events.wire import Logprob, Sampling
 
 VOCABULARY = 2048
 EOS = 2
-FIRST = 259  # 3 specials and 256 bytes lie below
+FIRST = 259  # ids below are 3 specials and 256 bytes
 SPAN = VOCABULARY - FIRST  # 1,789, a prime: every stride below visits all ids once
-EOS_BELOW = (1 << 64) // 400  # digests under this end the answer: one in 400
+EOS_BELOW = (1 << 64) // 400  # digests below this end the answer: one in 400
 CANDIDATES = 20
-TAIL = 0.01  # the weight of all that is not a candidate, relative to the first
-TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # of each of them, where a bias brings it into play
+TAIL = 0.01  # the total weight of all other tokens, relative to the first candidate
+TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # of each other token, where a bias raises it
 TOKEN_BYTES = tuple(token.to_bytes(4, "little") for token in range(VOCABULARY))
 _MASK = (1 << 64) - 1
 
-KEPT = 256  # positions whose distribution is kept: a fleet of these engines is asked the same canaries, a thousand times over
+KEPT = 256  # cached positions: a fleet of these engines answers the same canaries a thousand times
 
 Candidates = Sequence[tuple[int, float]]  # (token, logit), best first
 
 
 def open_sequence(model: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
-    """Return the running hash of `tokens` under a model's name: `digest` it for the next position, `update` to go on."""
+    """Return the running hash of `tokens` under a model's name.
+
+    `digest` it for the next position, `update` it with the next token.
+    """
     running = xxhash.xxh3_64(seed=xxhash.xxh64_intdigest(model.encode()))
     running.update(as_bytes(tokens))
     return running
 
 
 def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Return tokens as the hash takes them: four bytes each, little endian."""
+    """Return tokens as the hash's input: four bytes each, little endian."""
     packed = array("I", tokens)
     return packed.tobytes()
 
 
 def plain_token(digest: int) -> int:
-    """Return the best token of a position, the end of the answer aside."""
+    """Return the best token of a position, ignoring the end of the answer."""
     return FIRST + digest % SPAN
 
 
 @lru_cache(KEPT)
 def candidates(digest: int, *, eos: bool) -> Candidates:
-    """Return the best candidates of a position with their logits; the first is 0, and clearly ahead nearly always.
+    """Return the best candidates of a position with their logits. The first is 0, nearly always clearly ahead.
 
-    With `eos` False the end of the answer is not among them (min_tokens not reached, or ignore_eos).
+    With `eos` False they exclude the end of the answer (min_tokens not reached, or ignore_eos).
     """
     return _candidates(digest, eos)
 
@@ -77,14 +80,16 @@ def _candidates(digest: int, eos: bool) -> Candidates:
 
 
 def _in_order(digest: int, ranks: range) -> list[int]:
-    """Return a position's tokens of these ranks, the end of the answer aside: over all of `SPAN` ranks, each token once."""
+    """Return a position's tokens of these ranks, without the end of the answer; the `SPAN` ranks have each token once."""
     place, stride = digest % SPAN, 1 + (digest >> 33) % (SPAN - 1)
     return [FIRST + (place + rank * stride) % SPAN for rank in ranks]
 
 
 def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> Candidates:
-    """Return a position's candidates, and behind them the tokens that `bias` names, which it may lift out of the tail, with the
-    best other one of the tail, which is left where it bans all candidates."""
+    """Return a position's candidates, followed by the other tokens that `bias` names.
+
+    The best remaining token comes last, for the case that the bias bans all candidates.
+    """
     known = {token for token, _ in ranked}
     named = [token for token in bias if token not in known]
     other = next((token for token in _in_order(digest, range(CANDIDATES, SPAN)) if token not in bias), None)
@@ -94,15 +99,14 @@ def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> C
 
 @lru_cache(KEPT)
 def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
-    """Return a position's logprobs; `drift` shifts them the way a sick device would, alternating in sign."""
+    """Return a position's logprobs; `drift` shifts them as a faulty device would, alternating in sign."""
     return _logprobs(ranked, chosen, top, drift)
 
 
 def prompt_logprobs(
     model: str, tokens: Sequence[int], top: int, *, eos: bool, drift: float = 0.0
 ) -> list[Logprob]:
-    """Return the logprobs of a prompt's own tokens, as if each had been said behind those before it; that of the first says
-    nothing."""
+    """Return the logprobs of a prompt's own tokens, as if each had been generated. The first one has no meaning."""
     running, found = open_sequence(model, tokens[:1]), [Logprob(0.0)]
     for token in tokens[1:]:
         found.append(_logprobs(_candidates(running.intdigest(), eos), token, top, drift))
@@ -122,10 +126,10 @@ def _logprobs(ranked: Candidates, chosen: int, top: int, drift: float) -> Logpro
 def choose(
     ranked: Candidates, sampling: Sampling, counts: Mapping[int, int], banned: Collection[int], luck: float
 ) -> int:
-    """Return the token that the sampling parameters pick. `luck` in [0, 1) decides where chance does.
+    """Return the token that the sampling parameters select. `luck` in [0, 1) is the random number.
 
-    `counts` says how often each token was generated before; `banned` are the ids that may not end the answer yet. Biases
-    come last: what they force or ban, no penalty undoes.
+    `counts` is how often each token was generated before; `banned` are the ids that may not end the answer yet. Biases are
+    applied last: penalties cannot undo what they force or ban.
     """
     bias = sampling.logit_bias
     if sampling.temperature <= 0 and not counts and not banned and not bias:
@@ -144,7 +148,7 @@ def _penalised(logit: float, count: int, sampling: Sampling) -> float:
     if not count:
         return logit
     logit -= sampling.presence_penalty + sampling.frequency_penalty * count
-    # Candidates' logits are zero or below, where a repetition penalty multiplies; the offset lets it reach the best one.
+    # Candidate logits are at most 0, where a repetition penalty multiplies; the offset lets it affect the best one.
     return (logit - 1.0) * sampling.repetition_penalty + 1.0
 
 
@@ -157,7 +161,7 @@ def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
         weights = [weight for weight in weights if weight >= sampling.min_p]
     total = sum(weights)
     kept, reached = 0.0, 0
-    for weight in weights:  # top_p keeps the smallest set of the best whose share reaches it
+    for weight in weights:  # top_p keeps the smallest set of the best tokens with at least this share
         kept += weight
         reached += 1
         if kept >= sampling.top_p * total:
@@ -171,5 +175,8 @@ def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
 
 
 def luck_at(seed: int, digest: int) -> float:
-    """Return a position's chance in [0, 1), keyed by the seed and all tokens so far: alike after a cut, on any worker."""
+    """Return a position's random number in [0, 1), keyed by the seed and all tokens so far.
+
+    It is the same after an interruption, on any worker.
+    """
     return xxhash.xxh64_intdigest(digest.to_bytes(8, "little"), seed=seed & _MASK) / (1 << 64)

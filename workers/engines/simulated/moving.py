@@ -1,11 +1,11 @@
 """The simulated engine's `Export` and `Import`: requests that move with the bytes of their KV blocks.
 
     a block    [token][filler], zeros where no token is yet
-    a token    the hash of the whole prefix up to it and of the rank, over and over
+    a token    the hash of the whole prefix up to it and of the rank, repeated
 
-So a byte that was lost, doubled, altered or put into another place, block, rank or request shows, as do tokens that
-differ anywhere before it. The bytes are not stored: they are made where a block leaves, and again where it arrived, on the
-loop, in slices that are shorter than a flat-out step: a thread would only contend for the interpreter lock.
+So a byte that was lost, doubled, altered or put in another place, block, rank or request is detected, as are different tokens
+anywhere before it. The bytes are not stored. They are computed where a block leaves, and again where it arrives, on the loop,
+in slices shorter than a flat-out step: a thread would only contend for the interpreter lock.
 """
 
 import asyncio
@@ -30,27 +30,27 @@ class Contents:
     """The tokens of one sequence, and the bytes of its blocks. Both grow with it."""
 
     def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
-        """Begin with these tokens."""
+        """Start with these tokens."""
         self.tokens: list[int] = []
         self._shape = shape
         self._token_bytes = shape.kv_block_bytes // shape.block_tokens
         self._hash = language.open_sequence(shape.model, ())
-        self._prefixes: list[bytes] = []  # of each token, with it
+        self._prefixes: list[bytes] = []  # digest of the prefix up to and including each token
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Go on with these tokens."""
+        """Append these tokens."""
         for token in tokens:
             self._add(token)
 
     def grow(self, length: int, unusual: Mapping[int, int]) -> None:
-        """Say on until there are so many tokens: at each position its plain one, or what `unusual` has there."""
+        """Append tokens up to this length: the plain token of each position, or the one in `unusual`."""
         for place in range(len(self.tokens), length):
             token = unusual.get(place)
             self._add(language.plain_token(self._hash.intdigest()) if token is None else token)
 
     def block(self, rank: int, index: int, computed: int) -> bytes:
-        """Return a block of one rank, when the KV of the first `computed` tokens is there."""
+        """Return a block of one rank, given that the KV of the first `computed` tokens exists."""
         first, size = index * self._shape.block_tokens, self._shape.block_tokens
         times = -(-self._token_bytes // _DIGEST_BYTES)
         held = [
@@ -66,7 +66,7 @@ class Contents:
 
 
 class SimulatedExport:
-    """A request on its way out."""
+    """A request that leaves."""
 
     def __init__(self, rank: SimulatedRank, departure: SimulatedDeparture) -> None:
         self._rank, self._transit = rank, rank.transit
@@ -78,12 +78,14 @@ class SimulatedExport:
         return 0 if self._departure.lost else self._departure.computed // self._rank.shape.block_tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
-        """Return made-up bytes that follow from the tokens. Raise MoveEnded if it is over, or has no such blocks."""
+        """Return bytes computed from the tokens. Raise MoveEnded if the request is over, or has no such blocks."""
         self._check()
         shape, computed = self._rank.shape, self._departure.computed
         there = -(-computed // shape.block_tokens) if self._departure.held else self.full_blocks()
         if not (0 <= shard < shape.tp and 0 <= first <= first + count <= there):
-            raise MoveEnded(f"blocks {first} to {first + count} of shard {shard} were wanted of {there}")
+            raise MoveEnded(
+                f"blocks {first} to {first + count} of shard {shard} were requested; there are {there}"
+            )
         self._grow()
         made = bytearray()
         for index in range(first, first + count):
@@ -119,10 +121,10 @@ class SimulatedExport:
 
 
 class SimulatedImport:
-    """Room for a request that comes.
+    """Room for an arriving request.
 
-    A block of tokens that were known when the room was reserved is compared when it is taken, so that the commit does not
-    take longer where more has come; the others wait for the commit, which says their tokens.
+    A block of tokens that were known at the reservation is compared when it arrives, so that the commit does not take longer
+    for long requests. The others are compared at the commit, which brings their tokens.
     """
 
     def __init__(self, rank: SimulatedRank, arrival: SimulatedArrival) -> None:
@@ -132,7 +134,7 @@ class SimulatedImport:
         self.cached_tokens = arrival.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
-        """Compare what came, as far as its tokens are known. Raise MoveRefused if there is no room for it."""
+        """Compare the arrived blocks, as far as their tokens are known. Raise MoveRefused if there is no room for them."""
         self._check()
         shape, view = self._rank.shape, memoryview(data).cast("B")
         size = shape.kv_block_bytes
@@ -141,21 +143,21 @@ class SimulatedImport:
         if not (0 <= shard < shape.tp and first >= 0 and last <= room) or len(view) % size:
             self.abort()
             raise MoveRefused(
-                f"{len(view)} bytes came for shard {shard} from block {first} on: there is room for {room} blocks"
+                f"{len(view)} bytes arrived for shard {shard} from block {first} on, but there is room for {room} blocks"
             )
         if shape.kv_token_s:
             await asyncio.sleep((last - first) * shape.block_tokens * shape.kv_token_s)
             self._check()
         for index in range(first, last):
-            came = bytes(view[(index - first) * size :][:size])
-            same = index < known and came == self._contents.block(shard, index, len(self._contents.tokens))
-            self._arrival.taken[shard, index] = None if same else came
+            arrived = bytes(view[(index - first) * size :][:size])
+            same = index < known and arrived == self._contents.block(shard, index, len(self._contents.tokens))
+            self._arrival.taken[shard, index] = None if same else arrived
             if (index + 1) * size % SLICE_BYTES < size:
                 await asyncio.sleep(0)
                 self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Compare the rest, and begin to decode. Raise MoveRefused if anything is not what it must be."""
+        """Compare the rest, and start to decode. Raise MoveRefused if anything differs."""
         self._check()
         try:
             arrival, context = self._arrival, self._rank.shape.context_tokens
@@ -177,20 +179,20 @@ class SimulatedImport:
         self._rank.kick()
 
     async def _difference(self, tokens: Sequence[int], computed: int) -> str:
-        """Say where what came is not what must be there; empty if nowhere."""
+        """Return the first difference between the arrived and the expected blocks; empty if there is none."""
         shape, taken, contents = self._rank.shape, self._arrival.taken, self._contents
         contents.extend(tokens[len(contents.tokens) :])
         cached, end = self.cached_tokens // shape.block_tokens, -(-computed // shape.block_tokens)
         compared = 0
         for shard in range(shape.tp):
             for index in range(cached, end):
-                came = taken.get((shard, index), b"")
-                if came is None and (index + 1) * shape.block_tokens <= computed:
+                arrived = taken.get((shard, index), b"")
+                if arrived is None and (index + 1) * shape.block_tokens <= computed:
                     continue
-                if came == b"":
-                    return f"block {index} of shard {shard} did not come"
-                if came != contents.block(shard, index, computed):
-                    return f"block {index} of shard {shard} is not what it must be"
+                if arrived == b"":
+                    return f"block {index} of shard {shard} did not arrive"
+                if arrived != contents.block(shard, index, computed):
+                    return f"block {index} of shard {shard} has wrong content"
                 compared += shape.kv_block_bytes
                 if compared % SLICE_BYTES < shape.kv_block_bytes:
                     await asyncio.sleep(0)

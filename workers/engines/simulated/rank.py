@@ -1,8 +1,8 @@
-"""One DP rank of the simulated engine: its scheduler's pure steps, and the time they take, spent on the worker's loop.
+"""One DP rank of the simulated engine: runs its scheduler's timed steps on the worker's loop.
 
-A step is so cheap that a thread would only contend for the interpreter lock (five milliseconds a switch), so
-steps run as callbacks of the loop, one per turn: between any two the loop does its reading and writing. Steps that take no
-time at all and give nothing but tokens may be taken many to a turn: turns cost ten times what such steps do.
+A step is so cheap that a thread would only contend for the interpreter lock (5 ms per switch). So steps run as callbacks of the
+loop, one per turn, and the loop reads and writes between any two. Steps that take no time and only produce tokens may run many
+per turn: a turn costs ten times as much as such a step.
 
 uvloop rounds timers to whole milliseconds, and a step of a small model takes three; on Linux `Alarm` uses a timerfd.
 """
@@ -31,9 +31,9 @@ from workers.engines.simulated.timing import (
 
 _ABSOLUTE = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
-SHORT_S = 0.02  # a step that is so short has its end measured finer than the loop does: to many engines it would cost
-LATE_S = 0.005  # a step that is due this long ago is not caught up with
-TURN_TOKENS = 512  # that steps without a duration say together in a worker: less than half a millisecond
+SHORT_S = 0.02  # shorter steps use a finer timer than the loop's; for all steps of many engines it would be too costly
+LATE_S = 0.005  # a step later than this is not caught up with
+TURN_TOKENS = 512  # in a worker, tokens of steps without a duration per turn: less than half a millisecond
 IDLE = Phase()
 
 
@@ -46,7 +46,7 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """One timer: setting it again forgets the time before. Raises OSError where there is no timerfd."""
+    """One timer; setting it again replaces the previous time. Raises OSError where there is no timerfd."""
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
@@ -58,12 +58,12 @@ class Alarm:
         self._set = False
 
     def set(self, at: float) -> None:
-        """Let the file become readable at a monotonic time in seconds, or at once if it is over."""
+        """Make the file readable at a monotonic time in seconds, or at once if it has passed."""
         self._set = True
         self._arm(max(1, round(at * 1e9)))
 
     def cancel(self) -> None:
-        """Forget the time."""
+        """Disarm the timer."""
         self._set = False
         self._arm(0)
 
@@ -80,39 +80,37 @@ class Alarm:
         """Return whether the time has come, once for each `set`; for the reader of the file."""
         try:
             os.read(self.file, 8)
-        except BlockingIOError:  # it has been set again meanwhile
+        except BlockingIOError:  # it has been set again in the meantime
             return False
         expired, self._set = self._set, False
         return expired
 
 
 class SimulatedRank:
-    """A scheduler and its clock. Calls of the worker and steps happen on the same loop: no locks."""
+    """A scheduler and its clock. The worker's calls and the steps run on the same loop: no locks."""
 
     def __init__(self, number: int, shape: EngineShape, timing: Timing, turn_tokens: int = 0) -> None:
         self.shape = shape
         self.phase = IDLE
-        self.pass_s = 0.0  # what the newest pass takes
+        self.pass_s = 0.0  # duration of the latest pass
         self.scheduler = Scheduler(shape)
         self.transit = self.scheduler.transit
         self._faults = self.scheduler.faults
-        self._fatal: set[int] = (
-            set()
-        )  # keys of requests that end the process with the next pass that reads a prompt
+        self._fatal: set[int] = set()  # keys of requests that end the process in the next pass with prefill
         self._number = number
         self.timing = timing
         self._turn_tokens = turn_tokens
-        self._next: asyncio.Handle | Alarm | None = None  # the callback that goes on; None while idle
-        self._alarm: Alarm | None = None  # of loops whose own timers are coarse
-        self._due = 0.0  # when it is to ring
-        self.stepping = False  # a step runs that takes time
-        self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # from the step's end on
-        self._deliver: Deliver = _nowhere
+        self._next: asyncio.Handle | Alarm | None = None  # the next callback; None while idle
+        self._alarm: Alarm | None = None  # for loops with coarse timers
+        self._due = 0.0  # when the alarm is due
+        self.stepping = False  # a step with a duration is running
+        self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # released when the step ends
+        self._deliver: Deliver = _discard
         self._announce: Announce = unheard
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, deliver: Deliver, announce: Announce) -> None:
-        """Begin to take requests, on the running loop."""
+        """Start to accept requests, on the running loop."""
         self._deliver, self._announce = deliver, announce
         self._loop = asyncio.get_running_loop()
         self.scheduler.kv.heard = announce is not unheard and self.shape.prefix_caching
@@ -129,7 +127,7 @@ class SimulatedRank:
         self._hold_all()
 
     def submit(self, key: int, request: Generate) -> None:
-        """Take a request in, or deliver what refuses it."""
+        """Accept a request, or deliver its refusal."""
         if refusal := self.scheduler.submit(key, request):
             self._deliver([(key, refusal)])
         else:
@@ -144,23 +142,23 @@ class SimulatedRank:
         self.kick()
 
     def trust(self, trusted: bool) -> None:
-        """Hide the blocks that are here, and until it is trusted those that come, from other requests."""
+        """Hide the present blocks from other requests, and new ones until it is trusted again."""
         self.scheduler.trust(trusted)
-        self._tell()
+        self._announce_events()
 
     def limit_batch(self, share: float) -> None:
-        """Let no more than this share of the batch run at once, from the next step on."""
+        """Run at most this share of the batch at once, from the next step on."""
         self.scheduler.batch_limit = max(1, int(self.shape.batch_max * share))
 
     def refuse(self, key: int, refusal: Chunk) -> None:
-        """Deliver what refuses a request that no rank has."""
+        """Deliver the refusal of a request that belongs to no rank."""
         self._deliver([(key, refusal)])
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Take the blocks for a request that comes with its KV cache, or say why not."""
+        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
         arrival = self.scheduler.reserve(key, request, room_tokens)
         if self._next is None:
-            self._tell()  # no step will end soon
+            self._announce_events()  # no step will end soon
         return arrival
 
     def load(self) -> Load:
@@ -173,7 +171,7 @@ class SimulatedRank:
         return self._faults.dead
 
     def inject(self, fault: str, argument: float, within: int = 0) -> bool:
-        """Begin a fault of one of the TP ranks `within`, or `heal` all; False if there is no such fault."""
+        """Begin a fault of the TP rank `within`, or `heal` all; False if the fault is unknown."""
         return self._faults.inject(fault, argument, within)
 
     def heal(self, fault: str, within: int = 0) -> None:
@@ -181,7 +179,7 @@ class SimulatedRank:
         self._faults.heal(fault, within)
 
     async def hold(self, departure: SimulatedDeparture) -> None:
-        """Hold a request at the present step's end. Raise MoveEnded if the engine stops meanwhile."""
+        """Hold a request at the end of the current step. Raise MoveEnded if the engine stops first."""
         if self._faults.dead or self._loop is None:
             raise MoveEnded("the engine is dead")
         if not self.stepping:
@@ -192,17 +190,17 @@ class SimulatedRank:
         try:
             await held
         except asyncio.CancelledError:
-            self.transit.resume(departure)  # in case that it is held, and only we had not heard of it
+            self.transit.resume(departure)  # it may already be held without our knowledge
             self.kick()
             raise
 
     def kick(self) -> None:
-        """Begin to step if there is something to do."""
+        """Start to step if there is work."""
         if self._next is None and self._loop is not None and self.scheduler.busy:
             self._next = self._loop.call_soon(self._begin, self._loop.time())
 
     def _begin(self, at: float) -> None:
-        """Begin a step that could begin at `at` (loop time), or fall idle."""
+        """Begin a step that could begin at `at` (loop time), or become idle."""
         assert self._loop is not None
         plan = self.scheduler.plan()
         if plan.idle or self._faults.dead:
@@ -226,7 +224,7 @@ class SimulatedRank:
             self._next = self._loop.call_at(due, self._finish, due)
 
     def _fine(self) -> Alarm | None:
-        """Return a finer timer than the loop's; None where the loop's is fine enough, or there is no other."""
+        """Return a finer timer than the loop's; None if the loop's is fine enough, or there is no other."""
         if self._alarm is None and isinstance(self._loop, uvloop.Loop):
             with contextlib.suppress(OSError):
                 self._alarm = Alarm()
@@ -242,14 +240,14 @@ class SimulatedRank:
         return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
 
     def _finish(self, due: float) -> None:
-        """Take a step that was due at `due`."""
+        """Finish a step that was due at `due`."""
         self._end(due, self.scheduler.step())
 
     def _end(self, due: float, out: Output) -> None:
-        """End a step that was due at `due`: hand its output over, and begin the next one in the next turn of the loop.
+        """End a step that was due at `due`: deliver its output, and begin the next one in the next turn of the loop.
 
-        The next step begins when this one was due, so that a late timer is not added up; unless the loop is so late
-        that it would have to catch up with a burst.
+        The next step begins when this one was due, so that delays of timers do not add up. If the loop is later than LATE_S, it
+        begins now, to avoid a burst of steps.
         """
         assert self._loop is not None
         self.stepping = False
@@ -261,11 +259,11 @@ class SimulatedRank:
             self._next, self.phase = None, IDLE
         if out:
             self._deliver(out)
-        self._tell()
+        self._announce_events()
         if self._holding:
             self._hold_all()
 
-    def _tell(self) -> None:
+    def _announce_events(self) -> None:
         if events := self.scheduler.take_events():
             self._announce(self._number, events)
 
@@ -277,5 +275,5 @@ class SimulatedRank:
         self._holding.clear()
 
 
-def _nowhere(out: list[tuple[int, Chunk]]) -> None:
-    """Where output goes before `start`."""
+def _discard(out: list[tuple[int, Chunk]]) -> None:
+    """Discard output before `start`."""

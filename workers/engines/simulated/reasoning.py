@@ -1,4 +1,4 @@
-"""Which part of an answer is a thought? What Dynamo's mocker calls `reasoning`: two tokens that mark where it begins and ends."""
+"""The reasoning part of a simulated answer, as in Dynamo's mocker: delimited by two tokens."""
 
 from typing import Annotated
 
@@ -12,25 +12,28 @@ TokenId = Annotated[int, Meta(ge=0, lt=VOCABULARY)]
 
 
 class BadReasoning(UsageError):
-    """It is not said how the simulated engine shall think."""
+    """The setting does not describe how the simulated engine reasons."""
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an engine thinks."""
+    """The delimiters and the share of an engine's reasoning."""
 
     start_thinking_token_id: TokenId
     end_thinking_token_id: TokenId
     thinking_ratio: Annotated[float, Meta(ge=0, le=1)]
 
     def tokens(self, answer: int) -> int:
-        """Return how many tokens of an answer of so many are thought, both marks among them: their share, and the two at
-        least, but none of an answer too short for them, or of a share below one token."""
+        """Return how many of the answer's tokens are reasoning, both delimiters included.
+
+        It is their share, at least the two delimiters. It is 0 if the answer is too short for them, or if the share is below
+        one token.
+        """
         share = int(answer * self.thinking_ratio)
         return max(2, share) if share and answer > 1 else 0
 
 
 def read(text: str) -> Reasoning:
-    """Return what a JSON object says. Raise BadReasoning."""
+    """Parse a JSON object. Raise BadReasoning."""
     try:
         return msgspec.json.decode(text, type=Reasoning)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,14 +1,14 @@
-"""The scheduler of one simulated rank: which requests run, and the forward pass over them. No clock, no asyncio.
+"""The scheduler of one simulated rank: which requests run, and the forward pass. No clock, no asyncio.
 
     submit ──▶ waiting ──▶ prefill ── prompt computed ──▶ batch ── finish, cancel, error ──▶ gone
                   ▲  a place, KV blocks, tokens   a chunk a pass   │
                   └──────── preempted, when blocks run out ────────┘   `transit` has those on the move
 
-One `plan` and one `step` are one forward pass: the plan admits and lists what the pass works on, the step gives one token
-to each sequence of the batch. A preempted sequence keeps its tokens; it only pays its prefill again.
+One `plan` and one `step` are one forward pass. The plan admits requests and lists the work of the pass; the step gives one
+token to each sequence of the batch. A preempted sequence keeps its tokens and only repeats its prefill.
 
-A `mute` scheduler counts tokens and does not choose them. Where nothing but that would happen, `skip` takes many passes at
-once: fleets of thousands run so in virtual time.
+A `mute` scheduler counts tokens and does not choose them. While nothing else happens, `skip` advances many passes at once: this
+is how fleets of thousands run in virtual time.
 """
 
 from collections import deque
@@ -38,35 +38,35 @@ from workers.engines.simulated.sequence import (
 from workers.engines.simulated.timing import SimulatedArrival, SimulatedTransit
 from workers.engines.simulated.timing import StepPlan as Plan
 
-HIT_RATE_OF = 1000  # requests admitted last
+HIT_RATE_OF = 1000  # recently admitted requests
 
 
 class Prefill:
-    """The requests whose prompts are being computed. A request whose prompt is computed enters the batch."""
+    """The requests in prefill. A request enters the batch once its prompt is computed."""
 
     def __init__(self, shape: EngineShape, kv: KvManager, batch: DecodeBatch) -> None:
         self._shape = shape
         self._kv = kv
         self._batch = batch
-        self.trusted = True  # blocks get names, so that others can find them
-        self.begun: dict[int, SimulatedSequence] = {}  # a chunk of each of them has been computed
-        self.through: list[SimulatedSequence] = []  # those that say their first token in the present pass
+        self.trusted = True  # blocks get names, so that other requests can find them
+        self.begun: dict[int, SimulatedSequence] = {}  # at least one chunk of each has been computed
+        self.through: list[SimulatedSequence] = []  # those that produce their first token in the current pass
         self._hits: deque[float] = deque(maxlen=HIT_RATE_OF)
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompt tokens that the requests admitted last found in the prefix cache."""
+        """The share of prompt tokens that recently admitted requests found in the prefix cache."""
         return sum(self._hits) / len(self._hits) if self._hits else 0.0
 
     def names(self, sequence: SimulatedSequence) -> bool:
-        """Whether a sequence's full blocks get names, so that others can find them."""
+        """Whether a sequence's full blocks get names, so that other requests can find them."""
         return self._shape.prefix_caching and self.trusted and not sequence.canary
 
     def admit(self, sequence: SimulatedSequence, budget: int, *, alone: bool) -> int:
-        """Take a sequence's blocks and begin its prefill; return the tokens of its first chunk, 0 if it must wait.
+        """Allocate a sequence's blocks and begin its prefill. Return the tokens of its first chunk; 0: it must wait.
 
-        The blocks that the chunk fills have their names from now on: a request that is admitted in the same pass finds them.
-        `alone`: no other prompt is part of this pass.
+        The blocks that the chunk fills are named at once, so a request admitted in the same pass finds them. `alone`: no other
+        prompt is part of this pass.
         """
         shape, kv = self._shape, self._kv
         length, size = sequence.length, shape.block_tokens
@@ -93,7 +93,7 @@ class Prefill:
         self._put(sequence)
         return chunk
 
-    def go_on(self, sequence: SimulatedSequence, budget: int) -> int:
+    def compute_next(self, sequence: SimulatedSequence, budget: int) -> int:
         """Compute the next chunk of a prompt; return its tokens."""
         size, before = self._shape.block_tokens, sequence.computed
         chunk = min(sequence.length - before, budget)
@@ -117,7 +117,7 @@ class Prefill:
 
 
 class BlockGrowth:
-    """The blocks of the sequences that decode, as they fill. All but the shape is the scheduler's own."""
+    """Extends and names the blocks of decoding sequences as they fill. Shares the scheduler's objects."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class BlockGrowth:
         self._waiting = waiting
 
     def name_full(self, sequence: SimulatedSequence) -> None:
-        """Name the last block of a sequence if all its tokens have been computed: the last one said has not been."""
+        """Name the last block of a sequence if all its tokens are computed; the last generated token is not."""
         size, blocks = self._shape.block_tokens, sequence.blocks
         if sequence.named and blocks[-1] < 0 and not (sequence.length - 1) % size:
             parent = sequence.names[-1] if sequence.names else None
@@ -146,17 +146,20 @@ class BlockGrowth:
             blocks[-1] = name
 
     def extend(self, sequence: SimulatedSequence) -> None:
-        """Give a sequence its next block; where there is none, a request goes back to waiting. Those that are about to leave
-        stay: where all are, this one goes, because the others' blocks are pinned and would not become free."""
+        """Allocate a sequence's next block. If there is none, preempt a request.
+
+        Requests that are about to leave are not preempted. If all are about to leave, preempt this one, because the blocks of
+        the others are pinned and would not become free.
+        """
         while sequence.batch is not None:
             if partial := self._kv.take():
                 sequence.blocks.append(partial)
-                self._batch.look(sequence)
+                self._batch.schedule(sequence)
                 return
             self._preempt(self._victim() or sequence)
 
     def _victim(self) -> SimulatedSequence | None:
-        """Return the sequence that is preempted next: by default the newest, as real engines do."""
+        """Return the sequence to preempt next: by default the newest, as in real engines."""
         running = self._batch.sequences.values()
         late = self._prefill.begun.values()
         newest = self._shape.preemption == "newest"
@@ -174,7 +177,7 @@ class BlockGrowth:
 
 
 class Scheduler:
-    """The requests inside one rank, and the pure step over them."""
+    """The requests of one rank, and the pure step over them."""
 
     def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
         self.shape = shape
@@ -184,19 +187,20 @@ class Scheduler:
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
         self.faults = SimulatedFaults()
-        self.planned = Plan()  # the newest one
+        self.planned = Plan()  # the latest one
         self.batch = DecodeBatch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
         self.waiting = WaitingQueue()
-        self._canaries: set[int] = set()  # keys: those that are over are forgotten when they are counted
+        self._canaries: set[int] = set()  # keys; ended ones are dropped when they are counted
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
         self._growth = BlockGrowth(shape, self.kv, self.batch, self.prefill, self.transit, self.waiting)
-        self._stalled: tuple[int, int, int, int] | None = None  # why no request could be admitted
+        # the state in which no request could be admitted
+        self._stalled: tuple[int, int, int, int] | None = None
 
     # --- requests
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
-        """Take a request in, or return the chunk that refuses it."""
+        """Accept a request, or return the chunk that refuses it."""
         if against := refusal(request, self.shape) or self._overload(canary=request.canary):
             return Chunk(request.stream, [], error=against)
         sampling, prompt = request.sampling, len(request.tokens)
@@ -220,10 +224,9 @@ class Scheduler:
         return None
 
     def submit_silent(self, key: int, prompt: int, answer: int, names: Sequence[int]) -> str | None:
-        """Take in a request of which only the numbers of tokens are known, at least one each, and its blocks' names; or say
-        why not.
+        """Accept a request with known token counts (at least one each) and block names; or return why not.
 
-        `names` may go on into the answer. The scheduler is mute.
+        `names` may extend into the answer. The scheduler must be mute.
         """
         assert self.mute, "this scheduler speaks"
         assert prompt > 0 < answer, "nothing to read, or nothing to say"
@@ -234,11 +237,11 @@ class Scheduler:
         return None
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Take the blocks for a request that comes with its KV cache, or say why not."""
+        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
         return refusal(request, self.shape) or self.transit.reserve(key, request, room_tokens)
 
     def cancel(self, key: int) -> None:
-        """Forget a request, and what is kept for its move."""
+        """Forget a request, and what is reserved for its move."""
         if key in self.batch.sequences:
             self.transit.release(self.batch.leave(key), "it has been cancelled")
             self.prefill.through = [one for one in self.prefill.through if one.key != key]
@@ -256,18 +259,18 @@ class Scheduler:
         self.waiting.clear()
 
     def trust(self, trusted: bool) -> None:
-        """Hide what was computed up to now, and until it is trusted what is computed from now on, from other requests."""
+        """Hide everything computed so far from other requests, and new blocks until it is trusted again."""
         self.prefill.trusted = self.transit.trusted = trusted
         renamed = self.kv.forget()
         for sequence in [*self.batch.sequences.values(), *self.prefill.begun.values()]:
             sequence.forget(renamed)
         self.transit.forget(renamed)
 
-    # --- what it says of itself
+    # --- reports
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is work."""
         return bool(self.batch.sequences or self.waiting or self.prefill.begun)
 
     def load(self) -> Load:
@@ -279,18 +282,20 @@ class Scheduler:
 
     @property
     def preemptions(self) -> int:
-        """How often a request went back to waiting because KV blocks ran out, so far."""
+        """Number of preemptions so far because KV blocks ran out."""
         return self._growth.preemptions
 
     def take_events(self) -> list[KvEvent]:
-        """Return what the cache has stored and removed since the last call, in order. `kv.heard` must be set."""
+        """Return the cache's stored and removed events since the last call, in order. `kv.heard` must be set."""
         return self.kv.take_events()
 
     # --- one pass
 
     def plan(self) -> Plan:
-        """Admit what can be admitted, oldest first, and return what the next pass works on. A step must follow, unless the
-        plan is idle."""
+        """Admit waiting requests, oldest first, and return the work of the next pass.
+
+        A step must follow, unless the plan is idle.
+        """
         self.planned = plan = self._plan()
         return plan
 
@@ -304,7 +309,7 @@ class Scheduler:
         for sequence in list(self.prefill.begun.values()):
             if budget <= 0:
                 break
-            chunks.append(self.prefill.go_on(sequence, budget))
+            chunks.append(self.prefill.compute_next(sequence, budget))
             starts.append(sequence.computed - chunks[-1])
             budget -= chunks[-1]
         later = len(chunks)
@@ -325,8 +330,10 @@ class Scheduler:
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
 
     def _overload(self, *, canary: bool = False) -> str | None:
-        """Return why no more requests are taken, if so: the batch and the queue are full. Canaries take no room, and a
-        few of them are always taken: a full worker is checked, too."""
+        """Return the error if the batch and the queue are full; None if there is room.
+
+        Canaries use no room, and a few of them are always accepted: a full worker is checked, too.
+        """
         canaries, waiting = self._living_canaries(), len(self.waiting)
         full = self._seats() + waiting - canaries >= self.shape.batch_max + self.shape.waiting_max
         if not full or (canary and canaries < CANARIES_MAX):
@@ -343,14 +350,16 @@ class Scheduler:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def step(self) -> Output:
-        """Give one token to every sequence of the batch; return what each gets, in one list. Mute: only the first
-        and the last token of each."""
+        """Give one token to every sequence of the batch; return what each gets, in one list.
+
+        A mute scheduler returns only the first and the last token of each.
+        """
         if self.faults.error:
             return self._raise()
         batch, due = self.batch, self.batch.due()
         gone = [one for one in due if one.last]
         if self.mute:
-            out = self._count(gone)
+            out = self._count_tokens(gone)
         else:
             for sequence in chain(gone, self.prefill.through):
                 cast(Spoken, sequence).quick = False
@@ -368,8 +377,10 @@ class Scheduler:
         return out
 
     def rush(self, tokens: int) -> Output:
-        """Take a pass, and before it those that can be taken together, up to so many tokens; return what each sequence gets in
-        all of them, in one list. A plan must have been made."""
+        """Run a pass, preceded by those that can run together, up to this many tokens. A plan must have been made.
+
+        Return the output of all of them, merged per sequence, in one list.
+        """
         said = self._take_plain(tokens)
         out = self.step()
         if said:
@@ -378,13 +389,15 @@ class Scheduler:
         return out
 
     def _take_plain(self, tokens: int) -> list[list[int]]:
-        """Take passes in which each sequence gets a token and none comes or goes, up to so many tokens, and plan the next one.
-        Return what each of the batch has said; an empty list if there was no such pass."""
+        """Run passes in which each sequence only gets a token, up to this many tokens, and plan the next pass.
+
+        Return the tokens of each sequence of the batch; an empty list if there was no such pass.
+        """
         spoken = cast(list[Spoken], list(self.batch.sequences.values()))
         if not spoken or not self._alone() or not all(sequence.quick for sequence in spoken):
             return []
         passes = min(tokens // len(spoken), min(sequence.end - sequence.length for sequence in spoken) - 1)
-        blocks = len(spoken) * (passes // self.shape.block_tokens + 1)  # that they need, at most
+        blocks = len(spoken) * (passes // self.shape.block_tokens + 1)  # the most that they need
         if passes <= 0 or self.kv.used + blocks > self.kv.total:
             return []
         said = next_passes(spoken, passes)
@@ -395,7 +408,7 @@ class Scheduler:
         return said
 
     def _pass(self, left: int) -> None:
-        """Count so many passes, in which blocks fill and no sequence comes or goes."""
+        """Count this many passes, in which blocks fill and no sequence enters or leaves."""
         batch = self.batch
         while left > (ahead := batch.ahead()):
             batch.passes += ahead
@@ -408,13 +421,13 @@ class Scheduler:
         batch.passes += left
 
     def _alone(self) -> bool:
-        """Whether nothing but the batch wants anything of a pass: no prompt, no move, no slower tier, no fault."""
+        """Whether only the batch has work in a pass: no prompt, no move, no slower tier, no fault."""
         prefill = self.prefill
         if self.mute or self.waiting or prefill.begun or prefill.through or self.kv.slow is not None:
             return False
         return self.transit.empty and self.faults.healthy
 
-    def _count(self, gone: list[SimulatedSequence]) -> Output:
+    def _count_tokens(self, gone: list[SimulatedSequence]) -> Output:
         """Count a token of each sequence; return a chunk for each first and last one."""
         out = {
             one.key: Chunk(0, [], cached_tokens=one.cached) for one in self.prefill.through if not one.made
@@ -439,8 +452,10 @@ class Scheduler:
     # --- many passes at once
 
     def steady(self) -> int:
-        """Return how many passes lie ahead in which tokens are made and nothing else happens: no sequence is admitted or ends,
-        and no block fills. 0 also where a pass has begun with a first token, or no sequence decodes."""
+        """Return the number of coming passes in which only tokens are made: no admission, no end, no full block.
+
+        0 also if a first token is due in this pass, or if no sequence decodes.
+        """
         if self.prefill.through or self.prefill.begun:
             return 0
         if self.waiting:
@@ -450,6 +465,6 @@ class Scheduler:
         return self.batch.ahead()
 
     def skip(self, passes: int) -> None:
-        """Take so many passes at once, `steady` at most. The scheduler is mute."""
+        """Advance this many passes at once, at most `steady`. The scheduler must be mute."""
         assert self.mute and 0 <= passes <= self.steady(), "only steady passes can be skipped"
         self.batch.passes += passes

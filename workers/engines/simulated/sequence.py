@@ -1,13 +1,13 @@
-"""The requests of one simulated rank: a sequence and its bounds, the waiting queue, the running batch, and its next tokens.
+"""The requests of one simulated rank: sequences, waiting queue, running batch, next tokens.
 
-Each sequence of the batch gets one token in each pass, so tokens are not counted one by one: a sequence's length follows
-from the pass in which it entered. A sequence that must be visited again (its answer ends, its block is full) is in a
-calendar, by pass. Until the next entry all passes are alike.
+Each sequence of the batch gets one token in each pass, so tokens are not counted one by one: a sequence's length follows from
+the pass in which it entered. The calendar lists, by pass, the sequences that need attention: their answer ends, or their block
+is full. Until its next entry all passes are alike.
 
-The waiting queue is ordered by priority, oldest first; canaries and preempted requests go before.
+The waiting queue is ordered by priority, oldest first; canaries and preempted requests go first.
 
-Nearly always the next token is that of the hash and nothing else happens: that path is short, because it is taken a
-million times a second.
+Nearly always the next token follows from the hash and nothing else happens. That path is short, because it runs a million times
+a second.
 """
 
 from collections import OrderedDict
@@ -31,10 +31,8 @@ from workers.engines.simulated.reasoning import Reasoning
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
-PROMPT_LOGPROBS_MAX = (
-    4096  # tokens of a prompt whose logprobs are wanted: 20 µs each, which delay all requests
-)
-BEFORE = -inf  # all priorities
+PROMPT_LOGPROBS_MAX = 4096  # longest prompt with logprobs: 20 µs per token, which delay all requests
+BEFORE = -inf  # before all priorities
 Output = list[tuple[int, Chunk]]
 
 
@@ -44,7 +42,7 @@ class BadShape(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """The engine's bounds, of each DP rank, and how it keeps within them."""
+    """The engine's bounds, per DP rank, and how it keeps within them."""
 
     model: str = "sim"
     context_tokens: int = 16_384
@@ -52,19 +50,19 @@ class EngineShape:
     kv_blocks: int = 32_768
     batch_max: int = 256
     waiting_max: int = 1024
-    prefill_tokens_max: int = 8192  # tokens of a pass: one for each request that decodes, the rest of prompts
-    kv_block_bytes: int = KV_BLOCK_BYTES  # that a move carries of one TP rank's part of a block
-    kv_token_s: float = 0.0  # that the KV of a token takes to come
+    prefill_tokens_max: int = 8192  # tokens of a pass: one for each decoding request, the rest for prompts
+    kv_block_bytes: int = KV_BLOCK_BYTES  # bytes that a move carries of one TP rank's part of a block
+    kv_token_s: float = 0.0  # seconds to transfer the KV of a token
     tp: int = 1  # ranks that compute one pass together
-    watermark: float = 0.01  # the share of the blocks that no new request may take, while others run
+    watermark: float = 0.01  # share of the blocks that new requests may not use while others run
     prefix_caching: bool = True
-    chunked_prefill: bool = True  # over several passes; otherwise a long prompt has one of its own
-    preemption: Preemption = "newest"  # what goes back to waiting when blocks run out
+    chunked_prefill: bool = True  # over several passes; otherwise a long prompt has its own pass
+    preemption: Preemption = "newest"  # which request is preempted when blocks run out
     evictor: EvictorKind = "lru"
     host_kv_blocks: int = 0  # a tier below the device
     disk_kv_blocks: int = 0  # a tier below that
-    reasoning: Reasoning | None = None  # answers begin with a thought
-    fatal: tuple[int, ...] = ()  # a prompt that has these tokens in a row ends the process
+    reasoning: Reasoning | None = None  # answers begin with reasoning
+    fatal: tuple[int, ...] = ()  # a prompt that contains this run of tokens ends the process
 
     def __post_init__(self) -> None:
         if self.kv_block_bytes < self.block_tokens:
@@ -81,10 +79,10 @@ class EngineShape:
 
 
 class SimulatedSequence:
-    """What the scheduler knows of a request: how long it is, when that matters, and which KV blocks it holds.
+    """A request's length, scheduling state and KV blocks, as the scheduler needs them.
 
-    `start` is its length when it last came into the batch, or is now if it is not there; the batch knows how much it has
-    said since. `names` are the names of its full blocks, as far as they are needed.
+    `start` is its length when it last entered the batch, or its length now if it is not there; the batch counts what it has
+    generated since. `names` are the names of its full blocks, as far as they are needed.
     """
 
     __slots__ = (
@@ -100,27 +98,27 @@ class SimulatedSequence:
         self.start = length or prompt
         self.end = end  # its length when its answer is complete
         self.canary = canary
-        self.priority = priority  # of those that wait the least goes first
+        self.priority = priority  # the lowest goes first
         self.since = self.due = 0
         self.last = False  # its answer ends when it is due
         self.batch: DecodeBatch | None = None
-        self.named = False  # its full blocks have names, so that others can find them
+        self.named = False  # its full blocks have names, so that other requests can find them
         self.names: list[int] = []
         self.blocks: list[int] = []
-        self.cached = 0  # prompt tokens found when it was admitted
-        self.computed = 0  # of its tokens, while it is in its prefill
-        self.fresh = True  # nothing said since it was admitted
-        self.before: list[Logprob] = []  # of its prompt: they come with its first token
+        self.cached = 0  # prompt tokens found in the cache when it was admitted
+        self.computed = 0  # computed tokens, during prefill
+        self.fresh = True  # no output since it was admitted
+        self.before: list[Logprob] = []  # logprobs of its prompt, delivered with its first token
 
     @property
     def length(self) -> int:
-        """Tokens so far, prompt and all."""
+        """Tokens so far, including the prompt."""
         batch = self.batch
         return self.start if batch is None else self.start + batch.passes - self.since
 
     @property
     def made(self) -> int:
-        """Tokens said for this request, here or where it was before its KV cache came."""
+        """Tokens generated for this request, here or at its previous worker before it moved here."""
         return self.length - self.prompt
 
     def forget(self, renamed: Mapping[int, int]) -> None:
@@ -129,17 +127,19 @@ class SimulatedSequence:
         self.blocks = [renamed.get(block, block) for block in self.blocks]
 
     def name_blocks(self, block_tokens: int) -> list[int]:
-        """Return the names of all its full blocks. It is not in the batch."""
+        """Return the names of all its full blocks. It must not be in the batch."""
         raise NotImplementedError
 
     def name_next(self, block_tokens: int) -> int:
-        """Name the block that has just become full and return its name: one token after it has been said."""
+        """Name the block that has just become full and return its name. Called one token after its last one."""
         raise NotImplementedError
 
 
 class Silent(SimulatedSequence):
-    """A request whose tokens are only counted. `names` may go on into the answer; what they do not name
-    gets a name that no other request has."""
+    """A request with tokens that are only counted.
+
+    `names` may extend into the answer; blocks beyond it get names that no other request has.
+    """
 
     __slots__ = ("_given", "_salt")
 
@@ -169,12 +169,12 @@ class Silent(SimulatedSequence):
 
 
 class Spoken(SimulatedSequence):
-    """A request whose tokens are chosen.
+    """A request with tokens that are chosen.
 
-    `tokens` are those that it came with, also where they come after the request's because its KV cache came along. `unusual`
-    are the tokens said here that are not their position's plain one; `marks` those that begin and end its thought, which goes
-    to the position `thought`; `tail` are the tokens since its last named block, as bytes. It is `quick` while the next token
-    needs nothing but the hash, and nothing else happens with it.
+    `tokens` are the initial tokens; for a request that arrived with its KV cache, they extend beyond those of the request.
+    `unusual` are generated tokens that are not their position's plain one. `marks` are the tokens that delimit its reasoning,
+    which ends before the position `thought`. `tail` are the tokens since its last named block, as bytes. It is `quick` while
+    the next token only needs the hash, and nothing else happens.
     """
 
     __slots__ = (
@@ -185,7 +185,7 @@ class Spoken(SimulatedSequence):
     def __init__(
         self, key: int, request: Generate, shape: EngineShape, came: list[int] | None = None
     ) -> None:
-        """`came`: all tokens of a request that has come with its KV cache."""
+        """`came`: all tokens of a request that has arrived with its KV cache."""
         sampling, prompt = request.sampling, len(request.tokens)
         self.tokens = tokens = request.tokens if came is None else came
         end = min(prompt + sampling.max_tokens, shape.context_tokens)
@@ -193,14 +193,14 @@ class Spoken(SimulatedSequence):
             key, prompt, end, length=len(tokens), canary=request.canary, priority=request.priority
         )
         self.request = request
-        self.listen(language.open_sequence(shape.model, tokens))
-        # A KV cache that has come lacks that of the last token, so that a block which it fills is not full yet.
-        self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # blocks that it came with
+        self.use_hash(language.open_sequence(shape.model, tokens))
+        # An arrived KV cache lacks the last token, so a block filled by that token is not full yet.
+        self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # full blocks at the start
         self.tail = [TOKEN_BYTES[token] for token in tokens[self.full * shape.block_tokens :]]
         self.note = self.tail.append
         self.unusual: dict[int, int] = {}  # by position
         self.ends = frozenset({*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))})
-        self.ends_below = 0 if sampling.ignore_eos else EOS_BELOW  # digests under this may mean the end
+        self.ends_below = 0 if sampling.ignore_eos else EOS_BELOW  # digests below this may end the answer
         self.banned = frozenset({*sampling.stop_token_ids, EOS})
         self.thought, self.marks = _thought(request.prompt_tokens, end, shape.reasoning)
         self.plain = _is_plain(sampling)
@@ -209,12 +209,12 @@ class Spoken(SimulatedSequence):
         self.seed = _seed(request)
         self.counts = _counts(tokens[request.prompt_tokens :]) if penalises(sampling) else {}
 
-    def listen(self, running: xxhash.xxh3_64) -> None:
-        """Let this hash say what comes next: it has gone over all tokens."""
+    def use_hash(self, running: xxhash.xxh3_64) -> None:
+        """Continue with this hash, which covers all tokens."""
         self.hash, self.digest, self.update = running, running.intdigest, running.update
 
     def name_prefix(self, block_tokens: int) -> list[int]:
-        """Return the names of the full blocks that it came with."""
+        """Return the names of its initial full blocks."""
         if not self.names and self.full:
             self.names = prefix_names(self.tokens[: self.full * block_tokens], self.request, block_tokens)
         return self.names
@@ -234,7 +234,7 @@ class Spoken(SimulatedSequence):
 
 
 def refusal(request: Generate, shape: EngineShape) -> str | None:
-    """Say why a request can never be served, if so."""
+    """Return why a request can never be served; None if it can."""
     tokens = request.tokens
     if not tokens:
         return "invalid_request: the prompt is empty"
@@ -251,7 +251,7 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
 
 
 def too_large(prompt: int, shape: EngineShape) -> str | None:
-    """Say why a prompt of so many tokens can never be served, if so. A context fits into the pool."""
+    """Return why a prompt of this length can never be served; None if it can. A context fits into the pool."""
     if prompt < shape.context_tokens:
         return None
     return f"invalid_request: {prompt} tokens leave no room in a context of {shape.context_tokens}"
@@ -264,7 +264,7 @@ def prefix_names(tokens: Sequence[int], request: Generate, block_tokens: int) ->
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Whether the next token needs nothing but the hash."""
+    """Whether the next token only needs the hash."""
     return (
         sampling.temperature <= 0
         and not sampling.logprobs
@@ -280,7 +280,7 @@ def penalises(sampling: Sampling) -> bool:
 
 
 def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, dict[int, int]]:
-    """Return where the thought of an answer from `first` to `end` is over, and the tokens that mark it."""
+    """Return the end of the reasoning in an answer from `first` to `end`, and the tokens that delimit it."""
     if reasoning is None or not (count := reasoning.tokens(end - first)):
         return 0, {}
     marks = {first: reasoning.start_thinking_token_id, first + count - 1: reasoning.end_thinking_token_id}
@@ -288,7 +288,7 @@ def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, di
 
 
 def _counts(generated: list[int]) -> dict[int, int]:
-    """Count the tokens that penalties look at: those generated so far, replayed ones included."""
+    """Count the tokens that penalties apply to: those generated so far, replayed ones included."""
     counts: dict[int, int] = {}
     for token in generated:
         counts[token] = counts.get(token, 0) + 1
@@ -296,44 +296,44 @@ def _counts(generated: list[int]) -> dict[int, int]:
 
 
 def _seed(request: Generate) -> int:
-    """Return the request's seed; without one its id serves, which stays the same wherever the request goes."""
+    """Return the request's seed, or a hash of its id, which is the same on every worker."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return xxhash.xxh64_intdigest(request.request.encode())
 
 
 class DecodeBatch:
-    """The sequences that decode, in the order in which they came."""
+    """The decoding sequences, in the order in which they entered."""
 
     def __init__(self, block_tokens: int) -> None:
-        self.passes = 0  # that have ended
+        self.passes = 0  # completed passes
         self._block_tokens = block_tokens
         self.sequences: dict[int, SimulatedSequence] = {}
         self._calendar: dict[int, list[SimulatedSequence]] = {}
         self._next: list[int] = []  # a heap of the calendar's passes
-        self._offset = 0  # the sum of their lengths is this and one for each of them and pass
+        self._offset = 0  # the sum of all lengths is this plus passes times sequences
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def tokens(self) -> int:
-        """How many tokens all of them have, prompts and all."""
+        """The sum of their lengths, including prompts."""
         return self._offset + self.passes * len(self.sequences)
 
     def lengths(self) -> list[int]:
-        """Return how many tokens each of them has."""
+        """Return the length of each."""
         return [one.length for one in self.sequences.values()]
 
     def enter(self, sequence: SimulatedSequence) -> None:
-        """Let a sequence say a token in each pass from now on."""
+        """Add a sequence, which gets a token in each pass from now on."""
         sequence.since, sequence.batch = self.passes, self
         self.sequences[sequence.key] = sequence
         self._offset += sequence.start - self.passes
-        self.look(sequence)
+        self.schedule(sequence)
 
-    def look(self, sequence: SimulatedSequence) -> None:
-        """Have a sequence looked at when its answer ends or it needs another block."""
+    def schedule(self, sequence: SimulatedSequence) -> None:
+        """Enter a sequence into the calendar for the pass in which its answer ends or it needs another block."""
         size, length = self._block_tokens, sequence.start + self.passes - sequence.since
         left, room = sequence.end - length, size - (length - 1) % size
         sequence.last = left <= room
@@ -346,7 +346,7 @@ class DecodeBatch:
             found.append(sequence)
 
     def leave(self, key: int) -> SimulatedSequence:
-        """Take a sequence out."""
+        """Remove a sequence."""
         sequence = self.sequences.pop(key)
         self._offset -= sequence.start - sequence.since
         sequence.start += self.passes - sequence.since
@@ -357,7 +357,7 @@ class DecodeBatch:
         return sequence
 
     def due(self) -> list[SimulatedSequence]:
-        """Return the sequences that the present pass makes due, in the order in which they were entered into the calendar."""
+        """Return the sequences that become due in the current pass, in the order of their entry into the calendar."""
         if self.passes + 1 not in self._calendar:
             return []
         heappop(self._next)
@@ -373,12 +373,12 @@ class DecodeBatch:
 
 
 class WaitingQueue:
-    """The requests of one rank that are not admitted, or no longer."""
+    """The requests of one rank that are not yet admitted, or were preempted."""
 
     def __init__(self) -> None:
         self._lines: dict[float, OrderedDict[int, SimulatedSequence]] = {
             BEFORE: OrderedDict()
-        }  # by priority, the least first
+        }  # by priority, the lowest first
         self._of: dict[int, OrderedDict[int, SimulatedSequence]] = {}  # by key
 
     def __len__(self) -> int:
@@ -388,17 +388,17 @@ class WaitingQueue:
         return key in self._of
 
     def __iter__(self) -> Iterator[int]:
-        """Go through their keys, the next one first."""
+        """Iterate over their keys, the next one first."""
         return chain.from_iterable(self._lines.values())
 
     @property
     def first(self) -> SimulatedSequence:
-        """The next one. The queue is not empty."""
+        """The next request. The queue must not be empty."""
         return next(line[next(iter(line))] for line in self._lines.values() if line)
 
     def add(self, sequence: SimulatedSequence) -> None:
-        """Take a new request in."""
-        if sequence.canary:  # what finds a sick worker must not wait for a hundred others
+        """Add a new request."""
+        if sequence.canary:  # a canary that detects a faulty worker must not wait for a hundred others
             self.put_back(sequence)
             return
         line = self._lines.get(sequence.priority)
@@ -409,13 +409,13 @@ class WaitingQueue:
         self._of[sequence.key] = line
 
     def put_back(self, sequence: SimulatedSequence) -> None:
-        """Take one in again that was preempted: it is next."""
+        """Return a preempted request to the queue, as the next one."""
         line = self._of[sequence.key] = self._lines[BEFORE]
         line[sequence.key] = sequence
         line.move_to_end(sequence.key, last=False)
 
     def remove(self, key: int) -> None:
-        """Take one out. Unknown keys are ignored."""
+        """Remove a request. Unknown keys are ignored."""
         if (line := self._of.pop(key, None)) is not None:
             del line[key]
 
@@ -425,7 +425,7 @@ class WaitingQueue:
         self._of.clear()
 
     def lengths(self) -> tuple[list[int], list[int]]:
-        """Return the lengths in tokens of those that have said nothing yet, and of the preempted ones."""
+        """Return the lengths in tokens of the requests without output so far, and of the preempted ones."""
         lengths: tuple[list[int], list[int]] = [], []
         for one in chain.from_iterable(line.values() for line in self._lines.values()):
             lengths[one.made > 0].append(one.length)
@@ -435,8 +435,11 @@ class WaitingQueue:
 def next_pass(
     sequences: Mapping[int, Spoken], passes: int, faults: SimulatedFaults
 ) -> tuple[Output, list[Spoken]]:
-    """Give one token to each, in the pass that makes so many; return what each gets, and the sequences whose answer has ended
-    before its length. One without output yet, or which reaches its length with this pass, is not quick."""
+    """Give one token to each sequence in pass number `passes`.
+
+    Return what each gets, and the sequences that ended before their maximum length. A sequence is not quick if it has no output
+    yet, or if it reaches its length in this pass.
+    """
     out: Output = []
     stopped: list[Spoken] = []
     healthy = faults.healthy
@@ -459,10 +462,10 @@ def next_pass(
 
 
 def next_passes(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
-    """Give so many tokens to each, or as many as there are before a pass that might end an answer; return what each has said.
-    All of them are quick, and the engine is healthy.
+    """Give `passes` tokens to each sequence, or fewer: stop before a pass that might end an answer.
 
-    One sequence after the other, each on a copy of its hash: the pass at which they stop is known when all are done.
+    Return the tokens of each. All sequences must be quick, and the engine healthy. Sequences are processed one after the other,
+    each on a copy of its hash: the pass at which they stop is only known at the end.
     """
     said = []
     for sequence in sequences:
@@ -482,13 +485,13 @@ def next_passes(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
             del tokens[passes:]
             running = sequence.hash
             running.update(language.as_bytes(tokens))
-        sequence.listen(running)
+        sequence.use_hash(running)
         sequence.tail += [TOKEN_BYTES[token] for token in tokens]
     return [tokens for _, tokens in said]
 
 
 def _next_chunk(sequence: Spoken, digest: int, faults: SimulatedFaults, healthy: bool) -> Chunk:
-    """Let a sequence say its next token, and whether that ends the answer."""
+    """Generate a sequence's next token, and whether it ends the answer."""
     place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
     sequence.fresh = False
@@ -509,7 +512,7 @@ def _next_chunk(sequence: Spoken, digest: int, faults: SimulatedFaults, healthy:
 
 
 def _sampled(sequence: Spoken, digest: int, faults: SimulatedFaults) -> Chunk:
-    """Choose a token with everything considered: sampling, penalties, stops, logprobs, thoughts, faults."""
+    """Choose a token with sampling, penalties, stops, logprobs, reasoning and faults."""
     sampling, place = sequence.request.sampling, sequence.length
     early = sequence.made < sampling.min_tokens or place < sequence.thought
     ranked = language.candidates(digest, eos=not early and not sampling.ignore_eos)

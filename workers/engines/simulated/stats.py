@@ -1,4 +1,4 @@
-"""What does one rank report of itself, in the words of vLLM's and Dynamo's load metrics?"""
+"""Load statistics of one rank, named like vLLM's and Dynamo's load metrics."""
 
 from collections.abc import Sequence
 from statistics import pvariance
@@ -9,35 +9,37 @@ from workers.engines.simulated.timing import StepPlan
 
 
 class Stats(NamedTuple):
-    """One rank's load, and its newest pass as Dynamo's snapshot of one says it. An idle rank's is zero, but for its bounds
-    and what it remembers."""
+    """One rank's load, and its last pass as in Dynamo's snapshot.
 
-    request_active_slots: int  # requests in the batch, or in their prefill
+    The values of an idle rank are zero, except its bounds and what it remembers.
+    """
+
+    request_active_slots: int  # requests in the batch or in prefill
     request_total_slots: int
     num_requests_waiting: int
     kv_active_blocks: int
     kv_total_blocks: int
     gpu_cache_usage_perc: float  # of 1
-    gpu_prefix_cache_hit_rate: float  # of the prompt tokens of the requests admitted last
+    gpu_prefix_cache_hit_rate: float  # of the prompt tokens of recently admitted requests
     num_preemptions: int
     scheduled_num_prefill_requests: int = 0
-    scheduled_sum_prefill_tokens: int = 0  # that the pass computes
-    scheduled_var_prefill_length: float = 0.0  # of the prompts, as far as they are computed with it
-    scheduled_sum_prefill_kv_tokens: int = 0  # of the same prompts, that were there before
+    scheduled_sum_prefill_tokens: int = 0  # computed by the pass
+    scheduled_var_prefill_length: float = 0.0  # of the prompts, up to the end of the pass
+    scheduled_sum_prefill_kv_tokens: int = 0  # of the same prompts, computed before
     scheduled_num_decode_requests: int = 0
     scheduled_sum_decode_kv_tokens: int = 0
     scheduled_var_decode_kv_tokens: float = 0.0
-    queued_num_prefill_requests: int = 0  # that have said nothing yet
+    queued_num_prefill_requests: int = 0  # without output so far
     queued_sum_prefill_tokens: int = 0
     queued_var_prefill_length: float = 0.0
-    queued_num_decode_requests: int = 0  # that were preempted
+    queued_num_decode_requests: int = 0  # preempted
     queued_sum_decode_kv_tokens: int = 0
     queued_var_decode_kv_tokens: float = 0.0
     wall_time: float = 0.0  # seconds of the pass
 
 
 def stats(scheduler: Scheduler, pass_s: float = 0.0) -> Stats:
-    """Return what a rank reports now, in a pass that takes so long."""
+    """Return a rank's statistics now, in a pass that takes `pass_s` seconds."""
     load, busy = scheduler.load(), scheduler.busy
     plan = scheduler.planned if busy else StepPlan()
     fresh, preempted = scheduler.waiting.lengths()

@@ -1,18 +1,18 @@
-"""The duration of a pass of the simulated engine: what the pass works on, performance models, and timings.
+"""Durations of the simulated engine's passes: plans, performance models, and timings.
 
-    constant      the same for every token, whatever the batch: --itl-ms, and what `up` uses
-    model         a performance model's milliseconds, sped up
-    tiered        either, and the KV blocks that are copied between the tiers
+    constant      the same for every token and batch: --itl-ms, and the default of `up`
+    model         the milliseconds of a performance model, divided by a speed-up
+    tiered        either, plus the KV blocks that are copied between the tiers
 
 A performance model has two parts, in milliseconds:
 
-    prefill   of so many new prompt tokens
-    decode    of a batch, by how full the KV cache is (the polynomials), or by the tokens of all and of each (a profile)
+    prefill   of a number of new prompt tokens
+    decode    of a batch, by the usage of the KV cache (the polynomials), or by the total and mean tokens (a profile)
 
-There are two published polynomials, and profiles that `holdfast profile` has measured of a running engine (an NPZ file).
-Both parts were measured apart, and each contains the cost of a pass itself. A profile may have that cost (`pass_ms`); then
-it counts once in a pass, however many prompts there are beside the requests that decode. A later chunk of a prompt, and
-what a prefix cache leaves of it, takes what it adds to the prompt's time: it attends to all that was computed before.
+There are two published polynomials, and profiles that `holdfast profile` has measured of a running engine (an NPZ file). The
+parts were measured separately, and each contains the fixed cost of a pass. A profile may state that cost (`pass_ms`). It then
+counts once per pass, however many prompts accompany the decoding requests. A later chunk of a prompt, or the rest after a
+prefix cache hit, takes the time that it adds to the prompt's: it attends to everything computed before.
 """
 
 import zipfile
@@ -41,26 +41,26 @@ PASS = "pass_ms"  # not in every profile
 DECODE_MS_MIN = 1.0
 NUMBER_MAX = 1e12  # tokens, or milliseconds: thirty years
 BYTES_MAX = 16 << 20  # of a profile, unpacked; `holdfast profile` writes 30 kB
-PREFILL_TOKENS_PER_S = 200_000.0  # where steps take time: about an 8B model on a recent GPU
-FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about what a core does
+PREFILL_TOKENS_PER_S = 200_000.0  # if steps take time: about an 8B model on a recent GPU
+FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about the speed of one core
 FLAT_OUT_TOKEN_MS = 0.001
-SLOWED_STEP_S = 0.001  # what a step that takes no time is taken for when it is slowed
+SLOWED_STEP_S = 0.001  # assumed duration of a step without one when it is slowed
 
 
 class StepPlan(NamedTuple):
-    """What one pass works on."""
+    """The work of one pass."""
 
     prefill_tokens: int = 0
-    decodes: int = 0  # requests that say one more token
+    decodes: int = 0  # requests that get one more token
     prefills: tuple[int, ...] = ()  # the prompt tokens of each request
-    active_blocks: int = 0  # KV blocks that requests hold
+    active_blocks: int = 0  # KV blocks held by requests
     total_blocks: int = 0
-    context_tokens: int = 0  # of all that decode, together
-    traffic: TierTraffic = TierTraffic()  # KV blocks that go between the tiers
+    context_tokens: int = 0  # sum over all decoding requests
+    traffic: TierTraffic = TierTraffic()  # KV blocks that move between the tiers
     starts: tuple[
         int, ...
-    ] = ()  # tokens of each of `prefills` that were computed, or found, before; empty: none
-    later: int = 0  # how many of `prefills`, the first ones, have had a pass before
+    ] = ()  # tokens of each of `prefills` that were computed or cached before; empty: none
+    later: int = 0  # how many of `prefills`, from the first on, have had a pass before
 
     @property
     def idle(self) -> bool:
@@ -72,20 +72,20 @@ class BadProfile(UsageError):
 
 
 class PerfModel(Protocol):
-    """How long a pass takes."""
+    """The duration of a pass."""
 
     def prefill_ms(self, plan: StepPlan) -> float:
-        """Return what the prompts of a pass take, on top of its decodes; 0 for none."""
+        """Return the duration of a pass's prompts, on top of its decodes; 0 for none."""
         ...
 
     def decode_ms(self, plan: StepPlan) -> float:
-        """Return what one more token for each request takes, at least 1 ms; 0 without requests."""
+        """Return the duration of one more token for each request, at least 1 ms; 0 without requests."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """c2·x² + c1·x + c0 for each: x are the new tokens, and the share of the KV blocks that requests hold."""
+    """c2·x² + c1·x + c0 each, with x the new tokens, and the share of the KV blocks held by requests."""
 
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
@@ -102,7 +102,7 @@ class Polynomial:
         return max(DECODE_MS_MIN, _value(self.decode, share))
 
 
-# Dynamo's mocker had the first set until the autumn of 2025, and has the second one since.
+# Dynamo's mocker used the first set until autumn 2025, and uses the second one since.
 POLYNOMIALS: Mapping[Literal["polynomial", "polynomial-v2"], Polynomial] = {
     "polynomial": Polynomial((1.25e-6, 7.41e-2, 26.2), (-5.47, 43.88, 19.44), each=True),
     "polynomial-v2": Polynomial((4.209989e-07, 1.518344e-02, 16.50142), (-25.74, 54.01, 5.74), each=False),
@@ -110,24 +110,24 @@ POLYNOMIALS: Mapping[Literal["polynomial", "polynomial-v2"], Polynomial] = {
 
 
 class Interpolated:
-    """Straight lines between measured points, and on beyond them."""
+    """Linear interpolation between measured points, extrapolated beyond them."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
-        """Take the five arrays of a profile. Raise BadProfile, and say what is wrong."""
+        """Use the five arrays of a profile. Raise BadProfile with the reason."""
         if missing := [key for key in KEYS if key not in arrays]:
-            raise BadProfile(f"it has no {', '.join(missing)}; a profile has {', '.join(KEYS)}")
+            raise BadProfile(f"missing {', '.join(missing)}; a profile has {', '.join(KEYS)}")
         found = {key: _numbers(key, arrays[key]) for key in KEYS}
         shapes = {key: found[key].shape for key in KEYS}
         for key in AXES:
             if len(shapes[key]) != 1 or shapes[key][0] < 2 or not (found[key][1:] > found[key][:-1]).all():
-                raise BadProfile(f"{key} must be a list of at least two numbers, each above the one before")
+                raise BadProfile(f"{key} must be a list of at least two increasing numbers")
         wanted = {
             "prefill_ttft_ms": shapes["prefill_isl"],
             "decode_itl": shapes["decode_active_kv_tokens"] + shapes["decode_context_length"],
         }
         for key, shape in wanted.items():
             if shapes[key] != shape:
-                raise BadProfile(f"{key} has the shape {shapes[key]}, and its axes ask for {shape}")
+                raise BadProfile(f"{key} has the shape {shapes[key]}, but its axes require {shape}")
         self._isl, self._active, self._context, self._ttft, self._itl = (found[key].tolist() for key in KEYS)
         each = _numbers(PASS, arrays.get(PASS, 0.0))
         if each.size != 1:
@@ -137,22 +137,22 @@ class Interpolated:
     @classmethod
     def load(cls, path: Path) -> "Interpolated":
         """Read a profile. Raise BadProfile."""
-        import numpy as np  # a fifth of a worker's start, which others need not wait for
+        import numpy as np  # a fifth of a worker's start time, only spent where it is needed
 
         try:
-            if not path.is_file():  # not even opened: a pipe would wait for ever
-                raise BadProfile("it is no file" if path.exists() else "there is no such file")
+            if not path.is_file():  # not even opened: a pipe would block for ever
+                raise BadProfile("it is not a file" if path.exists() else "there is no such file")
             unpacked = path.stat().st_size
             if unpacked <= BYTES_MAX:
                 with zipfile.ZipFile(path) as packed:
                     unpacked = sum(one.file_size for one in packed.infolist())
             if unpacked > BYTES_MAX:
-                raise BadProfile(f"it holds more than {BYTES_MAX >> 20} MiB, and no profile does")
+                raise BadProfile(f"it has more than {BYTES_MAX >> 20} MiB, more than any profile")
             with np.load(path, allow_pickle=False) as arrays:
                 return cls({key: arrays[key] for key in (*KEYS, PASS) if key in arrays.files})
         except BadProfile as error:
             raise BadProfile(f"{path}: {error}") from error
-        except Exception as error:  # whatever a parser says of what is no NPZ, or was one
+        except Exception as error:  # parsers raise many kinds of errors for invalid or damaged NPZ files
             raise BadProfile(f"{path}: it cannot be read as NPZ: {error or type(error).__name__}") from error
 
     def prefill_ms(self, plan: StepPlan) -> float:
@@ -175,10 +175,10 @@ class Interpolated:
         return float(max(DECODE_MS_MIN, left + across * (right - left)))
 
     def _chunk(self, start: int, count: int, *, first: bool) -> float:
-        """Return what so many tokens take of a prompt whose first `start` tokens are there.
+        """Return the duration of `count` tokens of a prompt after its first `start` tokens.
 
-        Where these were found in a cache, the pass costs for itself as well. A later chunk's own pass is part of what was
-        measured: the prompts of the engine that was measured were cut, too.
+        If those were found in a cache, add the cost of a pass. A later chunk's own pass is part of the measurement, because the
+        measured engine also split its prompts into chunks.
         """
         alone = self._line(count)
         if not start:
@@ -197,17 +197,17 @@ def _value(coefficients: tuple[float, float, float], x: float) -> float:
 
 
 def _between(axis: Sequence[float], x: float) -> tuple[int, float]:
-    """Return the interval that x lies in, or the nearest, and how far along it."""
+    """Return the interval of `x`, or the nearest one, and the fraction of it below `x`."""
     place = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
     return place, (x - axis[place]) / (axis[place + 1] - axis[place])
 
 
 def _numbers(key: str, array: Any) -> Any:
-    """Return an array of floats. Raise BadProfile if they are none, or below 0, or without end."""
+    """Return an array of floats. Raise BadProfile if it holds no numbers, or one below 0 or not finite."""
     import numpy as np
 
     found = np.asarray(array)
-    if found.dtype.kind not in "fiu":  # neither text that looks like numbers, nor complex ones
+    if found.dtype.kind not in "fiu":  # neither text that looks like numbers, nor complex numbers
         raise BadProfile(f"{key} does not hold numbers")
     with np.errstate(over="ignore"):
         found = found.astype(np.float64)
@@ -217,20 +217,20 @@ def _numbers(key: str, array: Any) -> Any:
 
 
 class Timing(Protocol):
-    """A performance model."""
+    """The durations of an engine's steps."""
 
     def step_s(self, plan: StepPlan) -> float:
-        """Return the seconds that a step on `plan` takes; 0: as fast as the machine can."""
+        """Return the duration of a step on `plan` in seconds; 0: as fast as the machine can."""
         ...
 
     def profile(self, shape: EngineShape) -> Profile:
-        """Return what a worker of this speed registers."""
+        """Return the profile that a worker of this speed registers."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantTiming:
-    """A decode step costs the same whatever its batch; prompt tokens cost in proportion."""
+    """A decode step takes the same time for any batch; prompts take time in proportion to their tokens."""
 
     itl_s: float = 0.0
     prefill_tokens_per_s: float = 0.0  # 0: prefill takes no time
@@ -256,7 +256,7 @@ class ConstantTiming:
 
 @dataclass(frozen=True, slots=True)
 class ModelTiming:
-    """What a performance model says, `speedup` times faster, and decoding `decode_speedup` times once more."""
+    """A performance model's durations, divided by `speedup`, and for decoding by `decode_speedup` as well."""
 
     model: PerfModel
     speedup: float = 1.0
@@ -268,7 +268,7 @@ class ModelTiming:
         return (prefill + decode) / self.speedup / 1e3
 
     def profile(self, shape: EngineShape) -> Profile:
-        """Each request holds as many blocks as there are for each in a full batch; prompts are as long as one pass takes."""
+        """Return the profile for requests that share the blocks of a full batch equally, and prompts of one pass."""
         prompt = min(shape.prefill_tokens_max, shape.context_tokens)
         prefill_s = self.step_s(StepPlan(prompt, 0, (prompt,)))
         batches = sorted({max(1, shape.batch_max * quarter // 4) for quarter in range(5)})
@@ -289,8 +289,11 @@ class ModelTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieredTiming:
-    """Blocks are fetched before the pass that needs them. Those that leave do so beside it, and hold it up only where they
-    take longer. What comes from the disk goes through the host's memory."""
+    """A timing with the cost of moving KV blocks between tiers.
+
+    Blocks are fetched before the pass that needs them. Evicted blocks are written during the pass, and delay it only if that
+    takes longer. Blocks from the disk pass through the host's memory.
+    """
 
     timing: Timing
     block_bytes: int
@@ -314,33 +317,33 @@ class SimulatedDeparture:
     """A request that may leave."""
 
     sequence: Spoken
-    held: bool = False  # it says nothing more
+    held: bool = False  # it produces no more output
     lost: str = ""  # why it cannot leave any more
-    pinned: list[int] = field(default_factory=list)  # the blocks that the request itself has let go of
+    pinned: list[int] = field(default_factory=list)  # blocks that the request itself has released
 
     @property
     def computed(self) -> int:
-        """Tokens whose KV is in the blocks: the last one said has yet to go through the model."""
+        """Tokens with KV in the blocks: the last generated one has yet to go through the model."""
         return self.sequence.length - 1
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedArrival:
-    """Room for a request that comes."""
+    """Room for an arriving request."""
 
     key: int
     request: Generate
     room_tokens: int
     blocks: list[int]
     cached_tokens: int
-    # (rank, block) -> what came; None: it was compared already, and is what it must be.
+    # (rank, block) -> arrived bytes; None: already compared and found right
     taken: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     named: bool = True  # its full blocks will have names
-    over: str = ""  # why nothing can come any more
+    over: str = ""  # why nothing can arrive any more
 
 
 class SimulatedTransit:
-    """The requests on their way. `batch` and `prefilling` are the scheduler's own."""
+    """The requests that move in or out. `batch` and `prefilling` are the scheduler's own."""
 
     def __init__(
         self,
@@ -353,19 +356,19 @@ class SimulatedTransit:
         self._shape = shape
         self._kv = kv
         self._batch = batch
-        self.trusted = True  # what is here may be found
+        self.trusted = True  # blocks may be found by other requests
         self._out: dict[int, SimulatedDeparture] = {}
         self._in: dict[int, SimulatedArrival] = {}
         self.held: dict[int, SimulatedSequence] = {}
 
     @property
     def places(self) -> int:
-        """Places of the batch that are kept for held requests and for those to come."""
+        """Places of the batch that are reserved for held and for arriving requests."""
         return len(self.held) + len(self._in)
 
     @property
     def empty(self) -> bool:
-        """Whether no request is on its way, out or in."""
+        """Whether no request is moving, in or out."""
         return not (self._out or self._in)
 
     def leaving(self, key: int) -> bool:
@@ -373,7 +376,7 @@ class SimulatedTransit:
         return (found := self._out.get(key)) is not None and not found.lost
 
     def depart(self, key: int) -> SimulatedDeparture | None:
-        """Let a request that decodes begin to leave."""
+        """Begin the departure of a decoding request."""
         sequence = self._batch.sequences.get(key)
         if not isinstance(sequence, Spoken) or sequence.fresh or sequence.canary:
             return None
@@ -389,13 +392,13 @@ class SimulatedTransit:
             self.held[departure.sequence.key] = self._batch.leave(departure.sequence.key)
 
     def resume(self, departure: SimulatedDeparture) -> None:
-        """Put a held request back into the batch."""
+        """Return a held request to the batch."""
         if departure.held and not departure.lost:
             departure.held = False
             self._batch.enter(self.held.pop(departure.sequence.key))
 
     def close(self, departure: SimulatedDeparture) -> None:
-        """Let go of the blocks; a request that was held goes on."""
+        """Release the blocks; a held request continues."""
         self.resume(departure)
         departure.lost = departure.lost or "it has been closed"
         self._kv.release(departure.pinned)
@@ -413,7 +416,7 @@ class SimulatedTransit:
         sequence.blocks = []
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
-        """Take the blocks for a request that will have grown to so many tokens, or say why not."""
+        """Reserve the blocks for a request that will have grown to `room_tokens` tokens, or return why not."""
         if request.canary:
             return "a canary does not move"
         if len(self._in) >= MOVES_MAX:
@@ -433,7 +436,7 @@ class SimulatedTransit:
         return made
 
     def settle(self, arrival: SimulatedArrival, tokens: list[int]) -> None:
-        """Let a request that has come run. Its blocks are named now, and what it has too many of goes back."""
+        """Start an arrived request. Its blocks are named now, and surplus blocks are freed."""
         sequence = Spoken(arrival.key, arrival.request, self._shape, tokens)
         size, blocks = self._shape.block_tokens, arrival.blocks
         full = (len(tokens) - 1) // size
@@ -463,7 +466,7 @@ class SimulatedTransit:
         return self._shape.prefix_caching and self.trusted
 
     def abort(self, arrival: SimulatedArrival, why: str = "it has been aborted") -> None:
-        """Free the room of a request that does not come."""
+        """Free the room of a request that does not arrive."""
         if not arrival.over:
             arrival.over = why
             arrival.taken.clear()
@@ -471,7 +474,7 @@ class SimulatedTransit:
             self._kv.release(arrival.blocks)
 
     def cancel(self, key: int) -> None:
-        """Free what is kept for a key, in whatever state."""
+        """Free what is reserved for a key, in whatever state."""
         if sequence := self.held.pop(key, None):
             self.release(sequence, "it has been cancelled")
         if departure := self._out.get(key):
