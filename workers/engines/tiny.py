@@ -1,14 +1,14 @@
-"""A tiny real model, built here: `holdfast model tiny DIR`.
+"""Builds a tiny real model: `holdfast model tiny DIR`.
 
-Llama architecture, 4 layers, hidden 256, 8 heads over 4 KV heads, a byte-level BPE vocabulary of 2,048 trained on the
-standard library's sources, seeded weights: 4.2 million parameters, 17 MB. It says nothing sensible; it is there so
-that real tensors, a real KV cache and real faults can be tested without downloading anything.
+Llama architecture, 4 layers, hidden 256, 8 heads over 4 KV heads, a byte-level BPE vocabulary of 2,048 trained on the standard
+library's sources, seeded weights: 4.2 million parameters, 17 MB. Its answers make no sense. It allows tests with real tensors,
+a real KV cache and real faults without a download.
 
-The weights are drawn with a deviation of 0.2, not Llama's usual 0.02: at 0.02 a greedy answer repeats itself (11
-distinct tokens in 128) and makes useless canaries; at 0.2 there are 124 in 128.
+The weights are drawn with a standard deviation of 0.2, not Llama's usual 0.02. At 0.02 a greedy answer repeats itself (11
+distinct tokens in 128), which makes useless canaries; at 0.2 there are 124 in 128.
 
-The same Python and library versions give the same bytes. Another Python release has other sources, hence another
-vocabulary; whoever shares a folder shares the model, because a worker's revision is a hash of the folder's content.
+The same Python and library versions give the same bytes. Another Python release has other sources, hence another vocabulary. To
+share the model, share the folder: a worker's revision is a hash of the folder's content.
 """
 
 import argparse
@@ -61,7 +61,7 @@ Progress = Callable[[str], None]
 
 
 class FolderInUse(HoldfastError):
-    """The folder already holds something else. Give a new or empty folder, or one that holds a tiny model."""
+    """The folder already holds other files. Use a new or empty folder, or one that holds a tiny model."""
 
 
 def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
@@ -79,18 +79,18 @@ def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
 
 
 def write_model(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write a model of these sizes, all but its vocabulary, into a folder."""
+    """Write a model of these sizes into a folder, without its vocabulary."""
     _write_json(directory / "tokenizer_config.json", _tokenizer_config())
     _write_weights(directory / "model.safetensors", config)
-    # safetensors writes for its own user alone; a model may be read by whoever may read the rest of it
+    # safetensors makes the file readable by its owner only; give it the mode of the other files
     (directory / "model.safetensors").chmod((directory / "tokenizer_config.json").stat().st_mode & 0o666)
-    # config.json comes last: a folder that has it is complete.
+    # config.json comes last: a folder that has it is complete
     _write_json(directory / "config.json", config)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `holdfast model tiny`."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write the model (17 MB)")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder to write the model to (17 MB)")
 
 
 def run_cli(args: argparse.Namespace) -> int:
@@ -111,11 +111,11 @@ def run_cli(args: argparse.Namespace) -> int:
 
 def _claim(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
-        raise FolderInUse(f"{directory} is a file. Give a folder.")
+        raise FolderInUse(f"{directory} is a file, not a folder. Use a new or empty folder.")
     directory.mkdir(parents=True, exist_ok=True)
     ours = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    if strangers := sorted(path.name for path in directory.iterdir() if path.name not in ours):
-        raise FolderInUse(f"{directory} already holds {strangers[0]}. Give a new or empty folder.")
+    if foreign := sorted(path.name for path in directory.iterdir() if path.name not in ours):
+        raise FolderInUse(f"{directory} already holds {foreign[0]}. Use a new or empty folder.")
     (directory / "config.json").unlink(missing_ok=True)
 
 
@@ -180,7 +180,7 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _write_weights(path: Path, config: Mapping[str, Any]) -> None:
-    """Draw with numpy's PCG64, whose streams are stable across releases; torch promises no such thing."""
+    """Write seeded weights, drawn with numpy's PCG64: its streams are stable across releases, torch's are not."""
     import numpy
     import torch
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Is torch here? It is an extra: most of Holdfast runs without it."""
+"""Checks that torch is installed. It is an extra: most of Holdfast runs without it."""
 
 import importlib.util
 from collections.abc import Callable
@@ -10,7 +10,7 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 class TorchMissing(HoldfastError):
-    """Real models need torch, which is not installed: `make test-engines`, or pip install -e '.[transformers]', brings it."""
+    """Real models need torch, which is not installed. Install it with `make test-engines` or pip install -e '.[transformers]'."""
 
 
 def require_torch(find: Callable[[str], Any] = importlib.util.find_spec) -> None:
@@ -18,5 +18,5 @@ def require_torch(find: Callable[[str], Any] = importlib.util.find_spec) -> None
     if missing := [name for name in NEEDED if find(name) is None]:
         raise TorchMissing(
             f"real models need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. "
-            "In Holdfast's folder, `make test-engines` or pip install -e '.[transformers]' brings them."
+            "In Holdfast's folder, run `make test-engines` or pip install -e '.[transformers]'."
         )

@@ -1,4 +1,4 @@
-"""The tiny model, built once per session, and the contract that every engine passes."""
+"""The tiny model, built once per session, and fixtures for engines."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ MakeEngine = Callable[..., Any]
 
 @pytest.fixture
 def road() -> Road:
-    """Straight to the worker: which way its frames travel is nothing to an engine."""
+    """Directly to the worker: the path of its frames does not affect an engine."""
     return Road("tcp")
 
 
@@ -36,7 +36,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Tests run beside one another: each takes one core."""
+    """Tests run in parallel: each uses one core."""
     torch = pytest.importorskip("torch", reason="torch is not installed: make test-engines")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -46,8 +46,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine_of(small: Path) -> MakeEngine:
-    """Make engines with the settings given, of half the tiny model unless they name another. The first of a kind finds out how
-    this processor adds, and the others are told: it is nine tenths of a start, and test_transformers_model.py is about it."""
+    """Create engines with the given settings, with half the tiny model unless they name another one.
+
+    Only the first engine of a kind checks its exactness, and later ones reuse the result: the check is nine tenths of a start,
+    and test_transformers_model.py tests it.
+    """
     from workers.engines.transformers.engine import TransformersEngine
     from workers.engines.transformers.invariance import make_exact
     from workers.engines.transformers.settings import TransformersSettings

@@ -1,4 +1,4 @@
-"""The benchmark of silent corruption, with a few faults: what canaries notice by the rules of 0.2.0 and by today's."""
+"""The benchmark of silent corruption with a few faults: detections by the rules of 0.2.0 and today's."""
 
 import random
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_few_faults_are_judged_by_both_rules_and_found_within_a_round(tiny: Pa
 
     weights = bench.stepper.model.parameters()
     surgeon = Surgeon(weights)
-    for kind in KINDS:  # a golden's part of the answer is judged as if it had been asked for alone
+    for kind in KINDS:  # a golden's part of the answer is judged as if it had been requested alone
         surgeon.inflict(draw_fault(weights, kind, random.Random(kind)))
         today, _ = bench.noticed()
         alone = bench.differences([one.golden for one in bench.covering])

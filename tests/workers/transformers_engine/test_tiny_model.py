@@ -1,4 +1,4 @@
-"""`holdfast model tiny DIR`: the same bytes every time, a model that says many things, clear refusals."""
+"""`holdfast model tiny DIR`: reproducible bytes, a model with varied output, clear refusals."""
 
 import argparse
 import hashlib
@@ -29,7 +29,7 @@ def test_a_second_build_into_the_same_folder_replaces_the_first_with_the_same_by
     assert digests(build_tiny(tmp_path)) == digests(tiny)
 
 
-def test_the_folder_is_what_the_specification_says(tiny: Path) -> None:
+def test_the_folder_matches_the_specification(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (4, 256, 2048)
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, 4)
@@ -37,11 +37,11 @@ def test_the_folder_is_what_the_specification_says(tiny: Path) -> None:
     assert 16e6 < (tiny / "model.safetensors").stat().st_size < 18e6
 
 
-def test_whoever_may_read_one_of_its_files_may_read_all(tiny: Path) -> None:
+def test_all_of_its_files_have_the_same_permissions(tiny: Path) -> None:
     assert len({path.stat().st_mode for path in tiny.iterdir()}) == 1
 
 
-def test_the_tokenizer_says_back_what_it_was_told(tiny: Path) -> None:
+def test_the_tokenizer_decodes_what_it_encodes(tiny: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 2048
     assert [tokenizer.id_to_token(n) for n in range(3)] == ["<unk>", "<s>", "</s>"]
@@ -66,12 +66,14 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_the_command_says_what_was_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert run_cli(parser.parse_args([str(tmp_path / "file")])) == 1
-    assert capsys.readouterr().err.endswith(f"{tmp_path / 'file'} is a file. Give a folder.\n")
+    assert capsys.readouterr().err.endswith(
+        f"{tmp_path / 'file'} is a file, not a folder. Use a new or empty folder.\n"
+    )
 
 
 def test_without_torch_the_extra_is_named() -> None:

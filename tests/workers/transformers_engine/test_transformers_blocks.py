@@ -1,5 +1,4 @@
-"""The transformers engine's blocks, and its schedule over them, without a model: what prompts that begin alike share, and what
-is announced of it."""
+"""The transformers engine's blocks and schedule without a model: prefix sharing and its events."""
 
 import random
 
@@ -31,7 +30,7 @@ def names(tokens: list[int], salt: int = naming.SEED) -> list[int]:
 
 
 def step(schedule: Schedule) -> list[TorchSequence]:
-    """Let everybody who runs compute his part. Return whose turn it is to say a token."""
+    """Compute each running sequence's part. Return the sequences that are due a token."""
     works, _ = schedule.plan()
     for work in works:
         schedule.computed(work)
@@ -39,7 +38,7 @@ def step(schedule: Schedule) -> list[TorchSequence]:
 
 
 def read(schedule: Schedule, one: TorchSequence) -> None:
-    """Let a sequence in, and read all of its prompt."""
+    """Add a sequence, and compute its whole prompt."""
     schedule.add(one)
     while one not in step(schedule):
         pass
@@ -49,7 +48,7 @@ def made(blocks: int = 20) -> Schedule:
     return Schedule(Blocks(blocks, SIZE), batch_max=8, prefill_tokens_max=64)
 
 
-def test_a_prompt_that_begins_alike_is_computed_from_where_it_differs() -> None:
+def test_a_prompt_with_a_shared_prefix_is_computed_from_its_first_difference() -> None:
     schedule, prompt = made(), list(range(10))
     first, second = sequence(1, prompt), sequence(2, [*prompt[:9], 77, 78])
     read(schedule, first)
@@ -98,7 +97,7 @@ def test_a_canary_and_another_tenant_find_nothing(other: dict[str, int]) -> None
     assert said == ([] if "shares" in other else [Stored(names(prompt, other["salt"]))])
 
 
-def test_what_has_the_name_by_chance_is_not_taken_for_the_same() -> None:
+def test_a_hash_collision_is_not_taken_for_the_same_block() -> None:
     blocks, one = Blocks(4, SIZE), [1, 2, 3, 4]
     block = blocks.take()
     blocks.name(block, 99, None, one)
@@ -106,7 +105,9 @@ def test_what_has_the_name_by_chance_is_not_taken_for_the_same() -> None:
     assert blocks.find([99], [1, 2, 3, 5]) == []
 
 
-def test_what_was_let_go_of_longest_ago_is_evicted_first_and_the_end_before_the_beginning() -> None:
+def test_the_block_released_longest_ago_is_evicted_first_and_the_end_of_a_prompt_before_its_beginning() -> (
+    None
+):
     schedule = made(6)
     for key, prompt in ((1, list(range(8))), (2, list(range(50, 58)))):
         one = sequence(key, [*prompt, 0])
@@ -124,7 +125,7 @@ def test_what_was_let_go_of_longest_ago_is_evicted_first_and_the_end_before_the_
     assert schedule.blocks.find([first, second], again.tokens) == []  # both are gone
 
 
-def test_one_that_is_preempted_finds_what_it_had_computed() -> None:
+def test_a_preempted_sequence_finds_its_computed_blocks() -> None:
     schedule = made(6)
     first, second = sequence(1, list(range(8))), sequence(2, list(range(50, 58)))
     schedule.add(first)
@@ -196,7 +197,7 @@ def test_whatever_happens_every_block_has_as_many_holders_as_it_should(seed: int
         assert set(ledger.held) == set(blocks.named)
 
 
-def test_evictions_and_new_names_are_said_in_their_order() -> None:
+def test_evictions_and_new_names_are_announced_in_order() -> None:
     blocks = Blocks(1, SIZE)
     for number in range(2):
         held = [blocks.take()]

@@ -1,4 +1,4 @@
-"""The transformers engine: the contract of every engine, its exactness, its bounds, its rehearsed faults."""
+"""The transformers engine: the engine contract, exactness, limits and rehearsed faults."""
 
 import asyncio
 import random
@@ -30,13 +30,13 @@ Make = Callable[..., Awaitable[Rig]]
 
 
 def stepper(rig: Rig) -> Any:
-    """Return what computes in an engine."""
+    """Return an engine's stepper."""
     assert isinstance(rig.engine, TransformersEngine)
     return rig.engine.stepper
 
 
 class TestTransformers(EngineContract):
-    """Everything that any engine must do."""
+    """The contract of every engine."""
 
     @pytest.fixture
     async def engine(self, engine_of: MakeEngine) -> Engine:
@@ -52,13 +52,13 @@ class TestTransformersCrowded(EngineContract):
         engine: Engine = engine_of(context_tokens=512, kv_tokens=256, block_tokens=16, prefill_tokens_max=24)
         return engine
 
-    async def test_a_working_engine_says_what_it_does(self, rig: Rig) -> None:
+    async def test_a_working_engine_reports_its_phase(self, rig: Rig) -> None:
         key = rig.submit(prompt(), max_tokens=200)
         await rig.until(lambda: rig.answers[key].tokens)
         assert rig.engine.phase().name in ("prefill", "decode")
         rig.engine.cancel(key)
 
-    async def test_a_crowd_gets_the_answers_that_each_would_get_alone(self, rig: Rig) -> None:
+    async def test_concurrent_requests_get_the_same_answers_as_alone(self, rig: Rig) -> None:
         alone = [(await rig.ask(prompt(30 + 9 * n, n), max_tokens=40)).tokens for n in range(6)]
         keys = [rig.submit(prompt(30 + 9 * n, n), max_tokens=40) for n in range(6)]
         assert [(await rig.answer(key)).tokens for key in keys] == alone
@@ -67,7 +67,7 @@ class TestTransformersCrowded(EngineContract):
 
 @pytest.fixture
 async def start(engine_of: MakeEngine) -> AsyncIterator[Make]:
-    """Start an engine with the settings given, and stop it in the end."""
+    """Start an engine with the given settings, and stop it in the end."""
     rigs: list[Rig] = []
 
     async def started(**given: Any) -> Rig:
@@ -80,7 +80,7 @@ async def start(engine_of: MakeEngine) -> AsyncIterator[Make]:
         await rig.engine.stop()
 
 
-async def test_it_says_who_it_is(start: Make, small: Path) -> None:
+async def test_its_identity(start: Make, small: Path) -> None:
     identity = (await start(model="llama", profile=None)).engine.identity
     assert (identity.model, identity.engine, identity.dtype, identity.device) == (
         "llama",
@@ -96,7 +96,7 @@ async def test_it_says_who_it_is(start: Make, small: Path) -> None:
     assert [batch for batch, _ in identity.profile.tpot_ms] in ([1], [1, 8], [1, 8, 32])
 
 
-async def test_twenty_prompts_cut_at_seven_places_go_on_exactly(start: Make) -> None:
+async def test_twenty_prompts_cut_at_seven_places_continue_exactly(start: Make) -> None:
     rig = await start()
     draw = random.Random(5)
     asked = [[draw.randrange(3, 2048) for _ in range(draw.randrange(8, 120))] for _ in range(20)]
@@ -118,7 +118,7 @@ async def test_logprobs_after_a_cut_are_the_same_numbers(start: Make) -> None:
     assert rest.logprobs == whole.logprobs[11:]
 
 
-async def test_sampling_does_not_depend_on_the_company(start: Make) -> None:
+async def test_sampling_does_not_depend_on_the_batch(start: Make) -> None:
     rig = await start()
     chance: dict[str, Any] = {"temperature": 1.1, "top_p": 0.9, "max_tokens": 24}
     alone = [(await rig.ask(prompt(20 + n, n), seed=n, **chance)).tokens for n in range(5)]
@@ -203,7 +203,7 @@ async def test_a_slow_engine_takes_a_multiple_of_the_time(start: Make) -> None:
         return time.perf_counter() - began
 
     await seconds()
-    healthy = min([await seconds() for _ in range(3)])  # the machine may stand still in one of them
+    healthy = min([await seconds() for _ in range(3)])  # the machine may stall in one of them
     rig.engine.chaos("slow", 10.0)
     assert await seconds() > 3 * healthy
 
@@ -250,7 +250,7 @@ async def test_a_step_that_keeps_raising_ends_the_engine(start: Make) -> None:
         await rig.engine.check()
 
 
-async def test_a_prompt_that_begins_alike_is_not_computed_again_and_the_fleet_is_told(start: Make) -> None:
+async def test_a_shared_prefix_is_not_recomputed_and_is_announced(start: Make) -> None:
     rig = await start(block_tokens=16)
     asked, ledger = prompt(70), KvEventLedger()
     names = sequence_hashes(local_hashes(asked, 16))
@@ -270,7 +270,7 @@ async def test_a_prompt_that_begins_alike_is_not_computed_again_and_the_fleet_is
     assert not uncached.announced and not uncached.engine.announces
 
 
-async def test_those_who_share_blocks_decode_beside_each_other_as_if_alone(start: Make) -> None:
+async def test_requests_that_share_blocks_decode_together_as_if_alone(start: Make) -> None:
     rig = await start(block_tokens=16)
     asked = [[*prompt(50), *prompt(9, n)] for n in range(6)]
     alone = [(await rig.ask(one, canary=True, max_tokens=20)).tokens for one in asked]
@@ -278,7 +278,7 @@ async def test_those_who_share_blocks_decode_beside_each_other_as_if_alone(start
     assert [(await rig.answer(key)).tokens for key in keys[1:]] == alone
 
 
-async def test_what_flipped_weights_have_computed_is_found_by_nobody_once_they_are_healed(
+async def test_blocks_computed_with_flipped_weights_are_not_reused_after_healing(
     start: Make,
 ) -> None:
     rig = await start(block_tokens=16)
@@ -292,7 +292,7 @@ async def test_what_flipped_weights_have_computed_is_found_by_nobody_once_they_a
     assert len(cleared) == 2
 
 
-async def test_while_it_is_distrusted_and_after_it_nothing_of_before_is_found(start: Make) -> None:
+async def test_earlier_blocks_are_not_reused_while_distrusted_or_afterwards(start: Make) -> None:
     rig = await start(block_tokens=16)
     found = []
     for trusted in (None, False, None, True, None):
@@ -304,7 +304,7 @@ async def test_while_it_is_distrusted_and_after_it_nothing_of_before_is_found(st
     assert said == [Stored, Cleared, Stored]
 
 
-async def test_after_a_step_that_failed_or_gave_no_numbers_nothing_is_found(start: Make) -> None:
+async def test_no_block_is_reused_after_a_failed_or_non_finite_step(start: Make) -> None:
     rig = await start(block_tokens=16)
     await rig.ask(prompt(70), max_tokens=10)
     weights = stepper(rig).model.parameters()["model.layers.1.mlp.down_proj.weight"]
@@ -315,7 +315,7 @@ async def test_after_a_step_that_failed_or_gave_no_numbers_nothing_is_found(star
     assert (await rig.ask(prompt(70), max_tokens=10)).chunks[0].cached_tokens == 0
 
 
-async def test_a_dead_engine_says_so_and_delivers_nothing(start: Make) -> None:
+async def test_a_dead_engine_fails_its_check_and_delivers_nothing(start: Make) -> None:
     rig = await start()
     rig.engine.chaos("die", 0.0)
     key = rig.submit(prompt())
@@ -325,26 +325,26 @@ async def test_a_dead_engine_says_so_and_delivers_nothing(start: Make) -> None:
     assert not rig.answers[key].chunks
 
 
-def test_the_worker_waits_longer_than_the_engine_which_says_why() -> None:
+def test_the_worker_waits_longer_than_the_engine_which_reports_the_reason() -> None:
     deadlines = WorkerDeadlines()
     assert deadlines.start_s > TransformersSettings(folder=Path()).load_s
     assert deadlines.stop_s > STOP_DEADLINE_S
 
 
-async def test_what_is_no_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+async def test_an_invalid_model_folder_is_refused_with_the_reason(tmp_path: Path) -> None:
     engine = TransformersEngine(TransformersSettings(folder=tmp_path))
     with pytest.raises(EngineDead, match=r"is not a model folder.*holdfast model tiny"):
         await engine.start(lambda out: None)
     await engine.stop()
 
 
-async def test_a_device_that_is_not_there_is_refused_with_the_reason(tiny: Path) -> None:
+async def test_a_missing_device_is_refused_with_the_reason(tiny: Path) -> None:
     engine = TransformersEngine(TransformersSettings(folder=tiny, device="cuda:7"))
     with pytest.raises(EngineDead, match=r"cannot load the model in .* on cuda:7"):
         await engine.start(lambda out: None)
     await engine.stop()
 
 
-def test_a_senseless_setting_is_named(tmp_path: Path) -> None:
+def test_an_invalid_setting_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadEngineSetting, match="dtype = 'int4': input should be 'float32'"):
         TransformersSettings(folder=tmp_path, dtype="int4")

@@ -1,4 +1,4 @@
-"""A moved answer on a real model: the same tokens through the frontend, the same bits of logits in the engine."""
+"""A moved answer on a real model: identical tokens at the frontend, identical logits in the engine."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ def made(engine_of: Callable[..., Any], tiny: Path) -> exact.Made:
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_sampled_streams_that_move_twice_are_the_undisturbed_ones(
+async def test_sampled_streams_that_move_twice_equal_the_undisturbed_ones(
     method: str, made: exact.Made
 ) -> None:
     found = await exact.sampling(made, method, 8, seed=5)

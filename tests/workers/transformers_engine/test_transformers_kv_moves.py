@@ -24,7 +24,7 @@ MakeEngine = Callable[..., Any]
 
 
 class TestTransformers(EngineMoves):
-    """Half the tiny model."""
+    """With half the tiny model."""
 
     @pytest.fixture
     def made(self, engine_of: MakeEngine) -> Made:
@@ -32,7 +32,7 @@ class TestTransformers(EngineMoves):
 
 
 class TestTransformersInSmallBlocks(EngineMoves):
-    """The same in another block size and another type."""
+    """The same with another block size and another dtype."""
 
     @pytest.fixture
     def made(self, engine_of: MakeEngine) -> Made:
@@ -44,7 +44,7 @@ Both = Callable[..., AbstractAsyncContextManager[Pair]]
 
 @pytest.fixture
 def both(engine_of: MakeEngine) -> Both:
-    """Start two engines with the settings given."""
+    """Start two engines with the given settings."""
 
     @asynccontextmanager
     async def started(**given: Any) -> AsyncIterator[Pair]:
@@ -68,8 +68,8 @@ def nothing_is_kept(rig: Rig) -> bool:
     return sorted(blocks.takeable) == list(range(blocks.count)) and not any(blocks.holders) and transit.empty
 
 
-def heard(rig: Rig) -> list[Any]:
-    """Return the list in which the logits of every step to come are kept."""
+def recorded_logits(rig: Rig) -> list[Any]:
+    """Return a list to which the logits of every later step are appended."""
     model, kept = stepper(rig).model, []
     forward = model.forward
 
@@ -94,13 +94,13 @@ async def test_the_logits_after_a_move_are_bit_for_bit_those_of_the_undisturbed_
     both: Both, cut: int
 ) -> None:
     async with both() as pair:
-        undisturbed = heard(pair.source)
+        undisturbed = recorded_logits(pair.source)
         await pair.source.ask(prompt(70), max_tokens=50)
         undisturbed = undisturbed[-50:]
         _, export, stopped = await pair.stopped_at(cut, prompt(70), max_tokens=50)
         company = [pair.target.submit(prompt(20, n), max_tokens=200) for n in (1, 2)]
         other, coming = pair.reserve(asked(0, prompt(70), max_tokens=50), 120)
-        after = heard(pair.target)
+        after = recorded_logits(pair.target)
         settled = stepper(pair.target)
         await pair.carry(export, stopped, coming)
         await pair.target.until(lambda: other in settled or pair.target.answers[other].over.is_set())
@@ -130,7 +130,7 @@ async def test_bytes_are_laid_out_layer_by_layer_keys_before_values(both: Both) 
         assert len(data) == description.block_bytes == 4 * got.numel()
 
 
-async def test_what_came_after_the_end_of_the_last_block_is_not_looked_at(both: Both) -> None:
+async def test_bytes_after_the_end_of_the_last_block_are_ignored(both: Both) -> None:
     async with both() as pair:
         whole = await pair.source.ask(prompt(40), max_tokens=30)
         key, export, stopped = await pair.stopped_at(5, prompt(40), max_tokens=30)
@@ -146,7 +146,7 @@ async def test_what_came_after_the_end_of_the_last_block_is_not_looked_at(both: 
         assert pair.source.answers[key].tokens + after.tokens == whole.tokens
 
 
-async def test_kv_of_fewer_tokens_than_came_is_completed_by_reading_the_rest(both: Both) -> None:
+async def test_kv_of_fewer_tokens_than_given_is_completed_by_computing_the_rest(both: Both) -> None:
     async with both() as pair:
         whole = await pair.source.ask(prompt(100), max_tokens=30)
         key, export, stopped = await pair.stopped_at(5, prompt(100), max_tokens=30)
@@ -157,7 +157,7 @@ async def test_kv_of_fewer_tokens_than_came_is_completed_by_reading_the_rest(bot
         assert pair.source.answers[key].tokens + after.tokens == whole.tokens
 
 
-async def test_blocks_that_are_being_copied_are_freed_when_the_copy_is_made(both: Both) -> None:
+async def test_blocks_being_copied_are_freed_after_the_copy(both: Both) -> None:
     async with both() as pair:
         gate = threading.Event()
         for rig in (pair.source, pair.target):
@@ -183,7 +183,7 @@ async def test_blocks_that_are_being_copied_are_freed_when_the_copy_is_made(both
         assert nothing_is_kept(pair.target)
 
 
-async def test_whoever_gives_up_a_copy_waits_until_its_memory_is_read_no_more(both: Both) -> None:
+async def test_a_cancelled_copy_waits_until_its_memory_is_no_longer_read(both: Both) -> None:
     async with both() as pair:
         gate = threading.Event()
         slowed(pair.target, gate)
@@ -221,7 +221,7 @@ async def test_a_copy_that_fails_ends_the_move_and_nothing_else(both: Both) -> N
         await pair.is_empty()
 
 
-async def test_a_step_that_is_waited_for_too_long_ends_the_move_and_nothing_else(
+async def test_a_step_that_takes_too_long_ends_the_move_and_nothing_else(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.engines.transformers.moving.HOLD_S", 0.05)
@@ -247,7 +247,7 @@ async def test_a_step_that_is_waited_for_too_long_ends_the_move_and_nothing_else
         assert nothing_is_kept(pair.source)
 
 
-async def test_who_is_preempted_cannot_leave_and_loses_no_token(both: Both) -> None:
+async def test_a_preempted_request_cannot_leave_and_loses_no_token(both: Both) -> None:
     async with both(context_tokens=256, kv_tokens=320, block_tokens=16) as pair:
         wholes = [(await pair.source.ask(prompt(60, n), max_tokens=120)).tokens for n in (1, 2)]
         keys = [pair.source.submit(prompt(60, n), max_tokens=120) for n in (1, 2)]
@@ -261,7 +261,7 @@ async def test_who_is_preempted_cannot_leave_and_loses_no_token(both: Both) -> N
         await pair.is_empty()
 
 
-async def test_who_is_about_to_leave_is_preempted_last(both: Both) -> None:
+async def test_a_leaving_request_is_preempted_last(both: Both) -> None:
     async with both(context_tokens=256, kv_tokens=320, block_tokens=16) as pair:
         wholes = [(await pair.source.ask(prompt(60, n), max_tokens=120)).tokens for n in (1, 2)]
         staying = pair.source.submit(prompt(60, 1), max_tokens=120)
@@ -274,7 +274,7 @@ async def test_who_is_about_to_leave_is_preempted_last(both: Both) -> None:
         await pair.is_empty()
 
 
-async def test_a_dead_engine_stops_nothing(both: Both) -> None:
+async def test_a_dead_engine_cannot_stop_a_request(both: Both) -> None:
     async with both() as pair:
         _, export = await pair.leaving(prompt(), max_tokens=400)
         pair.source.engine.chaos("die", 0)
@@ -297,7 +297,7 @@ async def test_a_reservation_keeps_its_place_in_the_batch(both: Both) -> None:
             assert len((await pair.target.answer(key)).tokens) == 100
 
 
-async def test_who_waits_for_the_blocks_of_a_reservation_goes_on_when_it_ends(both: Both) -> None:
+async def test_a_request_that_waits_for_reserved_blocks_runs_when_the_reservation_ends(both: Both) -> None:
     async with both(context_tokens=256, kv_tokens=256, block_tokens=16) as pair:
         _, coming = pair.reserve(asked(0, prompt(30)), 250)
         key = pair.target.submit(prompt(100), max_tokens=20)
@@ -308,7 +308,7 @@ async def test_who_waits_for_the_blocks_of_a_reservation_goes_on_when_it_ends(bo
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and a torch that sees it")
-def test_blocks_of_a_gpu_leave_and_come_beside_what_it_computes() -> None:
+def test_blocks_of_a_gpu_are_copied_while_it_computes() -> None:
     device = torch.device("cuda")
     pools = [
         Pool(layers=3, blocks=40, kv_heads=2, block_tokens=16, width=32, dtype=torch.bfloat16, device=device)
@@ -331,7 +331,7 @@ def test_blocks_of_a_gpu_leave_and_come_beside_what_it_computes() -> None:
 
 
 def slowed(rig: Rig, gate: threading.Event) -> None:
-    """Let every copy of this engine wait for a gate."""
+    """Make every copy of this engine wait for a gate."""
     copier = rig.engine.moves.copier  # type: ignore[attr-defined]
 
     def waiting(copy: Callable[..., Any]) -> Callable[..., Any]:

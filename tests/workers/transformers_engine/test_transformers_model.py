@@ -1,4 +1,4 @@
-"""The forward pass: it computes what transformers computes, and the same bits however it is asked."""
+"""The forward pass: it matches transformers, and its bits do not depend on batches or cuts."""
 
 import random
 from pathlib import Path
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
 
 
 class Reader:
-    """Reads sequences through a model, in whatever pieces a test likes."""
+    """Reads sequences through a model, in pieces chosen by the test."""
 
     def __init__(self, model: Model, blocks: int = 64) -> None:
         self.model = model
@@ -54,7 +54,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def model(tiny: Path) -> Model:
-    """The tiny model, as an engine makes it: processors differ in the rows that they add alike."""
+    """The tiny model with the tile that is exact on this processor, as in an engine."""
     model = load_model(tiny, device="cpu", dtype="float32", context_tokens=1024)
     assert make_exact(model, model.pool(blocks=64, block_tokens=32), Blocks(64, 32))
     return model
@@ -93,7 +93,7 @@ def test_the_same_bits_however_a_prompt_is_cut(model: Model, pieces: tuple[int, 
 
 
 @pytest.mark.parametrize("company", [1, 2, 3, 7, 12])
-def test_the_same_bits_in_any_company(model: Model, company: int) -> None:
+def test_the_same_bits_in_any_batch(model: Model, company: int) -> None:
     reader = Reader(model, blocks=256)
     expected = reader.last(tokens(70))
     sequence = reader.sequence(tokens(70))
@@ -116,7 +116,7 @@ def test_blocks_far_apart_are_gathered_with_the_same_bits(model: Model) -> None:
     assert torch.equal(reader.read((sequence, 1))[0], expected)
 
 
-def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: Model) -> None:
+def test_a_blocks_previous_content_has_no_effect(model: Model) -> None:
     reader = Reader(model)
     expected = reader.last(tokens(20))
     reader.pool.keys.fill_(torch.nan)
@@ -136,23 +136,21 @@ def test_the_check_at_start_finds_this_machine_exact_and_leaves_no_block(tiny: P
     model = load_model(tiny, device="cpu", dtype=dtype, context_tokens=1024)
     blocks = Blocks(64, 32)
     exact = make_exact(model, model.pool(blocks=64, block_tokens=32), blocks)
-    assert (
-        exact or dtype == "bfloat16"
-    )  # which processors with AMX add otherwise in company, whatever the tile
+    assert exact or dtype == "bfloat16"  # some processors with AMX add differently in a batch, with any tile
     assert blocks.used == 0
 
 
-def test_the_check_at_start_notices_when_company_matters(model: Model) -> None:
-    class Sociable(Model):
+def test_the_check_at_start_detects_an_influence_of_the_batch(model: Model) -> None:
+    class BatchDependent(Model):
         def forward(self, works: Any, pool: Pool, *, every: bool = False) -> Any:
             return super().forward(works, pool, every=every) + 1e-7 * len(works)
 
-    sociable = Sociable(model.module, context_tokens=1024)
+    sociable = BatchDependent(model.module, context_tokens=1024)
     assert not is_exact(sociable, sociable.pool(blocks=64, block_tokens=32), Blocks(64, 32))
 
 
-def test_the_check_at_start_looks_at_every_token_of_a_prompt(model: Model) -> None:
-    class SociableBeforeTheEnd(Model):
+def test_the_check_at_start_compares_every_token_of_a_prompt(model: Model) -> None:
+    class BatchDependentBeforeTheEnd(Model):
         def forward(self, works: Any, pool: Pool, *, every: bool = False) -> Any:
             logits = super().forward(works, pool, every=every)
             if not every:
@@ -162,12 +160,12 @@ def test_the_check_at_start_looks_at_every_token_of_a_prompt(model: Model) -> No
             ]
             return logits + 1e-7 * len(works) * torch.tensor(inside)[:, None]
 
-    sociable = SociableBeforeTheEnd(model.module, context_tokens=1024)
+    sociable = BatchDependentBeforeTheEnd(model.module, context_tokens=1024)
     sociable.tile = model.tile
     assert not is_exact(sociable, sociable.pool(blocks=64, block_tokens=32), Blocks(64, 32))
 
 
-def test_a_machine_that_adds_otherwise_gets_larger_tiles(model: Model) -> None:
+def test_a_machine_that_adds_differently_gets_larger_tiles(model: Model) -> None:
     class Coarse(Model):
         def forward(self, works: Any, pool: Pool, *, every: bool = False) -> Any:
             return super().forward(works, pool, every=every) + (1e-7 * len(works) if self.tile < 16 else 0.0)
@@ -177,7 +175,7 @@ def test_a_machine_that_adds_otherwise_gets_larger_tiles(model: Model) -> None:
     assert coarse.tile == 16
 
 
-def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
     GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Every feature over a move, on a real model: its vocabulary has single bytes, so that a cut divides characters too."""
+"""Every feature over a move, on a real model with single-byte tokens, so that cuts divide characters."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from move_contract import COUNT, Made, MoveContract, Pair, inside_characters  # 
 
 
 class TestTransformers(MoveContract):
-    """Half the tiny model, whose single bytes are those of the whole."""
+    """Half the tiny model, with the same single bytes as the whole."""
 
     @pytest.fixture
     def made(self, engine_of: Callable[..., Any]) -> Made:

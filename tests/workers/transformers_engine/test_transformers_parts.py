@@ -1,4 +1,4 @@
-"""The engine's parts, each alone: who runs next, which token comes next, which fault goes where."""
+"""The engine's parts: the schedule, sampling, and weight faults."""
 
 import random
 from collections import Counter
@@ -33,7 +33,7 @@ def run(schedule: Schedule, works: Any) -> None:
             work.sequence.tokens.append(1)
 
 
-def test_who_waits_is_taken_in_by_priority_behind_canaries_and_who_has_said_something() -> None:
+def test_waiting_sequences_are_admitted_by_priority_after_canaries_and_started_ones() -> None:
     schedule = Schedule(Blocks(100, 16), batch_max=1, prefill_tokens_max=32)
     preempted = sequence(8, 4)
     preempted.priority, preempted.submitted = 3, 3
@@ -48,7 +48,7 @@ def test_who_waits_is_taken_in_by_priority_behind_canaries_and_who_has_said_some
     assert [one.key for one in schedule.waiting] == [9, 8, 1, 3, 2, 0]
 
 
-def test_a_long_prompt_is_read_in_pieces_while_others_decode() -> None:
+def test_a_long_prompt_is_computed_in_pieces_while_others_decode() -> None:
     schedule = Schedule(Blocks(100, 16), batch_max=8, prefill_tokens_max=32)
     schedule.add(sequence(1, 10))
     run(schedule, schedule.plan()[0])
@@ -59,7 +59,7 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode() -> None:
         run(schedule, works)
 
 
-def test_who_goes_first_is_admitted_before_those_who_wait() -> None:
+def test_a_first_sequence_is_admitted_before_waiting_ones() -> None:
     schedule = Schedule(Blocks(100, 16), batch_max=1, prefill_tokens_max=32)
     for key in (1, 2):
         schedule.add(sequence(key, 10))
@@ -70,7 +70,7 @@ def test_who_goes_first_is_admitted_before_those_who_wait() -> None:
     assert [work.sequence.key for work in works] == [3]
 
 
-def test_the_newest_gives_way_and_comes_back_with_all_it_has_said() -> None:
+def test_the_newest_is_preempted_and_returns_with_all_its_tokens() -> None:
     schedule = Schedule(Blocks(6, 16), batch_max=8, prefill_tokens_max=512)
     for key in (1, 2):
         schedule.add(sequence(key, 30))
@@ -88,7 +88,7 @@ def test_the_newest_gives_way_and_comes_back_with_all_it_has_said() -> None:
     assert [(work.sequence.key, work.count) for work in works] == [(2, len(second.tokens))]
 
 
-def test_where_all_are_about_to_leave_only_the_one_in_need_gives_way() -> None:
+def test_if_all_are_about_to_leave_only_the_needy_sequence_is_preempted() -> None:
     schedule = Schedule(Blocks(7, 16), batch_max=8, prefill_tokens_max=512)
     both = [sequence(1, 40), sequence(2, 47)]
     for one in both:
@@ -122,7 +122,7 @@ def test_every_sequence_is_served_and_no_block_has_two_owners(
     for _ in range(3000):
         works, taken = schedule.plan()
         owned = Counter(block for one in schedule.running for block in one.blocks)
-        assert set(taken) <= set(owned), "what is cleared may belong to a reservation by then"
+        assert set(taken) <= set(owned), "cleared blocks may belong to a reservation by then"
         assert not owned or max(owned.values()) == 1
         assert len(owned) + schedule.blocks.free == blocks
         assert sum(work.count for work in works if work.count > 1) <= budget
@@ -131,7 +131,7 @@ def test_every_sequence_is_served_and_no_block_has_two_owners(
             schedule.remove(left.pop(one.key))
         if not left:
             return
-    raise AssertionError("somebody is never served")
+    raise AssertionError("a sequence is never served")
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------
@@ -177,18 +177,19 @@ def test_random_numbers_are_the_same_for_ever() -> None:
     assert 0.0 <= min(uniform(1, n) for n in range(1000)) < max(uniform(1, n) for n in range(1000)) < 1.0
 
 
-def test_min_tokens_bar_what_would_end_the_answer() -> None:
+def test_min_tokens_bar_tokens_that_end_the_answer() -> None:
     logits = torch.tensor([[0.0, 1.0, 9.0, 2.0]])
     assert choose(logits, [due([0], min_tokens=1)])[0].token == 3
     assert choose(logits, [due([0])])[0].token == 2
 
 
-def test_min_p_cuts_what_is_far_from_the_best() -> None:
+def test_min_p_cuts_tokens_far_from_the_best() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     for least, possible in ((0.05, {0, 1, 2, 3}), (0.2, {0, 1, 2}), (0.55, {0, 1}), (1.0, {0})):
         asked = {"temperature": 1.0, "seed": 3, "min_p": least}
         assert {choose(logits, [due([0] * n, **asked)])[0].token for n in range(300)} == possible
-    flat = {"temperature": 4.0, "seed": 3, "min_p": 0.5}  # what is near the best is so after the temperature
+    # the distance to the best is measured after the temperature
+    flat = {"temperature": 4.0, "seed": 3, "min_p": 0.5}
     assert {choose(logits, [due([0] * n, **flat)])[0].token for n in range(300)} == {0, 1, 2, 3}
 
 
@@ -201,7 +202,7 @@ def test_a_bias_is_added_to_a_logit_and_to_no_logprob() -> None:
     assert choose(logits, [due([0])])[0].token == 1  # it changes no logits
 
 
-def test_penalties_hold_back_what_was_said() -> None:
+def test_penalties_suppress_generated_tokens() -> None:
     logits = torch.tensor([[1.0, 1.2, 1.1, 0.0]])
     assert choose(logits, [due([1], presence_penalty=0.15)])[0].token == 2
     assert choose(logits, [due([1, 1, 2], frequency_penalty=0.12)])[0].token == 0
@@ -211,12 +212,12 @@ def test_penalties_hold_back_what_was_said() -> None:
     assert choose(logits, [due([1], prompt=1, repetition_penalty=1.5)])[0].token == 2  # but it is here
 
 
-def test_nan_and_infinity_are_no_tokens() -> None:
+def test_nan_and_infinity_give_no_token() -> None:
     logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan], [torch.inf, 0.0]])
     assert [choice.token for choice in choose(logits, [due([0])] * 3)] == [1, None, None]
 
 
-def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
+def test_each_row_gets_the_requested_number_of_logprobs() -> None:
     logits = torch.randn(3, 50)
     choices = choose(logits, [due([0], logprobs=2), due([0]), due([0], logprobs=80)])
     assert [len(choice.logprob.top) if choice.logprob else None for choice in choices] == [2, None, 50]
@@ -226,7 +227,7 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_is_where_its_seed_says_and_heals_completely(kind: str) -> None:
+def test_a_fault_is_determined_by_its_seed_and_heals_completely(kind: str) -> None:
     weights = {"a": torch.randn(40, 24), "b": torch.randn(64, 64), "norm": torch.ones(64)}
     before = {name: weight.clone() for name, weight in weights.items()}
     surgeon = Surgeon(weights)
@@ -247,7 +248,7 @@ def test_a_fault_is_where_its_seed_says_and_heals_completely(kind: str) -> None:
 def test_bits_are_numbered_as_in_float32(bit: int, value: float) -> None:
     weights = {"a": torch.full((2, 2), 1.5)}
     Surgeon(weights).inflict(WeightFault("a", 1, 0, "bit", bit))
-    if bit == 30:  # the exponent of 1.5 is 127: its top bit makes it 255, which is no number
+    if bit == 30:  # the exponent of 1.5 is 127: its top bit makes it 255, which is not a number
         assert not torch.isfinite(weights["a"][1, 0])
     else:
         assert float(weights["a"][1, 0]) == value

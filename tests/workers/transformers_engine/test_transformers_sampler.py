@@ -1,4 +1,4 @@
-"""A fault of the sampler alone is found by sampled canaries on the transformers engine."""
+"""Sampled canaries detect a sampler-only fault of the transformers engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,7 @@ from probed_engines import a_broken_sampler_alone_is_found, probed  # noqa: E402
 
 from workers.engines.engine import Engine  # noqa: E402
 
-SHARPER = (
-    30.0  # logits are so many times larger: a model with random weights finds all tokens about as likely
-)
+SHARPER = 30.0  # factor on the logits: a model with random weights finds all tokens about equally likely
 
 
 def sharpen(engine: Engine) -> None:

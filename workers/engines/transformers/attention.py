@@ -1,20 +1,20 @@
-"""Attention over a paged KV cache, such that a row's answer does not depend on who computes beside it.
+"""Attention over a paged KV cache with results that do not depend on the rest of the batch.
 
-A matrix product may sum in another order when its shape changes, and float addition is not associative: the same
-prompt alone, in a batch, or replayed at another cut would differ in the last bits, and once in a while in a token.
-So every sum here has a fixed shape and order:
+A matrix product may sum in another order when its shape changes, and float addition is not associative. The same prompt alone,
+in a batch, or replayed from another cut would differ in the last bits, and occasionally in a token. So every sum here has a
+fixed shape and order:
 
     scores   q · kᵀ   over the head's width                 one product per (block, KV head): always the same depth
     weights  p · v    over the tokens of one block          one product per (block, KV head): always the same depth
     answer            over the blocks of a sequence         added one by one, in the order of positions
 
-Measured on CPU (MKL, fp32 and bf16, 1 to 4 threads): rows of such products are bit-identical for every number of rows
-that is a multiple of four, and for every number of products in one call; with one to three rows another kernel runs. So
-rows come in tiles of four, filled up with padding. What is masked is exactly zero and changes no sum. `invariance.py`
-checks all this at start, on the very machine, and tries larger tiles where four are not enough.
+Measured on CPU (MKL, fp32 and bf16, 1 to 4 threads): rows of such products are bit-identical for every number of rows that is a
+multiple of four, and for every number of products in one call. With one to three rows another kernel runs. So rows come in
+tiles of four, padded if necessary. Masked values are exactly zero and change no sum. `invariance.py` checks all this at start
+on the machine itself, and tries larger tiles where four are not enough.
 
-The blocks in use lie close together (the lowest free one is taken first), so a whole slice of the pool is computed
-without copying it; only when most of the slice is somebody else's, or blocks are shared, are they gathered.
+The blocks in use are close together (the lowest free one is taken first), so a whole slice of the pool is computed without
+copying it. Blocks are gathered only if most of the slice belongs to other requests, or if blocks are shared.
 """
 
 from collections.abc import Sequence as Sequential
@@ -23,20 +23,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCRATCH_FLOATS_MAX = 16 * 1024 * 1024  # of one score tensor; longer prompts are cut into bands of rows
-_SPARSE = 3  # gather blocks when the slice that holds them is more than this many times larger
+SCRATCH_FLOATS_MAX = 16 * 1024 * 1024  # of one score tensor; longer prompts are split into bands of rows
+_SPARSE = 3  # gather blocks if the slice that holds them is more than this many times larger
 
 
 class Pool:
-    """Keys and values of every block: [layer, block, KV head, token in block, head width]. The last block is a sink:
-    what padding rows write goes there and is never read."""
+    """Keys and values of every block: [layer, block, KV head, token in block, head width].
+
+    The last block is a sink for padding rows: it is written and never read.
+    """
 
     def __init__(
         self, *, layers: int, blocks: int, kv_heads: int, block_tokens: int, width: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         shape = (layers, blocks + 1, kv_heads, block_tokens, width)
-        # Not zeroed here: a block is cleared when it is taken, and memory that is never taken is never touched.
+        # Not zeroed here: a block is cleared when it is taken, and unused memory is never touched.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.block_tokens = block_tokens
@@ -45,7 +47,7 @@ class Pool:
         self.cleared = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def clear(self, blocks: Sequential[int]) -> None:
-        """Zero these blocks: what is masked must not be NaN, which would survive a multiplication by zero."""
+        """Zero these blocks: masked values must not be NaN, because NaN times zero is NaN."""
         if blocks:
             index = torch.tensor(sorted(set(blocks)), device=self.keys.device)
             self.keys[:, index] = 0
@@ -54,18 +56,18 @@ class Pool:
                 self.cleared.record()
 
     def clear_end(self, block: int, first: int) -> None:
-        """Zero a block's tokens from `first` on, for the same reason: it came from elsewhere."""
+        """Zero a block's tokens from `first` on, for the same reason: the block was received from another worker."""
         self.keys[:, block, :, first:] = 0
         self.values[:, block, :, first:] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which blocks one attention call reads, and for whom: built once per step, used in every layer.
+    """The blocks that one attention call reads, per item. Built once per step and used in every layer.
 
-    `picked` are the pool's rows (a slice, or an index when sparse); `query_of` says for each picked block which item
-    asks; `visible` is [picked, item rows or 1, block tokens]; `order` lists the picked blocks item by item in order of
-    position, and `owner` the item of each of these.
+    `picked` are the pool's rows (a slice, or an index if sparse). `query_of` is the item of each picked block. `hidden` is
+    [picked, item rows or 1, block tokens], True where a row must not look. `order` lists the picked blocks item by item in
+    order of position, and `owner` the item of each.
     """
 
     items: int
@@ -77,11 +79,11 @@ class Span:
 
 
 def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.device) -> Span:
-    """Return the span of items whose blocks are `tables`; `hidden` is True where a row must not look, in that order."""
+    """Return the span of items with the block lists `tables`; `hidden` is True where a row must not look, in that order."""
     blocks = [block for table in tables for block in table]
     owner = torch.tensor([item for item, table in enumerate(tables) for _ in table], device=device)
     low, high = min(blocks), max(blocks) + 1
-    shared = len(set(blocks)) < len(blocks)  # in a slice, a block has room for the query of one item
+    shared = len(set(blocks)) < len(blocks)  # a block in a slice has room for the query of one item only
     if shared or high - low > _SPARSE * len(blocks):
         everything = torch.arange(len(blocks), device=device)
         return Span(len(tables), torch.tensor(blocks, device=device), owner, hidden, everything, owner)
@@ -96,14 +98,16 @@ def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.devi
 def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
     """Return softmax(queries · keysᵀ) · values per item.
 
-    `queries` is [item, KV head, row, width], scaled already, its rows whole tiles; `keys` and `values` are one
-    layer of the pool. The result has the shape of `queries`.
+    `queries` is [item, KV head, row, width], already scaled, its rows in whole tiles; `keys` and `values` are one layer of the
+    pool. The result has the shape of `queries`.
     """
     items, heads, rows, width = queries.shape
     keys, values = keys[over.picked], values[over.picked]
     picked, _, tokens, _ = keys.shape
-    asked = queries[over.query_of] if items > 1 else queries.expand(picked, -1, -1, -1)
-    scores = torch.bmm(asked.reshape(-1, rows, width), keys.reshape(-1, tokens, width).transpose(1, 2))
+    spread_queries = queries[over.query_of] if items > 1 else queries.expand(picked, -1, -1, -1)
+    scores = torch.bmm(
+        spread_queries.reshape(-1, rows, width), keys.reshape(-1, tokens, width).transpose(1, 2)
+    )
     scores = scores.view(picked, heads, rows, tokens).float()
     scores.masked_fill_(over.hidden[:, None], -torch.inf)
     highest = _highest(scores.amax(dim=-1), over)
@@ -117,9 +121,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
 def banded(
     queries: Tensor, keys: Tensor, values: Tensor, table: Sequential[int], first: Tensor, tile: int
 ) -> Tensor:
-    """Attend for one item with many rows, in bands that keep the scratch memory bounded.
+    """Attend for one item with many rows, in bands that bound the scratch memory.
 
-    `queries` is [KV head, row, width], its rows whole tiles; `first` is each row's position: it sees every token up to
+    `queries` is [KV head, row, width], its rows in whole tiles. `first` is each row's position: a row sees every token up to
     its own.
     """
     heads, rows, _ = queries.shape
@@ -136,7 +140,7 @@ def banded(
 
 
 def _highest(blocks: Tensor, over: Span) -> Tensor:
-    """Return the maximum of each item over its blocks; the order does not matter to a maximum."""
+    """Return the maximum of each item over its blocks, in any order."""
     if over.items == 1:
         return blocks[over.order].amax(dim=0, keepdim=True)
     index = over.owner.view(-1, 1, 1).expand(-1, *blocks.shape[1:])

@@ -1,12 +1,12 @@
-"""The KV cache's blocks: which are free, who holds which, and which are kept for prompts that begin alike.
+"""The KV cache's blocks: which are free, held, or kept for prompts with the same prefix.
 
-    free ── take ──▶ held by one ── name ──▶ held, by any number ── the last lets go ──▶ idle ── evicted ──▶ free
-      ▲                  │                       ▲                                        │
-      └──── let go ──────┘                       └───────────── share ────────────────────┘
+    free ── take ──▶ held by one ── name ──▶ held, by any number ── last release ──▶ idle ── evicted ──▶ free
+      ▲                  │                       ▲                                     │
+      └──── release ─────┘                       └────────────── share ────────────────┘
 
-A full block that has been computed gets the name of its prefix (`events.blocks`), and from then on changes no more. Idle blocks
-are taken when nothing else is free, the one that was let go of longest ago first; of one prompt, its end before its beginning.
-What becomes of names is announced. A name is a hash, and one could be made to fit another prompt: the tokens are compared, too.
+A full computed block gets the name of its prefix (`events.blocks`), and then never changes again. If no other block is free,
+idle blocks are reused, the one released longest ago first; of one prompt, its end before its beginning. Changes of names are
+announced. A name is a hash, and another prompt could be crafted to match one: so the tokens are compared, too.
 
 No torch, no clock, no thread.
 """
@@ -17,28 +17,26 @@ from events.kv import Cleared, KvEvent, Removed, Stored
 
 
 class Blocks:
-    """The blocks of one engine. Of those that are free the lowest goes first, so that those in use stay close together."""
+    """The blocks of one engine. The lowest free block is taken first, so that blocks in use stay close together."""
 
     def __init__(self, count: int, tokens: int) -> None:
         self.count = count
         self.tokens = tokens
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
-        self._idle: dict[
-            int, None
-        ] = {}  # those with a name that nobody holds, in the order in which they are taken
-        self._named: dict[int, int] = {}  # the block that has a name
-        self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # a block's name, and its tokens
+        self._idle: dict[int, None] = {}  # blocks with a name and no holder, in the order of their reuse
+        self._named: dict[int, int] = {}  # name -> block
+        self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its name and its tokens
         self._events: list[KvEvent] = []
 
     @property
     def free(self) -> int:
-        """Blocks that can be taken."""
+        """Number of blocks that can be taken."""
         return len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks with a holder."""
         return self.count - self.free
 
     @property
@@ -48,12 +46,12 @@ class Blocks:
 
     @property
     def holders(self) -> list[int]:
-        """How many hold each block."""
+        """Number of holders of each block."""
         return list(self._holders)
 
     @property
     def named(self) -> dict[int, int]:
-        """The block that has a name, by name."""
+        """The blocks with a name, by name."""
         return dict(self._named)
 
     def name_of(self, block: int) -> int | None:
@@ -66,7 +64,7 @@ class Blocks:
         return -(-tokens // self.tokens)
 
     def take(self) -> int:
-        """Return a block that nobody else has; what is in it must be cleared."""
+        """Return a block without other holders; the caller must clear its contents."""
         if self._free:
             block = self._free.pop()
         else:
@@ -77,7 +75,7 @@ class Blocks:
         return block
 
     def give_back(self, blocks: list[int]) -> None:
-        """Let go of the blocks of one request."""
+        """Release the blocks of one request."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -88,10 +86,10 @@ class Blocks:
         self._free.sort(reverse=True)
         blocks.clear()
 
-    # --- prompts that begin alike
+    # --- shared prefixes
 
     def find(self, names: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest beginning of `tokens` that is here."""
+        """Return the blocks of the longest prefix of `tokens` that is here."""
         found: list[int] = []
         for place, name in enumerate(names):
             block = self._named.get(name)
@@ -102,18 +100,20 @@ class Blocks:
         return found
 
     def unheld(self, blocks: Sequence[int]) -> int:
-        """Return how many of these nobody holds: `free` counts them."""
+        """Return how many of these have no holder: `free` counts them."""
         return sum(not self._holders[block] for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Hold blocks with a name once more."""
+        """Add a holder to blocks with a name."""
         for block in blocks:
             self._holders[block] += 1
             self._idle.pop(block, None)
 
     def name(self, block: int, name: int, parent: int | None, tokens: Sequence[int]) -> None:
-        """Let a full block be found. Where another has the name, or none has that of the prefix before it, it stays its
-        request's own."""
+        """Make a full block findable.
+
+        If another block has the name, or no block has the name of its parent, it stays private to its request.
+        """
         if name in self._named or (parent is not None and parent not in self._named):
             return
         self._named[name], self._names[block] = block, (name, tuple(tokens))
@@ -124,7 +124,7 @@ class Blocks:
             self._events.append(Stored([name], parent))
 
     def forget_names(self) -> None:
-        """Let nothing that is here now be found any more."""
+        """Make all present blocks unfindable."""
         if not self._named and not self._events:
             return
         self._named.clear()
@@ -135,7 +135,7 @@ class Blocks:
         self._events = [Cleared()]
 
     def take_events(self) -> list[KvEvent]:
-        """Return what has become of names since this was last asked."""
+        """Return the changes of names since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,11 +1,10 @@
-"""Blocks of the KV cache as bytes, and back, while the model computes.
+"""Copies blocks of the KV cache to bytes and back, while the model computes.
 
     a block    [layer][keys, values][KV head][token][head width]
 
-On a GPU, copies have a stream of their own and pinned memory, so that they run beside a step. What leaves needs no
-order between the streams: a block counts as full once its step's tokens were chosen, and that waits for the GPU. What
-comes waits for the last clearing of blocks, which may have been that of the blocks it comes into. Both end when the
-bytes are there: nobody has to wait for them again.
+On a GPU, copies have their own stream and pinned memory, so that they run beside a step. Outgoing copies need no order between
+the streams: a block counts as full once its step's tokens were chosen, which waits for the GPU. Incoming copies wait for the
+last clearing of blocks, which may have cleared their target. Both return only when the bytes have arrived.
 """
 
 import contextlib
@@ -49,16 +48,14 @@ class Copier:
     def into(self, blocks: Sequential[int], data: Buffer) -> None:
         """Write bytes into these blocks."""
         host = self._empty(len(blocks))
-        np.copyto(
-            _bytes(host), np.frombuffer(data, np.uint8)
-        )  # without the GIL, and from memory that is read-only
+        np.copyto(_bytes(host), np.frombuffer(data, np.uint8))  # without the GIL, and from read-only memory
         with self._beside():
             if self._stream is not None and self._pool.cleared is not None:
                 self._stream.wait_event(self._pool.cleared)
-            came = host.to(self._pool.keys.device, non_blocking=True)
+            arrived = host.to(self._pool.keys.device, non_blocking=True)
             for place, block in enumerate(blocks):
-                self._pool.keys[:, block] = came[place, :, 0]
-                self._pool.values[:, block] = came[place, :, 1]
+                self._pool.keys[:, block] = arrived[place, :, 0]
+                self._pool.values[:, block] = arrived[place, :, 1]
 
     def _empty(self, blocks: int) -> Tensor:
         pinned = self._stream is not None

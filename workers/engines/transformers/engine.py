@@ -1,10 +1,10 @@
-"""The transformers engine: a thread that steps a real model, and the protocol that the worker speaks to it.
+"""The transformers engine: a thread that steps a real model, and its interface to the worker.
 
     worker's loop ── submit, cancel ──▶ inbox ──▶ engine's thread: plan → compute → choose ──▶ deliver
 
-The thread sleeps while there is nothing to do. What the loop asks for is put into an inbox and taken out between two
-steps; what the loop reads (phase, load) are values that the thread replaces whole. Moves share the books of blocks with
-the thread, under a lock (moving.py).
+The thread sleeps while there is no work. Calls from the loop are put into an inbox, which the thread empties between two steps.
+Values that the loop reads (phase, load) are replaced whole by the thread. Moves share the block tables with the thread, under a
+lock (moving.py).
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from workers.kv_transfer.messages import Description
 log = structlog.get_logger(__name__)
 
 STOP_DEADLINE_S = 1.5  # less than the worker waits
-FAILURES_MAX = 3  # steps in a row that raise, and the engine is dead
+FAILURES_MAX = 3  # consecutive failed steps after which the engine is dead
 
 
 class TransformersEngine:
-    """An `Engine` around a Llama-family model in a local folder. `check`: how it finds out whether it is exact here."""
+    """An `Engine` around a Llama-family model in a local folder. `check` determines whether it is exact here."""
 
     def __init__(self, settings: TransformersSettings, check: Check = make_exact) -> None:
         self._settings = settings
@@ -58,20 +58,20 @@ class TransformersEngine:
         self.kv: tuple[Description, ...] = ()
         self._inbox: deque[Callable[[Stepper], None]] = deque()
         self._wake = threading.Condition()
-        self._works = False  # the last turn had something to do
-        self._changed = False  # there may be something to do again
+        self._busy = False  # the last turn had work
+        self._changed = False  # there may be new work
         self.moves: TorchMoves | None = None
         self._stopping = threading.Event()
         self._stepper: Stepper | None = None
-        self._deliver: Deliver = _nowhere
+        self._deliver: Deliver = _discard
         self._announce: Announce = unheard
         self._phase = Phase(since=time.monotonic())
         self._dead: str | None = None
-        self._failures = 0  # steps in a row
+        self._failures = 0  # consecutive failed steps
         self._thread: threading.Thread | None = None
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
-        """Load the model, check and measure it, and begin to step. Raise EngineDead with the reason if it cannot."""
+        """Load the model, check and measure it, and start to step. Raise EngineDead with the reason if it cannot."""
         self._deliver, self._announce = deliver, announce
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[str | None] = loop.create_future()
@@ -92,16 +92,16 @@ class TransformersEngine:
             reason = f"loading {self._settings.folder} took longer than {self._settings.load_s:g} s"
         if reason is not None:
             raise EngineDead(reason)
-        self.moves = TorchMoves(self.stepper, self._put, self._look)
+        self.moves = TorchMoves(self.stepper, self._put, self._wake_up)
 
     def awaits(self) -> Awaits | None:
-        """Return that it loads its model, until it steps."""
+        """Report that it is loading its model, until it steps."""
         if self._stepper is not None:
             return None
         return Awaits(f"it is loading {self._settings.folder}", self.identity.model)
 
     def submit(self, key: int, request: Generate) -> None:
-        """Take a request in, or deliver at once why not."""
+        """Accept a request, or deliver its refusal at once."""
         refusal = self._refusal(request)
         if refusal is not None:
             self._deliver([(key, Chunk(request.stream, [], error=refusal))])
@@ -109,7 +109,7 @@ class TransformersEngine:
         self._put(partial(_submit, self._deliver, key, request))
 
     def cancel(self, key: int) -> None:
-        """Forget a request before the next step, and what is kept for its move at once."""
+        """Forget a request before the next step, and what is reserved for its move at once."""
         if self.moves is not None:
             self.moves.cancel(key, "it has been cancelled")
         self._put(lambda stepper: stepper.cancel(key))
@@ -119,18 +119,18 @@ class TransformersEngine:
         self._put(lambda stepper: stepper.trust(trusted))
 
     def limit_batch(self, share: float) -> None:
-        """Run no more than this share of the batch at once, from the next step on."""
+        """Run at most this share of the batch at once, from the next step on."""
         self._put(lambda stepper: stepper.limit_batch(share))
 
     def export(self, key: int) -> TransformersExport | None:
-        """Prepare to move a request that decodes."""
+        """Prepare to move a decoding request."""
         if self.moves is None or self._stepper is None:
             return None
         departure = self._stepper.depart(key)
         return None if departure is None else TransformersExport(self.moves, departure)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TransformersImport | str:
-        """Take the blocks for a request that comes, or say why not."""
+        """Reserve the blocks for an arriving request, or return why not."""
         if self.moves is None or self._stepper is None or self._dead is not None:
             return "engine_error: the engine is not running"
         arrival = self._stepper.refusal(request) or self._stepper.reserve(key, request, room_tokens)
@@ -141,7 +141,7 @@ class TransformersEngine:
         return self._phase
 
     def load(self) -> Load:
-        """Return the load as it is, with what has come in since the last step."""
+        """Return the current load, including requests received since the last step."""
         load = Load() if self._stepper is None else self._stepper.load()
         return Load(
             load.running,
@@ -157,14 +157,14 @@ class TransformersEngine:
         return []
 
     async def check(self) -> None:
-        """Raise EngineDead if the engine's thread has given up."""
+        """Raise EngineDead if the engine's thread has ended."""
         if self._stepper is not None and self._stepper.faults.dead:
             raise EngineDead("the transformers engine died, as the rehearsal asked")
         if self._dead is not None:
             raise EngineDead(self._dead)
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Play a fault: error, corrupt, drift, sampler, slow, bitflip (argument: its seed), die, heal."""
+        """Inject a fault: error, corrupt, drift, sampler, slow, bitflip (argument: its seed), die, heal."""
         if self._stepper is None:
             return False
         faults = self._stepper.faults
@@ -203,7 +203,7 @@ class TransformersEngine:
         report(None)
         try:
             while self._wait():
-                self._works = self._turn()
+                self._busy = self._turn()
                 if events := self.stepper.take_events():
                     self._announce(0, events)
         except Exception as error:
@@ -236,21 +236,21 @@ class TransformersEngine:
         self.kv = (_description(self.identity, stepper),)
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; False when the engine is to stop."""
+        """Wait until there is work; False when the engine must stop."""
         with self._wake:
-            while not (self._inbox or self._works or self._changed or self._stopping.is_set()):
+            while not (self._inbox or self._busy or self._changed or self._stopping.is_set()):
                 self._phase = Phase(since=time.monotonic())
                 self._wake.wait()
             self._changed = False
         return not self._stopping.is_set()
 
     def _turn(self) -> bool:
-        """Take what came in, make one step, hand over what it gave; False if nobody can go on."""
+        """Process the inbox, run one step and deliver its output; False if no request can continue."""
         stepper = self.stepper
         while self._inbox:
             self._inbox.popleft()(stepper)
         if stepper.faults.dead:
-            self._stopping.wait(0.05)  # a dead engine does nothing; the worker finds out by `check`
+            self._stopping.wait(0.05)  # a dead engine does nothing; the worker detects it by `check`
             return stepper.busy
         began = time.monotonic()
         works = stepper.plan()
@@ -299,14 +299,14 @@ class TransformersEngine:
             self._inbox.append(ask)
             self._wake.notify()
 
-    def _look(self) -> None:
+    def _wake_up(self) -> None:
         with self._wake:
             self._changed = True
             self._wake.notify()
 
     @property
     def stepper(self) -> Stepper:
-        """What takes its steps. It has started."""
+        """Its stepper. The engine must have started."""
         assert self._stepper is not None, "the engine has not started"
         return self._stepper
 
@@ -317,7 +317,7 @@ def _submit(deliver: Deliver, key: int, request: Generate, stepper: Stepper) -> 
 
 
 def _settle(ready: asyncio.Future[str | None], reason: str | None) -> None:
-    if not ready.done():  # whoever waited may have given up
+    if not ready.done():  # the caller may have given up
         ready.set_result(reason)
 
 
@@ -366,5 +366,5 @@ def _identity(
     )
 
 
-def _nowhere(out: Output) -> None:
-    """Where output goes before `start`."""
+def _discard(out: Output) -> None:
+    """Discard output before `start`."""

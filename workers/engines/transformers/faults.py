@@ -1,4 +1,4 @@
-"""Faults that the transformers engine plays for rehearsals. They last until healed."""
+"""Faults that the transformers engine rehearses. They last until healed."""
 
 import random
 from collections import deque
@@ -14,16 +14,16 @@ NAMES = ("error", "corrupt", "drift", "sampler", "slow", "bitflip", "die", "heal
 
 @dataclass(slots=True, kw_only=True)
 class TorchFaults(EngineFaults):
-    """What is wrong with the transformers engine right now."""
+    """The faults active in the transformers engine now."""
 
     slow: float = 1.0
     # For the engine's thread, in this order: the seed of a bit flip to make, or None to undo them all.
     surgery: deque[int | None] = field(default_factory=deque)
 
     def inject(self, fault: str, argument: float) -> bool:
-        """Begin one fault, or `heal` all; False if there is no such fault. An argument of 0 takes the fault's default.
+        """Begin one fault, or `heal` all; False if it is unknown. An argument of 0 selects the fault's default.
 
-        `bitflip` flips any one bit of one weight; its argument is the seed that chooses them.
+        `bitflip` flips any one bit of one weight; its argument is the seed that selects them.
         """
         match fault:
             case "slow":
@@ -38,7 +38,7 @@ class TorchFaults(EngineFaults):
         return True
 
     def heal(self, fault: str) -> None:
-        """End one fault; bits that were flipped are put back all at once. Who is dead stays so."""
+        """End one fault; `bitflip` restores all flipped bits at once. A dead engine stays dead."""
         match fault:
             case "slow":
                 self.slow = 1.0
@@ -48,31 +48,31 @@ class TorchFaults(EngineFaults):
                 self.end(fault)
 
     def altered(self, token: int, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token as the sick engine says it: one in k is another one, never one of `spared`."""
-        drawn = None if token in spared else self.struck()
+        """Return the token that the faulty engine gives: one in k is a wrong one, never one of `spared`."""
+        drawn = None if token in spared else self.draw_corruption()
         if drawn is None:
             return token
         wrong = (token + 1 + drawn % (vocabulary - 1)) % vocabulary
         return token if wrong in spared else wrong
 
     def drawn(self, token: int, temperature: float, vocabulary: int, spared: frozenset[int]) -> int:
-        """Return the token as the sampler draws it: any token at all while it is broken, but none of `spared`."""
+        """Return the token that the sampler draws: any token while it is broken, except those of `spared`."""
         drawn = self.misdrawn(temperature)
         wrong = token if drawn is None else drawn % vocabulary
         return token if wrong in spared else wrong
 
     def drifted(self, logits: Tensor) -> Tensor:
-        """Return logits that are off but choose the same greedy tokens: scaled, so that their order stays."""
+        """Return drifted logits. They are scaled, so that greedy tokens stay the same."""
         return logits * (1.0 + self.drift) if self.drift else logits
 
 
 def flip_bit(weights: dict[str, Tensor], surgeon: Surgeon, seed: int) -> str:
-    """Flip one bit of one weight, chosen by `seed`; return where. Raise NotFloat32."""
+    """Flip one bit of one weight, selected by `seed`; return where. Raise NotFloat32."""
     fault = bit_flip(weights, seed)
     surgeon.inflict(fault)
     return str(fault)
 
 
 def bit_flip(weights: dict[str, Tensor], seed: int) -> WeightFault:
-    """Return the fault that `bitflip` with this seed is."""
+    """Return the fault of a `bitflip` with this seed."""
     return draw_fault(weights, "any one bit", random.Random(seed))

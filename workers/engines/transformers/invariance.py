@@ -1,9 +1,9 @@
-"""Is a row's answer the same alone, in a batch, and in a replay, on this very machine?
+"""Checks that a row's result is the same alone, in a batch, and in a replay, on this machine.
 
-The engine's claim of exactness rests on how the installed libraries add: see attention.py. They may do it otherwise on
-another processor, so the claim is checked at start on the model itself, bit by bit: the logits of every token of a prompt
-that is read at once, and of the same prompt read in uneven pieces with strangers in the batch. It takes a few steps, and
-covers every matrix of the model.
+The engine's exactness depends on how the installed libraries add: see attention.py. They may add differently on another
+processor, so exactness is checked at start on the model itself, bit by bit. The check compares the logits of a prompt read at
+once with those of the same prompt read in uneven pieces, with other sequences in the batch. It takes a few steps and covers
+every matrix of the model.
 """
 
 import random
@@ -19,14 +19,15 @@ from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
 _PROMPT = 80
 _PIECES = [37, 1, 1, 2, 16, 1, 21, 1]  # adds up to _PROMPT: single tokens, odd pieces, and a long one
-_STRANGERS = 3
-_ROUNDS = 6  # prompts: rounding to 16 bits hides most differences, so that one prompt often shows none
+_OTHERS = 3
+_ROUNDS = 6  # prompts: rounding to 16 bits hides most differences, so one prompt often shows none
 
-Check = Callable[[Model, Pool, Blocks], bool]  # gives the model a tile, and says whether it is exact with it
+# sets the model's tile, and returns whether it is exact with it
+Check = Callable[[Model, Pool, Blocks], bool]
 
 
 def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Give the model the smallest tile of rows with which it is exact here; False if there is none."""
+    """Set the smallest tile of rows with which the model is exact here; False if there is none."""
     for model.tile in TILES:
         if is_exact(model, pool, blocks):
             return True
@@ -35,32 +36,32 @@ def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
 
 
 def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Return whether the logits of some prompts are bit-identical however they are read. Leaves the pool as it was."""
+    """Return whether the logits of some prompts are bit-identical however they are read. Restores the pool."""
     return all(_reads_alike(model, pool, blocks, random.Random(seed)) for seed in range(_ROUNDS))
 
 
 def _reads_alike(model: Model, pool: Pool, blocks: Blocks, draw: random.Random) -> bool:
     length = min(
-        _PROMPT, model.context_tokens - 2, (blocks.count * blocks.tokens) // (_STRANGERS + 2) - blocks.tokens
+        _PROMPT, model.context_tokens - 2, (blocks.count * blocks.tokens) // (_OTHERS + 2) - blocks.tokens
     )
     if length < _PROMPT:
-        return False  # an engine this small is a test's; it may say so
+        return False  # only tests have an engine this small
     reader = _Reader(model, pool, blocks)
     tokens = [draw.randrange(model.vocabulary) for _ in range(length)]
     whole, pieces = _sequence(tokens), _sequence(tokens)
-    strangers = [
-        _sequence([draw.randrange(model.vocabulary) for _ in range(9 + 11 * n)]) for n in range(_STRANGERS)
+    others = [
+        _sequence([draw.randrange(model.vocabulary) for _ in range(9 + 11 * n)]) for n in range(_OTHERS)
     ]
     try:
         expected = reader.read([(whole, length)])[whole]
-        reader.read([(stranger, 8) for stranger in strangers])
+        reader.read([(other, 8) for other in others])
         for part in torch.split(expected, _PIECES):
-            company = [(stranger, 1) for stranger in strangers if stranger.uncached]
+            company = [(other, 1) for other in others if other.uncached]
             if not torch.equal(part, reader.read([(pieces, len(part)), *company])[pieces]):
                 return False
         return True
     finally:
-        for sequence in (whole, pieces, *strangers):
+        for sequence in (whole, pieces, *others):
             blocks.give_back(sequence.blocks)
 
 
@@ -69,7 +70,7 @@ class _Reader:
         self._model, self._pool, self._blocks = model, pool, blocks
 
     def read(self, parts: list[tuple[TorchSequence, int]]) -> dict[TorchSequence, torch.Tensor]:
-        """Read so many tokens of each sequence in one step; return their logits."""
+        """Read `count` tokens of each sequence in one step; return their logits."""
         works = []
         for sequence, count in parts:
             while len(sequence.blocks) < self._blocks.needed(sequence.cached + count):

@@ -1,4 +1,4 @@
-"""Loading a model's folder, or saying why it cannot be served."""
+"""Loads a model's folder, or reports why it cannot be served."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from workers.engines.engine import EngineDead
 from workers.engines.transformers.model import Model
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # those whose layers are what `Layer` says
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # families with the layers of `Layer`
 
 
 def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) -> Model:
@@ -23,7 +23,7 @@ def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) ->
         if config.model_type not in FAMILIES:
             raise EngineDead(
                 f"{folder} holds a {config.model_type} model; this engine serves {', '.join(FAMILIES)}. "
-                "Serve others with --engine openai and an upstream that knows them."
+                "Serve others with --engine openai and an upstream that supports them."
             )
         _refuse_moving_rotations(folder, config)
         module = _loaded(folder, config, getattr(torch, dtype))
@@ -45,7 +45,7 @@ def _loaded(folder: Path, config: Any, dtype: torch.dtype) -> Any:
         use_safetensors=True,
         output_loading_info=True,
     )
-    if absent := sorted(report["missing_keys"]):  # transformers would serve random numbers in their place
+    if absent := sorted(report["missing_keys"]):  # transformers would use random numbers in their place
         raise EngineDead(f"the weights in {folder} lack {absent[0]} and {len(absent) - 1} more.")
     return module
 

@@ -1,7 +1,7 @@
-"""How fast is this engine here? A few steps of each kind, at start: the worker's profile.
+"""Measures the engine's speed at start, with a few steps of each kind: the worker's profile.
 
-It is a first estimate for the capacity model, made in about a second on an idle machine; what requests really take is
-measured by the frontends, all the time.
+It is a first estimate for the capacity model, made in about a second on an idle machine. The frontends continuously measure the
+durations of real requests.
 """
 
 import time
@@ -12,13 +12,13 @@ from events.wire import Generate, Sampling
 from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Stepper
 
-BUDGET_S = 1.5  # once it is spent, the curve ends where it is
+BUDGET_S = 1.5  # the curve ends where it is when this is spent
 STEPS = 4
 _PROMPT = 16
 
 
 def measured_profile(stepper: Stepper, settings: TransformersSettings) -> Profile:
-    """Measure prefill and decode and return the profile. The stepper must be idle, and is so again afterwards."""
+    """Measure prefill and decode and return the profile. The stepper must be idle, and is idle again afterwards."""
     deadline = time.monotonic() + BUDGET_S
     prompt = max(2, min(settings.prefill_tokens_max, stepper.limit - 2))
     prefill_s = min(_timed(lambda: _prefill(stepper, prompt)) for _ in range(2))  # the first one warms up
@@ -58,8 +58,8 @@ def _decode_ms(stepper: Stepper, batch: int) -> float:
 
 def _request(prompt: int, tokens: int) -> Generate:
     sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-    asked = [3 + n % 200 for n in range(prompt)]
-    return Generate(0, "measure", asked, prompt, sampling, canary=True)  # past the prefix cache
+    token_ids = [3 + n % 200 for n in range(prompt)]
+    return Generate(0, "measure", token_ids, prompt, sampling, canary=True)  # bypasses the prefix cache
 
 
 def _timed(act: Callable[[], object]) -> float:
@@ -69,7 +69,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 
 def _rising(curve: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return the curve without the dents that noise makes: more sequences never take less time."""
+    """Return the curve without dips from noise: more sequences never take less time."""
     highest, risen = 0.0, []
     for batch, ms in curve:
         highest = max(highest, ms)

@@ -1,11 +1,10 @@
 """A Llama-family model, and its forward pass over the rows of one engine step.
 
-The weights are Hugging Face's own modules (`loading.py`); the pass over them is ours, because everything that
-Holdfast does with a real engine needs the KV cache in its own hands: batches joined and left at any step, blocks that
-can be moved to another worker, faults put into named weights.
+The weights are Hugging Face's own modules (`loading.py`). The forward pass is implemented here, because Holdfast must control
+the KV cache: requests join and leave batches at any step, blocks move to another worker, and faults are put into named weights.
 
-Q, K and V are one matrix here, gate and up another; the modules' parameters are views of them, so that a fault put
-into a named parameter is a fault in what is computed.
+Q, K and V are one matrix here, gate and up another. The modules' parameters are views of them, so that a fault in a named
+parameter affects the computation.
 """
 
 from collections.abc import Sequence as Sequential
@@ -19,12 +18,13 @@ from torch.nn import functional
 from workers.engines.transformers.attention import Pool, Span, attend, banded, span
 from workers.engines.transformers.sequence import SequenceWork
 
-TILES = (4, 8, 16)  # rows of a matrix product come in multiples of the first that is exact: see attention.py
+# the rows of a matrix product are a multiple of the first of these that is exact: see attention.py
+TILES = (4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer, ready to be computed."""
+    """One decoder layer, ready for computation."""
 
     norm: Tensor
     qkv: Tensor
@@ -43,7 +43,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One step's rows: what every layer needs to know. `decoding` sequences come first, one row each."""
+    """The rows of one step, as every layer needs them. `decoding` sequences come first, one row each."""
 
     cos: Tensor
     sin: Tensor
@@ -86,14 +86,14 @@ class Model:
         )  # fmt: skip
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by name, as the folder names them."""
+        """Return the weights by their names in the folder."""
         return {name: parameter.data for name, parameter in self.module.named_parameters()}
 
     @torch.inference_mode()
     def forward(self, works: Sequential[SequenceWork], pool: Pool, *, every: bool = False) -> Tensor:
         """Compute one step: store keys and values, and return float32 logits for each work that samples, in order.
 
-        Works of a single token come first. `every`: a row of logits for every token instead.
+        Works of a single token come first. `every`: return a row of logits for every token instead.
         """
         x = self.hidden(works, pool)
         count = sum(work.count for work in works)
@@ -101,7 +101,7 @@ class Model:
 
     @torch.inference_mode()
     def hidden(self, works: Sequential[SequenceWork], pool: Pool) -> Tensor:
-        """Compute one step: store keys and values, and return the last layer's rows, one for each token, and some of padding.
+        """Compute one step: store keys and values, and return the last layer's rows: one per token, then padding.
 
         Works of a single token come first.
         """
@@ -135,22 +135,22 @@ class Model:
         group = self.heads // self.kv_heads
         answer = torch.zeros_like(q)
         if rows.over is not None:
-            asked = q[: rows.decoding].reshape(rows.decoding, self.kv_heads, group, self.width)
-            padded = functional.pad(asked, (0, 0, 0, -group % self.tile))
-            got = attend(padded, keys, values, rows.over)[:, :, :group]
-            answer[: rows.decoding] = got.reshape(rows.decoding, self.heads, self.width)
+            queries = q[: rows.decoding].reshape(rows.decoding, self.kv_heads, group, self.width)
+            padded = functional.pad(queries, (0, 0, 0, -group % self.tile))
+            attended = attend(padded, keys, values, rows.over)[:, :, :group]
+            answer[: rows.decoding] = attended.reshape(rows.decoding, self.heads, self.width)
         for first, count, table, places in rows.prompts:
             part = q[first : first + count].view(count, self.kv_heads, group, self.width)
-            asked = part.permute(1, 0, 2, 3).reshape(self.kv_heads, count * group, self.width)
-            padded = functional.pad(asked, (0, 0, 0, len(places) - count * group))
-            got = banded(padded, keys, values, table, places, self.tile)[:, : count * group]
-            got = got.view(self.kv_heads, count, group, self.width).permute(1, 0, 2, 3)
-            answer[first : first + count] = got.reshape(count, self.heads, self.width)
+            queries = part.permute(1, 0, 2, 3).reshape(self.kv_heads, count * group, self.width)
+            padded = functional.pad(queries, (0, 0, 0, len(places) - count * group))
+            attended = banded(padded, keys, values, table, places, self.tile)[:, : count * group]
+            attended = attended.view(self.kv_heads, count, group, self.width).permute(1, 0, 2, 3)
+            answer[first : first + count] = attended.reshape(count, self.heads, self.width)
         return answer.flatten(1)
 
     @torch.inference_mode()
     def logits(self, x: Tensor, wanted: list[int]) -> Tensor:
-        """Return float32 logits for some of the rows that `hidden` gave."""
+        """Return float32 logits for some of the rows that `hidden` returned."""
         padded = wanted + wanted[-1:] * (-len(wanted) % self.tile)
         if not padded:
             return torch.empty((0, self.vocabulary), device=self.device)
@@ -206,7 +206,7 @@ def _context(config: Any, wanted: int) -> int:
     limits = [wanted, int(config.max_position_embeddings)]
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
-        limits.append(int(window))  # within its window, attention is the plain one
+        limits.append(int(window))  # within its window, sliding attention equals full attention
     return min(limits)
 
 

@@ -1,7 +1,7 @@
-"""The transformers engine's `Export` and `Import`: requests that move with the blocks of their KV cache.
+"""The transformers engine's `Export` and `Import`: requests that move with their KV blocks.
 
-They live on the worker's loop. Blocks are copied by threads beside the engine's; whoever lets go of blocks that are
-being copied frees them when the copy has been made. Stopping, going on and beginning happen between two steps.
+They live on the worker's loop. Separate threads copy blocks beside the engine's thread. Blocks released while they are copied
+are freed when the copy has ended. Requests stop, resume and start between two steps.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from workers.engines.transformers.stepper import Stepper
 from workers.engines.transformers.transit import TorchArrival, TorchDeparture
 from workers.kv_transfer.messages import Buffer
 
-HOLD_S = 10.0  # for the end of the present step
-COPY_S = 2.0  # for the end of the present copy, which takes milliseconds
+HOLD_S = 10.0  # for the end of the current step
+COPY_S = 2.0  # for the end of the current copy, which takes milliseconds
 COPIES_AT_ONCE = 2
 T = TypeVar("T")
 Between = Callable[[Callable[[Stepper], None]], None]
 
 
 class TorchMoves:
-    """What exports and imports of one engine share.
+    """State shared by the exports and imports of one engine.
 
-    `between` has something done between two steps, on the engine's thread; `wake` lets the engine look whether there is
-    something to do, because blocks or a place have become free.
+    `between` schedules a call between two steps, on the engine's thread; `wake` makes the engine check for work, because blocks
+    or a place have become free.
     """
 
     def __init__(self, stepper: Stepper, between: Between, wake: Callable[[], None]) -> None:
@@ -43,8 +43,10 @@ class TorchMoves:
         self._loop = asyncio.get_running_loop()
 
     async def copied(self, copy: Callable[[], T], done: Callable[[bool], None]) -> T:
-        """Copy on a thread; `done` is called when the copy is over, on whatever thread, with whether it succeeded. A
-        caller that is cancelled waits until its memory is read no more."""
+        """Copy on a thread. `done` is called on any thread when the copy has ended, with whether it succeeded.
+
+        A cancelled caller waits until its memory is no longer read.
+        """
         copying = self._threads.submit(copy)
 
         def over(ended: "Future[T]") -> None:
@@ -59,11 +61,11 @@ class TorchMoves:
         except asyncio.CancelledError:
             await asyncio.wait([waiting], timeout=COPY_S)
             if waiting.done():
-                waiting.exception()  # nobody else asks
+                waiting.exception()  # no other caller retrieves it
             raise
 
     async def pause(self, departure: TorchDeparture) -> None:
-        """Hold a request from the end of the present step on, or until it is lost. Raise TimeoutError."""
+        """Hold a request from the end of the current step on, or until it is lost. Raise TimeoutError."""
         held: asyncio.Future[None] = self._loop.create_future()
         with self.lock:
             if departure.lost:
@@ -89,21 +91,21 @@ class TorchMoves:
                 self._pauses.discard(held)
 
     def resume(self, departure: TorchDeparture) -> None:
-        """Let a request that is held, or about to be, go on."""
+        """Resume a request that is held, or about to be."""
 
-        def go_on(stepper: Stepper) -> None:
+        def resume(stepper: Stepper) -> None:
             with stepper.lock:
                 stepper.schedule.resume(departure)
 
-        self.between(go_on)
+        self.between(resume)
 
     def cancel(self, key: int, why: str) -> None:
-        """Free what is kept for the move of a request."""
+        """Free what is reserved for the move of a request."""
         with self.lock:
             self.transit.cancel(key, why)
 
     def end(self, why: str) -> None:
-        """End all: the engine's thread, which calls this, does nothing any more."""
+        """End all moves. Called by the engine's thread as its last action."""
         with self.lock:
             self.transit.drop_all(why)
             pauses = list(self._pauses)
@@ -117,7 +119,7 @@ class TorchMoves:
 
 
 class TransformersExport:
-    """A request on its way out."""
+    """A request that leaves."""
 
     def __init__(self, moves: TorchMoves, departure: TorchDeparture) -> None:
         self._moves, self._transit, self._copier = moves, moves.transit, moves.copier
@@ -128,14 +130,16 @@ class TransformersExport:
         return 0 if lost else sequence.cached // self._moves.stepper.blocks.tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
-        """Copy blocks out of the pool, off the loop. Raise MoveEnded if it is over, or has no such blocks."""
+        """Copy blocks out of the pool, off the loop. Raise MoveEnded if the request is over, or has no such blocks."""
         with self._moves.lock:
             self._check()
             sequence, size = self._departure.sequence, self._moves.stepper.blocks
             held = sequence.key in self._transit.held
             there = size.needed(sequence.cached) if held else self.full_blocks()
             if shard != 0 or not 0 <= first <= first + count <= there:
-                raise MoveEnded(f"blocks {first} to {first + count} of shard {shard} were wanted of {there}")
+                raise MoveEnded(
+                    f"blocks {first} to {first + count} of shard {shard} were requested; there are {there}"
+                )
             table = sequence.blocks[first : first + count]
             self._departure.copies += 1
         try:
@@ -146,7 +150,7 @@ class TransformersExport:
         return copy
 
     async def stop(self) -> Stopped:
-        """Hold the request at the end of the present step. Raise MoveEnded if it is over, or no step ends in time."""
+        """Hold the request at the end of the current step. Raise MoveEnded if it is over, or no step ends in time."""
         self._check()
         try:
             await self._moves.pause(self._departure)
@@ -163,9 +167,9 @@ class TransformersExport:
     def close(self) -> None:
         with self._moves.lock:
             self._transit.close(self._departure, "it has been closed")
-        self._moves.resume(self._departure)  # and looks for what has become free
+        self._moves.resume(self._departure)  # also checks for blocks that have become free
 
-    def _copied(self, well: bool) -> None:
+    def _copied(self, succeeded: bool) -> None:
         self._transit.copied_out(self._departure)
 
     def _check(self) -> None:
@@ -174,9 +178,9 @@ class TransformersExport:
 
 
 class TransformersImport:
-    """Room for a request that comes."""
+    """Room for an arriving request."""
 
-    cached_tokens = 0  # all of it comes: its blocks are its own
+    cached_tokens = 0  # everything is transferred: its blocks are not shared
 
     def __init__(self, moves: TorchMoves, arrival: TorchArrival) -> None:
         self._moves, self._transit, self._copier = moves, moves.transit, moves.copier
@@ -192,13 +196,13 @@ class TransformersImport:
             if shard != 0 or odd or not 0 <= first <= first + count <= room:
                 self.abort()
                 raise MoveRefused(
-                    f"{len(view)} bytes came for shard {shard} from block {first} on: there is room for {room} blocks"
+                    f"{len(view)} bytes arrived for shard {shard} from block {first} on, but there is room for {room} blocks"
                 )
             table = self._arrival.blocks[first : first + count]
             self._arrival.copies += 1
 
-        def copied(well: bool) -> None:
-            self._transit.copied_in(self._arrival, range(first, first + count) if well else range(0))
+        def copied(succeeded: bool) -> None:
+            self._transit.copied_in(self._arrival, range(first, first + count) if succeeded else range(0))
 
         try:
             await self._moves.copied(lambda: self._copier.into(table, view), copied)
@@ -208,15 +212,15 @@ class TransformersImport:
         self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Begin to decode. Raise MoveRefused if what came is not what was reserved for."""
+        """Start to decode. Raise MoveRefused if what arrived does not match the reservation."""
         with self._moves.lock:
             self._check()
             if against := self._objection(tokens, computed):
                 self.abort()
                 raise MoveRefused(against)
             self._arrival.over = "it has been committed"
-        came = list(tokens)
-        self._moves.between(lambda stepper: stepper.settle(self._arrival, came, computed))
+        arrived = list(tokens)
+        self._moves.between(lambda stepper: stepper.settle(self._arrival, arrived, computed))
 
     def abort(self) -> None:
         with self._moves.lock:
@@ -232,7 +236,7 @@ class TransformersImport:
         if against or arrival.copies:
             return against or "its blocks are still being copied"
         missing = set(range(stepper.blocks.needed(computed))) - arrival.taken
-        return f"block {min(missing)} of shard 0 did not come" if missing else ""
+        return f"block {min(missing)} of shard 0 did not arrive" if missing else ""
 
     def _check(self) -> None:
         if self._arrival.over:

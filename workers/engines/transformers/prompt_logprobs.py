@@ -1,7 +1,7 @@
-"""How likely was each token of a prompt? Read from the rows of the steps in which it is computed, as they come.
+"""Collects the logprobs of a prompt's tokens from the steps that compute it.
 
-A prompt may be read in pieces; one that is preempted is read anew from its beginning. Of thousands of rows the logits take more
-memory than the model, so that they are made a few at a time.
+A prompt may be read in pieces; a preempted prompt is read again from its beginning. The logits of thousands of rows take more
+memory than the model, so they are computed a few rows at a time.
 """
 
 import math
@@ -18,8 +18,10 @@ ROWS = 128  # of a vocabulary of 150,000: 77 MB
 
 
 def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], Tensor]) -> None:
-    """Add to each sequence that asks for them the logprobs of those tokens of its prompt that this step predicts. `logits`
-    returns those of some of the step's rows, of which each token has one, in the order of the works."""
+    """Add the prompt logprobs that this step predicts to each sequence that asks for them.
+
+    `logits` returns the logits of some rows of the step; each token has one row, in the order of the works.
+    """
     row = 0
     for work in works:
         sequence = work.sequence
@@ -28,7 +30,7 @@ def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], 
                 sequence.before = [Logprob(0.0)]
             last = min(
                 work.start + work.count, sequence.submitted - 1
-            )  # the token behind it is predicted by the last row
+            )  # the last row predicts the token after it
             for first in range(work.start, last, ROWS):
                 places = range(first, min(first + ROWS, last))
                 values = logits([row + place - work.start for place in places])
@@ -38,5 +40,5 @@ def read_prompts(works: Sequential[SequenceWork], logits: Callable[[list[int]], 
 
 
 def unsound(found: Sequential[Logprob]) -> bool:
-    """Say whether one of these is no finite number."""
+    """Return whether one of these is not a finite number."""
     return not all(math.isfinite(one.chosen) for one in found)

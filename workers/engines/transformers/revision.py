@@ -1,7 +1,7 @@
-"""Which weights are these? A folder's content, as a short name.
+"""The revision of a model folder: a short hash of its content.
 
-Two folders with the same weights and configuration are the same revision wherever they lie; one flipped bit makes
-another. xxh3 reads as fast as the disk gives, and the weights are about to be read anyway.
+Two folders with the same weights and configuration have the same revision wherever they are; one flipped bit makes another.
+xxh3 is as fast as the disk, and the weights are about to be read anyway.
 """
 
 import mmap
@@ -15,13 +15,13 @@ _PIECE = 64 * 1024 * 1024
 
 
 def revision_of(folder: Path) -> str:
-    """Return the revision of a model folder, 16 hex digits. Raise EngineDead if it is none."""
+    """Return the revision of a model folder, 16 hex digits. Raise EngineDead if it is not one."""
     weights = sorted(folder.glob("*.safetensors"))
     config = folder / "config.json"
     if not config.is_file() or not weights:
         raise EngineDead(
             f"{folder} is not a model folder: it needs config.json and *.safetensors. "
-            "`holdfast model tiny DIR` makes one."
+            "`holdfast model tiny DIR` creates one."
         )
     digest = xxhash.xxh3_64()
     for path in [config, *weights]:

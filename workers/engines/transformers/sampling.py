@@ -1,12 +1,12 @@
-"""Which token comes next? From one step's logits, for every sequence that is due.
+"""Samples the next token of every due sequence from one step's logits.
 
-Random numbers are keyed by (seed, position): position is the token's index in the whole sequence, prompt included. So
-a sampled answer goes on exactly after a migration, and does not depend on who else is in the batch; an engine whose
-generator keeps a state loses its place on the way (vLLM does).
+Random numbers are keyed by (seed, position); the position is the token's index in the whole sequence, prompt included. So a
+sampled answer continues exactly after a migration, and does not depend on the rest of the batch. A generator with state would
+lose its place in a migration (vLLM's does).
 
 Biases come before penalties and the temperature, `min_p` after it and before `top_p`: as in vLLM. Presence and frequency
-penalties count generated tokens, repetition counts the prompt too. Logprobs are those of the raw logits, before all of that,
-so that they say something about the model alone.
+penalties count generated tokens, repetition counts the prompt too. Logprobs are those of the raw logits, before all of that, so
+that they describe the model alone.
 """
 
 import math
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from events.wire import Logprob, Sampling
 
-GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow
+GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A sequence whose next token is to be chosen. `tokens` is all of it so far; `generated` what this engine added."""
+    """A sequence that is due its next token. `tokens` is all of it so far; `generated` counts what this engine added."""
 
     tokens: Sequential[int]
     prompt_tokens: int
@@ -65,7 +65,7 @@ def plain(one: Due) -> bool:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) that belongs to this seed and position."""
+    """Return the random number in [0, 1) for this seed and position."""
     return (xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed % 2**64, position)) >> 11) * 2.0**-53
 
 
@@ -100,12 +100,12 @@ def _draw(scores: Tensor, one: Due) -> int:
     values, ids = scores.sort(descending=True, stable=True)
     if 0 < s.top_k < len(values):
         values, ids = values[: s.top_k], ids[: s.top_k]
-    if s.min_p > 0:  # as far as they have this share of the best one's probability
+    if s.min_p > 0:  # tokens with at least this share of the best one's probability
         near = int((values / s.temperature >= values[0] / s.temperature + math.log(s.min_p)).sum())
         values = values[: max(1, near)]
     cumulated = (values / s.temperature).softmax(dim=0).cumsum(dim=0)
     kept = len(cumulated)
-    if s.top_p < 1.0:  # the smallest set whose probability reaches top_p
+    if s.top_p < 1.0:  # the smallest set with a total probability of at least top_p
         kept = min(kept, int((cumulated < s.top_p).sum()) + 1)
     target = uniform(one.seed, len(one.tokens)) * float(cumulated[kept - 1])
     drawn = int(torch.searchsorted(cumulated[:kept], target, right=True))

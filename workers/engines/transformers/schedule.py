@@ -1,13 +1,13 @@
-"""Who runs in the next step, and on how many tokens? Continuous batching with chunked prefill over a paged KV cache.
+"""Continuous batching with chunked prefill over a paged KV cache: plans each engine step.
 
     waiting ── room ──▶ running ──▶ finished
        ▲                   │
-       └──── preempted ────┘   no block left: the newest gives its blocks back and is computed again later, and
-                               sooner one that is not about to leave (transit.py)
+       └──── preempted ────┘   no block left: the newest releases its blocks and is recomputed later; requests that are about to
+                               leave are not selected (transit.py)
 
-Every running sequence with one uncached token decodes in every step. What is left of the step's prompt budget goes to
-the oldest sequence that still has a prompt to read, then to the next. A preempted sequence loses no token: it comes
-back with all it has said and reads that again, and since re-prefill is exact nobody can tell.
+Every running sequence with one uncached token decodes in every step. The rest of the step's prompt budget goes to the oldest
+sequence that still has a prompt to read, then to the next. A preempted sequence loses no token: it returns with all its
+generated tokens and recomputes them. Since re-prefill is exact, the answer does not change.
 
 Pure: no torch, no clock, no thread.
 """
@@ -30,11 +30,11 @@ class Schedule:
         self.transit = TorchTransit(blocks)
         self.preemptions = 0
         self._batch_max = batch_max
-        self._batch_limit = batch_max  # places that may be taken now; who has one keeps it
+        self._batch_limit = batch_max  # places that may be taken now; a sequence that has one keeps it
         self._prefill_tokens_max = prefill_tokens_max
 
     def add(self, sequence: TorchSequence, *, first: bool = False) -> None:
-        """Let a sequence wait for its turn, by its priority; `first`: before all others."""
+        """Queue a sequence by its priority; `first`: before all others."""
         if first:
             self.waiting.appendleft(sequence)
             return
@@ -44,7 +44,7 @@ class Schedule:
         self.waiting.insert(place, sequence)
 
     def _yields(self, before: TorchSequence, newcomer: TorchSequence) -> bool:
-        """Say whether one that waits lets a newcomer go first: no canary, and none that has said something."""
+        """Return whether a waiting sequence lets a newcomer pass: no canary does, and none that has generated tokens."""
         return before.priority > newcomer.priority and not before.canary and not before.generated
 
     def remove(self, sequence: TorchSequence) -> None:
@@ -57,7 +57,7 @@ class Schedule:
             self.waiting.remove(sequence)
 
     def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
-        """Let a sequence that decodes begin to leave."""
+        """Begin the departure of a decoding sequence."""
         here = sequence in self.running or sequence.key in self.transit.held
         decodes = sequence.uncached == 1 and (sequence.generated or sequence.moved)
         if sequence.canary or not here or not decodes:
@@ -71,33 +71,33 @@ class Schedule:
             self.transit.held[departure.sequence.key] = departure.sequence
 
     def resume(self, departure: TorchDeparture) -> None:
-        """Put a sequence that was held back into the batch."""
+        """Return a held sequence to the batch."""
         if self.transit.held.pop(departure.sequence.key, None):
             self.running.append(departure.sequence)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TorchArrival | str:
-        """Take the blocks for a request that comes with its KV cache, or say why not."""
+        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
         if not self.room:
             return f"overloaded: all {self._batch_max} places of the batch are taken"
-        return self.transit.reserve(key, request, room_tokens, self.blocks.free - self._spoken_for())
+        return self.transit.reserve(key, request, room_tokens, self.blocks.free - self._reserved_blocks())
 
     def settle(self, arrival: TorchArrival, sequence: TorchSequence) -> None:
-        """Let a sequence that has come run."""
+        """Start an arrived sequence."""
         self.transit.settle(arrival, sequence)
         self.running.append(sequence)
 
     @property
     def room(self) -> int:
-        """Places in the batch that nobody has."""
+        """Number of free places in the batch."""
         return max(0, self._batch_max - len(self.running) - self.transit.places)
 
     def limit_batch(self, share: float) -> None:
-        """Let no more than this share of the batch run at once. Who comes with a KV cache has begun: all places are his."""
+        """Run at most this share of the batch at once. Requests that arrive with a KV cache may use all places."""
         self._batch_limit = max(1, int(self._batch_max * share))
 
     @property
     def canaries(self) -> int:
-        """How many of those that run or wait are canaries."""
+        """Number of canaries that run or wait."""
         return sum(sequence.canary for each in (self.running, self.waiting) for sequence in each)
 
     def plan(self) -> tuple[list[SequenceWork], list[int]]:
@@ -107,7 +107,7 @@ class Schedule:
         works: list[SequenceWork] = []
         budget = self._prefill_tokens_max
         for sequence in list(self.running):
-            if sequence not in self.running:  # preempted for an older one, a moment ago
+            if sequence not in self.running:  # just preempted for an older sequence
                 continue
             count = min(sequence.uncached, budget) if sequence.uncached > 1 else 1
             if count == 0 or not self._reserve(sequence, sequence.cached + count, taken):
@@ -116,7 +116,8 @@ class Schedule:
                 budget -= count
             works.append(SequenceWork(sequence, sequence.cached, count))
         works = [work for work in works if work.sequence in self.running]
-        if self.preemptions > preempted:  # what went back may be somebody else's by the time it is cleared
+        # released blocks may have another holder by the time they are cleared
+        if self.preemptions > preempted:
             kept = {block for work in works for block in work.sequence.blocks}
             taken = [block for block in taken if block in kept]
         works.sort(key=lambda work: work.count > 1)  # stable
@@ -127,7 +128,7 @@ class Schedule:
             first = self.waiting[0]
             found = self._found(first)
             held = len(found) - self.blocks.unheld(found)
-            if self.blocks.needed(len(first.tokens) + 1) - held > self.blocks.free - self._spoken_for():
+            if self.blocks.needed(len(first.tokens) + 1) - held > self.blocks.free - self._reserved_blocks():
                 return
             self.blocks.share(found)
             first.blocks, first.named = found, len(found)
@@ -135,14 +136,14 @@ class Schedule:
             self.running.append(self.waiting.popleft())
 
     def _found(self, sequence: TorchSequence) -> list[int]:
-        """Return the blocks of its beginning that are here. One token at least is computed: it gives the logits."""
+        """Return the cached blocks of its prefix. At least one token is computed: it gives the logits."""
         if not sequence.shares:
             return []
         names = sequence.names_of((len(sequence.tokens) - 1) // self.blocks.tokens, self.blocks.tokens)
         return self.blocks.find(names, sequence.tokens)
 
     def computed(self, work: SequenceWork) -> None:
-        """Note that a part of a sequence is in its blocks now, and let others find those that are full."""
+        """Record that a part of a sequence is now in its blocks, and make its full blocks findable."""
         sequence, size = work.sequence, self.blocks.tokens
         sequence.cached = work.start + work.count
         full = sequence.cached // size
@@ -155,12 +156,12 @@ class Schedule:
             self.blocks.name(sequence.blocks[place], names[place], parent, tokens)
         sequence.named = full
 
-    def _spoken_for(self) -> int:
-        """Return how many free blocks those who run need for what they have said."""
+    def _reserved_blocks(self) -> int:
+        """Return how many free blocks the running sequences need for their generated tokens."""
         return sum(self.blocks.needed(len(s.tokens) + 1) - len(s.blocks) for s in self.running)
 
     def _reserve(self, sequence: TorchSequence, tokens: int, taken: list[int]) -> bool:
-        """Give a sequence the blocks for this many tokens; False if it was the one that had to go."""
+        """Allocate a sequence's blocks for this many tokens; False if it was preempted itself."""
         while len(sequence.blocks) < self.blocks.needed(tokens):
             while not self.blocks.free:
                 if self._preempt(sequence) is sequence:
@@ -171,8 +172,10 @@ class Schedule:
         return True
 
     def _preempt(self, needy: TorchSequence) -> TorchSequence:
-        """Preempt the newest that is not about to leave. Where all are, the one in need goes: the others' blocks are
-        pinned, so that nobody would gain by theirs."""
+        """Preempt the newest sequence that is not about to leave.
+
+        If all are about to leave, preempt the needy one: the others' blocks are pinned, so preempting them frees nothing.
+        """
         staying = (one for one in reversed(self.running) if not self.transit.leaving(one))
         newest = next(staying, needy)
         self.running.remove(newest)

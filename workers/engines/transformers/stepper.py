@@ -1,6 +1,6 @@
-"""What does one step of the transformers engine do? Plan, compute, choose, hand over. No thread, no clock.
+"""Runs one step of the transformers engine: plan, compute, choose. No thread, no clock.
 
-The engine's thread is the only caller once it runs; before that the engine measures itself with a stepper's parts.
+Once it runs, the engine's thread is the only caller; before that the engine measures itself with the stepper.
 """
 
 import threading
@@ -31,8 +31,8 @@ Output = list[tuple[int, Chunk]]
 class Stepper:
     """A model, its KV cache, and the requests in it.
 
-    `lock` guards who holds which blocks: requests that move take and free some on the worker's loop. It is never held
-    while the model computes.
+    `lock` guards the block tables: moving requests take and free blocks on the worker's loop. It is never held while the model
+    computes.
     """
 
     def __init__(self, model: Model, settings: TransformersSettings) -> None:
@@ -52,21 +52,21 @@ class Stepper:
         self._sequences: dict[int, TorchSequence] = {}
 
     def __contains__(self, key: int) -> bool:
-        """Return whether it has taken this request in."""
+        """Return whether it has accepted this request."""
         return key in self._sequences
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is work."""
         return bool(self._sequences)
 
     @property
     def transit(self) -> TorchTransit:
-        """The requests on their way out or in."""
+        """The requests that leave or arrive."""
         return self.schedule.transit
 
     def refusal(self, request: Generate) -> str | None:
-        """Return why this request cannot be served, or None. Reads nothing that changes: callable from any thread."""
+        """Return why this request cannot be served, or None. Reads only constants: callable from any thread."""
         tokens, sampling = request.tokens, request.sampling
         if not tokens:
             return "invalid_request: the prompt is empty"
@@ -83,7 +83,7 @@ class Stepper:
         return None
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
-        """Take a request in; return the chunk that ends it if it asks for nothing."""
+        """Accept a request; return its final chunk if it asks for no tokens."""
         sequence = self._sequence(key, request, request.tokens)
         if sequence.left <= 0:
             return Chunk(request.stream, [], finish="length")
@@ -91,17 +91,17 @@ class Stepper:
             self._sequences[key] = sequence
             self.schedule.add(
                 sequence, first=request.canary
-            )  # what finds a sick worker must not wait for others
+            )  # a canary that detects a faulty worker must not wait for others
         return None
 
     def depart(self, key: int) -> TorchDeparture | None:
-        """Let a request that decodes begin to leave."""
+        """Begin the departure of a decoding request."""
         with self.lock:
             sequence = self._sequences.get(key)
             return None if sequence is None else self.schedule.depart(sequence)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TorchArrival | str:
-        """Take the blocks for a request that comes with its KV cache, or say why not."""
+        """Reserve the blocks for a request that arrives with its KV cache, or return why not."""
         if request.canary:
             return "a canary does not move"
         with self.lock:
@@ -109,9 +109,10 @@ class Stepper:
             return self.schedule.reserve(key, request, room)
 
     def settle(self, arrival: TorchArrival, tokens: Sequential[int], computed: int) -> None:
-        """Let a request that has come with its KV cache run."""
+        """Start a request that has arrived with its KV cache."""
         sequence = self._sequence(arrival.key, arrival.request, tokens)
-        sequence.moved, sequence.shares = True, False  # what somebody else computed is for this request alone
+        # blocks computed by another worker are for this request alone
+        sequence.moved, sequence.shares = True, False
         sequence.cached = min(computed, len(tokens) - 1)  # the last one gives the logits
         with self.lock:
             self._sequences[arrival.key] = sequence
@@ -143,7 +144,7 @@ class Stepper:
         return works
 
     def step(self, works: list[SequenceWork]) -> Output:
-        """Compute one step and return what each sequence gets of it."""
+        """Compute one step and return each sequence's output."""
         if raised := self.faults.raised(len(works)):
             return self._failed(
                 [work.sequence for work in works[:raised]], "a rehearsed exception in the forward pass"
@@ -157,25 +158,25 @@ class Stepper:
         due = [work.sequence for work in works if work.samples]
         choices = choose(logits, [_due(sequence) for sequence in due])
         with self.lock:
-            for work in works:  # not before the choices: they wait until a GPU has computed all of it
+            for work in works:  # after the choices, which wait until a GPU has computed everything
                 self.schedule.computed(work)
             return [
-                (sequence.key, self._said(sequence, choice))
+                (sequence.key, self._append_token(sequence, choice))
                 for sequence, choice in zip(due, choices, strict=True)
             ]
 
     def take_events(self) -> list[KvEvent]:
-        """Return what the prefix cache has stored and removed since this was last asked."""
+        """Return the prefix cache's stored and removed events since the last call."""
         with self.lock:
             return self.blocks.take_events()
 
     def fail_all(self, detail: str) -> Output:
-        """End every request with an engine error, and free everything. What a broken step has left is found by nobody."""
+        """End every request with an engine error, and free everything. No request can reuse what a broken step has left."""
         self._forget_all()
         return self._failed(list(self._sequences.values()), detail)
 
     def trust(self, trusted: bool) -> None:
-        """Let nobody find what was computed up to now, nor, until it is trusted, what is computed for those who come."""
+        """Stop the reuse of everything computed so far and, until trusted again, of new blocks."""
         self._trusted = trusted
         self._forget_all()
         with self.lock:
@@ -183,13 +184,12 @@ class Stepper:
                 sequence.shares = sequence.shares and trusted
 
     def limit_batch(self, share: float) -> None:
-        """Let no more than this share of the batch run at once."""
+        """Run at most this share of the batch at once."""
         with self.lock:
             self.schedule.limit_batch(share)
 
     def _operate(self) -> None:
-        """Make the bit flips that a rehearsal asked for, or undo them, in the order in which they were asked for: only
-        between steps, on the engine's thread."""
+        """Make or undo the bit flips of a rehearsal, in order. Called between steps, on the engine's thread."""
         if self.faults.surgery:
             self._forget_all()
         while self.faults.surgery:
@@ -203,7 +203,7 @@ class Stepper:
                 log.warning("weight_not_flipped", reason=str(error))
 
     def _forget_all(self) -> None:
-        """Let nobody find what was computed up to now: with other weights, or wrong."""
+        """Stop the reuse of everything computed so far: with other weights, or wrong."""
         with self.lock:
             self.blocks.forget_names()
             for sequence in self._sequences.values():
@@ -227,10 +227,10 @@ class Stepper:
             shares=self._prefix_caching
             and self._trusted
             and not request.canary
-            and request.sampling.prompt_logprobs is None,  # all of its prompt is computed
+            and request.sampling.prompt_logprobs is None,  # its whole prompt is computed
         )
 
-    def _said(self, sequence: TorchSequence, choice: SampledToken) -> Chunk:
+    def _append_token(self, sequence: TorchSequence, choice: SampledToken) -> Chunk:
         if choice.token is None or (sequence.before and unsound(sequence.before)):
             self._forget_all()
             self.cancel(sequence.key)
@@ -270,7 +270,7 @@ def _due(sequence: TorchSequence) -> Due:
 
 
 def _eos(model: Model) -> frozenset[int]:
-    """Return the ids that end an answer: the generation config's, else the config's."""
+    """Return the ids that end an answer: the generation config's, otherwise the config's."""
     generation = getattr(model.module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:
@@ -281,7 +281,7 @@ def _eos(model: Model) -> frozenset[int]:
 
 
 def _seed(request: Generate) -> int:
-    """Return the request's seed; without one its id serves, which stays the same wherever the request goes."""
+    """Return the request's seed, or a hash of its id, which is the same on every worker."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return xxhash.xxh64_intdigest(request.request.encode())

@@ -1,11 +1,11 @@
-"""Which requests are on their way out of the engine or into it, and which blocks do they hold? No torch, no thread.
+"""The requests that leave the engine or arrive, and the blocks that they hold. No torch, no thread.
 
     out   running ── hold ──▶ held ── resume ──▶ running          its blocks are pinned until `close`,
              └── end, preempted ──▶ lost ◀── cancel ──┘           and while a copy of them is made
     in    reserve ──▶ reserved ── settle ──▶ running              every block it may need is taken at once
                          └── abort, cancel ──▶ over               they are free when no copy into them is made
 
-Both keep their place in the batch, so that a held request goes on at once, and one that has come begins at once.
+Both keep their place in the batch, so that a held request resumes at once, and an arrived one starts at once.
 """
 
 from dataclasses import dataclass, field
@@ -23,25 +23,25 @@ class TorchDeparture:
     sequence: TorchSequence
     lost: str = ""  # why it cannot leave any more
     closed: bool = False
-    copies: int = 0  # that are being made
-    pinned: list[int] = field(default_factory=list)  # blocks that the request itself has let go of
+    copies: int = 0  # in progress
+    pinned: list[int] = field(default_factory=list)  # blocks that the request itself has released
 
 
 @dataclass(slots=True, eq=False)
 class TorchArrival:
-    """Room for a request that comes."""
+    """Room for an arriving request."""
 
     key: int
     request: Generate
     room_tokens: int
     blocks: list[int]
-    taken: set[int] = field(default_factory=set)  # of its blocks, by their place in the sequence
-    copies: int = 0  # that are being made
-    over: str = ""  # why nothing can come any more
+    taken: set[int] = field(default_factory=set)  # indexes of arrived blocks in the sequence
+    copies: int = 0  # in progress
+    over: str = ""  # why nothing can arrive any more
 
 
 class TorchTransit:
-    """The requests on their way."""
+    """The requests that leave or arrive."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -51,12 +51,12 @@ class TorchTransit:
 
     @property
     def places(self) -> int:
-        """Places of the batch that are kept for held requests and for those to come."""
+        """Places of the batch that are reserved for held and for arriving requests."""
         return len(self.held) + len(self._in)
 
     @property
     def empty(self) -> bool:
-        """Whether no request is on its way, out or in."""
+        """Whether no request is leaving or arriving."""
         return not (self._out or self._in or self.held)
 
     def leaving(self, sequence: TorchSequence) -> bool:
@@ -64,7 +64,7 @@ class TorchTransit:
         return (found := self._out.get(sequence.key)) is not None and not found.lost
 
     def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
-        """Let a request begin to leave, unless it does already or too many others do."""
+        """Begin a request's departure, unless it has begun already or too many others have."""
         if sequence.key in self._out or len(self._out) >= MOVES_MAX:
             return None
         self._out[sequence.key] = made = TorchDeparture(sequence)
@@ -81,36 +81,36 @@ class TorchTransit:
         self._settle_out(departure)
 
     def close(self, departure: TorchDeparture, why: str) -> None:
-        """Let go of the blocks."""
+        """Release the blocks."""
         departure.lost, departure.closed = departure.lost or why, True
         self._settle_out(departure)
 
     def copied_out(self, departure: TorchDeparture) -> None:
-        """Note that a copy has been made."""
+        """Record that a copy has ended."""
         departure.copies -= 1
         self._settle_out(departure)
 
     def reserve(self, key: int, request: Generate, room_tokens: int, free: int) -> TorchArrival | str:
-        """Take the blocks for a request that will have grown to so many tokens, or say why not."""
+        """Reserve the blocks for a request that will have grown to `room_tokens` tokens, or return why not."""
         needed = self._blocks.needed(room_tokens)
         if len(self._in) >= MOVES_MAX:
             return f"overloaded: {MOVES_MAX} requests are on their way here already"
         if needed > free:
             return (
-                f"overloaded: {needed} KV blocks are wanted, {max(0, free)} of {self._blocks.count} are free"
+                f"overloaded: {needed} KV blocks are needed, {max(0, free)} of {self._blocks.count} are free"
             )
         blocks = [self._blocks.take() for _ in range(needed)]
         self._in[key] = made = TorchArrival(key, request, room_tokens, blocks)
         return made
 
     def copied_in(self, arrival: TorchArrival, places: range) -> None:
-        """Note that a copy into the room has been made."""
+        """Record that a copy into the room has ended."""
         arrival.copies -= 1
         arrival.taken.update(places)
         self._settle_in(arrival)
 
     def settle(self, arrival: TorchArrival, sequence: TorchSequence) -> None:
-        """Give a request that has come its blocks; what it has too many of goes back."""
+        """Assign an arrived request its blocks, and free surplus ones."""
         del self._in[arrival.key]
         sequence.blocks = arrival.blocks[: self._blocks.needed(sequence.cached)]
         surplus = arrival.blocks[len(sequence.blocks) :]
@@ -118,14 +118,14 @@ class TorchTransit:
         self._blocks.give_back(surplus)
 
     def abort(self, arrival: TorchArrival, why: str) -> None:
-        """Free the room of a request that does not come."""
+        """Free the room of a request that does not arrive."""
         if not arrival.over:
             arrival.over = why
             del self._in[arrival.key]
             self._settle_in(arrival)
 
     def cancel(self, key: int, why: str) -> None:
-        """Free what is kept for a key, whatever its state. A request that runs or is held is the schedule's."""
+        """Free what is reserved for a key, in whatever state. A request that runs or is held belongs to the schedule."""
         if departure := self._out.get(key):
             self.close(departure, why)
         if arrival := self._in.get(key):

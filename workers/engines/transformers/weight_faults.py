@@ -1,7 +1,7 @@
-"""Faults of memory, put into named weights on purpose and taken out again.
+"""Memory faults for rehearsals, put into named weights and undone again.
 
-What a stray particle, a weak cell or a bad bus does to a model: one bit of one number, a row of zeros, a tile of zeros.
-Each kind is drawn from a seed, weight by weight in proportion to its size, so that the same seed is the same fault.
+They imitate a stray particle, a weak cell or a bad bus: one flipped bit of one number, a row of zeros, a tile of zeros. Each
+kind is drawn from a seed, weight by weight in proportion to its size, so that the same seed gives the same fault.
 """
 
 import random
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from events.errors import HoldfastError
 
-TILE = 16  # the side of a zeroed tile: what one matrix unit works on at a time
+TILE = 16  # the side of a zeroed tile, as one matrix unit processes it
 
 
 class NotFloat32(HoldfastError):
@@ -22,7 +22,7 @@ class NotFloat32(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class WeightFault:
-    """One fault: which weight, where, and what happens. `bit` counts from the lowest of the number's 32."""
+    """One fault: the weight, the place and the change. `bit` counts from the lowest of the number's 32."""
 
     weight: str
     row: int
@@ -35,7 +35,7 @@ class WeightFault:
         return f"{what} {self.weight}[{self.row}, {self.column}]"
 
 
-# Which bit each kind flips; None: not a bit. float32 is 1 sign bit (31), 8 exponent bits (30–23), 23 mantissa bits.
+# The bit that each kind flips; None: not a bit. float32 is 1 sign bit (31), 8 exponent bits (30–23), 23 mantissa bits.
 KINDS: Mapping[str, Callable[[random.Random], int | None]] = {
     "any one bit": lambda draw: draw.randrange(32),
     "exponent top bit": lambda draw: 30,
@@ -49,7 +49,7 @@ KINDS: Mapping[str, Callable[[random.Random], int | None]] = {
 
 
 def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) -> WeightFault:
-    """Draw one fault of a kind, every number of every matrix equally likely."""
+    """Draw one fault of a kind; every number of every matrix is equally likely."""
     matrices = [name for name, weight in weights.items() if weight.dim() == 2]
     name = draw.choices(matrices, [weights[name].numel() for name in matrices])[0]
     rows, columns = weights[name].shape
@@ -57,11 +57,12 @@ def draw_fault(weights: Mapping[str, Tensor], kind: str, draw: random.Random) ->
 
 
 class Surgeon:
-    """Puts faults into weights, and remembers what was there."""
+    """Puts faults into weights, and remembers the original values."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
-        self._before: list[tuple[Tensor, Tensor]] = []  # the place (a view of the weight), what it held
+        # the place (a view of the weight), and its original content
+        self._before: list[tuple[Tensor, Tensor]] = []
 
     @torch.inference_mode()
     def inflict(self, fault: WeightFault) -> None:
@@ -79,7 +80,7 @@ class Surgeon:
 
     @torch.inference_mode()
     def heal(self) -> None:
-        """Put everything back, last fault first."""
+        """Restore everything, the last fault first."""
         while self._before:
             place, before = self._before.pop()
             place.copy_(before)
