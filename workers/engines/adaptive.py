@@ -1,13 +1,14 @@
-"""How many requests may an engine run at once, so that its steps take no longer than they should? As many as it says, less while
-its steps are late, and one more at a time again (AIMD).
+"""Limits how many requests an engine runs at once so that its steps stay fast (AIMD).
 
-    target    1.5 times what a step of a full batch takes by its profile
-    each quarter of a second with steps enough in it:
-        their mean is over the target ──▶ nine tenths of what runs, a quarter of the batch at least
-        what runs fills the limit     ──▶ a little more, up to the batch
+The limit starts at the full batch. It drops while steps are late, and grows back step by step.
 
-Only steps in which nobody's prompt is read are measured: those say what decoding takes, on this machine, now. How long a request
-lasts says nothing of it. Off by default; meant for engines whose steps all requests share.
+    target: 1.5 times the duration of a full-batch step, by the engine's profile
+    every 0.25 s, if at least 4 steps were measured:
+        their mean is above the target ──▶ limit to 0.9 times what runs, at least a quarter of the batch
+        the limit is reached           ──▶ raise it by 1/32 of the batch, at most to the batch
+
+Only steps without prefill are measured: they show how long decoding takes on this machine, now. The duration of a whole request
+does not. Off by default; meant for engines in which all requests share each step.
 """
 
 import asyncio
@@ -23,15 +24,15 @@ from workers.engines.engine import Announce, Deliver, Engine, unheard
 from workers.engines.wrapped import WrappedEngine
 
 TOLERATED = 1.5
-CUT, LEAST = 0.9, 0.25  # of what runs; of the batch
-GROWS = 1 / 32  # of the batch, at a time
-LOOK_S = 0.25
+CUT, LEAST = 0.9, 0.25  # factor on what runs; smallest share of the batch
+GROWS = 1 / 32  # share of the batch, per increase
+ADJUST_S = 0.25
 STEPS_LEAST = 4
-OUTLIER = 3.0  # times the target: no step counts for more
+OUTLIER = 3.0  # times the target: longer steps count as this
 
 
 class BatchLimit:
-    """The limit of one engine. Pure; steps may be told from any thread."""
+    """The batch limit of one engine. Pure; `step` may be called from any thread."""
 
     def __init__(self, profile: Profile) -> None:
         self.most = self.limit = max(1, profile.max_batch)
@@ -40,14 +41,14 @@ class BatchLimit:
         self._sum_s, self._steps = 0.0, 0
 
     def step(self, took_s: float) -> None:
-        """Take in a step in which nothing was read."""
+        """Record the duration of a step without prefill."""
         if 0.0 < self.target_s < inf and took_s > 0.0:
             with self._lock:
                 self._sum_s += min(took_s, OUTLIER * self.target_s)
                 self._steps += 1
 
-    def look(self, running: int) -> bool:
-        """Move the limit, if there were steps enough since the last time. Return whether it has moved."""
+    def adjust(self, running: int) -> bool:
+        """Adjust the limit if enough steps were recorded since the last call. Return whether it changed."""
         with self._lock:
             if self._steps < STEPS_LEAST:
                 return False
@@ -63,65 +64,63 @@ class BatchLimit:
 
 
 class AdaptiveEngine(WrappedEngine):
-    """An engine that runs no more at once than it can without being late."""
+    """An engine with a batch limit that keeps its steps within a target duration."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._batch: BatchLimit | None = (
-            None  # from its start on: only then it is known how fast it should be
-        )
-        self._told = 1.0
-        self._deliver: Deliver = _nowhere
-        self._now: Callable[[], float] = float  # of the loop; may be asked from any thread
-        self._last_at: float | None = None  # when a step ended after which others go on
-        self._looked = -inf
+        self._batch: BatchLimit | None = None  # set by `start`: the profile is known only then
+        self._requested = 1.0
+        self._deliver: Deliver = _discard
+        self._now: Callable[[], float] = float  # the loop's clock; may be called from any thread
+        self._last_at: float | None = None  # end of the last step after which requests continued
+        self._adjusted_at = -inf
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
-        """Start the engine, and listen to its steps."""
+        """Start the engine and measure its steps."""
         self._deliver, self._now = deliver, asyncio.get_running_loop().time
         await self._engine.start(self._delivered, announce)
         self._batch = BatchLimit(self._engine.identity.profile)
 
     def limit_batch(self, share: float) -> None:
-        """Run no more than this share of the batch at once, or less."""
-        self._told = share
+        """Run at most this share of the batch at once."""
+        self._requested = share
         self._apply()
 
     def load(self) -> Load:
-        """Return the engine's load, and how many it runs at once now. Called with every beat: then the limit moves, too."""
+        """Return the engine's load with its current limit. Called with every beat; adjusts the limit."""
         load, batch = self._engine.load(), self._batch
         if batch is None:
             return load
         now = self._now()
-        if now - self._looked >= LOOK_S:
-            self._looked = now
-            if batch.look(load.running):
+        if now - self._adjusted_at >= ADJUST_S:
+            self._adjusted_at = now
+            if batch.adjust(load.running):
                 self._apply()
         return msgspec.structs.replace(load, batch=batch.limit)
 
     def _apply(self) -> None:
         batch = self._batch
         own = 1.0 if batch is None else batch.limit / batch.most
-        self._engine.limit_batch(min(self._told, own))
+        self._engine.limit_batch(min(self._requested, own))
 
     def _delivered(self, out: list[tuple[int, Chunk]]) -> None:
-        """Hand over what a step has brought, from any thread, and see how long it took."""
+        """Pass on a step's output, from any thread, and record how long the step took."""
         now, last, batch = self._now(), self._last_at, self._batch
         reads = self._engine.phase().prefill_tokens > 0 or any(c.cached_tokens is not None for _, c in out)
-        goes_on = any(chunk.finish is None and chunk.error is None for _, chunk in out)
-        self._last_at = now if goes_on else None
+        continues = any(chunk.finish is None and chunk.error is None for _, chunk in out)
+        self._last_at = now if continues else None
         if batch is not None and last is not None and not reads:
             batch.step(now - last)
         self._deliver(out)
 
 
 def _full_step_s(profile: Profile) -> float:
-    """Return how long a step of a full batch takes by a profile, beyond its curve in proportion; inf: it does not say."""
+    """Return the duration of a full-batch step by a profile, extrapolated in proportion; inf if the profile has none."""
     if not profile.tpot_ms:
         return inf
     batch, milliseconds = profile.tpot_ms[-1]
     return milliseconds / 1000 * max(1.0, profile.max_batch / max(1, batch))
 
 
-def _nowhere(out: list[tuple[int, Chunk]]) -> None:
-    """Where output goes before `start`."""
+def _discard(out: list[tuple[int, Chunk]]) -> None:
+    """Discard output before `start`."""

@@ -1,11 +1,12 @@
-"""How many requests may be inside an engine at once? N; Q more wait here, those that have begun elsewhere first; by priority.
+"""Limits how many requests are inside an engine to N, and queues up to Q more here.
 
     submit ──▶ fewer than N inside ──▶ engine ──▶ its last chunk, cancelled, moved away ──▶ the next that waits
          ├───▶ fewer than Q waiting ─▶ wait
          └───▶ else ─────────────────▶ overloaded
 
-Exactly N + Q are taken, for any Q. Canaries are nobody's requests: they pass, and the engine bounds them itself. Requests
-that come with their KV cache go into the engine or nowhere: they decode well where they are.
+Exactly N + Q requests are accepted, for any Q. Of those that wait, requests that already started elsewhere go first; then
+priority decides. Canaries pass without counting; the engine limits them itself. A request that arrives with its KV cache either
+enters the engine at once or is refused, because it decodes well where it is.
 """
 
 import asyncio
@@ -32,30 +33,33 @@ AT_CAPACITY = "overloaded: Server overloaded: worker at capacity"
 
 
 class RequestLimit:
-    """Which requests are inside, and which wait. Pure: who is let in is for the caller to hand over."""
+    """Tracks which requests are inside and which wait. Pure: the caller submits the admitted ones."""
 
     def __init__(self, limit: int, queue: int) -> None:
-        """At most `limit` inside, and `queue` more that wait; in the turn in which a place inside has become free, one more."""
+        """Admit at most `limit` requests, and queue at most `queue` more.
+
+        In the turn of the loop in which a place becomes free, one more may wait.
+        """
         self.limit, self.queue = limit, queue
         self.refused = 0
         self.inside: set[int] = set()
-        self._begun: dict[int, Generate] = {}  # they have said something elsewhere: they go first
+        self._begun: dict[int, Generate] = {}  # already started elsewhere: they go first
         self._fresh: dict[int, Generate] = {}
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """The number of waiting requests."""
         return len(self._begun) + len(self._fresh)
 
     def waiting_by_rank(self) -> dict[int, int]:
-        """Return how many wait for each DP rank."""
+        """Return the number of waiting requests per DP rank."""
         found: dict[int, int] = {}
         for request in (*self._begun.values(), *self._fresh.values()):
             found[request.rank] = found.get(request.rank, 0) + 1
         return found
 
     def enters(self, key: int) -> bool:
-        """Take a request in that does not wait; False if there is no room."""
+        """Admit a request that cannot wait; return False if there is no room."""
         free = len(self.inside) < self.limit and not self.waiting
         if free:
             self.inside.add(key)
@@ -64,7 +68,7 @@ class RequestLimit:
         return free
 
     def take(self, key: int, request: Generate) -> str:
-        """Return what becomes of a request: `inside`, `waits`, or `refused`."""
+        """Accept a request. Return `inside`, `waits` or `refused`."""
         if len(self.inside) + self.waiting >= self.limit + self.queue:
             self.refused += 1
             return "refused"
@@ -75,41 +79,41 @@ class RequestLimit:
         return "waits"
 
     def forget(self, key: int) -> bool:
-        """Forget a request that is over or cancelled. Return whether it waited; unknown keys are ignored."""
+        """Forget a finished or cancelled request. Return whether it was waiting; unknown keys are ignored."""
         self.inside.discard(key)
         return self._begun.pop(key, None) is not None or self._fresh.pop(key, None) is not None
 
     def next(self) -> tuple[int, Generate] | None:
-        """Take the next one in that waits; None: nobody waits, or there is no room."""
+        """Admit the next waiting request; None if none waits or there is no room."""
         line = self._begun or self._fresh
         if not line or len(self.inside) >= self.limit:
             return None
-        key = min(line, key=lambda one: line[one].priority)  # among equals the first
+        key = min(line, key=lambda one: line[one].priority)  # ties: first come, first served
         self.inside.add(key)
         return key, line.pop(key)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all requests."""
         self.inside.clear()
         self._begun.clear()
         self._fresh.clear()
 
 
 class LimitedEngine(WrappedEngine):
-    """An engine that is never given more requests than it may have at once."""
+    """An engine with a bounded number of requests, and a queue in front of it."""
 
     def __init__(self, engine: Engine, limit: int, queue: int) -> None:
         super().__init__(engine)
         self.requests = RequestLimit(limit, queue)
-        self._deliver: Deliver = _nowhere
+        self._deliver: Deliver = _discard
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0  # the loop's
+        self._thread = 0  # thread id of the loop
         self._own: EngineIdentity | None = None
-        self._seen: EngineIdentity | None = None  # of which that was made
+        self._seen: EngineIdentity | None = None  # the inner identity that `_own` was made from
 
     @property
     def identity(self) -> EngineIdentity:
-        """What the engine is. It runs no more than it is given, and all may wait that it is not given."""
+        """The engine's identity. The limit bounds its batch; the rest of limit and queue may wait."""
         inner = self._engine.identity
         if self._own is None or self._seen is not inner:
             most, wait = self.requests.limit, self.requests.queue
@@ -124,7 +128,7 @@ class LimitedEngine(WrappedEngine):
         await self._engine.start(self._delivered, announce)
 
     def submit(self, key: int, request: Generate) -> None:
-        """Give the engine a request, let it wait, or refuse it."""
+        """Submit a request to the engine, queue it, or refuse it."""
         if request.canary:
             self._engine.submit(key, request)
             return
@@ -135,23 +139,23 @@ class LimitedEngine(WrappedEngine):
                 self._deliver([(key, Chunk(request.stream, [], error=AT_CAPACITY))])
 
     def cancel(self, key: int) -> None:
-        """Forget a request. Unknown keys are ignored."""
+        """Cancel a request. Unknown keys are ignored."""
         if not self.requests.forget(key):
             self._engine.cancel(key)
-        self._soon()
+        self._schedule_admission()
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
-        """Take the blocks for a request that comes with its KV cache, or say why not."""
+        """Reserve room for a request that arrives with its KV cache, or return why not."""
         if not self.requests.enters(key):
             return AT_CAPACITY
         room = self._engine.reserve(key, request, room_tokens)
         if isinstance(room, str):
-            self._over([key])
+            self._ended([key])
             return room
-        return _LimitedImport(room, lambda: self._over([key]))
+        return _LimitedImport(room, lambda: self._ended([key]))
 
     def load(self) -> Load:
-        """Return the engine's load, and with it who waits here."""
+        """Return the engine's load, including the requests that wait here."""
         load, waiting = self._engine.load(), self.requests.waiting
         return msgspec.structs.replace(load, waiting=load.waiting + waiting) if waiting else load
 
@@ -168,38 +172,38 @@ class LimitedEngine(WrappedEngine):
         self.requests.clear()
         await self._engine.stop()
 
-    # --- what it says, and who goes in then
+    # --- output, and admission of waiting requests
 
     def _delivered(self, out: list[tuple[int, Chunk]]) -> None:
-        """Hand over what the engine says, from any thread."""
+        """Pass on the engine's output, from any thread."""
         self._deliver(out)
         ended = [key for key, chunk in out if chunk.finish or chunk.error]
         if not ended:
             return
         if threading.get_ident() == self._thread:
-            self._over(ended)
+            self._ended(ended)
         else:
             assert self._loop is not None
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                self._loop.call_soon_threadsafe(self._over, ended)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
+                self._loop.call_soon_threadsafe(self._ended, ended)
 
-    def _over(self, keys: list[int]) -> None:
+    def _ended(self, keys: list[int]) -> None:
         for key in keys:
             self.requests.forget(key)
-        self._soon()
+        self._schedule_admission()
 
-    def _soon(self) -> None:
-        """Let in who waits, in the next turn: an engine may refuse a request within `submit`."""
+    def _schedule_admission(self) -> None:
+        """Admit waiting requests in the next turn of the loop: an engine may refuse a request within `submit`."""
         if self.requests.waiting and self._loop is not None:
-            self._loop.call_soon(self._let_in)
+            self._loop.call_soon(self._admit_waiting)
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while (entered := self.requests.next()) is not None:
             self._engine.submit(*entered)
 
 
 class _LimitedImport:
-    """Room for a request that arrives: until it is aborted, or its stream is over, it is inside."""
+    """Room for an arriving request. It counts as inside until it is aborted or its stream ends."""
 
     def __init__(self, room: Import, aborted: Callable[[], None]) -> None:
         self._room = room
@@ -211,14 +215,14 @@ class _LimitedImport:
         await self._room.take(shard, first, data)
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
-        """Begin to decode. Raise MoveRefused."""
+        """Start to decode. Raise MoveRefused."""
         await self._room.commit(tokens, computed)
 
     def abort(self) -> None:
-        """Free everything."""
+        """Free the room."""
         self._room.abort()
         self._aborted()
 
 
-def _nowhere(out: list[tuple[int, Chunk]]) -> None:
-    """Where output goes before `start`."""
+def _discard(out: list[tuple[int, Chunk]]) -> None:
+    """Discard output before `start`."""

@@ -1,4 +1,4 @@
-"""What can be wrong with every engine that plays faults for rehearsals: steps that raise, tokens that are others."""
+"""The faults that every engine can rehearse: steps that raise, and wrong tokens."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ SLOW_TIMES = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class EngineFaults:
-    """What is wrong with an engine right now. A fresh value is a healthy engine."""
+    """The faults active in an engine now. A fresh value is a healthy engine."""
 
-    healthy: bool = True  # every pass succeeds and gives the right tokens, however slowly
+    healthy: bool = True  # every pass succeeds and gives the right tokens, at any speed
     error: bool = False
-    errors_left: int = 0  # 0: until healed
+    errors_left: int = 0  # requests still to fail; 0: all until healed
     corrupt_one_in: int = 0
     drift: float = 0.0
-    sampler: bool = False  # any token is drawn at temperatures above 0; greedy answers are right
+    sampler: bool = False  # any token is drawn at temperatures above 0; greedy answers stay right
     dead: bool = False
-    _said: int = 0  # tokens said while corrupting, or drawn by a broken sampler
+    _count: int = 0  # tokens counted while corrupting, or drawn by a broken sampler
 
     def begin(self, fault: str, argument: float) -> bool:
-        """Begin a fault that every engine has; False if it is none of these. An argument of 0 takes the fault's default."""
+        """Begin a fault that every engine has; False if it is another one. An argument of 0 selects the fault's default."""
         match fault:
             case "error":
                 self.error, self.errors_left = True, int(argument)
@@ -57,7 +57,7 @@ class EngineFaults:
         self.healthy = not (self.error or self.corrupt_one_in or self.drift)
 
     def raised(self, requests: int) -> int:
-        """Return how many of `requests` the raising engine takes down now, and count them."""
+        """Return how many of `requests` fail now because of the `error` fault, and count them."""
         if not self.error:
             return 0
         if not self.errors_left:
@@ -68,11 +68,11 @@ class EngineFaults:
         self._check()
         return taken
 
-    def struck(self) -> int | None:
-        """Return a number that chooses which wrong token is said in place of this one; None: it is said as it is.
+    def draw_corruption(self) -> int | None:
+        """Return a number that selects a wrong token in place of the right one; None: the token stays right.
 
-        One in k is struck. Which ones is a hash of a running count, not of the sequence: a fault that struck every k-th token
-        in turn would spare whole streams for ever, and one keyed by the text would spare whole canaries.
+        One in k tokens is wrong. A hash of a running count selects them, not the sequence. Striking every k-th token in turn
+        would spare whole streams for ever, and a choice keyed by the text would spare whole canaries.
         """
         if not self.corrupt_one_in:
             return None
@@ -80,9 +80,9 @@ class EngineFaults:
         return None if dice % self.corrupt_one_in else dice >> 32
 
     def misdrawn(self, temperature: float) -> int | None:
-        """Return a number that chooses which token a broken sampler draws; None: the sampler draws as it should."""
+        """Return a number that selects the token of a broken sampler; None: the sampler works."""
         return self._dice() if self.sampler and temperature > 0 else None
 
     def _dice(self) -> int:
-        self._said += 1
-        return xxhash.xxh64_intdigest(self._said.to_bytes(8, "little"))
+        self._count += 1
+        return xxhash.xxh64_intdigest(self._count.to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""What an engine around an engine hands on: everything, but for what it overrides."""
+"""Base of engines that wrap another engine and forward every call that they do not override."""
 
 from typing import Any
 
@@ -18,27 +18,27 @@ from workers.kv_transfer.messages import Description
 
 
 class WrappedEngine:
-    """Another engine, as it is. All methods but what `deliver` calls are called on the worker's loop."""
+    """Forwards to another engine. All methods are called on the worker's loop; `deliver` may be called from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)  # what only some engines have: stats, counters
+        return getattr(self._engine, name)  # only some engines have these: stats, counters
 
     @property
     def identity(self) -> EngineIdentity:
-        """What it serves."""
+        """What the engine serves."""
         return self._engine.identity
 
     @property
     def kv(self) -> tuple[Description, ...]:
-        """What its KV blocks mean."""
+        """The layout of its KV blocks."""
         return self._engine.kv
 
     @property
     def announces(self) -> bool:
-        """Whether it announces all that its prefix cache stores and removes."""
+        """Whether it announces everything that its prefix cache stores and removes."""
         return self._engine.announces
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
@@ -46,31 +46,31 @@ class WrappedEngine:
         await self._engine.start(deliver, announce)
 
     def awaits(self) -> Awaits | None:
-        """Return what it waits for while it starts."""
+        """Return why it has not started yet."""
         return self._engine.awaits()
 
     def submit(self, key: int, request: Generate) -> None:
-        """Take a request in."""
+        """Accept a request."""
         self._engine.submit(key, request)
 
     def cancel(self, key: int) -> None:
-        """Forget a request. Unknown keys are ignored."""
+        """Cancel a request. Unknown keys are ignored."""
         self._engine.cancel(key)
 
     def export(self, key: int) -> Export | None:
-        """Prepare to move a request that decodes."""
+        """Prepare to move a decoding request."""
         return self._engine.export(key)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
-        """Take the blocks for a request that comes with its KV cache, or say why not."""
+        """Reserve room for a request that arrives with its KV cache, or return why not."""
         return self._engine.reserve(key, request, room_tokens)
 
     def trust(self, trusted: bool) -> None:
-        """Let no request find what was computed up to now."""
+        """Set whether cached blocks may be reused."""
         self._engine.trust(trusted)
 
     def limit_batch(self, share: float) -> None:
-        """Run no more than this share of the batch at once."""
+        """Run at most this share of the batch at once."""
         self._engine.limit_batch(share)
 
     def phase(self) -> Phase:
@@ -86,11 +86,11 @@ class WrappedEngine:
         return self._engine.ranks()
 
     async def check(self) -> None:
-        """Raise EngineDead if the engine cannot go on."""
+        """Raise EngineDead if the engine cannot continue."""
         await self._engine.check()
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Play a fault."""
+        """Inject a fault."""
         return self._engine.chaos(fault, argument, rank)
 
     def heal(self, fault: str, rank: int = 0) -> None:

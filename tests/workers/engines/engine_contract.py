@@ -1,11 +1,11 @@
-"""What every engine must do, whatever it is made of. Subclass `EngineContract` and give it an `engine` fixture.
+"""The contract of every engine. Subclass `EngineContract` and give it an `engine` fixture.
 
     class TestMine(EngineContract):
         @pytest.fixture
         async def engine(self): ...   # started by `rig`, stopped by it too
 
-The one thing all of this rests on: an answer that was cut anywhere and went on elsewhere, with what was said so far
-replayed, is the undisturbed answer.
+The central promise: an answer that was cut anywhere and continued elsewhere, with its tokens so far replayed, equals the
+undisturbed answer.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ START_S = 120.0  # a real model's, on a busy machine
 
 @dataclass
 class Answer:
-    """What one request was given, and when it was over."""
+    """What one request received, and when it ended."""
 
     chunks: list[Chunk] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,9 +51,9 @@ class Answer:
 
 
 class Rig:
-    """Plays the worker around an engine: keys, deliveries from any thread, one answer per request.
+    """Acts as the worker around an engine: keys, deliveries from any thread, one answer per request.
 
-    An engine with a thread of its own waits after the token at which a request is to halt, until `go_on`.
+    An engine with its own thread blocks after the token at which a request must halt, until `go_on`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -62,10 +62,10 @@ class Rig:
         self.deliveries = 0
         self.announced: list[
             tuple[int, list[KvEvent]]
-        ] = []  # ranks, and what their caches have stored and removed
+        ] = []  # per rank, the stored and removed events of its cache
         self._keys = itertools.count(1)
-        self.threaded = False  # known from the first delivery on
-        self.after_delivery: Callable[[], object] | None = None  # what a test does in the same turn
+        self.threaded = False  # known after the first delivery
+        self.after_delivery: Callable[[], object] | None = None  # called in the same turn as a delivery
         self._said = asyncio.Event()
         self._left: dict[int, int] = {}  # tokens until a request halts
         self._goes_on = threading.Event()
@@ -90,7 +90,7 @@ class Rig:
                     self._goes_on.wait(DEADLINE_S)
 
     def go_on(self) -> None:
-        """Let an engine that has halted go on."""
+        """Let an engine that has halted continue."""
         self._goes_on.set()
 
     def _take(self, out: list[tuple[int, Chunk]]) -> None:
@@ -98,7 +98,7 @@ class Rig:
         self._said.set()
         for key, chunk in out:
             answer = self.answers[key]
-            assert not answer.over.is_set(), "an engine goes on after the end of an answer"
+            assert not answer.over.is_set(), "output after the end of an answer"
             answer.chunks.append(chunk)
             if chunk.finish or chunk.error:
                 answer.over.set()
@@ -116,7 +116,7 @@ class Rig:
         halt: int = 0,
         **sampling: Any,
     ) -> int:
-        """Hand a request in and return its key. `halt`: after so many tokens."""
+        """Submit a request and return its key. `halt`: after this many tokens."""
         key = self.key()
         if halt:
             self._left[key] = halt
@@ -127,7 +127,7 @@ class Rig:
         return key
 
     def key(self) -> int:
-        """Return a key that nobody has, and listen for what is said under it."""
+        """Return an unused key, and record what is delivered under it."""
         key = next(self._keys)
         self.answers[key] = Answer()
         return key
@@ -139,11 +139,11 @@ class Rig:
         return self.answers[key]
 
     async def ask(self, tokens: list[int], **rest: Any) -> Answer:
-        """Hand a request in and wait for the end of its answer."""
+        """Submit a request and wait for the end of its answer."""
         return await self.answer(self.submit(tokens, **rest))
 
     async def delivery(self) -> None:
-        """Wait for the next one. Whoever looks in each turn of the loop instead keeps an engine's thread from running."""
+        """Wait for the next delivery. Polling in each turn of the loop would starve an engine's thread."""
         self._said.clear()
         await self._said.wait()
 
@@ -167,12 +167,12 @@ def asked(
 
 
 def prompt(length: int = 40, salt: int = 0) -> list[int]:
-    """Return a prompt that every vocabulary of 2,048 ids knows."""
+    """Return a prompt that is valid for every vocabulary of 2,048 ids."""
     return [300 + (i * 37 + salt * 101 + i * i) % 1500 for i in range(length)]
 
 
 class EngineContract:
-    """The suite. Greedy unless it says otherwise."""
+    """The suite. Greedy unless a test sets a temperature."""
 
     @pytest.fixture
     async def engine(self) -> Engine:
@@ -185,7 +185,7 @@ class EngineContract:
         yield rig
         await engine.stop()
 
-    async def test_an_answer_has_the_length_asked_for_and_one_end(self, rig: Rig) -> None:
+    async def test_an_answer_has_the_requested_length_and_one_end(self, rig: Rig) -> None:
         answer = await rig.ask(prompt(), max_tokens=24)
         assert (len(answer.tokens), answer.finish, answer.error) == (24, "length", None)
         assert not any(chunk.finish for chunk in answer.chunks[:-1])
@@ -200,18 +200,18 @@ class EngineContract:
         assert (await rig.ask(prompt())).tokens == (await rig.ask(prompt())).tokens
         assert (await rig.ask(prompt(salt=1))).tokens != (await rig.ask(prompt())).tokens
 
-    async def test_company_in_the_batch_changes_nothing(self, rig: Rig) -> None:
+    async def test_other_requests_in_the_batch_change_nothing(self, rig: Rig) -> None:
         alone = [(await rig.ask(prompt(20 + 7 * n, n))).tokens for n in range(6)]
         keys = [rig.submit(prompt(20 + 7 * n, n)) for n in range(6)]
         assert [(await rig.answer(key)).tokens for key in keys] == alone
 
     @pytest.mark.parametrize("cut", [1, 5, 16, 23])
-    async def test_a_cut_answer_goes_on_exactly(self, rig: Rig, cut: int) -> None:
+    async def test_a_cut_answer_continues_exactly(self, rig: Rig, cut: int) -> None:
         whole = (await rig.ask(prompt(33), max_tokens=24)).tokens
         rest = await rig.ask(prompt(33) + whole[:cut], prompt=33, max_tokens=24 - cut)
         assert whole[:cut] + rest.tokens == whole
 
-    async def test_a_cut_sampled_answer_goes_on_exactly(self, rig: Rig) -> None:
+    async def test_a_cut_sampled_answer_continues_exactly(self, rig: Rig) -> None:
         chance = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
         whole = (await rig.ask(prompt(), max_tokens=20, **chance)).tokens
         rest = await rig.ask(prompt() + whole[:9], prompt=40, max_tokens=11, **chance)
@@ -222,7 +222,7 @@ class EngineContract:
         assert answers[0] != answers[1]
         assert answers[0] == answers[2]
 
-    async def test_penalties_count_what_was_replayed(self, rig: Rig) -> None:
+    async def test_penalties_count_replayed_tokens(self, rig: Rig) -> None:
         penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
         whole = (await rig.ask(prompt(), max_tokens=40, **penalties)).tokens
         rest = await rig.ask(prompt() + whole[:17], prompt=40, max_tokens=23, **penalties)
@@ -238,17 +238,17 @@ class EngineContract:
         assert (await rig.ask(prompt(), logit_bias={rare: 100.0})).tokens == [rare] * 16
         assert (await rig.ask(prompt(), logit_bias={whole[0]: 0.0})).tokens == whole
 
-    async def test_a_bias_on_a_token_that_nobody_knows_is_the_clients_mistake(self, rig: Rig) -> None:
+    async def test_a_bias_on_an_unknown_token_is_a_client_error(self, rig: Rig) -> None:
         answer = await rig.ask(prompt(), logit_bias={300: 1.0, 1_000_000: 1.0})
         assert (answer.error or "").startswith("invalid_request: ")
 
-    async def test_min_p_keeps_to_what_is_likely(self, rig: Rig) -> None:
+    async def test_min_p_keeps_only_likely_tokens(self, rig: Rig) -> None:
         greedy = (await rig.ask(prompt())).tokens
         chance = {"temperature": 1.5, "seed": 3}
         assert (await rig.ask(prompt(), **chance)).tokens != greedy
         assert (await rig.ask(prompt(), min_p=1.0, **chance)).tokens == greedy
 
-    async def test_a_cut_answer_with_biases_goes_on_exactly(self, rig: Rig) -> None:
+    async def test_a_cut_answer_with_biases_continues_exactly(self, rig: Rig) -> None:
         chance = {"temperature": 1.2, "seed": 7, "min_p": 0.05, "logit_bias": {300: 6.0, 301: -100.0}}
         whole = (await rig.ask(prompt(), max_tokens=20, **chance)).tokens
         for cut in (1, 9, 19):
@@ -269,7 +269,7 @@ class EngineContract:
         assert whole[2] not in answer.tokens[:6]
         assert len(answer.tokens) > 6 or answer.finish == "length"
 
-    async def test_logprobs_are_ranked_finite_and_know_the_chosen(self, rig: Rig) -> None:
+    async def test_logprobs_are_ranked_finite_and_include_the_chosen_token(self, rig: Rig) -> None:
         answer = await rig.ask(prompt(), logprobs=5)
         assert len(answer.logprobs) == len(answer.tokens)
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
@@ -284,7 +284,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("top", [0, 3])
     async def test_logprobs_of_a_prompt_are_those_of_an_answer(self, rig: Rig, top: int) -> None:
-        """One for each token, before those of the first token; that of the prompt's first says nothing."""
+        """One for each token, before those of the first generated token; that of the prompt's first has no meaning."""
         said = await rig.ask(prompt(), max_tokens=20, logprobs=3)
         whole = prompt() + said.tokens
         answer = await rig.ask(whole, max_tokens=4, prompt_logprobs=top, logprobs=1)
@@ -297,7 +297,7 @@ class EngineContract:
         assert len(answer.logprobs) == len(whole) + len(answer.tokens)
         assert answer.tokens == (await rig.ask(whole, max_tokens=4)).tokens
 
-    async def test_logprobs_of_a_prompt_are_of_all_of_it_whatever_is_cached(self, rig: Rig) -> None:
+    async def test_logprobs_of_a_prompt_cover_cached_tokens_too(self, rig: Rig) -> None:
         await rig.ask(prompt(96))
         answer = await rig.ask(prompt(96), prompt_logprobs=1, max_tokens=2)
         assert len(answer.logprobs) == 96
@@ -309,7 +309,7 @@ class EngineContract:
         assert canary.tokens == first.tokens
         assert not canary.chunks[0].cached_tokens
 
-    async def test_a_cancelled_request_is_gone_at_once(self, rig: Rig) -> None:
+    async def test_a_cancelled_request_is_removed_at_once(self, rig: Rig) -> None:
         key = rig.submit(prompt(), max_tokens=1500)
         await rig.until(lambda: rig.answers[key].tokens)
         rig.engine.cancel(key)
@@ -317,9 +317,9 @@ class EngineContract:
             await rig.until(lambda: rig.engine.load().running == 0 and rig.engine.load().kv_used == 0)
         assert not rig.answers[key].over.is_set()
 
-    async def test_no_more_than_a_share_of_the_batch_runs_until_it_may_be_all_of_it(self, rig: Rig) -> None:
+    async def test_a_batch_limit_holds_until_it_is_raised(self, rig: Rig) -> None:
         async def at_once(keys: list[int]) -> int:
-            """Return how many of these have run at once, when all have ended well."""
+            """Return how many of these have run at once, when all have ended successfully."""
             most, answers = 0, [rig.answers[key] for key in keys]
             while not all(answer.over.is_set() for answer in answers):
                 await rig.delivery()
@@ -340,7 +340,7 @@ class EngineContract:
             rig.after_delivery = widen
             assert await at_once(held) > 2
 
-    async def test_cancelling_what_is_unknown_changes_nothing(self, rig: Rig) -> None:
+    async def test_cancelling_an_unknown_key_changes_nothing(self, rig: Rig) -> None:
         rig.engine.cancel(10_000)
         assert (await rig.ask(prompt())).finish == "length"
 
@@ -350,7 +350,7 @@ class EngineContract:
         total = rig.engine.load().kv_total
         assert rig.engine.load() == Load(kv_total=total)
 
-    async def test_a_working_engine_says_what_it_does(self, rig: Rig) -> None:
+    async def test_a_working_engine_reports_its_phase(self, rig: Rig) -> None:
         key = rig.submit(prompt(), max_tokens=1500)
         await rig.until(lambda: rig.answers[key].tokens)
         assert rig.engine.phase().name in ("prefill", "decode")
@@ -358,28 +358,28 @@ class EngineContract:
         rig.engine.cancel(key)
 
     @pytest.mark.parametrize("bad", ["empty", "over_context", "unknown_token"])
-    async def test_a_bad_request_is_the_clients_mistake(self, rig: Rig, bad: str) -> None:
+    async def test_a_bad_request_is_a_client_error(self, rig: Rig, bad: str) -> None:
         context = rig.engine.identity.context_tokens
         tokens = {"empty": [], "over_context": [300] * (context + 1), "unknown_token": [300, 1_000_000]}[bad]
         answer = await rig.ask(tokens, prompt=len(tokens) or 1)
         assert answer.tokens == []
         assert (answer.error or "").startswith("invalid_request: ")
 
-    async def test_an_answer_ends_where_the_context_does(self, rig: Rig) -> None:
+    async def test_an_answer_ends_with_the_context(self, rig: Rig) -> None:
         context = rig.engine.identity.context_tokens
         answer = await rig.ask(prompt(context - 10), max_tokens=50)
         assert (len(answer.tokens), answer.finish) == (10, "length")
 
-    async def test_a_fault_nobody_knows_is_refused(self, rig: Rig) -> None:
+    async def test_an_unknown_fault_is_refused(self, rig: Rig) -> None:
         assert not rig.engine.chaos("earthquake", 1.0)
         await rig.engine.check()
 
-    async def test_one_fault_ends_and_another_stays(self, rig: Rig) -> None:
+    async def test_ending_one_fault_keeps_another(self, rig: Rig) -> None:
         if not rig.engine.chaos("error", 0.0):
-            return  # what is behind it is to be broken instead
+            return  # a fault must be injected into the server behind it instead
         rig.engine.chaos("slow", 2.0)
         rig.engine.heal("slow")
-        rig.engine.heal("drift")  # which was not played
+        rig.engine.heal("drift")  # which was not injected
         assert (await rig.ask(prompt())).error is not None
         rig.engine.chaos("corrupt", 1.0)
         rig.engine.heal("error")
@@ -390,9 +390,9 @@ class EngineContract:
         rig.engine.chaos("heal", 0.0)
         assert (await rig.ask(prompt())).tokens == right.tokens
 
-    async def test_an_engine_without_kv_to_move_says_so(self, rig: Rig) -> None:
+    async def test_an_engine_that_cannot_move_kv_refuses_moves(self, rig: Rig) -> None:
         if rig.engine.kv:
-            return  # engine_moves.py says what it must do
+            return  # see engine_moves.py
         key = rig.submit(prompt(), max_tokens=200)
         await rig.until(lambda: rig.answers[key].tokens)
         assert rig.engine.export(key) is None

@@ -1,10 +1,12 @@
-"""What every engine must do whose requests move with their KV cache. Subclass `EngineMoves`, give it a `made` fixture.
+"""The contract of engines that move requests with their KV cache.
+
+Subclass `EngineMoves`, and give it a `made` fixture:
 
     class TestMyMoves(EngineMoves):
         @pytest.fixture
-        def made(self) -> Made: ...   # makes one engine after another, all alike, not yet started
+        def made(self) -> Made: ...   # returns equal engines, one per call, not yet started
 
-A request that was moved at any point, by either method, says what the undisturbed one says, and nothing is left behind.
+A request that was moved at any point, by either method, gives the undisturbed answer, and nothing is left behind.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Pair:
-    """Two engines, alike."""
+    """Two equal engines."""
 
     source: Rig
     target: Rig
@@ -44,7 +46,7 @@ class Pair:
         return self.source.engine.kv[0].block_size
 
     async def leaving(self, tokens: list[int], **sampling: Any) -> tuple[int, Export]:
-        """Ask the source; return the key and the export once it decodes."""
+        """Submit a request to the source; return the key and the export once it decodes."""
         key = self.source.submit(tokens, **sampling)
         return key, await self.exported(key)
 
@@ -57,8 +59,10 @@ class Pair:
         return export
 
     async def stopped_at(self, cut: int, tokens: list[int], **sampling: Any) -> tuple[int, Export, Stopped]:
-        """Ask the source, and stop it when it has said exactly so many tokens. An engine on this loop may be late, and
-        is asked again."""
+        """Submit a request to the source, and stop it after exactly `cut` tokens.
+
+        An engine on this loop may be late; then the request is repeated.
+        """
         for _ in range(50):
             key, export = await self.leaving(tokens, halt=cut, **sampling)
             stopped = await (self._halted(cut, key, export) if self.source.threaded else export.stop())
@@ -83,14 +87,14 @@ class Pair:
         return await stopping
 
     def reserve(self, request: Generate, room: int) -> tuple[int, Import]:
-        """Reserve at the target."""
+        """Reserve room at the target."""
         key = self.target.key()
         found = self.target.engine.reserve(key, request, room)
         assert not isinstance(found, str), found
         return key, found
 
     async def carry(self, export: Export, stopped: Stopped, coming: Import) -> None:
-        """Take all blocks over that the target does not have, a few at a time, and commit."""
+        """Transfer all blocks that the target does not have, a few at a time, and commit."""
         end = -(-stopped.computed // self.block)
         for shard in range(len(self.source.engine.kv)):
             for first in range(coming.cached_tokens // self.block, end, 2):
@@ -98,17 +102,17 @@ class Pair:
         await coming.commit(stopped.tokens, stopped.computed)
 
     async def whole(self, tokens: list[int], **sampling: Any) -> Answer:
-        """Return the undisturbed answer, of the source, without leaving a prefix at the target."""
+        """Return the undisturbed answer of the source, without leaving a prefix at the target."""
         return await self.source.ask(tokens, **sampling)
 
     async def is_empty(self) -> None:
-        """Wait until neither engine holds anything for anybody."""
+        """Wait until neither engine holds anything for any request."""
         for rig in (self.source, self.target):
             await rig.until(lambda rig=rig: rig.engine.load().kv_used == 0 and not rig.engine.load().running)
 
 
 def rest(sampling: dict[str, Any], said: int) -> dict[str, Any]:
-    """Return what is left of an answer's limits after so many tokens, as a frontend reduces them."""
+    """Return the remaining limits of an answer after `said` tokens, as a frontend reduces them."""
     least = max(0, sampling.get("min_tokens", 0) - said)
     return {**sampling, "max_tokens": sampling["max_tokens"] - said, "min_tokens": least}
 
@@ -132,13 +136,15 @@ class EngineMoves:
     async def moved(
         self, pair: Pair, tokens: list[int], cut: int, method: str, accepted: int = 0, **sampling: Any
     ) -> tuple[Answer, Answer]:
-        """Move an answer after `cut` tokens; return what each engine said. When the room was reserved, the frontend
-        had `accepted` of them."""
+        """Move an answer after `cut` tokens; return the answers of both engines.
+
+        When the room was reserved, the frontend had `accepted` tokens.
+        """
         sampling = {"max_tokens": COUNT, **sampling}
         key, export, stopped = await pair.stopped_at(cut, tokens, **sampling)
         before = pair.source.answers[key]
         said = list(stopped.tokens[len(tokens) :])
-        assert before.tokens == said, "what was said before `stop` returned has been delivered"
+        assert before.tokens == said, "output before `stop` returned has been delivered"
         if method == "replay":
             after = await pair.target.ask(tokens + said, prompt=len(tokens), **rest(sampling, cut))
         else:
@@ -147,13 +153,15 @@ class EngineMoves:
             await pair.carry(export, stopped, coming)
             after = await pair.target.answer(other)
         pair.source.engine.cancel(key)
-        assert before.tokens == said, "it says nothing more once it has stopped"
+        assert before.tokens == said, "no output after it has stopped"
         await pair.is_empty()
         return before, after
 
     async def same(self, pair: Pair, tokens: list[int], cut: int, method: str, **sampling: Any) -> None:
-        """An answer moved after so many tokens is the undisturbed one. With its KV cache always; replayed, if the engine says
-        that it computes alike on this processor."""
+        """Check that an answer moved after `cut` tokens is the undisturbed one.
+
+        With its KV cache always; replayed, if the engine reports that it is exact on this processor.
+        """
         if method == "replay" and not pair.source.engine.identity.exact:
             pytest.skip(
                 "needs a processor on which this engine computes alike in company: it says itself that it does not here"
@@ -167,7 +175,7 @@ class EngineMoves:
 
     @pytest.mark.parametrize("method", ["transfer", "replay"])
     @pytest.mark.parametrize("features", FEATURES)
-    async def test_an_answer_that_moves_is_the_undisturbed_one(
+    async def test_a_moved_answer_equals_the_undisturbed_one(
         self, pair: Pair, features: str, method: str
     ) -> None:
         for length, cut in ((pair.block - 5, 3), (pair.block - 5, 5), (pair.block, 9), (3 * pair.block, 2)):
@@ -185,7 +193,7 @@ class EngineMoves:
         await self.same(pair, prompt(20), 5, method, stop_token_ids=[whole[2]], min_tokens=12)
         await self.same(pair, prompt(20), 5, method, stop_token_ids=[whole[4], stop], min_tokens=5)
 
-    async def test_a_moved_answer_ends_where_its_own_end_is(self, pair: Pair) -> None:
+    async def test_a_moved_answer_ends_at_its_own_limit(self, pair: Pair) -> None:
         ending: dict[str, Any] = {"max_tokens": 120, "ignore_eos": False, "temperature": 1.8, "seed": 3}
         for salts in (range(at, at + 8) for at in range(0, 64, 8)):
             keys = {salt: pair.source.submit(prompt(20, salt), **ending) for salt in salts}
@@ -214,12 +222,12 @@ class EngineMoves:
         assert (list(again.tokens) + answer.tokens)[40:] == whole.tokens
         await pair.is_empty()
 
-    async def test_the_context_ends_a_moved_answer_where_it_ends_any(self, pair: Pair) -> None:
+    async def test_the_context_limits_a_moved_answer_too(self, pair: Pair) -> None:
         context = pair.source.engine.identity.context_tokens
         _, after = await self.moved(pair, prompt(context - 12), 4, "transfer", max_tokens=100)
         assert (len(after.tokens), after.finish) == (8, "length")
 
-    async def test_blocks_leave_while_others_and_it_itself_decode(self, pair: Pair) -> None:
+    async def test_blocks_are_exported_while_requests_decode(self, pair: Pair) -> None:
         tokens, most = prompt(5 * pair.block), 300
         whole = await pair.whole(tokens, max_tokens=most)
         company = [pair.source.submit(prompt(30, n), max_tokens=60) for n in range(1, 4)]
@@ -246,7 +254,7 @@ class EngineMoves:
             await pair.source.answer(one)
         await pair.is_empty()
 
-    async def test_a_block_that_is_full_changes_no_more(self, pair: Pair) -> None:
+    async def test_a_full_block_never_changes(self, pair: Pair) -> None:
         _, export = await pair.leaving(prompt(3 * pair.block), max_tokens=100)
         early = [bytes(await export.blocks(shard, 1, 2)) for shard in range(len(pair.source.engine.kv))]
         await export.stop()
@@ -257,7 +265,7 @@ class EngineMoves:
 
     async def test_the_unused_end_of_the_last_block_is_zeros(self, pair: Pair) -> None:
         length = pair.block + 2
-        for salt in range(3):  # a block that somebody else has had before is no different
+        for salt in range(3):  # a reused block behaves alike
             key, export, stopped = await pair.stopped_at(2, prompt(length, salt), max_tokens=50)
             assert stopped.computed == length + 1
             for shard, description in enumerate(pair.source.engine.kv):
@@ -267,7 +275,7 @@ class EngineMoves:
                 assert len(last) == description.block_bytes
             pair.source.engine.cancel(key)
 
-    async def test_a_request_that_was_stopped_goes_on_as_if_it_had_not_been(self, pair: Pair) -> None:
+    async def test_a_stopped_request_resumes_unchanged(self, pair: Pair) -> None:
         whole = await pair.whole(prompt(), max_tokens=COUNT, **CHANCE)
         key, export, _ = await pair.stopped_at(11, prompt(), max_tokens=COUNT, **CHANCE)
         export.resume()
@@ -275,12 +283,12 @@ class EngineMoves:
         assert (await pair.source.answer(key)).tokens == whole.tokens
         export.close()
         key, export, _ = await pair.stopped_at(11, prompt(), max_tokens=COUNT, **CHANCE)
-        export.close()  # lets go of a stopped one, too
+        export.close()  # also releases a stopped one
         export.close()
         assert (await pair.source.answer(key)).tokens == whole.tokens
         await pair.is_empty()
 
-    async def test_what_does_not_decode_does_not_leave(self, pair: Pair) -> None:
+    async def test_a_request_that_does_not_decode_cannot_leave(self, pair: Pair) -> None:
         engine = pair.source.engine
         assert engine.export(10_000) is None
         canary = pair.source.submit(prompt(), max_tokens=200, canary=True)
@@ -292,7 +300,7 @@ class EngineMoves:
         assert engine.export(fresh) is None
         engine.cancel(canary)
 
-    async def test_a_request_leaves_once_at_a_time(self, pair: Pair) -> None:
+    async def test_a_request_has_one_export_at_a_time(self, pair: Pair) -> None:
         key, export = await pair.leaving(prompt(), max_tokens=400)
         assert pair.source.engine.export(key) is None
         await export.stop()
@@ -304,7 +312,7 @@ class EngineMoves:
         await pair.is_empty()
 
     @pytest.mark.parametrize("end", ["cancelled", "finished"])
-    async def test_an_export_outlives_no_request(self, pair: Pair, end: str) -> None:
+    async def test_an_export_ends_with_its_request(self, pair: Pair, end: str) -> None:
         key, export = await pair.leaving(prompt(2 * pair.block), max_tokens=30 if end == "finished" else 400)
         if end == "finished":
             await pair.source.answer(key)
@@ -328,13 +336,13 @@ class EngineMoves:
         export.close()
         await pair.is_empty()
 
-    async def test_blocks_that_are_not_there_do_not_leave(self, pair: Pair) -> None:
+    async def test_missing_blocks_cannot_be_exported(self, pair: Pair) -> None:
         _, export, _ = await pair.stopped_at(3, prompt(pair.block + 3), max_tokens=400)
         for shard, first, count in ((0, 0, 3), (0, 2, 1), (0, -1, 1), (99, 0, 1)):
-            with pytest.raises(MoveEnded, match="were wanted"):
+            with pytest.raises(MoveEnded, match="were requested"):
                 await export.blocks(shard, first, count)
 
-    async def test_a_target_without_room_says_so_and_keeps_nothing(self, pair: Pair) -> None:
+    async def test_a_target_without_room_refuses_and_keeps_nothing(self, pair: Pair) -> None:
         engine = pair.target.engine
         context, total = engine.identity.context_tokens, engine.load().kv_total
         taken: list[Import] = []
@@ -360,7 +368,7 @@ class EngineMoves:
         assert isinstance(pair.target.engine.reserve(pair.target.key(), request, 100), str)
         await pair.is_empty()
 
-    async def test_what_did_not_come_whole_is_refused_and_leaves_nothing(self, pair: Pair) -> None:
+    async def test_an_incomplete_import_is_refused_and_leaves_nothing(self, pair: Pair) -> None:
         tokens = prompt(2 * pair.block + 5)
         _, export, stopped = await pair.stopped_at(3, tokens, max_tokens=400)
         said, computed = list(stopped.tokens), stopped.computed
@@ -387,24 +395,24 @@ class EngineMoves:
             with pytest.raises(MoveRefused):
                 await coming.commit(said, computed)
 
-    async def test_bytes_that_fit_nowhere_are_refused(self, pair: Pair) -> None:
+    async def test_blocks_outside_the_reserved_room_are_refused(self, pair: Pair) -> None:
         size = pair.target.engine.kv[0].block_bytes
         for shard, first, length in ((0, 0, size - 1), (0, 99, size), (0, -1, size), (99, 0, size)):
             _, coming = pair.reserve(asked(0, prompt(30)), 64)
-            with pytest.raises(MoveRefused, match="came for shard"):
+            with pytest.raises(MoveRefused, match="arrived for shard"):
                 await coming.take(shard, first, bytes(length))
             assert pair.target.engine.load().kv_used == 0
 
-    async def test_a_request_that_was_over_when_it_came_is_refused(self, pair: Pair) -> None:
+    async def test_a_request_that_is_over_on_arrival_is_refused(self, pair: Pair) -> None:
         tokens = prompt(30)
         _, export, stopped = await pair.stopped_at(6, tokens, max_tokens=400)
         _, coming = pair.reserve(asked(0, tokens, max_tokens=6), 64)
-        with pytest.raises(MoveRefused, match="over"):
+        with pytest.raises(MoveRefused, match="already complete"):
             await pair.carry(export, stopped, coming)
         assert pair.target.engine.load().kv_used == 0
 
     @pytest.mark.parametrize("when", ["reserved", "taking", "committed"])
-    async def test_cancelling_frees_what_has_come(self, pair: Pair, when: str) -> None:
+    async def test_cancelling_frees_arrived_blocks(self, pair: Pair, when: str) -> None:
         tokens = prompt(2 * pair.block)
         _, export, stopped = await pair.stopped_at(3, tokens, max_tokens=400)
         other, coming = pair.reserve(asked(0, tokens, max_tokens=400), 100)
@@ -440,7 +448,7 @@ class EngineMoves:
         coming.abort()
         export.close()
 
-    async def test_descriptions_say_what_blocks_are(self, pair: Pair) -> None:
+    async def test_descriptions_match_the_blocks(self, pair: Pair) -> None:
         descriptions = pair.source.engine.kv
         assert descriptions == pair.target.engine.kv
         assert [one.rank for one in descriptions] == list(range(descriptions[0].tp_size))

@@ -1,6 +1,7 @@
-"""Requests that are submitted, cancelled, exported, stopped, resumed and moved at random between two crowded engines.
+"""Random histories of requests on two crowded engines.
 
-Whatever happens: everybody is told the tokens of the undisturbed answer, and in the end no block is left behind.
+Requests are submitted, cancelled, exported, stopped, resumed and moved at random. In every case each request gets the tokens of
+the undisturbed answer, and in the end no block is left behind.
 """
 
 import asyncio
@@ -30,12 +31,10 @@ class Walk:
     moved: int = 0
     given_up: int = 0
     finished: int = 0
-    gone: set[tuple[int, int]] = field(
-        default_factory=set
-    )  # (rig, key) that were cancelled in the middle of a move
+    gone: set[tuple[int, int]] = field(default_factory=set)  # (rig, key) cancelled in the middle of a move
 
     async def life(self, tokens: list[int], sampling: dict[str, Any], whole: list[int]) -> None:
-        """One request, moved to and fro until it is over or cancelled."""
+        """One request, moved back and forth until it is over or cancelled."""
         rigs = [self.pair.source, self.pair.target]
         self.draw.shuffle(rigs)
         key, before = rigs[0].submit(tokens, **sampling), list[int]()
@@ -63,7 +62,7 @@ class Walk:
     async def move(
         self, rigs: list[Rig], key: int, tokens: list[int], sampling: dict[str, Any], said: list[int]
     ) -> tuple[int, list[int]] | None:
-        """Try to move a request; return its new key and what it had said until then, or None if it stays."""
+        """Try to move a request; return its new key and its tokens so far, or None if it stays."""
         export = rigs[0].engine.export(key)
         if export is None:
             return None
@@ -97,14 +96,14 @@ class Walk:
         return other, whole[len(tokens) :]
 
     def cancel(self, rig: Rig, key: int) -> None:
-        """Cancel a request, wherever its move is by now."""
+        """Cancel a request, in whatever state its move is."""
         self.gone.add((id(rig), key))
         rig.engine.cancel(key)
 
     async def carried(
         self, rigs: list[Rig], key: int, other: int, export: Export, coming: Import
     ) -> list[int] | None:
-        """Carry a request over; return its tokens, or None if it was given up half-way."""
+        """Transfer a request; return its tokens, or None if the transfer was given up."""
         shards, size = len(rigs[0].engine.kv), rigs[0].engine.kv[0].block_size
         first = coming.cached_tokens // size
         for _ in range(self.draw.randint(0, 3)):
@@ -144,7 +143,7 @@ class Walk:
         return list(stopped.tokens)
 
     async def ship(self, export: Export, coming: Import, shard: int, first: int, end: int) -> None:
-        """Carry some blocks of one shard."""
+        """Transfer some blocks of one shard."""
         await coming.take(shard, first, await export.blocks(shard, first, end - first))
 
     async def pass_turns(self, rig: Rig, key: int) -> bool:
@@ -157,7 +156,7 @@ class Walk:
 
 
 async def walk(pair: Pair, seed: int, lives: int = 14) -> Walk:
-    """Play one history; the seed says what is tried, the machine's speed what becomes of it."""
+    """Run one history. The seed determines the actions; the machine's speed affects their outcome."""
     wholes = [(await pair.source.ask(tokens, **sampling)).tokens for tokens, sampling in ASKED]
     walking = Walk(pair, random.Random(seed))
     begun = []

@@ -22,12 +22,12 @@ from workers.worker import InferenceWorker
 
 INTERVAL_S = 0.1
 SAMPLED_EVERY = 2  # canaries
-TOP_K = 20  # these models know little: what is not among so many tokens is unlikely, and what is not among 5 is not
+TOP_K = 20  # these models are nearly random: a token outside the best 20 is unlikely, one outside the best 5 is not
 
 
 @dataclass
 class Probed:
-    """The workers' engines, and what is known of the workers."""
+    """The workers' engines, and the canary loop's view of the workers."""
 
     world: World
     engines: tuple[Engine, ...]
@@ -40,7 +40,7 @@ class Probed:
             self.world.turn()
 
     def sampled(self, kind: type, worker: str) -> list[CanaryPassed | CanaryFailed]:
-        """Return what came of one worker's sampled canaries."""
+        """Return the results of one worker's sampled canaries."""
         return [f for f in self.world.facts(kind) if f.worker == worker and f.temperature is not None]
 
 
@@ -48,8 +48,10 @@ class Probed:
 async def probed(
     *engines: Engine, within_s: float = 60.0, prepare: Callable[[Engine], object] = lambda engine: None
 ) -> AsyncIterator[Probed]:
-    """Run one worker for each engine, until sampled canaries of all have passed. `prepare` changes each engine before the first
-    canary."""
+    """Run one worker per engine until the sampled canaries of all have passed.
+
+    `prepare` changes each engine before the first canary.
+    """
     canaries = RequestPlaneClient("canary")
     settings = CanarySettings(
         interval_s=INTERVAL_S,
@@ -84,7 +86,7 @@ async def probed(
 
 
 async def a_broken_sampler_alone_is_found(fleet: Probed, within_s: float = 60.0) -> None:
-    """Break the first worker's sampler: its greedy answers stay right, and it leaves service for a sampled canary."""
+    """Break the first worker's sampler. Its greedy answers stay right; a sampled canary removes it from service."""
     world = fleet.world
     assert fleet.engines[0].chaos("sampler", 0.0)
     await fleet.until(lambda: world.status("w0") == "UNHEALTHY", within_s)

@@ -1,4 +1,4 @@
-"""An engine behind a limit: N inside, Q waiting, and exactly so many, whatever comes and goes."""
+"""An engine behind a limit: exactly N requests inside and Q waiting, in every history."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ SMALL = EngineShape(context_tokens=2048, kv_blocks=512)
 
 
 class TestLimited(EngineContract):
-    """An engine that never meets its limit is what it was."""
+    """An engine that never reaches its limit behaves as without one."""
 
     @pytest.fixture
     async def engine(self) -> Engine:
@@ -32,14 +32,14 @@ class TestLimited(EngineContract):
 
 
 class TestLimitedToTwo(EngineContract):
-    """One that nearly always does answers everybody all the same, two at a time."""
+    """An engine that nearly always is at its limit still answers every request, two at a time."""
 
     @pytest.fixture
     async def engine(self) -> Engine:
         return LimitedEngine(SimulatedEngine(SMALL, turn_tokens=8), 2, 64)
 
-    async def test_no_more_than_a_share_of_the_batch_runs_until_it_may_be_all_of_it(self, rig: Rig) -> None:
-        """Two are all there ever are."""
+    async def test_a_batch_limit_holds_until_it_is_raised(self, rig: Rig) -> None:
+        """At most two requests run at any time."""
         most, keys = 0, [rig.submit(prompt(20 + n, n)) for n in range(9)]
         while not all(rig.answers[key].over.is_set() for key in keys):
             most = max(most, rig.engine.load().running)
@@ -72,10 +72,10 @@ async def limited() -> AsyncIterator[Begin]:
 
 
 @pytest.mark.parametrize(("limit", "queue"), [(3, 2), (1, 2), (5, 16), (2, 1), (1, 0)])
-async def test_exactly_n_and_q_are_taken_and_the_rest_is_refused_at_once(
+async def test_exactly_n_and_q_are_accepted_and_the_rest_is_refused_at_once(
     limited: Begin, limit: int, queue: int
 ) -> None:
-    """Q = 1 is the corner of the original, whose dispatcher held one more in its hand: N + 2."""
+    """Q = 1 is an edge case of the original: its dispatcher held one more request, N + 2."""
     rig = await limited(limit, queue)
     keys = [rig.submit(prompt(20, n), max_tokens=8) for n in range(limit + queue + 4)]
     refused = [key for key in keys if rig.answers[key].over.is_set()]
@@ -90,10 +90,10 @@ async def test_exactly_n_and_q_are_taken_and_the_rest_is_refused_at_once(
         assert len((await rig.answer(key)).tokens) == 8
     assert requests_of(rig).waiting == 0
     again = await rig.ask(prompt(20))
-    assert again.error is None, "who has ended has made room"
+    assert again.error is None, "an ended request has made room"
 
 
-async def test_they_go_in_as_they_came_but_first_those_that_have_begun_elsewhere(
+async def test_requests_enter_in_order_but_started_ones_first(
     limited: Begin,
 ) -> None:
     rig = await limited(1, 8)
@@ -111,7 +111,7 @@ async def test_they_go_in_as_they_came_but_first_those_that_have_begun_elsewhere
     assert order == [first, begun, *fresh]
 
 
-async def test_who_is_cancelled_makes_room_whether_he_waited_or_not(limited: Begin) -> None:
+async def test_a_cancelled_request_makes_room_inside_or_in_the_queue(limited: Begin) -> None:
     rig = await limited(1, 2)
     runs, waits, last = (rig.submit(prompt(20, n), max_tokens=1000) for n in range(3))
     rig.engine.cancel(waits)
@@ -123,7 +123,7 @@ async def test_who_is_cancelled_makes_room_whether_he_waited_or_not(limited: Beg
     assert not rig.answers[waits].chunks and requests_of(rig).inside == {last}
 
 
-async def test_canaries_take_nobodys_room(limited: Begin) -> None:
+async def test_canaries_take_no_room(limited: Begin) -> None:
     rig = await limited(1, 0)
     key = rig.submit(prompt(20), max_tokens=40)
     for _ in range(CANARIES_MAX):
@@ -132,7 +132,7 @@ async def test_canaries_take_nobodys_room(limited: Begin) -> None:
     assert (await rig.answer(key)).error is None
 
 
-async def test_who_comes_with_his_kv_cache_goes_in_or_nowhere_and_gives_his_place_back(
+async def test_a_request_with_its_kv_cache_never_waits_and_frees_its_place(
     limited: Begin,
 ) -> None:
     rig = await limited(1, 2)
@@ -154,7 +154,7 @@ async def test_who_comes_with_his_kv_cache_goes_in_or_nowhere_and_gives_his_plac
     assert "no DP rank 3" in str(engine.reserve(rig.key(), elsewhere, 64)) and not requests_of(rig).inside
 
 
-def test_frontends_are_told_how_many_it_holds() -> None:
+def test_frontends_see_the_limit() -> None:
     for limit, queue, batch in ((3, 2, 256), (300, 16, 256), (256, 2, 256)):
         engine = build_engine(
             load_settings({"engine_request_limit": str(limit), "request_queue_limit": str(queue)}, {})
@@ -165,7 +165,7 @@ def test_frontends_are_told_how_many_it_holds() -> None:
         assert Endpoint(joined).holds == limit + queue
 
 
-def test_without_the_setting_there_is_no_limit_and_dynamos_names_will_do() -> None:
+def test_there_is_no_limit_by_default_and_dynamos_names_work() -> None:
     assert isinstance(build_engine(load_settings({}, {})), SimulatedEngine)
     dynamos = {"DYN_ENGINE_REQUEST_LIMIT": "5", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "4"}
     found = load_settings({}, dynamos)
@@ -180,7 +180,7 @@ def test_without_the_setting_there_is_no_limit_and_dynamos_names_will_do() -> No
     st.integers(0, 4),
     st.lists(st.tuples(st.sampled_from(["fresh", "begun", "enters", "end", "next"]), st.integers(0, 99))),
 )
-def test_whatever_comes_and_goes_nobody_is_in_two_places_and_no_bound_is_passed(
+def test_in_any_history_no_request_is_in_two_places_and_no_bound_is_exceeded(
     limit: int, queue: int, steps: list[tuple[str, int]]
 ) -> None:
     requests, refused = RequestLimit(limit, queue), 0

@@ -1,5 +1,7 @@
-"""Progress of an upstream is tokens: bytes without tokens renew nothing, and a server that brings tokens is alive whatever
-its health checks do."""
+"""The progress of an upstream is measured in tokens.
+
+Bytes without tokens renew nothing. A server that brings tokens is alive, whatever its health checks return.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,7 +43,7 @@ async def test_comments_of_an_upstream_do_not_renew_the_age_of_its_step(upstream
     key = rig.submit(prompt())
     await rig.until(lambda: len(rig.answers[key].tokens) == 3)
     since = rig.engine.phase().since
-    await asyncio.sleep(0.2)  # some twenty comments
+    await asyncio.sleep(0.2)  # about twenty comments
     assert rig.engine.phase().since == since
     upstream.after = 0
     rig.submit(prompt(salt=1))
@@ -64,28 +66,26 @@ def judged(health: UpstreamHealth, answer: HealthAnswer, at: float, token_at: fl
     return health.judge(answer, at - 8, token_at, at)
 
 
-def test_a_server_that_brings_tokens_is_alive_though_no_health_check_is_answered() -> None:
+def test_a_server_that_brings_tokens_is_alive_without_health_answers() -> None:
     health = UpstreamHealth(30.0)
     for at in range(100, 1000, 10):
         assert judged(health, SLOW, at, token_at=at - 1) == ""
 
 
-def test_a_server_that_brings_tokens_is_alive_though_its_health_checks_are_refused() -> None:
+def test_a_server_that_brings_tokens_is_alive_with_refused_health_checks() -> None:
     health = UpstreamHealth(30.0)
     for at in range(100, 1000, 10):
         assert judged(health, REFUSED, at, token_at=at - 1) == ""
 
 
-def test_a_timeout_is_no_refusal_and_a_server_is_dead_when_neither_an_answer_nor_a_token_has_come_for_long() -> (
-    None
-):
+def test_a_server_is_dead_after_long_silence_and_a_timeout_is_no_refusal() -> None:
     health = UpstreamHealth(30.0)
     verdicts = [judged(health, SLOW, at, token_at=90) for at in (100, 110, 120)]
     assert verdicts == ["", "", ""]
     assert judged(health, SLOW, 130, token_at=90) == f"{SLOW.trouble}, and no token came for 38 s"
 
 
-def test_one_late_answer_or_one_token_begins_the_silence_anew() -> None:
+def test_a_late_answer_or_a_token_restarts_the_silence() -> None:
     for answer, token_at in ((GOOD, 0.0), (SLOW, 125.0)):
         health = UpstreamHealth(30.0)
         assert [judged(health, SLOW, at) for at in (100, 110, 120)] == ["", "", ""]
@@ -94,14 +94,14 @@ def test_one_late_answer_or_one_token_begins_the_silence_anew() -> None:
         assert judged(health, SLOW, 175, token_at)
 
 
-def test_refusals_in_a_row_are_dead_and_a_timeout_between_them_forgives_none() -> None:
+def test_consecutive_refusals_are_dead_and_a_timeout_does_not_reset_them() -> None:
     health = UpstreamHealth(30.0)
     answers = [REFUSED, SLOW] * (REFUSALS_MAX - 1)
     assert not any(judged(health, answer, 100 + 10 * n) for n, answer in enumerate(answers[:-1]))
     assert judged(health, REFUSED, 125) == REFUSED.trouble
 
 
-async def test_a_busy_server_that_answers_no_health_check_serves_on(upstream: Upstream, rig: Rig) -> None:
+async def test_a_busy_server_without_health_answers_stays_in_service(upstream: Upstream, rig: Rig) -> None:
     upstream.answers, upstream.token_s = False, 0.01
     key = rig.submit(prompt(), max_tokens=500)
     checks = [asyncio.create_task(rig.engine.check()) for _ in range(5)]
@@ -110,7 +110,7 @@ async def test_a_busy_server_that_answers_no_health_check_serves_on(upstream: Up
     await asyncio.gather(*checks)
 
 
-async def test_a_server_that_is_gone_is_dead_after_three_refused_checks(upstream: Upstream, rig: Rig) -> None:
+async def test_an_unreachable_server_is_dead_after_three_refused_checks(upstream: Upstream, rig: Rig) -> None:
     await upstream.stop()
     for _ in range(REFUSALS_MAX - 1):
         await rig.engine.check()

@@ -1,4 +1,4 @@
-"""Who waits in an engine, or before one, is taken in by priority: the best first, and among equals who came first."""
+"""Waiting requests are admitted by priority: the best first, in order among equals."""
 
 import asyncio
 from random import Random
@@ -42,7 +42,7 @@ def test_the_simulated_engine_admits_by_priority(priorities: list[int]) -> None:
     assert taken(queue) == by_priority(priorities)
 
 
-def test_canaries_and_who_was_preempted_go_before_the_best() -> None:
+def test_canaries_and_preempted_requests_go_before_the_best_priority() -> None:
     queue = WaitingQueue()
     queue.add(sequence(1, 0))
     queue.add(sequence(2, 3))
@@ -55,7 +55,7 @@ def test_canaries_and_who_was_preempted_go_before_the_best() -> None:
 
 
 @given(PRIORITIES)
-def test_who_waits_before_an_engine_with_a_bound_goes_in_by_priority(priorities: list[int]) -> None:
+def test_a_limited_engine_admits_by_priority(priorities: list[int]) -> None:
     bound = RequestLimit(1, len(priorities))
     assert bound.take(99, request(0)) == "inside"
     for key, priority in enumerate(priorities):
@@ -68,7 +68,7 @@ def test_who_waits_before_an_engine_with_a_bound_goes_in_by_priority(priorities:
     assert order == by_priority(priorities)
 
 
-def test_what_has_begun_elsewhere_goes_before_the_best_there_too() -> None:
+def test_a_limited_engine_admits_started_requests_before_the_best_priority() -> None:
     bound = RequestLimit(1, 3)
     bound.take(0, request(0))
     bound.take(1, request(0))
@@ -82,7 +82,7 @@ def request(priority: int) -> Generate:
     return Generate(0, "r", [1, 2], 2, Sampling(4), priority=priority)
 
 
-async def test_who_waits_for_a_place_at_a_server_gets_it_by_priority_and_who_gives_up_loses_none() -> None:
+async def test_upstream_places_go_by_priority_and_a_cancelled_waiter_loses_none() -> None:
     places, order, dice = Places(), list[int](), Random(3)
     places.limit(1)
     priorities = [dice.randrange(4) for _ in range(12)]
