@@ -1,1 +1,1 @@
-"""`holdfast profile`: measure how fast a running engine is, and write it down for simulated ones."""
+"""`holdfast profile`: measures the speed of a running engine and writes a profile for simulated ones."""

@@ -1,4 +1,4 @@
-"""`holdfast profile`: measure a running engine, and write what simulated engines read."""
+"""`holdfast profile`: measures a running engine and writes the profile for simulated engines."""
 
 import argparse
 import asyncio
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from controller.profiler.openai_target import OpenAITarget
 from controller.profiler.points import TooFewPoints, arrays
-from controller.profiler.sweep import Measuring, Sweep, Told
+from controller.profiler.sweep import Measuring, OnMeasurement, Sweep
 from controller.profiler.target import CannotMeasure, ProfiledEngine
 from controller.profiler.worker_target import WorkerTarget
 from events.errors import HoldfastError, UsageError
@@ -37,15 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "url",
         metavar="URL",
-        help="an OpenAI-compatible server or a frontend (http://…), or a worker (tcp://host:port)",
+        help="//…), or a worker (tcp://host:port)",
     )
-    add("-o", "--output", type=Path, required=True, metavar="FILE", help="the profile to write (.npz)")
-    add("--model", default="", help="the model to measure, where the server has several")
-    add("--key", default="", help=f"the server's API key (default: {KEY} of the environment)")
+    add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")
+    add("--model", default="", help="model to measure if the server has several")
+    add("--key", default="", help=f"API key of the server (default: {KEY} of the environment)")
     for flag, name, text in (
-        ("--isl", "lengths", "lengths of prompts, in tokens"),
-        ("--context", "contexts", "contexts of the answers in a batch, in tokens"),
-        ("--concurrency", "batches", "sizes of a batch"),
+        ("--isl", "lengths", "prompt lengths, in tokens"),
+        ("--context", "contexts", "context lengths of the answers in a batch, in tokens"),
+        ("--concurrency", "batches", "batch sizes"),
     ):
         default = ",".join(map(str, getattr(DEFAULTS, name)))
         add(flag, type=_numbers, default=None, metavar="N,N…", dest=name, help=f"{text} (default: {default})")
@@ -66,13 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Measure, write and show; return the exit code. Raise UsageError if the file cannot be written there, CannotMeasure if too
-    little of the engine could be measured."""
+    """Measure the engine, write and print the profile; return the exit code.
+
+    Raise UsageError if the file cannot be written there, CannotMeasure if too little of the engine could be measured.
+    """
     target = _target(args)
     if args.output.suffix != ".npz":
-        raise UsageError(f"--output {args.output}: a profile's name ends with .npz")
+        raise UsageError(f"--output {args.output}: the file name must end with .npz")
     if args.output.is_dir():
-        raise UsageError(f"--output {args.output}: it is a folder")
+        raise UsageError(f"--output {args.output}: is a folder")
     if not args.output.absolute().parent.is_dir():
         raise UsageError(f"--output {args.output}: the folder {args.output.absolute().parent} does not exist")
     measured = asyncio.run(_measure(target, args))
@@ -83,7 +85,7 @@ def run_cli(args: argparse.Namespace) -> int:
     _write(args.output, made)
     _show(target.name, measured, Console())
     if "pass_ms" in made:
-        print(f"what a pass costs for itself: {float(made['pass_ms']):.2f} ms")
+        print(f"fixed cost of a pass: {float(made['pass_ms']):.2f} ms")
     print(f"written: {args.output}")
     return 0
 
@@ -91,7 +93,7 @@ def run_cli(args: argparse.Namespace) -> int:
 def _numbers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 128,512,2048")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 128,512,2048")
     return tuple(sorted({_count(part.strip()) for part in parts}))
 
 
@@ -105,7 +107,7 @@ def _target(args: argparse.Namespace) -> ProfiledEngine:
     try:
         parts = urlsplit(args.url)
         known = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         known = False
     if known and parts.scheme in ("http", "https"):
         return OpenAITarget(args.url, args.key or os.environ.get(KEY, ""), args.model)
@@ -124,24 +126,26 @@ async def _measure(target: ProfiledEngine, args: argparse.Namespace) -> Measurin
         fitting = sweep.within(target.context_tokens)
         if not fitting.lengths or not fitting.contexts:
             raise CannotMeasure(
-                f"no length that was asked for fits into its context of {target.context_tokens} tokens"
+                f"no requested length fits into the engine's context of {target.context_tokens} tokens"
             )
         if min(len(fitting.lengths), len(fitting.contexts)) < 2:
-            raise CannotMeasure("a line takes two points: give two values at least of --isl and of --context")
-        with _progress(f"{target.name} at {args.url}", fitting.steps) as told:
-            measuring = Measuring(target, fitting, told)
+            raise CannotMeasure(
+                "a line needs two points: give at least two values for each of --isl and --context"
+            )
+        with _progress(f"{target.name} at {args.url}", fitting.steps) as report:
+            measuring = Measuring(target, fitting, report)
             await measuring.run()
     finally:
         await target.close()
     if longer := sorted({*sweep.lengths, *sweep.contexts} - {*fitting.lengths, *fitting.contexts}):
-        room = f"more than its context of {target.context_tokens} tokens has room for"
+        room = f"longer than the engine's context of {target.context_tokens} tokens allows"
         measuring.skipped.insert(0, f"{', '.join(map(str, longer))} tokens: {room}")
     return measuring
 
 
 @contextmanager
-def _progress(what: str, steps: int) -> Iterator[Told]:
-    """Show on a terminal how far the sweep is; else a line for each new thing that it measures."""
+def _progress(what: str, steps: int) -> Iterator[OnMeasurement]:
+    """Show the progress of the sweep as a bar on a terminal, otherwise as one line per kind of measurement."""
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"measuring {what}: at most {steps} measurements", file=sys.stderr, flush=True)
@@ -151,22 +155,22 @@ def _progress(what: str, steps: int) -> Iterator[Told]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"measuring {what}", total=steps)
 
-        def told(measured: str) -> None:
+        def report(measured: str) -> None:
             bar.update(task, advance=1, description=measured)
 
-        yield told
+        yield report
 
 
 def _lines() -> Callable[[str], None]:
     last = ""
 
-    def told(measured: str) -> None:
+    def report(measured: str) -> None:
         nonlocal last
         if measured != last:
             print(measured, file=sys.stderr, flush=True)
         last = measured
 
-    return told
+    return report
 
 
 def _write(path: Path, made: dict[str, Any]) -> None:
@@ -192,8 +196,8 @@ def _show(model: str, measured: Measuring, console: Console) -> None:
         )
     console.print(table)
     contexts = sorted({one.asked for one in measured.decode})
-    table = Table(title="ms between two tokens, by how many run at once")
-    table.add_column("at once", justify="right")
+    table = Table(title="ms between two tokens, by batch size")
+    table.add_column("batch", justify="right")
     for context in contexts:
         table.add_column(f"{context} tokens", justify="right")
     for batch in sorted({one.batch for one in measured.decode}):

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server, or our own frontend: completions over HTTP, streamed.
+"""Measures an OpenAI-compatible server or a Holdfast frontend: streamed completions over HTTP.
 
-Prompts are token ids where they are taken, words otherwise; then as many as make about so many tokens, and what they were
-is what the server counts. A token that leaves a character incomplete makes no event, so tokens are counted by the usage
-at the end, and events are their moments.
+Prompts are token ids if the server accepts them. Otherwise they are words, approximately as many as needed for the number of
+tokens; the exact number is what the server counts. A token that leaves a character incomplete causes no event. So tokens are
+counted by the usage at the end, and events give their times.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from controller.trace.replay.connection import now
 from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
 from controller.trace.replay.response import Now
 
-ANSWER_S_MAX = 3600.0  # whoever waits for one has a bound on silence
+ANSWER_S_MAX = 3600.0  # callers have their own limit on silence
 CLOSE_S_MAX = 10.0
 TOO_MUCH = (400, 413, 422, 429, 503, 529)
-EVENTS_MAX = 4  # for each token: a server that does not stop is not listened to for an hour
+EVENTS_MAX = 4  # per token: stops reading a server that does not stop sending
 PROBE_WORDS = 200
-TOKENS_MAX = 1 << 30  # of a prompt or an answer: more is a mistake
+TOKENS_MAX = 1 << 30  # of a prompt or an answer: more is an error
 WORDS = ("river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon")
 
 
@@ -33,32 +33,34 @@ class OpenAITarget:
         self._target = ReplayTarget(url, key, now)
         self._now = now
         self._url = self._target.url
-        self._words_per_token = 0.0  # 0: it takes token ids
+        self._words_per_token = 0.0  # 0: it accepts token ids
         self._extra: dict[str, Any] = {"ignore_eos": True}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Find out what the server takes: token ids, or words. Raise CannotMeasure."""
+        """Find out whether the server accepts token ids or words. Raise CannotMeasure."""
         try:
             about = await self._target.model(self.name)
         except BadEndpoint as error:
             raise CannotMeasure(str(error)) from None
         self.name, meta = about["id"], about.get("meta")
-        said = about.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
-        self.context_tokens = _count(said)
-        if await self._takes([10, 11, 12]):
+        reported = about.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
+        self.context_tokens = _count(reported)
+        if await self._accepts([10, 11, 12]):
             return
         self._extra = {}
-        if await self._takes([10, 11, 12]):
+        if await self._accepts([10, 11, 12]):
             return
         self._words_per_token = 1.0
         probe = self.ask([0] * PROBE_WORDS, 2)
         await probe.whole()
         if not probe.prompt_tokens:
-            raise CannotMeasure(f"{self._url} takes text only, and does not count a prompt's tokens (usage)")
+            raise CannotMeasure(
+                f"{self._url} accepts text only, and does not report a prompt's tokens (usage)"
+            )
         self._words_per_token = PROBE_WORDS / probe.prompt_tokens
 
-    async def _takes(self, prompt: list[int]) -> bool:
+    async def _accepts(self, prompt: list[int]) -> bool:
         stream = self.ask(prompt, 2)
         try:
             await stream.whole()
@@ -67,7 +69,7 @@ class OpenAITarget:
         return True
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Let it continue a prompt of these tokens, or of as many, by so many tokens."""
+        """Request a completion of `tokens` tokens for this prompt, or for words of about its length."""
         stream = ProfiledStream(self._now())
         stream.prompt_tokens = 0 if self._words_per_token else len(prompt)
         body = {
@@ -95,9 +97,9 @@ class OpenAITarget:
                 if event != b"[DONE]":
                     _take(stream, json.loads(event), at)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                stream.end(CannotMeasure(f"{self._url} streams what is no completion"))
-            if len(stream.said_at) > EVENTS_MAX * body["max_tokens"]:
-                stream.end(CannotMeasure(f"{self._url} says more than the tokens that it was asked for"))
+                stream.end(CannotMeasure(f"{self._url} streams something other than a completion"))
+            if len(stream.event_times) > EVENTS_MAX * body["max_tokens"]:
+                stream.end(CannotMeasure(f"{self._url} sends more tokens than requested"))
 
         try:
             reply = await self._target.ask(
@@ -117,7 +119,7 @@ class OpenAITarget:
             stream.end()
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close all connections."""
         for task in (tasks := list(self._tasks)):
             task.cancel()
         if tasks:
@@ -125,20 +127,22 @@ class OpenAITarget:
         self._target.close()
 
 
-def _take(stream: ProfiledStream, said: dict[str, Any], at: float) -> None:
-    """Take in one event."""
-    if "error" in said:
-        stream.end(CannotMeasure(f"the server broke an answer off: {words(json.dumps(said).encode())}"))
+def _take(stream: ProfiledStream, reported: dict[str, Any], at: float) -> None:
+    """Process one event."""
+    if "error" in reported:
+        stream.end(
+            CannotMeasure(f"the server ended an answer with an error: {words(json.dumps(reported).encode())}")
+        )
         return
-    if said.get("choices"):
-        choice = said["choices"][0]
-        if choice.get("text") or (choice.get("finish_reason") and not stream.said_at):
-            stream.said(at)
-    if usage := said.get("usage"):
+    if reported.get("choices"):
+        choice = reported["choices"][0]
+        if choice.get("text") or (choice.get("finish_reason") and not stream.event_times):
+            stream.record(at)
+    if usage := reported.get("usage"):
         stream.prompt_tokens = _count(usage.get("prompt_tokens")) or stream.prompt_tokens
         stream.tokens = _count(usage.get("completion_tokens")) or stream.tokens
 
 
-def _count(said: Any) -> int | None:
-    """Return a number of tokens that a server says; None if it says none that could be."""
-    return said if isinstance(said, int) and 0 < said <= TOKENS_MAX else None
+def _count(reported: Any) -> int | None:
+    """Return a number of tokens reported by a server; None if it is not plausible."""
+    return reported if isinstance(reported, int) and 0 < reported <= TOKENS_MAX else None

@@ -1,19 +1,19 @@
-"""From what was measured to what a simulated engine reads: the arrays of an NPZ.
+"""Turns measured points into the arrays that a simulated engine reads (NPZ).
 
     prefill_isl[n]  ─▶ prefill_ttft_ms[n]                                  prompt tokens, first token
     decode_active_kv_tokens[a] × decode_context_length[c] ─▶ decode_itl[a, c]     ms between two tokens
-    pass_ms                                                                what a pass costs for itself: part of both
+    pass_ms                                                                fixed cost of a pass: part of both
 
-As NVIDIA Dynamo's mocker reads them: all float64, axes strictly increasing, between their points straight lines. `pass_ms` is
-our own; theirs does not look at it.
+The format is that of NVIDIA Dynamo's mocker: all float64, axes strictly increasing, linear between the points. `pass_ms` is an
+extension, which Dynamo ignores.
 
-A sweep measures a batch of so many requests at so long a context each. How long a step takes bends over (active tokens,
-context), because a batch is their quotient, and is nearly straight over (batch, context). So the straight lines are drawn
-there, and a finer grid than the measured one is written, from a single token on: readers go on along the lines of its
-edge, which would be those of half a request. Less than one request there cannot be: below a single one its time stands, and
-so does that of the shortest measured context; above the largest measured batch the last line goes on, but never down.
+A sweep measures batches of several sizes at several context lengths. The duration of a step is nearly linear over (batch,
+context), but not over (active tokens, context), because the batch is their quotient. So values are interpolated over (batch,
+context), and a finer grid than the measured one is written, starting at a single token. Readers extrapolate from the edge of
+the grid, which must not be that of half a request: below one request, and below the shortest measured context, the time is
+constant. Above the largest measured batch the last line continues, but never downwards.
 
-What else a machine does only ever adds time: so no prompt takes longer than a longer one did.
+Other work on the machine only ever adds time: so no prompt may take longer than a longer one did.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ import numpy.typing as npt
 from events.errors import HoldfastError
 
 Array = npt.NDArray[np.float64]
-GRID = 64  # points of each axis beside the measured ones
+GRID = 64  # points of each axis besides the measured ones
 
 
 class TooFewPoints(HoldfastError):
-    """Not enough could be measured to draw a line."""
+    """Too few points were measured to draw a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """How long a prompt takes to its first token."""
+    """The time of a prompt to its first token."""
 
     tokens: int
     ttft_ms: float
@@ -43,17 +43,17 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """How long a step takes a batch."""
+    """The duration of a step for a batch."""
 
     batch: int
-    asked: int  # the context that the sweep names it by
-    context: float  # tokens of one request, on average, while it was measured
+    asked: int  # the context requested by the sweep
+    context: float  # mean tokens of one request during the measurement
     itl_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class BesidePoint:
-    """How long a step took that computed a short prompt beside an answer, and how long the others of that answer."""
+    """The duration of a step that computed a short prompt beside an answer, and of that answer's other steps."""
 
     tokens: int  # of the prompt
     step_ms: float
@@ -67,10 +67,10 @@ def arrays(
     isl, ttft = _curve([(point.tokens, point.ttft_ms) for point in prefill])
     ttft = np.minimum.accumulate(ttft[::-1])[::-1]
     if len(isl) < 2:
-        raise TooFewPoints(f"{len(isl)} prompt lengths were measured; it takes 2")
+        raise TooFewPoints(f"{len(isl)} prompt lengths were measured; at least 2 are needed")
     columns = _columns(decode)
     if len(columns) < 2:
-        raise TooFewPoints(f"{len(columns)} context lengths were measured; it takes 2")
+        raise TooFewPoints(f"{len(columns)} context lengths were measured; at least 2 are needed")
     contexts = _axis([context for context, _, _ in columns])
     actives = _axis([context * batch for context, batches, _ in columns for batch in batches])
     itl = np.ascontiguousarray(np.array([_itl(columns, actives, context) for context in contexts]).T)
@@ -85,7 +85,7 @@ def arrays(
 
 
 def _pass_ms(beside: Sequence[BesidePoint], isl: Array, ttft: Array) -> float:
-    """Return by how much less a prompt and a token take together than each alone: no more than either takes."""
+    """Return the time saved by computing a prompt and a token together, at most the time of either alone."""
     alone = [float(np.interp(point.tokens, isl, ttft)) for point in beside]
     saved = [ms + point.other_ms - point.step_ms for ms, point in zip(alone, beside, strict=True)]
     most = min(*alone, float(np.median([point.other_ms for point in beside])))
@@ -96,7 +96,7 @@ _Column = tuple[float, Array, Array]  # a context, batches, and the time between
 
 
 def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
-    """Return what was measured at each context, by the context that it really was."""
+    """Return what was measured at each context, by the actual mean context."""
     found: dict[int, list[DecodePoint]] = {}
     for point in decode:
         found.setdefault(point.asked, []).append(point)
@@ -111,7 +111,7 @@ def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
 
 
 def _curve(pairs: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
-    """Return points by their place on the axis; of several at the same place their median."""
+    """Return points by their place on the axis; the median of several at the same place."""
     by_x: dict[float, list[float]] = {}
     for x, y in pairs:
         by_x.setdefault(x, []).append(y)
@@ -120,7 +120,7 @@ def _curve(pairs: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
 
 
 def _axis(measured: Sequence[float]) -> Array:
-    """Return an axis through what was measured, with points between where they are far apart."""
+    """Return an axis through the measured values, with points in between where they are far apart."""
     low, high = min(1.0, *measured), max(measured)
     points = np.unique(np.round(np.concatenate([np.geomspace(low, high, GRID), measured]), 3))
     kept = [float(points[0])]
@@ -131,7 +131,7 @@ def _axis(measured: Sequence[float]) -> Array:
 
 
 def _itl(columns: Sequence[_Column], actives: Array, context: float) -> Array:
-    """Return the time between tokens of as many requests as these active tokens are."""
+    """Return the time between tokens for the numbers of requests that correspond to these active tokens."""
     batches = np.maximum(1.0, actives / context)
     place = int(np.searchsorted([column[0] for column in columns], context, side="right")) - 1
     place = min(max(place, 0), len(columns) - 2)

@@ -1,16 +1,16 @@
-"""Which prompts and batches are measured, in what order, and what one measurement is.
+"""The sweep of `holdfast profile`: which prompts and batches are measured, and how.
 
     prefill   one prompt at a time, of each length: its time to the first token, the median of a few
-    decode    a batch of so many answers at once behind prompts of so many tokens: the time between two tokens
-    beside    a short prompt while one answer is said: the time between the two tokens between which it is computed
+    decode    a batch of answers at once behind prompts of one length: the time between two tokens
+    beside    a short prompt while one answer is generated: the time between the two tokens between which it is computed
 
-Every prompt of the first is new from its first token on, so that no prefix cache answers. The batches of a context have the
-same prompts, which are computed once before they are asked for together: where there is a prefix cache they then begin at
-the same time, and where there is none they begin one after another; only the time in which all of them are answered counts.
-A batch of which the engine runs only a part at once, or for which it has no room, is left out, and larger ones with it.
+Every prefill prompt differs from its first token on, so that no prefix cache helps. The batches of a context have the same
+prompts, which are computed once before they are requested together. With a prefix cache they then start at the same time;
+without one they start one after another. Only the time in which all of them are answered counts. A batch is left out, together
+with larger ones, if the engine runs only a part of it at once or has no room for it.
 
-All points of all three are measured in turn, and then all of them again: what else a machine does for a while spoils one
-measurement of many points, and all of none.
+All points of all three are measured in turn, and then all of them again. So a temporary load on the machine spoils one
+measurement of many points, and never all measurements of one.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ import numpy.typing as npt
 from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint
 from controller.profiler.target import CannotMeasure, ProfiledEngine, ProfiledStream, TargetRefused
 
-TOKEN_IDS = (10, 1000)  # any vocabulary has these
+TOKEN_IDS = (10, 1000)  # valid in any vocabulary
 WARM_UPS = 2
-TOGETHER_MIN = 0.5  # of the tokens asked for must have come while all were answered
-LONGER = 4  # times as many tokens, where the batch was not together for long enough
+TOGETHER_MIN = 0.5  # share of the requested tokens that must arrive while all are answered
+LONGER = 4  # factor on the tokens if the batch was not together for long enough
 TOKENS_MAX = 2048
-BESIDE = 3  # times as many measurements as of other points: they are short, and differences of times
-ROW = 4  # events whose time is taken together
-BURSTS = 0.25  # a median below so much of the mean is that of the events within a burst
-APART_S = 0.0005  # at most, what comes of one step
+BESIDE = 3  # factor on the measurements of other points: they are short, and differences of times
+ROW = 4  # events measured together
+BURSTS = 0.25  # a median below this share of the mean is that of events within a burst
+APART_S = 0.0005  # maximum distance of events of one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Sweep:
     tokens: int = 48  # of each answer of a batch
 
     def within(self, context_tokens: int | None) -> "Sweep":
-        """Return what of it an engine's context has room for."""
+        """Return the part that fits into an engine's context."""
         if context_tokens is None:
             return self
         return Sweep(
@@ -59,41 +59,43 @@ class Sweep:
 
     @property
     def steps(self) -> int:
-        """How many measurements that are at most."""
+        """Maximum number of measurements."""
         return self.repeats * (len(self.lengths) + len(self.batches) * len(self.contexts) + BESIDE)
 
 
 class NotTogether(TargetRefused):
-    """The engine does not run so many answers at once, or nothing is seen of how it does."""
+    """The engine does not run this many answers at once, or the timing of its tokens is not visible."""
 
 
-Told = Callable[[str], None]
-"""Called before each measurement, with what is measured."""
+OnMeasurement = Callable[[str], None]
+"""Called before each measurement, with its description."""
 
 
 class Measuring:
-    """One sweep over one target, and what it has brought. `skipped` says what was left out, and why."""
+    """One sweep over one target, and its results. `skipped` lists what was left out, and why."""
 
-    def __init__(self, target: ProfiledEngine, sweep: Sweep, told: Told, seed: int | None = None) -> None:
+    def __init__(
+        self, target: ProfiledEngine, sweep: Sweep, report: OnMeasurement, seed: int | None = None
+    ) -> None:
         self.decode: list[DecodePoint] = []
         self.beside: list[BesidePoint] = []
         self.skipped: list[str] = []
         self._target = target
         self._sweep = sweep
-        self._told = told
+        self._report = report
         self._random = random.Random(seed)
         self._alone: dict[int, list[ProfiledStream]] = {length: [] for length in sweep.lengths}
         self._batches = {context: list(sweep.batches) for context in sweep.contexts}
-        self._lonely = False  # it runs one request at a time
+        self._serial = False  # it runs one request at a time
         self._together: dict[int, list[list[int]]] = {context: [] for context in sweep.contexts}  # prompts
 
     @property
     def prefill(self) -> list[PrefillPoint]:
-        """How long prompts take."""
+        """The measured prefill points."""
         return [_prefill_point(length, streams) for length, streams in self._alone.items()]
 
     async def run(self) -> None:
-        """Measure all points, so often. Raise CannotMeasure."""
+        """Measure all points, `repeats` times. Raise CannotMeasure."""
         for _ in range(WARM_UPS):
             await self._target.ask(self._prompt(min(self._sweep.lengths, default=1)), 1).whole()
         for _ in range(self._sweep.repeats):
@@ -104,7 +106,7 @@ class Measuring:
 
     async def _measure_prompts(self) -> None:
         for length in list(self._alone):
-            self._told(f"a prompt of {length} tokens")
+            self._report(f"a prompt of {length} tokens")
             stream = self._target.ask(self._prompt(length), 1)
             try:
                 await stream.whole()
@@ -118,7 +120,7 @@ class Measuring:
         for context, sizes in self._batches.items():
             for place, batch in enumerate(sizes):
                 try:
-                    self._told(f"{batch} at once, {context} tokens each")
+                    self._report(f"{batch} at once, {context} tokens each")
                     self.decode.append(await self._batch(batch, context))
                 except TargetRefused as reason:
                     self.skipped.append(f"{batch} at once, {context} tokens each: {reason}")
@@ -127,16 +129,16 @@ class Measuring:
 
     async def _measure_beside(self) -> None:
         length, context = min(self._alone, default=0), min(self._batches, default=0)
-        if not length or not context or self._lonely:
+        if not length or not context or self._serial:
             return
-        self._told(f"a prompt of {length} tokens beside an answer")
+        self._report(f"a prompt of {length} tokens beside an answer")
         answer = self._target.ask(self._prompt(context), self._sweep.tokens)
         await answer.begins()
         prompt = self._target.ask(self._prompt(length), 1)
         try:
             await _whole(answer, prompt)
         except TargetRefused as reason:
-            self._lonely = True
+            self._serial = True
             self.skipped.append(f"a prompt of {length} tokens beside an answer: {reason}")
             return
         if (found := beside_point(answer, prompt, length)) is not None:
@@ -173,38 +175,40 @@ class Measuring:
 
 
 async def _whole(*streams: ProfiledStream) -> None:
-    """Wait until none of them runs any more. Raise what the first of those that failed says."""
+    """Wait until all of them have ended. Raise the error of the first one that failed."""
     for end in await asyncio.gather(*(stream.whole() for stream in streams), return_exceptions=True):
         if end is not None:
             raise end
 
 
 def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodePoint:
-    """Return what a batch of whole answers says of its step: the median of the time of a few steps in a row, since one that
-    was held up counts for little in it; the mean, where they come in bursts. Raise NotTogether.
+    """Return the decode point of a batch of complete answers. Raise NotTogether.
+
+    It uses the median time of a few consecutive steps, in which a delayed step counts for little; the mean if tokens arrive in
+    bursts.
     """
-    begin = max(stream.said_at[0] for stream in streams)
-    end = min(stream.said_at[-1] for stream in streams)
+    begin = max(stream.event_times[0] for stream in streams)
+    end = min(stream.event_times[-1] for stream in streams)
     itl, contexts = [], []
     for stream in streams:
-        per_event = stream.tokens / len(stream.said_at)
-        within = np.array([at for at in stream.said_at if begin <= at <= end])
+        per_event = stream.tokens / len(stream.event_times)
+        within = np.array([at for at in stream.event_times if begin <= at <= end])
         steps = (len(within) - 1) * per_event
         if steps < tokens * TOGETHER_MIN:
             raise NotTogether("the engine does not run so many at once for long enough")
-        before = sum(at < begin for at in stream.said_at) * per_event
+        before = sum(at < begin for at in stream.event_times) * per_event
         itl.append(_step_s(within) / per_event * 1e3)
         contexts.append((stream.prompt_tokens or asked) + before + steps / 2)
     return DecodePoint(len(streams), asked, float(np.mean(contexts)), float(np.mean(itl)))
 
 
 def _step_s(at: npt.NDArray[np.float64]) -> float:
-    """Return what lies between two events. Raise NotTogether where nothing does."""
+    """Return the time between two events. Raise NotTogether if there is none."""
     row = min(ROW, len(at) - 1)
     usual, mean = float(np.median(at[row:] - at[:-row])) / row, (at[-1] - at[0]) / (len(at) - 1)
     if not mean:
         raise NotTogether(
-            "an answer's tokens come all at once: it is not sent as it is made, or takes no time"
+            "all tokens of an answer arrive at once: the server does not stream, or takes no time"
         )
     return usual if usual > mean * BURSTS else float(mean)
 
@@ -215,8 +219,8 @@ def _prefill_point(length: int, streams: Sequence[ProfiledStream]) -> PrefillPoi
 
 
 def beside_point(answer: ProfiledStream, prompt: ProfiledStream, length: int) -> BesidePoint | None:
-    """Return what an answer says of the step that computed a prompt; None if it had ended by then."""
-    at, said = prompt.said_at[0], answer.said_at
+    """Return the step of an answer that computed a prompt; None if the answer had ended by then."""
+    at, said = prompt.event_times[0], answer.event_times
     gaps = np.diff(said) * 1e3
     if len(gaps) < 3 or not said[0] < at <= said[-1] + APART_S:
         return None

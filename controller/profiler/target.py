@@ -1,4 +1,4 @@
-"""What is measured, as the sweep sees it: something that continues prompts, token by token, and when each came."""
+"""The interface of a measured engine: continues prompts and records the time of each token."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ SILENCE_S_MAX = 120.0  # between two tokens, and before the first
 
 
 class CannotMeasure(HoldfastError):
-    """The engine cannot be measured: it is not there, or does not answer."""
+    """The engine cannot be measured: it cannot be reached, or does not answer."""
 
 
 class TargetRefused(CannotMeasure):
@@ -19,24 +19,24 @@ class TargetRefused(CannotMeasure):
 
 @dataclass
 class ProfiledStream:
-    """One answer. A call of `said` for every event that brought something; `tokens` is what they were in all."""
+    """One answer. `record` is called for every event with output; `tokens` is their total."""
 
     asked_at: float
-    said_at: list[float] = field(default_factory=list)
+    event_times: list[float] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0
     error: CannotMeasure | None = None
-    begun: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: a token has come, or none will
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # a flag
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set when a token has arrived, or none will
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # set at the end
 
-    def said(self, at: float, tokens: int = 1) -> None:
-        """Take in an event."""
-        self.said_at.append(at)
+    def record(self, at: float, tokens: int = 1) -> None:
+        """Record an event."""
+        self.event_times.append(at)
         self.tokens += tokens
         self.begun.set()
 
     def end(self, error: CannotMeasure | None = None) -> None:
-        """Take in that there is no more."""
+        """Record the end."""
         self.error = self.error or error
         self.begun.set()
         self.over.set()
@@ -50,40 +50,40 @@ class ProfiledStream:
             raise CannotMeasure(f"no token came for {SILENCE_S_MAX:g} s") from None
 
     async def whole(self) -> None:
-        """Wait for its end. Raise CannotMeasure if it has none, or a bad one."""
+        """Wait for its end. Raise CannotMeasure if it has none, or ended with an error."""
         while not self.over.is_set():
-            heard = len(self.said_at)
+            heard = len(self.event_times)
             try:
                 async with asyncio.timeout(SILENCE_S_MAX):
                     await self.over.wait()
             except TimeoutError:
-                if len(self.said_at) == heard:
+                if len(self.event_times) == heard:
                     raise CannotMeasure(f"no token came for {SILENCE_S_MAX:g} s") from None
         if self.error is not None:
             raise self.error
-        if not self.said_at:
+        if not self.event_times:
             raise CannotMeasure("an answer ended without a token")
 
     @property
     def ttft_ms(self) -> float:
-        """From the question to the first token."""
-        return (self.said_at[0] - self.asked_at) * 1e3
+        """Milliseconds from the request to the first token."""
+        return (self.event_times[0] - self.asked_at) * 1e3
 
 
 class ProfiledEngine(Protocol):
-    """An engine, or the way to one."""
+    """An engine, or the connection to one."""
 
-    context_tokens: int | None  # where it says so
+    context_tokens: int | None  # if known
     name: str  # of its model
 
     async def open(self) -> None:
-        """Reach it, and find out what it takes. Raise CannotMeasure."""
+        """Connect and find out what it accepts. Raise CannotMeasure."""
         ...
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Let it continue a prompt of these tokens, or of as many, by so many tokens."""
+        """Request a completion of `tokens` tokens for this prompt, or for one of the same length."""
         ...
 
     async def close(self) -> None:
-        """Let go of it, and of what still runs."""
+        """Close the connection, and end what still runs."""
         ...

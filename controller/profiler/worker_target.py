@@ -1,4 +1,4 @@
-"""One of our own workers, over the request plane: no frontend between, and every token's moment."""
+"""Measures a Holdfast worker over the request plane, without a frontend in between."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ class WorkerTarget:
         self._broken: CannotMeasure | None = None
 
     async def open(self) -> None:
-        """Connect as a frontend does. Raise CannotMeasure if no worker answers there."""
+        """Connect like a frontend. Raise CannotMeasure if no worker answers there."""
         where = urlsplit(self._url)
         self._welcome = asyncio.get_running_loop().create_future()
         try:
@@ -51,7 +51,7 @@ class WorkerTarget:
                 for body in splitter.feed(data):
                     self._take(wire.to_frontend.decode(body), at)
         except (OSError, ValueError, wire.BadFrame) as broken:
-            error = CannotMeasure(f"{self._url} is no worker, or broke off: {broken}")
+            error = CannotMeasure(f"{self._url} is not a worker, or closed the connection: {broken}")
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(error)
         self._broken = error
@@ -64,15 +64,15 @@ class WorkerTarget:
                 self._welcome.set_result(frame)
             case Step(chunks=chunks):
                 for chunk in chunks:
-                    self._hear(chunk, at)
+                    self._receive(chunk, at)
 
-    def _hear(self, chunk: Chunk, at: float) -> None:
+    def _receive(self, chunk: Chunk, at: float) -> None:
         stream = self._streams.get(chunk.stream)
         if stream is None:
             return
         count = len(chunk.tokens) or (1 if chunk.text else 0)
         if count:
-            stream.said(at, count)
+            stream.record(at, count)
         if chunk.error or chunk.finish:
             del self._streams[chunk.stream]
             stream.end(self._refusal(chunk.error) if chunk.error else None)
@@ -82,7 +82,7 @@ class WorkerTarget:
         return kind(f"the worker answers: {error}")
 
     def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
-        """Let it continue a prompt of these tokens, or of as many, by so many tokens."""
+        """Request a completion of `tokens` tokens for this prompt."""
         assert self._writer is not None
         number, stream = next(self._numbers), ProfiledStream(self._now(), prompt_tokens=len(prompt))
         if self._broken is not None:
@@ -95,7 +95,7 @@ class WorkerTarget:
         return stream
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         if self._writer is not None:
             self._writer.close()
         if self._reading is not None:

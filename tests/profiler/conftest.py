@@ -1,4 +1,4 @@
-"""The profiler's tests of how fast an engine is run in virtual time."""
+"""Fixtures for the profiler's tests, some of which run in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -10,13 +10,13 @@ from lawful import LawfulServer
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run a file's asynchronous tests on the loop that it names, if it does."""
+    """Run a file's asynchronous tests on the loop that the file names, if it does."""
     return {"loop": getattr(item.module, "LOOP", asyncio.new_event_loop)}  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[LawfulServer]:
-    """A server whose every time is known."""
+    """A server with known times."""
     server = await LawfulServer().start()
     yield server
     await server.stop()

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that is exactly as fast as a law says: what is measured of it is known beforehand."""
+"""An OpenAI-compatible server with exactly known timing, so that measurements can be compared with it."""
 
 import asyncio
 import json
@@ -19,20 +19,20 @@ class Running:
 
 @dataclass
 class LawfulServer:
-    """Prompts are computed one after another, a batch steps together. Milliseconds."""
+    """Prompts are computed one after another, a batch steps together. Times are in milliseconds."""
 
-    prefill: tuple[float, float] = (2.0, 0.01)  # each, and each token
-    decode: tuple[float, float, float] = (4.0, 0.5, 0.001)  # each step, request, and active token
+    prefill: tuple[float, float] = (2.0, 0.01)  # per prompt, per token
+    decode: tuple[float, float, float] = (4.0, 0.5, 0.001)  # per step, per request, per active token
     batch_max: int = 64
     context: int | None = 4096
     text_only: bool = False
     says_usage: bool = True
     obeys_ignore_eos: bool = True
-    silent_tokens: int = 0  # every such token makes no event, as one that leaves a character incomplete
+    silent_tokens: int = 0  # every n-th token causes no event, like one that leaves a character incomplete
     models: tuple[str, ...] = ("lawful",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
-    _asked: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: somebody waits
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request waits
     _batch: list[Running] = field(default_factory=list)
     _waiting: list[Running] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class LawfulServer:
         prompt = body["prompt"]
         if self.text_only and (isinstance(prompt, list) or "ignore_eos" in body):
             return web.json_response({"error": {"message": "prompt must be a string"}}, status=400)
-        size = len(prompt) if isinstance(prompt, list) else 2 * len(prompt.split())  # two tokens a word
+        size = len(prompt) if isinstance(prompt, list) else 2 * len(prompt.split())  # two tokens per word
         if self.context is not None and size + body["max_tokens"] > self.context:
             return web.json_response({"error": {"message": "the context is exceeded"}}, status=400)
         return await self._answer(request, body, size)

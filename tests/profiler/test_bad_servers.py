@@ -1,4 +1,7 @@
-"""`holdfast profile` against servers that die, refuse, are silent, or talk nonsense: one sentence, exit code 1, no file."""
+"""`holdfast profile` against servers that die, refuse, stay silent, or send invalid data.
+
+In each case it prints one sentence, exits with code 1, and writes no file.
+"""
 
 import asyncio
 import json
@@ -27,7 +30,7 @@ def answer(status: str, body: bytes) -> bytes:
 
 @asynccontextmanager
 async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> AsyncIterator[str]:
-    """Serve a model; completions are answered by `say`, which is told the how manyth it is and how many tokens are wanted."""
+    """Serve a model. `say` answers completions; it gets the number of the request and of the requested tokens."""
     asked, tasks = 0, set[asyncio.Task[None] | None]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -59,7 +62,7 @@ async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> Asyn
 
 
 def saying(*parts: bytes, good: int = 0, together: bool = False) -> Say:
-    """Answer so many requests well, and from then on with these bytes; TOKEN is as many as are wanted."""
+    """Answer `good` requests well, then with these bytes; TOKEN is repeated for each requested token."""
 
     async def say(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None:
         said = parts if asked > good else (EVENTS, TOKEN)
@@ -89,18 +92,18 @@ CASES = {
     "dies at once": (saying(), "the connection closed"),
     "dies in a stream": (saying(EVENTS.replace(b"connection: close", b"content-length: 999"), TOKEN), "the connection closed"),
     "dies amid the sweep": (saying(good=7), "the connection closed"),
-    "is no HTTP": (saying(b"\x00\r\n\r\n"), "what came is no HTTP/1.1"),
+    "is no HTTP": (saying(b"\x00\r\n\r\n"), "the response is not HTTP/1.1"),
     "breaks an answer off": (saying(EVENTS, b'data: {"error": {"message": "out of memory"}}\n\n'), "out of memory"),
-    "streams no JSON": (saying(EVENTS, b"data: {nonsense\n\n"), "streams what is no completion"),
-    "streams something else": (saying(EVENTS, b'data: {"choices": 7}\n\n'), "streams what is no completion"),
-    "streams a tower": (saying(EVENTS, DEEP), "streams what is no completion"),
+    "streams no JSON": (saying(EVENTS, b"data: {nonsense\n\n"), "streams something other than a completion"),
+    "streams something else": (saying(EVENTS, b'data: {"choices": 7}\n\n'), "streams something other than a completion"),
+    "streams a tower": (saying(EVENTS, DEEP), "streams something other than a completion"),
     "streams nothing": (saying(EVENTS, b"data: [DONE]\n\n"), "an answer ended without a token"),
     "answers whole": (saying(answer("200 OK", b'{"choices": []}')), "an answer ended without a token"),
     "fails": (saying(answer("500 Oops", b'{"error": "no GPU"}')), "answers 500: no GPU"),
     "refuses every form": (saying(answer("400 Bad", b'{"error": {"message": "no"}}')), "answers 400: no"),
-    "refuses amid the sweep": (saying(answer("503 Full", b"full"), good=7), "it takes 2; left out: "),
-    "sends all at once": (saying(EVENTS, TOKEN, together=True), "an answer's tokens come all at once"),
-    "does not stop": (endless, "says more than the tokens that it was asked for"),
+    "refuses amid the sweep": (saying(answer("503 Full", b"full"), good=7), "at least 2 are needed; left out: "),
+    "sends all at once": (saying(EVENTS, TOKEN, together=True), "all tokens of an answer arrive at once"),
+    "does not stop": (endless, "sends more tokens than requested"),
     "is silent": (silent, "no token came for 0.2 s"),
 }  # fmt: skip
 
@@ -111,7 +114,7 @@ async def profiled(url: str, path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_server_that_cannot_be_measured_is_said_in_one_sentence(
+async def test_a_server_that_cannot_be_measured_is_reported_in_one_sentence(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say, says = CASES[name]
@@ -125,12 +128,13 @@ async def test_a_server_that_cannot_be_measured_is_said_in_one_sentence(
 
 
 @pytest.mark.parametrize("size", ["1e999", "NaN", "-5", '"many"', "[]", "12345678901234567890"])
-async def test_numbers_that_no_engine_has_are_taken_for_none(size: str, tmp_path: Path) -> None:
+async def test_implausible_numbers_are_ignored(size: str, tmp_path: Path) -> None:
     usage = f'data: {{"choices": [], "usage": {{"prompt_tokens": {size}, "completion_tokens": {size}}}}}\n\n'
     say = saying(EVENTS, TOKEN, usage.encode())
     models = f'{{"data": [{{"id": "m", "max_model_len": {size}}}]}}'.encode()
     async with serving(say, models) as url:
-        for _ in range(5):  # what a busy machine brings all at once cannot be measured: not each time
+        # tokens that a busy machine delivers all at once cannot be measured, but not each time
+        for _ in range(5):
             if (code := await profiled(url, tmp_path / "p.npz")) == 0:
                 break
         assert code == 0
@@ -141,7 +145,7 @@ async def test_numbers_that_no_engine_has_are_taken_for_none(size: str, tmp_path
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closes", "talks nonsense"])
 @pytest.mark.parametrize("welcomes", [0, 1])
-async def test_a_worker_that_closes_its_connection_or_is_none_is_said_at_once(
+async def test_a_closed_connection_or_a_non_worker_is_reported_at_once(
     welcomes: int, closes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     over = asyncio.Event()
@@ -150,7 +154,7 @@ async def test_a_worker_that_closes_its_connection_or_is_none_is_said_at_once(
         await reader.read(1000)
         writer.write(encode(Welcome("w", "i", "m")) * welcomes)
         if not closes:
-            writer.write(b"\x02\0\0\0so")  # a frame's length, and what is none
+            writer.write(b"\x02\0\0\0so")  # a frame's length, and an invalid frame
             await over.wait()
         writer.close()
 
@@ -160,5 +164,5 @@ async def test_a_worker_that_closes_its_connection_or_is_none_is_said_at_once(
         assert await profiled(url, tmp_path / "p.npz") == 1
         over.set()
     (last,) = capsys.readouterr().err.splitlines()[-1:]
-    # "closed the connection", or that it was reset
-    assert last.startswith(f"holdfast: {url} " + ("" if closes else "is no worker"))
+    # "closed the connection", or a reset
+    assert last.startswith(f"holdfast: {url} " + ("" if closes else "is not a worker"))

@@ -1,6 +1,6 @@
-"""What is measured of an engine is how fast it is known to be.
+"""Measurements of engines with known speed, in virtual time.
 
-All of this is in virtual time: how busy the machine is says nothing, and what is measured may be held to exactly.
+The load of the machine has no effect, so results can be compared exactly.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def swept(server: LawfulServer, **sweep: Any) -> tuple[OpenAITarget, Measuring]:
     return target, Measuring(target, chosen, lambda what: None)
 
 
-async def test_what_is_measured_over_http_is_what_is_known(server: LawfulServer) -> None:
+async def test_measurements_over_http_match_the_known_times(server: LawfulServer) -> None:
     target, measuring = swept(server)
     await target.open()
     await measuring.run()
@@ -66,7 +66,7 @@ async def test_what_is_measured_over_http_is_what_is_known(server: LawfulServer)
     for one in measuring.decode:
         assert one.itl_ms == exactly(server.itl_ms(one.batch, one.context))
     assert [one.context - one.asked for one in measuring.decode] == pytest.approx([12] * 4, abs=12)
-    for step in measuring.beside:  # an answer goes on while this server computes a prompt
+    for step in measuring.beside:  # an answer continues while this server computes a prompt
         assert (step.tokens, step.step_ms) == (64, exactly(step.other_ms))
     assert len(measuring.beside) == BESIDE
     assert measuring.skipped == []
@@ -103,7 +103,7 @@ async def test_no_prompt_is_in_any_prefix_cache(server: LawfulServer) -> None:
     assert sorted(seen.values(), reverse=True)[:4] == [8, 8, 4, 1]  # each alone first, and then together
 
 
-async def test_a_server_that_takes_text_only_counts_its_tokens_itself() -> None:
+async def test_a_text_only_server_counts_its_tokens() -> None:
     server = await LawfulServer(text_only=True).start()
     target, measuring = swept(server, contexts=())
     await target.open()
@@ -114,16 +114,16 @@ async def test_a_server_that_takes_text_only_counts_its_tokens_itself() -> None:
     assert isinstance(server.bodies[-1]["prompt"], str)
 
 
-async def test_a_server_that_takes_text_and_counts_nothing_cannot_be_measured() -> None:
+async def test_a_text_only_server_without_usage_cannot_be_measured() -> None:
     server = await LawfulServer(text_only=True, says_usage=False).start()
     target, _ = swept(server)
-    with pytest.raises(CannotMeasure, match="does not count"):
+    with pytest.raises(CannotMeasure, match="does not report"):
         await target.open()
     await target.close()
     await server.stop()
 
 
-async def test_tokens_without_an_event_of_their_own_are_counted() -> None:
+async def test_tokens_without_their_own_event_are_counted() -> None:
     server = await LawfulServer(silent_tokens=3, decode=(10.0, 0.0, 0.0)).start()
     target, measuring = swept(server, batches=(2,), contexts=(64, 128), lengths=(), tokens=24)
     await target.open()
@@ -164,7 +164,7 @@ async def test_answers_that_end_early_are_an_error(server: LawfulServer) -> None
     await target.close()
 
 
-# --- our own simulated workers, as a profile says
+# --- Holdfast's simulated workers, by a profile
 
 ITL_MS = 12.0
 PREFILL_TOKENS_PER_S = 10_000.0
@@ -173,7 +173,7 @@ QUICK = Sweep(lengths=(128, 1024), contexts=(64, 512), batches=(1, 4), tokens=24
 
 @asynccontextmanager
 async def simulated(**flags: Any) -> AsyncIterator[str]:
-    """Serve a simulated worker's engine, built of its flags."""
+    """Serve a simulated worker's engine, built from these flags."""
     engine = build_engine(load_settings({name: str(value) for name, value in flags.items()}, {}))
     server = WorkerServer(worker="w0", instance="i1", engine=engine)
     await engine.start(server.deliver)
@@ -196,7 +196,7 @@ async def profiled(url: str, sweep: Sweep = QUICK) -> dict[str, Any]:
     return arrays(measuring.prefill, measuring.decode, measuring.beside)
 
 
-async def test_a_simulated_worker_is_as_fast_as_it_was_told_to_be() -> None:
+async def test_a_simulated_worker_has_the_configured_speed() -> None:
     async with simulated(
         itl_ms=ITL_MS, prefill_tokens_per_s=PREFILL_TOKENS_PER_S, context_tokens=2048
     ) as url:
@@ -210,8 +210,8 @@ def law(batch: float, context: float) -> float:
     return 8.0 + 1.0 * batch + 0.004 * batch * context
 
 
-async def test_what_a_profile_says_is_measured_of_who_follows_it(tmp_path: Path) -> None:
-    """An engine that is measured, and a simulated one with that profile, are as fast as each other."""
+async def test_an_engine_with_a_profile_is_measured_like_the_profile(tmp_path: Path) -> None:
+    """A measured engine and a simulated one with its profile have the same speed."""
     prefill = [PrefillPoint(tokens, 5.0 + 0.05 * tokens) for tokens in (16, 1024)]
     decode = [DecodePoint(b, c, c, law(b, c)) for b, c in product((1, 2, 4, 8), (32, 128, 512, 1024))]
     given = tmp_path / "given.npz"

@@ -1,4 +1,4 @@
-"""From measured points to the arrays that simulated engines read."""
+"""The conversion of measured points to the arrays that simulated engines read."""
 
 from itertools import product
 
@@ -42,7 +42,7 @@ def test_the_keys_and_shapes_are_dynamos() -> None:
         "prefill_isl", "prefill_ttft_ms", "decode_active_kv_tokens", "decode_context_length", "decode_itl",
     ]  # fmt: skip
     assert all(array.dtype == np.float64 and np.isfinite(array).all() for array in made.values())
-    assert made["decode_itl"].flags["C_CONTIGUOUS"]  # not every reader takes others
+    assert made["decode_itl"].flags["C_CONTIGUOUS"]  # some readers require C order
     assert made["decode_itl"].shape == (
         len(made["decode_active_kv_tokens"]),
         len(made["decode_context_length"]),
@@ -52,7 +52,7 @@ def test_the_keys_and_shapes_are_dynamos() -> None:
     assert made["prefill_ttft_ms"].tolist() == [point.ttft_ms for point in PREFILL]
 
 
-def test_what_was_measured_comes_back_and_so_does_what_lies_between() -> None:
+def test_measured_points_and_values_between_them_are_reproduced() -> None:
     made = arrays(PREFILL, measured([1, 2, 4, 8, 16, 32], [64, 256, 1024, 4096]))
     for batch, context in product(
         [1, 2, 3, 5, 8, 13, 16, 20, 32], [74, 100, 150, 266, 500, 900, 1034, 2000, 4106]
@@ -60,7 +60,7 @@ def test_what_was_measured_comes_back_and_so_does_what_lies_between() -> None:
         assert read(made, batch * context, context) == pytest.approx(law(batch, context), rel=0.05)
 
 
-def test_a_context_shorter_than_any_measured_takes_what_the_shortest_takes() -> None:
+def test_a_context_below_the_shortest_has_the_time_of_the_shortest() -> None:
     model = Interpolated(arrays(PREFILL, measured([1, 2, 4, 8, 16, 32], [64, 256, 1024])))
     for batch, context in ((1, 5), (1, 60), (2, 5), (4, 20), (16, 40)):
         plan = StepPlan(decodes=batch, context_tokens=batch * context)
@@ -79,16 +79,23 @@ def test_a_batch_that_was_left_out_at_one_context_is_continued_from_smaller_ones
     assert (np.diff(made["decode_itl"], axis=0) >= -1e-9).all()
 
 
-def test_a_prompt_that_was_disturbed_is_no_slower_than_a_longer_one() -> None:
+def test_a_disturbed_prompt_is_no_slower_than_a_longer_one() -> None:
     made = arrays([PrefillPoint(16, 113.0), *PREFILL], measured([1, 2], [100, 1000]))
     assert made["prefill_ttft_ms"].tolist() == pytest.approx([8.4, *(point.ttft_ms for point in PREFILL)])
 
 
 @pytest.mark.parametrize(
     ("step_ms", "pass_ms"),
-    [(10.0, 3.4), (13.4, 0.0), (20.0, 0.0), (5.0, 5.0)],  # 8.4 ms the prompt alone, and 5 ms the token
+    [
+        (10.0, 3.4),
+        (13.4, 0.0),
+        (20.0, 0.0),
+        (5.0, 5.0),
+    ],  # 8.4 ms for the prompt alone, and 5 ms for the token
 )
-def test_what_a_prompt_and_a_token_share_is_what_a_pass_costs(step_ms: float, pass_ms: float) -> None:
+def test_the_time_shared_by_a_prompt_and_a_token_is_the_cost_of_a_pass(
+    step_ms: float, pass_ms: float
+) -> None:
     beside = [BesidePoint(64, ms, 5.0) for ms in (step_ms - 1, step_ms, step_ms + 100)]
     made = arrays(PREFILL, measured([1, 2], [100, 1000]), beside)
     assert float(made["pass_ms"]) == pytest.approx(pass_ms)
@@ -103,7 +110,7 @@ def test_what_a_prompt_and_a_token_share_is_what_a_pass_costs(step_ms: float, pa
         (PREFILL, measured([1], [9])),
     ],
 )
-def test_too_few_points_are_said(prefill: list[PrefillPoint], decode: list[DecodePoint]) -> None:
+def test_too_few_points_are_reported(prefill: list[PrefillPoint], decode: list[DecodePoint]) -> None:
     with pytest.raises(TooFewPoints):
         arrays(prefill, decode)
 
@@ -117,7 +124,7 @@ def test_too_few_points_are_said(prefill: list[PrefillPoint], decode: list[Decod
         max_size=12,
     )
 )
-def test_any_measurement_makes_a_profile_that_can_be_read_or_none(
+def test_any_measurement_gives_a_readable_profile_or_an_error(
     points: list[tuple[int, int, float]],
 ) -> None:
     decode = [DecodePoint(batch, context, context + itl % 5, itl) for batch, context, itl in points]

@@ -1,6 +1,6 @@
-"""`holdfast profile`: what an answer says of an engine, and the command, against a real worker.
+"""`holdfast profile`: the interpretation of answers, and the command against a real worker.
 
-How fast engines are found to be is tested in test_measuring.py, where the time is virtual: here it is not ours.
+Measured speeds are tested in test_measuring.py in virtual time; here they depend on the machine.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from controller.profiler.sweep import NotTogether, beside_point, point
 from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefused
 
 
-def test_the_step_that_computed_a_prompt_is_known_by_its_first_token() -> None:
+def test_the_first_token_of_a_prompt_identifies_the_step_that_computed_it() -> None:
     answer = ProfiledStream(asked_at=0.0)
     for at in (0.010, 0.014, 0.018, 0.027, 0.031, 0.035):
-        answer.said(at)
-    found = beside_point(answer, _said(0.0271), 16)
+        answer.record(at)
+    found = beside_point(answer, _stream_with_token_at(0.0271), 16)
     assert found is not None and astuple(found) == pytest.approx((16, 9.0, 4.0))
-    assert beside_point(answer, _said(0.009), 16) is None  # before the answer began
-    assert beside_point(answer, _said(0.050), 16) is None  # and after its end
+    assert beside_point(answer, _stream_with_token_at(0.009), 16) is None  # before the answer began
+    assert beside_point(answer, _stream_with_token_at(0.050), 16) is None  # after its end
 
 
-def _said(at: float) -> ProfiledStream:
+def _stream_with_token_at(at: float) -> ProfiledStream:
     stream = ProfiledStream(asked_at=0.0)
-    stream.said(at)
+    stream.record(at)
     return stream
 
 
-def test_only_the_time_counts_in_which_all_answer() -> None:
+def test_only_the_time_counts_in_which_all_are_answered() -> None:
     streams = [ProfiledStream(0.0, [n * 0.01 + late for n in range(20)], 20, 100) for late in (0.0, 0.05)]
     found = point(streams, 100, 16)
     assert (found.batch, found.asked, found.itl_ms) == pytest.approx((2, 100, 10.0))
@@ -49,7 +49,7 @@ def test_only_the_time_counts_in_which_all_answer() -> None:
         point([streams[0], ProfiledStream(0.0, [1.0 + n * 0.01 for n in range(20)], 20, 100)], 100, 16)
 
 
-def test_a_step_that_was_held_up_and_events_that_come_together_do_not_count() -> None:
+def test_a_delayed_step_and_events_that_arrive_together_do_not_count() -> None:
     steps = np.full(40, 0.01)
     steps[20] = 0.5
     held = ProfiledStream(0.0, np.cumsum(steps).tolist(), 40, 100)
@@ -58,11 +58,11 @@ def test_a_step_that_was_held_up_and_events_that_come_together_do_not_count() ->
         at = np.repeat(np.arange(120 // together) * 0.01 * together, together)
         burst = ProfiledStream(0.0, at.tolist(), 120, 100)
         assert point([burst], 100, 16).itl_ms == pytest.approx(10.0, rel=0.2)
-    with pytest.raises(NotTogether, match="all at once"):
+    with pytest.raises(NotTogether, match="arrive at once"):
         point([ProfiledStream(0.0, [1.0] * 40, 40, 100)], 100, 16)
 
 
-async def test_a_stream_says_how_it_ended() -> None:
+async def test_a_stream_reports_how_it_ended() -> None:
     stream = ProfiledStream(asked_at=0.0)
     stream.end(TargetRefused("too long"))
     stream.end()
@@ -95,7 +95,7 @@ QUICK = (
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[str]:
-    """A simulated worker of its own, as fast as it is told."""
+    """A simulated worker with a given speed."""
     flags = ("--itl-ms", ITL_MS, "--prefill-tokens-per-s", PREFILL_TOKENS_PER_S, "--context-tokens", 2048)
     with simulated(tmp_path, *flags) as url:
         yield url
@@ -121,7 +121,7 @@ def simulated(tmp_path: Path, *flags: Any) -> Iterator[str]:
 
 
 def profiled(*arguments: Any, within_s: float = 60.0) -> int:
-    """Run the command, again while there is nobody yet."""
+    """Run the command, and repeat it until the worker is there."""
     until = time.monotonic() + within_s
     while (code := main(["profile", *map(str, arguments)])) == 1 and time.monotonic() < until:
         time.sleep(0.1)
@@ -135,7 +135,7 @@ def test_a_worker_is_measured_over_its_port_and_written_down(
     assert profiled(worker, "-o", path, *QUICK) == 0
     with np.load(path, allow_pickle=False) as made:
         assert made["prefill_isl"].tolist() == [128, 1024]
-        # no first token comes before its prompt is computed, on any machine; of those that follow, some may come together
+        # no first token arrives before its prompt is computed; later tokens may arrive together
         assert (made["prefill_ttft_ms"] > made["prefill_isl"] / PREFILL_TOKENS_PER_S * 1e3 - CLOCK_MS).all()
         assert (made["decode_itl"] > 0).all() and made["pass_ms"] >= 0
         assert made["decode_context_length"][[0, -1]] == pytest.approx([1, 512], abs=24)
@@ -172,11 +172,11 @@ def test_lengths_beyond_a_workers_context_are_left_out_with_the_reason(
         (["ftp://h", "-o", "p.npz"], "neither a server"),
         (["tcp://h", "-o", "p.npz"], "neither a server"),
         (["http://h:x", "-o", "p.npz"], "neither a server"),
-        (["http://h:1", "-o", "p.json"], "ends with .npz"),
+        (["http://h:1", "-o", "p.json"], "must end with .npz"),
         (["http://h:1", "-o", "no/such/folder/p.npz"], "does not exist"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_arguments_are_refused(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", *arguments]) == 2
@@ -192,7 +192,7 @@ def test_flags_must_be_numbers(flag: tuple[str, str], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "http"])
-def test_nobody_there_is_said_in_one_sentence(
+def test_an_unreachable_target_is_reported_in_one_sentence(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", f"{scheme}://127.0.0.1:{free_port()}", "-o", str(tmp_path / "p.npz")]) == 1
@@ -205,7 +205,7 @@ async def command(*arguments: str) -> int:
     return await asyncio.to_thread(main, ["profile", *arguments])
 
 
-async def test_a_server_of_several_models_wants_one_chosen(
+async def test_a_server_with_several_models_requires_a_choice(
     server: LawfulServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.models = ("one", "two")
@@ -233,12 +233,12 @@ async def test_lengths_beyond_a_servers_context_are_named(
     )
     assert await command(server.url, "-o", str(tmp_path / "p.npz"), *flags) == 0
     assert (
-        "left out: 4090, 5000 tokens: more than its context of 4096 tokens has room for"
+        "left out: 4090, 5000 tokens: longer than the engine's context of 4096 tokens allows"
         in capsys.readouterr().out
     )
 
 
-async def test_a_server_without_room_for_any_length_is_said(
+async def test_a_server_without_room_for_any_length_is_reported(
     server: LawfulServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.context = 100
@@ -246,7 +246,7 @@ async def test_a_server_without_room_for_any_length_is_said(
     assert "context of 100 tokens" in capsys.readouterr().err
 
 
-async def test_a_worker_is_no_server_and_a_server_no_worker(
+async def test_a_worker_is_not_a_server_and_a_server_not_a_worker(
     server: LawfulServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await command(server.url.replace("http", "tcp"), "-o", str(tmp_path / "p.npz")) == 1
