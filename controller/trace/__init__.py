@@ -1,1 +1,1 @@
-"""Recorded requests: what they have in common, and as many new ones like them as one wants."""
+"""Recorded requests: statistics, profiles, and synthesis of new requests like them."""

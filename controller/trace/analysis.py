@@ -1,8 +1,10 @@
-"""How long are a trace's prompts and answers, and how much do prompts share?
+"""Statistics of a trace: lengths of prompts and answers, and how much prompts share.
 
-context      the blocks of a prompt that stand in some other prompt too; the whole prompt, if all do
-unique       the rest of the prompt
-hit rate     of each prompt's blocks, those that a cache which forgets nothing has when the prompt comes
+Definitions:
+
+    context      the blocks of a prompt that another prompt has too; the whole prompt, if all are shared
+    unique       the rest of the prompt
+    hit rate     the share of a prompt's blocks that an unbounded cache has when the prompt arrives
 """
 
 from array import array
@@ -36,14 +38,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """A trace in numbers: lengths in tokens, the hit rate as a fraction. What needs hash ids is None where there are none."""
+    """The statistics of a trace: lengths in tokens, hit rate as a fraction. Values that need hash ids may be None."""
 
     requests: int
     seconds: float  # from the first request to the last
-    rate: float | None  # requests a second; None if all came at once
+    rate: float | None  # requests a second; None if all arrived at once
     block_tokens: int
-    blocks: int  # different ones
-    shared_blocks: int  # that stand in more than one prompt
+    blocks: int  # distinct ones
+    shared_blocks: int  # blocks of more than one prompt
     input_length: Spread
     context_length: Spread | None
     unique_length: Spread | None
@@ -53,7 +55,7 @@ class Analysis:
 
 @dataclass(frozen=True, slots=True)
 class TraceMeasures:
-    """A trace's requests, number by number. Those that need hash ids are of the requests that have some."""
+    """The measured values of a trace, one per request. Values that need hash ids cover only the requests that have them."""
 
     block_tokens: int
     blocks: int
@@ -66,7 +68,7 @@ class TraceMeasures:
     hit_rate: Numbers
 
     def analysis(self) -> Analysis:
-        """Return them in numbers."""
+        """Return the statistics."""
         seconds = float(self.arrivals_s[-1] - self.arrivals_s[0])
         known = len(self.hit_rate) > 0
         return Analysis(
@@ -87,10 +89,9 @@ class TraceMeasures:
 def measure(
     rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS, *, refuse: Refuse | None = None
 ) -> TraceMeasures:
-    """Measure a trace. A request that makes its prefixes no tree is refused. Raise BadTrace where nobody refuses it, and of an
-    empty trace.
+    """Measure a trace. A request is refused if its prefixes contradict the tree.
 
-    It keeps about 170 bytes for each different block.
+    Raise BadTrace for such a request without `refuse`, and for an empty trace. Needs about 170 bytes for each distinct block.
     """
     tree = Tree(block_tokens)
     times, inputs, outputs, blocks, hits = array("d"), array("q"), array("q"), array("q"), array("q")
@@ -122,7 +123,7 @@ def measure(
 
 
 def analyze(rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS) -> Analysis:
-    """Return a trace's numbers. Raise BadTrace if it is empty or no tree."""
+    """Return a trace's statistics. Raise BadTrace if it is empty or no tree."""
     return measure(rows, block_tokens).analysis()
 
 

@@ -1,14 +1,14 @@
-"""Chat traffic of our own making, with the lengths and the sharing that were published for a real service.
+"""Synthetic chat traffic with the lengths and the sharing that were published for a real service.
 
 Source: the two hours of "Trace A", a chat service for consumers, of J. Wang et al., "KVCache Cache in the Wild: Characterizing
-and Optimizing KVCache Cache at a Large Cloud Provider", USENIX ATC 2025 (arXiv 2506.02634). The paper gives 62 % as the hit rate
-of an endless cache; the other figures, PUBLISHED, were computed by others from the trace that its authors released
-(github.com/alibaba-edu/qwen-bailian-usagetraces-anon). No request of theirs is in here: conversations are drawn from
-distributions that have these figures, and a test compares. The demo's profile is learned from them:
+and Optimizing KVCache Cache at a Large Cloud Provider", USENIX ATC 2025 (arXiv 2506.02634). The paper reports a hit rate of 62
+% for an unbounded cache. The other figures, PUBLISHED, were computed by others from the trace that its authors released
+(github.com/alibaba-edu/qwen-bailian-usagetraces-anon). None of its requests are included: conversations are drawn from
+distributions with these figures, and a test compares them. The demo's profile is learned from this traffic:
 
     python -m controller.trace.chat controller/demo/profile.json.gz
 
-    a prompt    one of a few system prompts, then all that was said before, then what the user says now
+    a prompt    one of a few system prompts, then the whole conversation so far, then the user's message
     a block     16 tokens, as in the trace
 """
 
@@ -36,8 +36,8 @@ PUBLISHED = {
     "gap median s": 110.6, "gap p90 s": 718.5,
 }  # fmt: skip
 
-ONE_TURN = 0.545  # of conversations; some of the others go on only after the end
-MORE_TURNS = 0.55  # of conversations that have gone on: how often they do so again
+ONE_TURN = 0.545  # of conversations; some of the others continue only after the end
+MORE_TURNS = 0.55  # of conversations with a second turn: the probability of each further one
 SYSTEM_PROMPTS = ((0.59, 30), (0.20, 320), (0.13, 900), (0.08, 2000))  # shares of conversations, tokens
 FIRST_MESSAGE = (135.0, 2.25)  # tokens: median, and sigma of the logarithm
 NEXT_MESSAGE = (85.0, 1.9)
@@ -49,14 +49,14 @@ GAP_S = (120.0, 1.6)  # the long ones end after the two hours
 
 
 class _Conversation(msgspec.Struct):
-    """What was said so far: how long, and its whole blocks."""
+    """The conversation so far: its length, and its whole blocks."""
 
     tokens: int
     blocks: list[int]
 
 
 def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Iterator[TraceRow]:
-    """Yield the requests of so much time, at about so many a second."""
+    """Yield the requests of `seconds`, at about `rate` a second."""
     chance, fresh, order = Random(seed), count(), count()
     systems = [[next(fresh) for _ in range(tokens // BLOCK_TOKENS)] for _, tokens in SYSTEM_PROMPTS]
     begin_rate = rate * (1 - PUBLISHED["requests that follow another"])
@@ -72,14 +72,14 @@ def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Ite
             message, onward = FIRST_MESSAGE, 1 - ONE_TURN
         else:
             message, onward = NEXT_MESSAGE, MORE_TURNS
-        _say(conversation, _drawn(chance, message, MESSAGE_MAX), fresh)
+        _append(conversation, _drawn(chance, message, MESSAGE_MAX), fresh)
         output = _drawn(chance, OUTPUT, OUTPUT_MAX)
         ids = list(conversation.blocks)
         if conversation.tokens % BLOCK_TOKENS:
             ids.append(next(fresh))
         yield TraceRow(round(at * 1e3, 1), conversation.tokens, output, ids)
         if chance.random() < onward and conversation.tokens < PROMPT_MAX:
-            _say(conversation, output, fresh)
+            _append(conversation, output, fresh)
             heappush(due, (at + _lognormal(chance, GAP_S), next(order), conversation))
 
 
@@ -88,7 +88,7 @@ def learned() -> TraceProfile:
     return learn(requests(), BLOCK_TOKENS, says=SAYS)
 
 
-def _say(conversation: _Conversation, tokens: int, fresh: Iterator[int]) -> None:
+def _append(conversation: _Conversation, tokens: int, fresh: Iterator[int]) -> None:
     conversation.tokens += tokens
     whole = conversation.tokens // BLOCK_TOKENS
     conversation.blocks += [next(fresh) for _ in range(whole - len(conversation.blocks))]

@@ -1,4 +1,4 @@
-"""`holdfast trace analyze | synthesize | fit | replay`: recorded requests, what is typical, more like them, and load."""
+"""`holdfast trace analyze | synthesize | fit | replay`: statistics, synthesis, profiles and load."""
 
 import argparse
 import json
@@ -26,14 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `holdfast trace`, each with its flags."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _analyze_flags(
-        _command(commands, "analyze", "how long prompts and answers are, and how much prompts share", analyze)
+        _command(
+            commands,
+            "analyze",
+            "print the lengths of prompts and answers, and how much prompts share",
+            analyze,
+        )
     )
     _synthesize_flags(
-        _command(commands, "synthesize", "requests like those of a trace or a profile", synthesize)
+        _command(commands, "synthesize", "generate requests like those of a trace or a profile", synthesize)
     )
-    _fit_flags(_command(commands, "fit", "what is typical of a trace, without any of its requests", fit))
+    _fit_flags(_command(commands, "fit", "learn a profile of a trace, without any of its requests", fit))
     replaying = _command(
-        commands, "replay", "send a trace to an OpenAI-compatible server, and measure", replay
+        commands, "replay", "send a trace to an OpenAI-compatible server, and measure the answers", replay
     )
     _reading_flags(replaying, "FILE|PROFILE")
     add_flags(replaying)
@@ -56,27 +61,29 @@ def _command(
 
 
 def _reading_flags(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("file", type=Path, metavar=what, help="Mooncake JSONL or Azure CSV, plain or gzip")
+    parser.add_argument(
+        "file", type=Path, metavar=what, help="trace file: Mooncake JSONL or Azure CSV, plain or gzip"
+    )
     parser.add_argument(
         "--block-size",
         type=int,
         metavar="N",
-        help=f"tokens in a block, of which each hash id names one (default: {BLOCK_TOKENS})",
+        help=f"tokens in the block that a hash id names (default: {BLOCK_TOKENS})",
     )
     parser.add_argument(
         "--skip-bad",
         action="store_true",
-        help="skip and count lines that are wrong, instead of ending with the first",
+        help="skip and count invalid lines instead of failing at the first one",
     )
 
 
 def _analyze_flags(parser: argparse.ArgumentParser) -> None:
     _reading_flags(parser, "FILE")
     parser.add_argument(
-        "--plot", type=Path, metavar="PICTURE", help="also draw it: a .png or .svg (needs the extra `plots`)"
+        "--plot", type=Path, metavar="PICTURE", help="chart to write, .png or .svg (needs the extra `plots`)"
     )
     parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
     )
 
 
@@ -88,45 +95,51 @@ def _fit_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PROFILE",
-        help="where to write it, e.g. profile.json.gz",
+        help="file to write the profile to, e.g. profile.json.gz",
     )
 
 
 def _synthesize_flags(parser: argparse.ArgumentParser) -> None:
     _reading_flags(parser, "FILE|PROFILE")
-    parser.add_argument("--requests", type=int, required=True, metavar="N", help="how many")
+    parser.add_argument(
+        "--requests", type=int, required=True, metavar="N", help="number of requests to generate"
+    )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to write them; compressed, if it ends in .gz (default: print them)",
+        help="file to write them to; compressed if it ends in .gz (default: standard output)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same seed makes the same requests (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="random seed; the same seed generates the same requests (default: 0)",
     )
     for flag, kind, text in (
-        ("--prefix-len-multiplier", float, "make shared prefixes X times as long (default: 1)"),
+        ("--prefix-len-multiplier", float, "factor on the length of shared prefixes (default: 1)"),
         (
             "--prefix-root-multiplier",
             int,
-            "make so many trees of prefixes with nothing in common (default: 1)",
+            "number of disjoint prefix trees (default: 1)",
         ),
         (
             "--prompt-len-multiplier",
             float,
-            "make the part of each prompt that is its own X times as long (default: 1)",
+            "factor on the unshared part of each prompt (default: 1)",
         ),
-        ("--osl-multiplier", float, "make outputs X times as long (default: 1)"),
-        ("--speedup-ratio", float, "let requests follow each other X times as fast (default: 1)"),
-        ("--max-isl", int, "draw prompts of more tokens again (default: no limit)"),
-        ("--max-osl", int, "cut outputs to so many tokens (default: no limit)"),
+        ("--osl-multiplier", float, "factor on the length of outputs (default: 1)"),
+        ("--speedup-ratio", float, "factor on the request rate (default: 1)"),
+        ("--max-isl", int, "maximum prompt tokens; longer prompts are redrawn (default: no limit)"),
+        ("--max-osl", int, "maximum output tokens; longer outputs are cut (default: no limit)"),
     ):
         parser.add_argument(flag, type=kind, metavar="X" if kind is float else "N", help=text)
 
 
 def analyze(args: argparse.Namespace) -> int:
-    """Print a trace's statistics, and draw them if asked."""
+    """Print a trace's statistics, and optionally draw them."""
     from controller.trace import analysis, plot, report
 
     if args.plot:
@@ -141,7 +154,7 @@ def analyze(args: argparse.Namespace) -> int:
     if args.plot:
         with _writing(args.plot):
             plot.draw(args.file.name, measures, args.plot)
-    _tell_skipped(reading)
+    _report_skipped(reading)
     return 0
 
 
@@ -155,18 +168,21 @@ def fit(args: argparse.Namespace) -> int:
     )
     with _writing(args.output):
         args.output.write_bytes(profile.save(learned))
-    _tell_skipped(reading)
+    _report_skipped(reading)
     nodes = len(learned.core.nodes) - 1
     print(f"{args.output}: learned from {learned.requests:,} requests, with {nodes:,} shared prefixes")
     return 0
 
 
 def synthesize(args: argparse.Namespace) -> int:
-    """Write requests like those of a trace or a profile. Raise UsageError for a number or a size of blocks that cannot be."""
+    """Write requests like those of a trace or a profile.
+
+    Raise UsageError for an invalid number of requests or block size.
+    """
     from controller.trace import profile, rows, synthesis
 
     if not 1 <= args.requests <= REQUESTS_MAX:
-        raise UsageError(f"--requests {args.requests}: give a number from 1 to {REQUESTS_MAX:,}")
+        raise UsageError(f"--requests {args.requests}: expected a number from 1 to {REQUESTS_MAX:,}")
     given = {field.name: getattr(args, field.name) for field in fields(synthesis.SynthesisKnobs)}
     knobs = synthesis.SynthesisKnobs(**{name: value for name, value in given.items() if value is not None})
     if profile.is_profile(args.file):
@@ -178,28 +194,28 @@ def synthesize(args: argparse.Namespace) -> int:
     else:
         reading = _reading(args)
         learned = profile.learn(reading, _block_tokens(args), refuse=reading.refuse)
-        _tell_skipped(reading)
+        _report_skipped(reading)
     made = synthesis.synthesize(learned, args.requests, knobs, seed=args.seed)
-    with _written(args.output) as out:
+    with _output(args.output) as out:
         for row in made:
             out.write(rows.encode(row))
     return 0
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Send a trace or a profile's requests to a server, and report what came."""
+    """Send a trace or a profile's requests to a server, and report the results."""
     from controller.trace.replay import cli
 
     code, skipped = cli.run(args, _block_tokens(args) if args.block_size is not None else None, _writing)
     if skipped is not None:
-        _tell_skipped(skipped)
+        _report_skipped(skipped)
     return code
 
 
 def _block_tokens(args: argparse.Namespace) -> int:
     size: int | None = args.block_size
     if size is not None and size < 1:
-        raise UsageError(f"--block-size {size}: give a number from 1")
+        raise UsageError(f"--block-size {size}: expected a number of at least 1")
     return BLOCK_TOKENS if size is None else size
 
 
@@ -207,7 +223,7 @@ def _reading(args: argparse.Namespace) -> TraceReader:
     return TraceReader(args.file, _block_tokens(args), skip_bad=args.skip_bad)
 
 
-def _tell_skipped(reading: TraceReader) -> None:
+def _report_skipped(reading: TraceReader) -> None:
     if reading.skipped:
         lines = "1 line was" if reading.skipped == 1 else f"{reading.skipped:,} lines were"
         print(f"{lines} skipped; the first: {reading.first_error}", file=sys.stderr)
@@ -222,8 +238,8 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _written(path: Path | None) -> Iterator[IO[bytes]]:
-    """Open what requests are written to: a file, compressed if its name says so, or the standard output."""
+def _output(path: Path | None) -> Iterator[IO[bytes]]:
+    """Open the output of requests: a file, compressed if its name says so, or the standard output."""
     import gzip
 
     if path is None:

@@ -1,7 +1,7 @@
-"""Draws that do not stray from what was seen.
+"""Random draws that keep the observed frequencies.
 
-Independent draws from an empirical distribution stray: a prefix that two prompts shared would be visited by one or none in four
-cases of ten. A deck deals everything that was seen as often as it was seen before anything comes again.
+Independent draws from an empirical distribution deviate: in four cases of ten, a prefix shared by two prompts would be visited
+by one or none. A deck deals every observed value as often as it was observed before any value is repeated.
 """
 
 from bisect import bisect_right
@@ -14,7 +14,7 @@ V = TypeVar("V", bound=float)
 
 
 class Cdf(Generic[V]):
-    """What was seen, in order, and how often anything up to there was: slot `n` of `total` is one sighting."""
+    """The observed values in order, with cumulative counts: slot `n` of `total` is one observation."""
 
     def __init__(self, counts: Mapping[V, int]) -> None:
         seen = sorted((value, count) for value, count in counts.items() if count)
@@ -23,11 +23,11 @@ class Cdf(Generic[V]):
 
     @property
     def total(self) -> int:
-        """How many sightings there were."""
+        """Number of observations."""
         return self.cumulative[-1] if self.cumulative else 0
 
     def counts(self) -> Iterator[tuple[V, int]]:
-        """Yield each value and how often it was seen."""
+        """Yield each value and how often it was observed."""
         for value, low, high in zip(self.values, [0, *self.cumulative], self.cumulative, strict=False):
             yield value, high - low
 
@@ -49,7 +49,7 @@ class Deck(Generic[V]):
         return not self._left
 
     def deal(self) -> V:
-        """Return the next value. There must be one."""
+        """Return the next value. The deck must not be empty."""
         if not self._left:
             self._left = self.order()
             self._left.reverse()
@@ -63,9 +63,10 @@ class Deck(Generic[V]):
 
 
 class ReturningDeck(Deck[int]):
-    """Deals outcomes so that they return as soon as they did: `gaps` has, for some, how many deals lay between two of the same.
+    """Deals outcomes that recur as soon as they did in the trace.
 
-    Every round begins with `first`. Outcomes without gaps are dealt at random.
+    `gaps` are, for some outcomes, the observed numbers of deals between two occurrences. Every round begins with `first`.
+    Outcomes without gaps are dealt at random.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ReturningDeck(Deck[int]):
         self._gaps = gaps
 
     def order(self) -> list[int]:
-        """Return a round's outcomes: each at a random time, and again after such gaps."""
+        """Return a round's outcomes: each first at a random time, then again after drawn gaps."""
         due: list[tuple[float, int]] = []
         total = self.cdf.total
         for outcome, count in self.cdf.counts():

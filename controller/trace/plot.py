@@ -1,6 +1,6 @@
-"""A trace as a picture: lengths, hit rates and arrivals, as PNG or SVG.
+"""Draws a trace's statistics: lengths, hit rates and arrivals, as PNG or SVG.
 
-matplotlib is an extra, `plots`: nothing else needs it, and it weighs more than all the rest.
+matplotlib is an extra, `plots`: nothing else needs it, and it is larger than all other dependencies together.
 """
 
 from importlib import import_module
@@ -18,18 +18,18 @@ COLOR = "#33658a"
 
 
 class NoPlots(HoldfastError):
-    """Plots need matplotlib, which is not installed: pip install -e '.[plots]'."""
+    """Plots need matplotlib, which is not installed. Install it with: pip install -e '.[plots]'."""
 
 
 def check(path: Path) -> None:
-    """Raise UsageError if this is no name of a picture, and NoPlots if none can be drawn: before the work, not after it."""
+    """Check the file name and matplotlib before the work. Raise UsageError for another suffix, NoPlots."""
     if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {path}: give a name that ends in {' or '.join(SUFFIXES)}")
+        raise UsageError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
     blank()
 
 
 def draw(name: str, measures: TraceMeasures, path: Path) -> None:
-    """Write the picture of a trace. Raise OSError if it cannot be written."""
+    """Write the chart of a trace. Raise OSError if it cannot be written."""
     figure = blank()
     figure.suptitle(f"{name}: {len(measures.arrivals_s):,} requests")
     panels = figure.subplots(2, 3).flat
@@ -49,7 +49,7 @@ def draw(name: str, measures: TraceMeasures, path: Path) -> None:
 
 
 def blank() -> Any:
-    """Return an empty picture of our size. Raise NoPlots."""
+    """Return an empty figure of the usual size. Raise NoPlots."""
     try:
         figure = import_module("matplotlib.figure").Figure  # not pyplot: no display, no state
     except ImportError as error:

@@ -1,13 +1,15 @@
-"""What is typical of a trace: enough to make as many requests like its own as one wants, and none of them is in it.
+"""The profile of a trace: the statistics from which any number of similar requests can be generated.
 
-    shared prefixes   a tree: how long each is, how often prompts went on from it, ended there, or went on alone
-    returns           after how many prompts the next one went on to the same prefix, by how many prompts come there
-    own parts         their lengths in blocks, by how long the shared prefix before them is (in powers of two)
+A profile contains none of the trace's requests.
+
+    shared prefixes   a tree: the length of each, and how many prompts continued from it, ended there, or continued alone
+    returns           the number of prompts until one continued to the same prefix again, by the numbers of visits
+    own parts         their lengths in blocks, by the length of the shared prefix before them (in powers of two)
     rests             tokens in a prompt's last block
-    outputs, arrivals output lengths; how many requests came at once, and the gaps between
+    outputs, arrivals output lengths; how many requests arrived at once, and the gaps in between
 
-Everything is a count of what was seen; which time, output length and prompt were one request's is not in it, nor which came
-first. docs/traces.md says what that loses, and what can still be guessed.
+Everything is a count of observations. The profile does not contain which time, output length and prompt belonged to one
+request, nor their order. docs/traces.md describes what that loses, and what can still be guessed.
 """
 
 import gzip
@@ -36,30 +38,30 @@ from controller.trace.tree import (
 )
 
 VERSION = 1
-BYTES_MAX = 1 << 30  # of a profile, not compressed
+BYTES_MAX = 1 << 30  # of a profile, uncompressed
 REQUESTS_MAX = 100_000_000
 MARK = '"holdfast_profile"'
 
 
 class TraceProfile(msgspec.Struct):
-    """What was learned of a trace."""
+    """The learned statistics of a trace."""
 
     holdfast_profile: int  # the version of the format
-    says: str  # where it is from
+    says: str  # its origin
     block_tokens: int
     core: Core
     outputs: dict[int, int]  # output lengths, and how many requests had each
-    groups: dict[int, int]  # how many requests came at the same time, and how often so many did
-    gaps: list[tuple[float, int]]  # ms from one such time to the next, and how often
+    groups: dict[int, int]  # number of requests that arrived at the same time -> how often
+    gaps: list[tuple[float, int]]  # ms from one arrival time to the next, and how often
 
     @property
     def requests(self) -> int:
-        """How many requests it was learned from."""
+        """Number of requests that it was learned from."""
         return self.core.nodes[0].visits
 
     @property
     def rate(self) -> float:
-        """How many requests came in a second; infinity if all came at once."""
+        """Requests per second; infinity if all arrived at once."""
         ms = sum(gap * count for gap, count in self.gaps)
         return self.requests * 1e3 / ms if ms else inf
 
@@ -71,7 +73,10 @@ def learn(
     says: str = "",
     refuse: Refuse | None = None,
 ) -> TraceProfile:
-    """Learn a trace. Raise BadTrace if it holds nothing, or if its hash ids are no tree and nobody refuses the request."""
+    """Learn a trace's profile.
+
+    Raise BadTrace if it is empty, or if its hash ids are no tree and there is no `refuse`.
+    """
     tree = Tree(block_tokens)
     outputs, groups, gaps = dict[int, int](), dict[int, int](), dict[float, int]()
     now, size = 0.0, 0
@@ -95,12 +100,12 @@ def learn(
 
 
 def _ordered(nodes: Sequence[Node]) -> list[Node]:
-    """Return the tree of prefixes ordered by what they are: the order in which they were seen tells of single requests."""
+    """Return the tree of prefixes in an order given by its content: the original order would reveal single requests."""
     children: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes):
         if place:
             children[node.parent].append(place)
-    marks = [b""] * len(nodes)  # each stands for a prefix and all below it
+    marks = [b""] * len(nodes)  # each stands for a prefix and everything below it
     for place in reversed(range(len(nodes))):
         node = nodes[place]
         first = marks[node.first] if node.first > ROOT else node.first
@@ -108,7 +113,7 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
         told = repr((node.blocks, node.visits, node.alone, node.rests, node.lasting, first, below))
         marks[place] = blake2b(told.encode(), digest_size=16).digest()
     order = [ROOT]
-    for place in order:  # which grows meanwhile
+    for place in order:  # grows in the loop
         order += sorted(children[place], key=lambda one: (-nodes[one].visits, nodes[one].blocks, marks[one]))
     moved = {place: number for number, place in enumerate(order)} | {END: END, ALONE: ALONE}
     return [
@@ -120,32 +125,32 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
 
 
 def save(profile: TraceProfile) -> bytes:
-    """Return a profile as a compressed file's content. The same trace gives the same bytes."""
+    """Return a profile as the content of a compressed file. The same trace gives the same bytes."""
     return gzip.compress(msgspec.json.encode(profile), mtime=0)
 
 
 def load(path: Path) -> TraceProfile:
-    """Return a saved profile. Raise BadTrace if the file is none, or was changed so that its counts contradict each other."""
+    """Return a saved profile. Raise BadTrace if the file is not one, or if its counts contradict one another."""
     try:
         with opened(path) as text:
             profile = msgspec.json.decode(text.read(BYTES_MAX), type=TraceProfile)
     except msgspec.MsgspecError as error:
-        raise BadTrace(f"{path} is no profile of a trace: {error}") from error
+        raise BadTrace(f"{path} is not a profile of a trace: {error}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise BadTrace(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if profile.holdfast_profile != VERSION:
         raise BadTrace(
-            f"{path} is of format {profile.holdfast_profile}, and this is version {VERSION}: fit the trace again"
+            f"{path} has format {profile.holdfast_profile}, but this release reads format {VERSION}: fit the trace again"
         )
     if fault := _fault(profile):
-        raise BadTrace(f"{path} is no profile of a trace: {fault}")
+        raise BadTrace(f"{path} is not a profile of a trace: {fault}")
     return profile
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether a file begins as a profile does. One that cannot be read is none. Raise BadTrace if it is a pipe."""
+    """Return whether a file begins like a profile; False if it cannot be read. Raise BadTrace for a pipe."""
     if path.is_fifo():
-        raise BadTrace(f"{path} is a pipe, which can be read once only: write it to a file first")
+        raise BadTrace(f"{path} is a pipe, which can only be read once: write it to a file first")
     try:
         with opened(path) as text:
             return MARK in text.read(100)
@@ -154,10 +159,10 @@ def is_profile(path: Path) -> bool:
 
 
 def _fault(profile: TraceProfile) -> str:
-    """Return what contradicts itself, or nothing."""
+    """Return the first contradiction in a profile; empty if there is none."""
     core = profile.core
     if profile.block_tokens < 1 or not core.nodes or core.nodes[ROOT].blocks:
-        return "it has no blocks, or some before the first"
+        return "it has no blocks, or blocks before the first node"
     for place, node in enumerate(core.nodes):
         if place and not (0 <= node.parent < place and node.blocks >= 1):
             return f"node {place} has no parent before it, or no length"
@@ -176,7 +181,7 @@ def _counts_fault(profile: TraceProfile) -> str:
     if any(not 0 <= value <= MS_MAX or count < 1 for counts in tables for value, count in counts.items()):
         return "a length, a gap or a count is below 0, or too large"
     if requests > REQUESTS_MAX:
-        return f"it is of {requests:,} requests, more than {REQUESTS_MAX:,}"
+        return f"it has {requests:,} requests, more than {REQUESTS_MAX:,}"
     if any(
         not 1 <= rest <= profile.block_tokens
         for rests in (core.leaf_rests, *(node.rests for node in core.nodes[1:]))
@@ -186,7 +191,7 @@ def _counts_fault(profile: TraceProfile) -> str:
     outputs, groups = sum(profile.outputs.values()), sum(profile.groups.values())
     arrived = sum(size * count for size, count in profile.groups.items())
     if not requests == outputs == arrived or sum(count for _, count in profile.gaps) != groups - 1:
-        return "it has not as many outputs or arrivals as requests"
+        return "the numbers of outputs, arrivals and requests differ"
     return ""
 
 
@@ -196,9 +201,9 @@ def _tree_fault(core: Core) -> str:
         zip(core.nodes, core.depths(), core.outcomes(), strict=True)
     ):
         if sum(outcomes.values()) != node.visits:
-            return f"from node {place} not as many prompts go on or end as come there"
+            return f"the outcomes at node {place} do not add up to its visits"
         if not outcomes.get(node.first):
-            return f"the first prompt at node {place} goes on to where none does"
+            return f"the first prompt at node {place} continues to a node without visits from there"
         firsts[depth_class(depth)] += node.first == ALONE
         laters[depth_class(depth)] += node.alone - (node.first == ALONE)
         if place:
@@ -206,12 +211,12 @@ def _tree_fault(core: Core) -> str:
             returns[classes] += node.visits - 1
     for expected, leaves in ((firsts, core.first_leaves), (laters, core.later_leaves)):
         if {depth: sum(counts.values()) for depth, counts in leaves.items()} != +expected:
-            return "it has not as many lengths of own parts as prompts with one"
+            return "the number of own-part lengths differs from the number of prompts with one"
     if sum(core.leaf_rests.values()) != (firsts + laters).total():
-        return "it has not as many last blocks of own parts as prompts with one"
+        return "the number of last blocks of own parts differs from the number of prompts with one"
     known = {
         (above, below): sum(counts.values())
         for above, pools in core.returns.items()
         for below, counts in pools.items()
     }
-    return "" if known == +returns else "it does not say how soon each prompt returned to a prefix"
+    return "" if known == +returns else "the return gaps do not match the visits"

@@ -1,4 +1,4 @@
-"""Prompts for requests that are known by lengths and hash ids only: equal ids are equal tokens."""
+"""Generates prompts from lengths and hash ids: equal ids give equal tokens."""
 
 from random import Random
 from typing import cast
@@ -9,7 +9,7 @@ from controller.trace.rows import TraceRow
 
 
 def tokens(row: TraceRow, block_tokens: int, vocabulary: range) -> list[int]:
-    """Return a prompt of a request that has hash ids: for each of them its block of tokens, the last one cut to the length."""
+    """Return the prompt of a request with hash ids: the block of tokens of each, cut to the length."""
     prompt: list[int] = []
     for name in row.hash_ids:
         prompt += block(name, block_tokens, vocabulary)
@@ -17,6 +17,6 @@ def tokens(row: TraceRow, block_tokens: int, vocabulary: range) -> list[int]:
 
 
 def block(name: int | str, length: int, vocabulary: range) -> list[int]:
-    """Return the tokens of the block of this name: the same ones each time, drawn from consecutive ids."""
+    """Return the tokens of the block of this name. They are always the same, drawn from consecutive ids."""
     drawn = np.frombuffer(Random(name).randbytes(4 * length), "<u4")  # four times as fast as `choices`
     return cast(list[int], (drawn % len(vocabulary) + vocabulary.start).tolist())

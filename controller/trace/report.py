@@ -1,4 +1,4 @@
-"""An analysis in words and columns."""
+"""Formats a trace's statistics as text."""
 
 from controller.trace.analysis import Analysis, Spread
 
@@ -8,17 +8,17 @@ WIDTH = 11
 
 
 def lines(name: str, found: Analysis) -> list[str]:
-    """Return what was found, as lines to print: how much there is, and a table of distributions."""
+    """Return the lines to print: totals, then a table of distributions."""
     rate = "all at once" if found.rate is None else f"{found.rate:,.2f} a second"
-    told = [f"{name}: {found.requests:,} requests in {found.seconds:,.0f} s, {rate}"]
+    out = [f"{name}: {found.requests:,} requests in {found.seconds:,.0f} s, {rate}"]
     if found.hit_rate is None:
-        told.append("No hash_ids: what its prompts share is not known.")
+        out.append("No hash_ids: prefix sharing is unknown.")
     else:
-        told.append(
-            f"{found.blocks:,} different blocks of {found.block_tokens} tokens; "
-            f"{found.shared_blocks:,} of them stand in more than one prompt"
+        out.append(
+            f"{found.blocks:,} distinct blocks of {found.block_tokens} tokens; "
+            f"{found.shared_blocks:,} of them occur in more than one prompt"
         )
-    told += ["", " " * LABEL + "".join(f"{column:>{WIDTH}}" for column in COLUMNS)]
+    out += ["", " " * LABEL + "".join(f"{column:>{WIDTH}}" for column in COLUMNS)]
     for label, spread, digits in (
         ("Input length", found.input_length, 0),
         ("Context length", found.context_length, 0),
@@ -26,8 +26,8 @@ def lines(name: str, found: Analysis) -> list[str]:
         ("Output length", found.output_length, 0),
         ("Theoretical hit rate", found.hit_rate, 3),
     ):
-        told.append(f"{label:<{LABEL}}" + _cells(spread, digits))
-    return told
+        out.append(f"{label:<{LABEL}}" + _cells(spread, digits))
+    return out
 
 
 def _cells(spread: Spread | None, digits: int) -> str:

@@ -1,8 +1,8 @@
-"""What is recorded of a request, and how is it read and written?
+"""Reads and writes recorded requests (trace files).
 
-    Mooncake  one JSON object a line: timestamp (ms), input_length, output_length (tokens), hash_ids: one for each block of
-              the prompt, the last maybe not full; equal first ids are a shared prefix. More fields are let through unread
-    Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens; it knows of no prefixes
+    Mooncake  one JSON object per line: timestamp (ms), input_length, output_length (tokens), hash_ids. There is one hash id for
+              each block of the prompt, the last may be partial; equal first ids are a shared prefix. Other fields are ignored
+    Azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens; without prefixes
 
 Plain or gzip. Nothing is kept: a file of any length is read in bounded memory.
 """
@@ -24,8 +24,8 @@ from events.errors import HoldfastError, UsageError
 BLOCK_TOKENS = 512
 LINE_MAX = 16 << 20  # characters
 HASH_MAX = 2**64 - 1
-TOKENS_MAX = 1 << 24  # of a prompt or an answer: more is a mistake, and might not fit into memory
-MS_MAX = 1e15  # 30,000 years: the nanoseconds of a clock are no milliseconds
+TOKENS_MAX = 1 << 24  # of a prompt or an answer: more is an error, and might not fit into memory
+MS_MAX = 1e15  # 30,000 years: rejects timestamps in nanoseconds
 GZIP = b"\x1f\x8b"
 _MOONCAKE = "a line is a JSON object of timestamp (ms), input_length, output_length and hash_ids"
 _HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -38,7 +38,7 @@ class BadTrace(HoldfastError):
 
 
 class TraceRow(msgspec.Struct, gc=False):
-    """One recorded request. `hash_ids` is empty where the recording knows of no prefixes."""
+    """One recorded request. `hash_ids` is empty if the recording has no prefixes."""
 
     timestamp: float  # ms, from the beginning of the recording
     input_length: int  # tokens
@@ -47,7 +47,7 @@ class TraceRow(msgspec.Struct, gc=False):
 
 
 class _Line(msgspec.Struct, gc=False):
-    """A request as it is written: times that are whole have no fraction, and hash ids are left out where there are none."""
+    """A request as written: whole times have no fraction, and empty hash ids are omitted."""
 
     timestamp: int | float
     input_length: int
@@ -56,10 +56,10 @@ class _Line(msgspec.Struct, gc=False):
 
 
 class TraceReader:
-    """A trace file, to be read once from its beginning. Afterwards it says how that went.
+    """Reads a trace file once, from its beginning, and counts rows and errors.
 
-    A line that is wrong ends it with BadTrace, which names the line; with `skip_bad` it is skipped and counted. Times may
-    stand still, and never go back. Without `block_tokens` it is not checked that the hash ids fit the length.
+    An invalid line raises BadTrace, which names the line; with `skip_bad` it is skipped and counted. Times may stay equal, and
+    never decrease. Without `block_tokens`, hash ids are not checked against the length.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TraceReader:
 
     @property
     def rows(self) -> int:
-        """How many requests were read."""
+        """Number of requests read."""
         return self._lines - self.skipped
 
     def __iter__(self) -> Iterator[TraceRow]:
@@ -99,7 +99,7 @@ class TraceReader:
             )
 
     def refuse(self, fault: str) -> None:
-        """Say what is wrong with the line that was read last: raise BadTrace, or skip and count it."""
+        """Reject the line that was read last: raise BadTrace, or skip and count it."""
         error = BadTrace(f"{self.path}, line {self._line}: {fault}")
         if not self._skip_bad:
             raise error
@@ -110,15 +110,15 @@ class TraceReader:
 def read(
     path: Path, block_tokens: int | None = BLOCK_TOKENS, *, skip_bad: bool = False
 ) -> Iterator[TraceRow]:
-    """Yield a file's requests. Raise BadTrace, which names the line, unless bad ones are to be skipped."""
+    """Yield a file's requests. Raise BadTrace, which names the line, unless invalid lines are skipped."""
     return iter(TraceReader(path, block_tokens, skip_bad=skip_bad))
 
 
 def bounded(tokens: int) -> int:
-    """Return a length that was multiplied. Raise UsageError if no trace could have it."""
+    """Return a length that was multiplied. Raise UsageError if it is too large for a trace."""
     if tokens > TOKENS_MAX:
         raise UsageError(
-            f"a prompt or an answer would have {tokens:,} tokens, more than {TOKENS_MAX:,}: multiply by less"
+            f"a prompt or an answer would have {tokens:,} tokens, more than {TOKENS_MAX:,}: use a smaller factor"
         )
     return tokens
 
@@ -142,7 +142,7 @@ def opened(path: Path) -> Iterator[IO[str]]:
 
 
 def _rows(lines: IO[str]) -> Iterator[tuple[int, TraceRow | str]]:
-    """Yield each line's number, and its request or what is wrong with it."""
+    """Yield each line's number, and its request or its error."""
     azure = _Azure()
     is_azure = False
     for number, line in _numbered(lines):
@@ -157,7 +157,7 @@ def _rows(lines: IO[str]) -> Iterator[tuple[int, TraceRow | str]]:
 
 
 def _numbered(lines: IO[str]) -> Iterator[tuple[int, str]]:
-    """Yield each line with its number, and never more than LINE_MAX characters of it."""
+    """Yield each line with its number, truncated to LINE_MAX characters."""
     number = 0
     while line := lines.readline(LINE_MAX):
         number += 1
@@ -180,7 +180,7 @@ _decode = msgspec.json.Decoder(TraceRow).decode
 
 
 class _Azure:
-    """Reads the lines of an Azure trace, whose times count from its first one."""
+    """Reads the lines of an Azure trace, with times relative to its first line."""
 
     def __init__(self) -> None:
         self._began: datetime | None = None
@@ -195,27 +195,27 @@ class _Azure:
             return f"{error}; {_AZURE}"
         for field in fields[1:]:
             if not _TOKENS.fullmatch(field):
-                return f"{field[:40]!r} is no number of tokens; {_AZURE}"
+                return f"{field[:40]!r} is not a number of tokens; {_AZURE}"
         when = when if when.tzinfo else when.replace(tzinfo=UTC)
         self._began = self._began or when
         return TraceRow((when - self._began).total_seconds() * 1e3, int(fields[1]), int(fields[2]))
 
 
 def _fault(row: TraceRow, last: float, block_tokens: int | None) -> str:
-    """Return what is wrong with a request, or nothing."""
+    """Return the error of a request; empty if it is valid."""
     if not 0 <= row.timestamp <= MS_MAX:
-        return f"a timestamp of {row.timestamp:g} ms: none can be below 0, or above {MS_MAX:g}"
+        return f"a timestamp of {row.timestamp:g} ms, outside 0 to {MS_MAX:g}"
     if row.timestamp < last:
-        return f"a timestamp of {row.timestamp:.0f} ms after one of {last:.0f}: times never go back"
+        return f"a timestamp of {row.timestamp:.0f} ms after one of {last:.0f}: times must not decrease"
     if row.input_length < 0 or row.output_length < 0:
-        return f"lengths of {row.input_length} and {row.output_length} tokens: none can be below 0"
+        return f"lengths of {row.input_length} and {row.output_length} tokens: a length cannot be below 0"
     if max(row.input_length, row.output_length) > TOKENS_MAX:
-        return f"lengths of {row.input_length} and {row.output_length} tokens: none can be above {TOKENS_MAX}"
+        return f"lengths of {row.input_length} and {row.output_length} tokens: a length cannot be above {TOKENS_MAX}"
     if not row.hash_ids:
         return ""
     if min(row.hash_ids) < 0 or max(row.hash_ids) > HASH_MAX:
-        return f"a hash id that is no number from 0 to {HASH_MAX}"
+        return f"a hash id outside 0 to {HASH_MAX}"
     if block_tokens is not None and len(row.hash_ids) != (blocks := -(-row.input_length // block_tokens)):
-        held = f"{row.input_length} tokens, which are {blocks} blocks of {block_tokens}"
+        held = f"{row.input_length} tokens, that is {blocks} blocks of {block_tokens}"
         return f"{len(row.hash_ids)} hash_ids for {held} (--block-size)"
     return ""

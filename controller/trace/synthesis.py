@@ -1,13 +1,14 @@
-"""Requests like those that a profile was learned from.
+"""Generates requests like those that a profile was learned from.
 
-A prompt is a walk down the tree of shared prefixes: at each, the next one is drawn as often as it was seen, or the end, or a
-part of the prompt's own. Draws are deals from decks (`decks.py`), so that as many requests as were learned share as much as those
-did, and as soon one after another. What the first prompt at a prefix did is dealt first: nobody returns to what is not there yet.
-When all decks are through, they begin anew with new ids, but for prefixes that last: more requests are more conversations.
+A prompt is a walk down the tree of shared prefixes. At each prefix, the next one is drawn as often as it was observed, or the
+end, or an own part of the prompt. Draws are deals from decks (`decks.py`), so that the learned number of requests shares as
+much as those in the trace did, and as soon one after another. The outcome of the first prompt at a prefix is dealt first: no
+prompt can return to a prefix that does not exist yet. When all decks are used up, they start again with new ids, except for
+lasting prefixes: more requests are more conversations.
 
-Where one goes on depends on where one is, and on what was dealt there, not on how one came (a Markov chain). Paths, own parts,
-outputs and times are drawn independently, each from a source of chance of its own: a knob changes what it says, and not one draw
-of anything else.
+The next prefix depends on the present one and on what was dealt there, not on the path to it (a Markov chain). Paths, own
+parts, outputs and times are drawn independently, each from its own random source: a knob changes only its own quantity, and no
+other draw.
 """
 
 from collections.abc import Iterator
@@ -26,14 +27,14 @@ MULTIPLIER_MAX = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisKnobs:
-    """What is to be different from the trace. Lengths and counts are multiplied, times divided. Raise UsageError if senseless."""
+    """Changes relative to the trace: lengths and counts are multiplied, times divided. Raise UsageError if invalid."""
 
-    prefix_len_multiplier: float = 1.0  # how long shared prefixes are
-    prefix_root_multiplier: int = 1  # so many trees like the learned one, with nothing in common
-    prompt_len_multiplier: float = 1.0  # how long prompts' own parts are
-    osl_multiplier: float = 1.0  # how long outputs are
-    speedup_ratio: float = 1.0  # how fast requests follow each other
-    max_isl: int | None = None  # longer prompts are drawn again
+    prefix_len_multiplier: float = 1.0  # length of shared prefixes
+    prefix_root_multiplier: int = 1  # number of disjoint trees like the learned one
+    prompt_len_multiplier: float = 1.0  # length of prompts' own parts
+    osl_multiplier: float = 1.0  # length of outputs
+    speedup_ratio: float = 1.0  # rate of requests
+    max_isl: int | None = None  # longer prompts are redrawn
     max_osl: int | None = None  # longer outputs are cut
 
     def __post_init__(self) -> None:
@@ -41,19 +42,22 @@ class SynthesisKnobs:
             if not 1 / MULTIPLIER_MAX <= (value := getattr(self, name)) <= MULTIPLIER_MAX:
                 low, high = f"{1 / MULTIPLIER_MAX:g}", f"{MULTIPLIER_MAX:g}"
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is a number from {low} to {high}, not {value:g}"
+                    f"--{name.replace('_', '-')} must be a number from {low} to {high}, not {value:g}"
                 )
         for name in ("prefix_root_multiplier", "max_isl", "max_osl"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= TOKENS_MAX:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is a number from 1 to {TOKENS_MAX}, not {value}"
+                    f"--{name.replace('_', '-')} must be a number from 1 to {TOKENS_MAX}, not {value}"
                 )
 
 
 def synthesize(
     profile: TraceProfile, requests: int, knobs: SynthesisKnobs | None = None, *, seed: int = 0
 ) -> Iterator[TraceRow]:
-    """Yield so many requests, in bounded memory; the same ones for the same seed. Raise BadTrace if no prompt is short enough."""
+    """Yield `requests` requests, in bounded memory; the same ones for the same seed.
+
+    Raise BadTrace if no prompt is short enough.
+    """
     knobs = knobs or SynthesisKnobs()
     prompts = _Prompts(profile, knobs, seed)
     output, times = Deck(profile.outputs, _chance(seed, "outputs")), _times(profile, knobs, seed)
@@ -72,19 +76,19 @@ def _chance(seed: int, purpose: str) -> Random:
 
 @dataclass(slots=True)
 class _Prefix:
-    """A shared prefix, as it is walked."""
+    """A shared prefix with its decks."""
 
     ids: range
     lasting: bool
     onward: ReturningDeck  # the place of the next prefix, END or ALONE
     rest: Deck[int]  # tokens in the last block of a prompt that ends here
-    # Blocks of the own part of a prompt that goes on alone from here:
-    first_leaf: Deck[int] | None  # of the first prompt that comes here
+    # Blocks of the own part of a prompt that continues alone from here:
+    first_leaf: Deck[int] | None  # of the first prompt that arrives here
     later_leaf: Deck[int] | None  # of all others
 
 
 class _Prompts:
-    """Draws prompts: how long, and of which blocks."""
+    """Draws prompts: their lengths and blocks."""
 
     def __init__(self, profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> None:
         self._block, self._knobs = profile.block_tokens, knobs
@@ -93,8 +97,8 @@ class _Prompts:
         self._prefixes = _prefixes(profile, knobs, seed)
         self._tree = self._prefixes[-1].ids.stop  # ids of one tree
         self._began = False
-        self._shift = 0  # of the ids of what does not last
-        self._own = self._tree * knobs.prefix_root_multiplier  # the next id that nobody else has
+        self._shift = 0  # of the ids of prefixes that do not last
+        self._own = self._tree * knobs.prefix_root_multiplier  # the next unused id
 
     def draw(self) -> tuple[int, list[int]]:
         """Return the next prompt's length in tokens and its blocks."""
@@ -103,10 +107,10 @@ class _Prompts:
             length, ids, blocks = self._walk()
             if limit is None or length <= limit:
                 return bounded(length), self._named(ids, blocks)
-        raise BadTrace(f"{REJECTIONS_MAX} prompts in a row were longer than --max-isl {limit}")
+        raise BadTrace(f"{REJECTIONS_MAX} consecutive prompts were longer than --max-isl {limit}")
 
     def _walk(self) -> tuple[int, list[int], int]:
-        """Return a prompt's length, its shared blocks and how many of its own follow."""
+        """Return a prompt's length, its shared blocks, and the number of its own blocks after them."""
         ids: list[int] = []
         if self._began and self._prefixes[ROOT].onward.begins:
             self._shift = self._own
@@ -128,7 +132,7 @@ class _Prompts:
         return (shared - self._block + rest, ids, 0) if ids else (self._scaled(rest), ids, 0)
 
     def _scaled(self, own: int) -> int:
-        """Return how long a prompt's own part of so many tokens is to be."""
+        """Return the length of a prompt's own part after scaling."""
         return bounded(max(1, round(own * self._knobs.prompt_len_multiplier))) if own else 0
 
     def _named(self, ids: list[int], blocks: int) -> list[int]:
@@ -142,7 +146,7 @@ class _Prompts:
 
 
 def _prefixes(profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> list[_Prefix]:
-    """Return the shared prefixes as they are walked. Their ids are consecutive."""
+    """Return the shared prefixes with their decks. Their ids are consecutive."""
     paths, rests, leaves = (_chance(seed, purpose) for purpose in ("paths", "rests", "leaves"))
     core = profile.core
     first = {key: Deck(counts, leaves) for key, counts in sorted(core.first_leaves.items())}
@@ -178,7 +182,7 @@ def _ids(core: Core, knobs: SynthesisKnobs, block_tokens: int) -> Iterator[range
 
 
 def _times(profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> Iterator[float]:
-    """Yield when requests come, in ms: as many at once as was seen, with the gaps that were seen."""
+    """Yield arrival times in ms, with the observed group sizes and gaps."""
     group = Deck(profile.groups, _chance(seed, "groups"))
     gap = Deck(dict(profile.gaps), _chance(seed, "gaps"))
     now = 0.0

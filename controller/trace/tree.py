@@ -1,11 +1,11 @@
-"""Which prefixes do a trace's requests share?
+"""The tree of prefixes that a trace's requests share.
 
-Blocks are a tree, each below the one before it in every prompt. Chains of blocks that the same requests visit are one
-node. What a single request visits is its own: such nodes are leaves, and only their lengths are kept. What is left is the
-*core*: the shared prefixes, and how often requests went on from each, ended there, or went on with something of their own.
+Blocks are a tree: each is below the block before it in every prompt. Chains of blocks visited by the same requests are one
+node. Blocks of a single request are its own part: such nodes are leaves, and only their lengths are kept. The rest is the
+*core*: the shared prefixes, and how many requests continued from each, ended there, or continued with an own part.
 
-Not a networkx graph: its nodes take kilobytes, a block here about 170 bytes, and everything that is asked of the tree is one pass
-over blocks in the order in which they came.
+Not a networkx graph: its nodes take kilobytes, a block here about 170 bytes, and every computation on the tree is one pass over
+the blocks in their order of arrival.
 """
 
 from array import array
@@ -16,7 +16,7 @@ import msgspec
 
 from controller.trace.rows import BadTrace, TraceRow
 
-END, ALONE = -1, -2  # where a prompt goes on that goes on to no other shared prefix
+END, ALONE = -1, -2  # where a prompt continues without another shared prefix
 ROOT = 0  # where all prompts begin; it has no blocks
 QUARTERS = 4
 
@@ -26,19 +26,19 @@ Refuse = Callable[[str], None]
 class Node(msgspec.Struct, array_like=True):
     """A shared prefix: `blocks` blocks right after those of its parent."""
 
-    parent: int  # the place of its parent in the core; of the first node: END
+    parent: int  # the index of its parent in the core; of the first node: END
     blocks: int
     visits: int = 0
-    alone: int = 0  # prompts that went on from here with something of their own
-    first: int = END  # where the first prompt went on that came here: a node, END or ALONE
-    # Of prompts that ended here: tokens in the last block, and how many had so many:
+    alone: int = 0  # prompts that continued from here with an own part
+    first: int = END  # where the first prompt that arrived here continued: a node, END or ALONE
+    # Of prompts that ended here: tokens in the last block -> number of prompts
     rests: dict[int, int] = {}
-    # Whether prompts came here in every quarter of the trace, as to a system prompt, and not to a conversation:
+    # Whether prompts arrived here in every quarter of the trace, as at a system prompt, not a conversation
     lasting: bool = False
 
     @property
     def ends(self) -> int:
-        """How many prompts ended here."""
+        """Number of prompts that ended here."""
         return sum(self.rests.values())
 
 
@@ -46,15 +46,17 @@ class Core(msgspec.Struct):
     """The shared prefixes. The first node is where all prompts begin; parents come before children."""
 
     nodes: list[Node]
-    # Blocks of prompts' own parts, by `depth_class` of the prefix before them, and how many had so many:
-    first_leaves: dict[int, dict[int, int]]  # of those who were first at their prefix
-    later_leaves: dict[int, dict[int, int]]  # of all others, who go on from there: they are longer
-    leaf_rests: dict[int, int]  # of prompts with such a part: tokens in the last block
-    # How many prompts later one went on from a node to the same child, by `size_class` of the visits of node and child:
+    # Blocks of own parts -> number of prompts, by `depth_class` of the prefix before them:
+    first_leaves: dict[int, dict[int, int]]  # of the first prompts at their prefix
+    # of all later prompts, which continue from there: they are longer
+    later_leaves: dict[int, dict[int, int]]
+    leaf_rests: dict[int, int]  # of prompts with an own part: tokens in the last block -> number of prompts
+    # Number of prompts until one continued from a node to the same child again, by `size_class` of the visits of node and
+    # child:
     returns: dict[int, dict[int, dict[int, int]]]
 
     def outcomes(self) -> list[dict[int, int]]:
-        """Return, for each node, where prompts went on from it and how many: to children, END or ALONE."""
+        """Return, for each node, the number of prompts per outcome: children, END or ALONE."""
         found: list[dict[int, int]] = [{} for _ in self.nodes]
         for place, node in enumerate(self.nodes):
             if place:
@@ -64,7 +66,7 @@ class Core(msgspec.Struct):
         return found
 
     def gaps(self, place: int, child: int) -> dict[int, int]:
-        """Return how many prompts later one went on from a node to the same child, and how often; empty if not known."""
+        """Return the numbers of prompts until one continued to the same child, with counts; empty if unknown."""
         pools = self.returns.get(size_class(self.nodes[place].visits), {})
         return pools.get(size_class(self.nodes[child].visits), {})
 
@@ -77,7 +79,7 @@ class Core(msgspec.Struct):
 
 
 class Tree:
-    """All blocks of a trace, while its requests come in. Blocks are numbered in the order in which they come, from 1."""
+    """All blocks of a trace, built as its requests arrive. Blocks are numbered in order of arrival, from 1."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -86,18 +88,18 @@ class Tree:
         self._parents = array("q", [-1])
         self._depths = array("q", [0])
         self._visits = array("q", [0])
-        # Of each block: the number of the one that came first after it; 0: a prompt ended there, -1: none came yet
+        # Of each block: the number of the first block that followed it; 0: a prompt ended there, -1: none yet
         self._first = array("q", [-1])
         self._lasts = array("q")  # of each prompt: the number of its last block
         self._rests = array("q")  # of each prompt: the tokens in its last block
 
     @property
     def blocks(self) -> int:
-        """How many different blocks there are."""
+        """Number of distinct blocks."""
         return len(self._ids) - 1
 
     def add(self, row: TraceRow) -> int:
-        """Take a request in and return how many of its first blocks were known. Raise BadTrace if it makes no tree."""
+        """Add a request; return how many of its leading blocks were known. Raise BadTrace if it contradicts the tree."""
         path = self._known(row.hash_ids)
         known, fresh = len(path), row.hash_ids[len(path) :]
         self._check_fresh(fresh, path)
@@ -115,7 +117,7 @@ class Tree:
         return known
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        """Return the numbers of a prompt's first blocks, as far as they are known in this order."""
+        """Return the numbers of a prompt's leading blocks that are known in this order."""
         path: list[int] = []
         before = ROOT
         for block in ids:
@@ -135,12 +137,12 @@ class Tree:
             before = str(block)
         if len(set(fresh)) < len(fresh):
             twice = next(block for block, times in Counter(fresh).items() if times > 1)
-            raise BadTrace(f"hash id {twice} stands twice in one prompt: an id must stand for one prefix")
+            raise BadTrace(f"hash id {twice} occurs twice in one prompt: an id must stand for one prefix")
 
     def _two_parents(self, number: int, before: str) -> str:
         known = self._name(self._parents[number])
         return (
-            f"the prefixes are no tree: hash id {self._ids[number]} comes after {known} in one prompt "
+            f"the prefixes do not form a tree: hash id {self._ids[number]} comes after {known} in one prompt "
             f"and after {before} in another; an id must stand for one prefix"
         )
 
@@ -160,7 +162,7 @@ class Tree:
         self._lasts.append(before)
 
     def shared(self) -> tuple[int, list[int]]:
-        """Return how many blocks stand in several prompts, and for each prompt how many of its own do."""
+        """Return the number of blocks in several prompts, and for each prompt the number of its shared blocks."""
         shared = [0] * len(self._ids)
         count = 0
         for number in range(1, len(self._ids)):
@@ -172,9 +174,9 @@ class Tree:
         return count, [shared[last] for last in self._lasts]
 
     def core(self) -> Core:
-        """Return the shared prefixes of what has come in."""
+        """Return the shared prefixes so far."""
         nodes = [Node(END, 0, self._visits[ROOT])]
-        places = [ROOT] * len(self._ids)  # of each block: its node, or the one that its own part began at
+        places = [ROOT] * len(self._ids)  # of each block: its node, or the node where its own part began
         for number in range(1, len(self._ids)):
             parent, visits = places[self._parents[number]], self._visits[number]
             if visits == 1:
@@ -188,7 +190,7 @@ class Tree:
         return self._counted(nodes, places)
 
     def _counted(self, nodes: list[Node], places: Sequence[int]) -> Core:
-        """Count where prompts ended, and what they had of their own."""
+        """Count where prompts ended, and their own parts."""
         depths = Core(nodes, {}, {}, {}, {}).depths()
         leaves: tuple[dict[int, dict[int, int]], dict[int, dict[int, int]]] = {}, {}
         rests: list[dict[int, int]] = [{} for _ in nodes]
@@ -219,7 +221,7 @@ class Tree:
         return Core(nodes, ordered[False], ordered[True], in_order(leaf_rests), self._returns(nodes, places))
 
     def _returns(self, nodes: list[Node], places: Sequence[int]) -> dict[int, dict[int, dict[int, int]]]:
-        """Let all prompts pass once more: count how soon they came back to the same child, and mark what lasts."""
+        """Replay all prompts: count how soon they returned to the same child, and mark lasting prefixes."""
         found: dict[int, dict[int, dict[int, int]]] = {}
         visits, before = [0] * len(nodes), [0] * len(nodes)
         quarters = [0] * len(nodes)
@@ -248,7 +250,7 @@ class Tree:
 
 
 def accept(tree: Tree, row: TraceRow, refuse: Refuse | None = None) -> int | None:
-    """Take a request in and return how many of its first blocks were known; None if it was refused."""
+    """Add a request; return how many of its leading blocks were known; None if it was refused."""
     try:
         return tree.add(row)
     except BadTrace as error:
@@ -259,23 +261,23 @@ def accept(tree: Tree, row: TraceRow, refuse: Refuse | None = None) -> int | Non
 
 
 def depth_class(blocks: int) -> int:
-    """Return the class of a shared prefix of so many blocks: what follows it depends on how long it is."""
+    """Return the class of a shared prefix by its length, on which its continuation depends."""
     return blocks.bit_length()
 
 
 def size_class(visits: int) -> int:
-    """Return the class of a prefix with so many visits: how soon one returns depends on how many do."""
+    """Return the class of a prefix by its visits, on which the return gaps depend."""
     return visits.bit_length()
 
 
 def coarse(gap: int) -> int:
-    """Return a gap without all but its first four binary digits."""
+    """Return a gap reduced to its first four binary digits."""
     dropped = max(0, gap.bit_length() - 4)
     return gap >> dropped << dropped
 
 
 def in_order(counts: dict[int, int]) -> dict[int, int]:
-    """Return counts ordered by what was counted: the order in which it was seen tells of single requests."""
+    """Return counts sorted by value: the original order would reveal single requests."""
     return dict(sorted(counts.items()))
 
 

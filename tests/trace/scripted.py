@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that notes what it is asked, and answers as it is told. It runs in a thread of its own."""
+"""An OpenAI-compatible server that records requests and answers as scripted. Runs in its own thread."""
 
 import asyncio
 import json
@@ -27,11 +27,11 @@ class Asked:
 
 @dataclass
 class Scripted:
-    """What it answers, and what it was asked. Requests are counted from 1, without those of at most two tokens (probes)."""
+    """The script and the recorded requests. Requests are counted from 1, without probes (at most two tokens)."""
 
     models: tuple[str, ...] = ("m",)
     text_only: bool = False
-    strict: bool = False  # knows OpenAI's own fields only
+    strict: bool = False  # accepts only OpenAI's own fields
     ttft_s: float = 0.0
     itl_s: float = 0.0
     tokens_max: int = 1_000_000
@@ -115,7 +115,7 @@ class Scripted:
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:
-    """Return how long a prompt is: a letter is a token, and a chat's template has 7 of its own."""
+    """Return the length of a prompt: a letter is a token, and a chat template adds 7."""
     chat = "messages" in body
     prompt = body["messages"][0]["content"] if chat else body["prompt"]
     if isinstance(prompt, list):
@@ -124,9 +124,9 @@ def prompt_tokens(body: dict[str, Any]) -> int:
 
 
 @contextmanager
-def serving(**told: Any) -> Iterator[Scripted]:
-    """Run one until the end of the block."""
-    server, ready, over = Scripted(**told), threading.Event(), threading.Event()
+def serving(**script: Any) -> Iterator[Scripted]:
+    """Run a server until the end of the block."""
+    server, ready, over = Scripted(**script), threading.Event(), threading.Event()
     loop = asyncio.new_event_loop()
 
     async def run() -> None:

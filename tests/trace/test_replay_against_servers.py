@@ -1,4 +1,4 @@
-"""A replay against a real server: what it sends, when, and what it says of what came back."""
+"""A replay against a real server: what it sends, when, and what it reports of the answers."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
 from controller.trace.replay.plan import PlannedRequest, ReplayShape, plan
 from controller.trace.rows import TraceRow
 
-LATE_S = 2.0  # what a busy machine may add
+LATE_S = 2.0  # allowance for a busy machine
 SHORT = [TraceRow(0, 8, 3, [])] * 20
 
 
@@ -27,7 +27,7 @@ async def replayed(
     chat: bool = False,
     **limits: Any,
 ) -> ReplayMeasures:
-    """Replay against a server, and return what was measured."""
+    """Replay against a server, and return the measurements."""
     target, measures = ReplayTarget(server.url), ReplayMeasures(AnswerSlo())
     try:
         worded = await wording.find(target, (await target.model(""))["id"], chat=chat)
@@ -62,7 +62,7 @@ async def test_every_request_is_sent_once_at_its_time_with_its_tokens() -> None:
     assert measures.generator.late.count == 12 and measures.generator.held.count == 0
 
 
-async def test_times_of_tokens_are_the_servers() -> None:
+async def test_token_times_are_those_of_the_server() -> None:
     with serving(ttft_s=0.1, itl_s=0.1) as server:
         measures = await replayed(server, [TraceRow(0, 8, 5, [])] * 4)
     assert measures.ttft.min >= 0.1 and measures.ttft.percentiles(0.5)[0] < 0.1 + LATE_S
@@ -70,7 +70,7 @@ async def test_times_of_tokens_are_the_servers() -> None:
     assert measures.tpot.max >= 0.05 and measures.e2e.min >= 0.5
 
 
-async def test_each_kind_of_failure_is_counted_and_the_others_go_on() -> None:
+async def test_each_kind_of_failure_is_counted_and_other_requests_continue() -> None:
     faults = {2: "503", 4: "broke", 6: "error", 8: "hang", 10: "json", 12: "silent"}
     with serving(faults=faults, itl_s=0.001) as server:
         measures = await replayed(server, SHORT, timeout_s=3.0)
@@ -81,7 +81,7 @@ async def test_each_kind_of_failure_is_counted_and_the_others_go_on() -> None:
     assert (measures.sent, measures.whole, measures.failed, measures.in_flight) == (20, 14, 6, 0)
 
 
-async def test_no_more_are_in_flight_than_may_be_and_holding_back_is_not_lateness() -> None:
+async def test_concurrency_is_limited_and_holding_back_is_not_lateness() -> None:
     with serving(ttft_s=0.3) as server:
         measures = await replayed(server, [TraceRow(0, 8, 3, [])] * 9, concurrency=3)
     assert server.in_flight_max == 3 == measures.in_flight_max
@@ -90,7 +90,7 @@ async def test_no_more_are_in_flight_than_may_be_and_holding_back_is_not_latenes
     assert measures.generator.late.percentiles(0.5)[0] < 0.3
 
 
-async def test_after_its_seconds_nothing_more_is_sent_and_answers_are_waited_for() -> None:
+async def test_after_its_seconds_sending_stops_and_answers_are_awaited() -> None:
     with serving(ttft_s=0.3) as server:
         measures = await replayed(
             server, [TraceRow(at, 8, 3, []) for at in (0, 10, 20, 3_000, 3_010)], seconds=1.5
@@ -102,7 +102,7 @@ async def test_after_its_seconds_nothing_more_is_sent_and_answers_are_waited_for
     assert measures.sent == 1 and time.perf_counter() - began < 5 + LATE_S
 
 
-async def test_a_stopped_replay_lets_go_of_what_is_in_flight() -> None:
+async def test_a_stopped_replay_cancels_requests_in_flight() -> None:
     with serving(faults={2: "hang"}) as server:
         measures = await replayed(
             server, [TraceRow(0, 8, 3, []), TraceRow(0, 8, 3, []), TraceRow(60_000, 8, 3, [])], 1.5
@@ -125,7 +125,7 @@ async def test_a_plan_that_fails_ends_it() -> None:
         target.close()
 
 
-async def test_where_only_text_is_taken_words_make_as_many_tokens() -> None:
+async def test_a_text_only_server_gets_words_for_the_same_number_of_tokens() -> None:
     blocks, tokens = 120, 1920
     rows = [TraceRow(0, tokens, 3, [*range(blocks - 1), last]) for last in (900, 901)]
     for told, chat in (({"text_only": True, "strict": True}, False), ({}, True)):
@@ -146,8 +146,8 @@ async def test_answers_that_end_early_are_counted() -> None:
     assert (measures.whole, measures.shorter) == (2, 1)
 
 
-async def test_requests_leave_in_time_also_where_each_round_of_the_loop_is_long() -> None:
-    """A loop with much to read comes back to its sender after many milliseconds: it must then send all that is due."""
+async def test_requests_are_sent_in_time_even_if_each_turn_of_the_loop_is_long() -> None:
+    """A loop with much to read returns to its sender after many milliseconds: it must then send all that is due."""
 
     def block() -> None:
         time.sleep(0.03)
@@ -163,7 +163,7 @@ async def test_requests_leave_in_time_also_where_each_round_of_the_loop_is_long(
     assert measures.generator.late.percentiles(0.9)[0] < 2.0 and measures.whole == 200
 
 
-async def test_what_left_late_has_no_longer_times_for_it() -> None:
+async def test_late_sending_does_not_lengthen_measured_times() -> None:
     def rows() -> Any:
         asyncio.get_running_loop().call_later(0.1, time.sleep, 2.0)
         yield TraceRow(0, 8, 3, [])

@@ -1,4 +1,4 @@
-"""`holdfast trace replay`: what it prints and writes, how it ends, and how it says what was wrong."""
+"""`holdfast trace replay`: its output, its exit code, and its error messages."""
 
 import json
 import os
@@ -24,8 +24,8 @@ LINES = [
 ]
 BLOCKS = ["--block-size", "16"]
 ENDS_S = 30.0
-FLOOD_ENDS_S = 15.0  # it takes a second, and took more than a minute
-FLOODED = 20 << 20  # bytes, of which the sockets hold a part
+FLOOD_ENDS_S = 15.0  # it takes a second; it once took more than a minute
+FLOODED = 20 << 20  # bytes, part of which the sockets hold
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +65,14 @@ def test_it_prints_a_table_or_json_and_writes_a_report(
     assert set(printed["ttft_ms"]) == {"mean", "min", "p50", "p90", "p95", "p99", "max"}
 
 
-def test_a_profile_is_replayed_as_long_as_one_wants(
+def test_a_profile_is_replayed_for_any_length(
     server: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded, profile = tmp_path / "recorded.jsonl", tmp_path / "profile.json.gz"
     recorded.write_bytes(b"".join(map(encode, chat.requests(seed=1, seconds=200))))
     assert cli.main(["trace", "fit", str(recorded), *BLOCKS, "-o", str(profile)]) == 0
     assert replay(profile, "--url", server.url) == 2
-    assert "which has no end: give --max-requests or --seconds" in capsys.readouterr().err
+    assert "which has no end: set --max-requests or --seconds" in capsys.readouterr().err
     assert replay(profile, "--url", server.url, "--block-size", 512, "--seconds", 1) == 2
     assert "was learned in blocks of 16 tokens" in capsys.readouterr().err
     prompts = []
@@ -99,7 +99,7 @@ def test_azure_traces_and_limits(
     assert json.loads(capsys.readouterr().out)["requests"]["sent"] == 3
 
 
-def test_where_nothing_was_answered_it_fails(
+def test_it_fails_if_no_request_was_answered(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(faults=dict.fromkeys(range(1, 11), "503")) as refusing:
@@ -115,7 +115,7 @@ def test_where_nothing_was_answered_it_fails(
         (
             ["FILE", "--url", "localhost"],
             2,
-            "--url 'localhost' is no server's URL, such as http://127.0.0.1:8000",
+            "--url 'localhost' is not the URL of a server, such as http://127.0.0.1:8000",
         ),
         (
             ["FILE", "--url", "http://127.0.0.1:1"],
@@ -124,29 +124,37 @@ def test_where_nothing_was_answered_it_fails(
         ),
         (["FILE", "--url", "URL", "--model", "gpt"], 1, "serves m, not gpt"),
         (["none.jsonl", "--url", "URL"], 1, "none.jsonl cannot be read: No such file or directory"),
-        (["FILE", "--url", "URL", "--block-size", 512], 1, "which are"),
-        (["FILE", "--url", "URL", "--seconds", 0], 2, "--seconds 0: give a number of seconds above 0"),
-        (["FILE", "--url", "URL", "--timeout", "nan"], 2, "--timeout nan: give a number of seconds above 0"),
-        (["FILE", "--url", "URL", "--max-requests", 0], 2, "--max-requests 0: give a number from 1"),
-        (["FILE", "--url", "URL", "--concurrency", 0], 2, "--concurrency 0: give a number from 1"),
-        (["FILE", "--url", "URL", "--concurrency", 10**12], 2, "open files here (ulimit -Hn)"),
-        (["FILE", "--url", "URL", "--speedup-ratio", 0], 2, "--speedup-ratio is a number from"),
+        (["FILE", "--url", "URL", "--block-size", 512], 1, "that is"),
+        (["FILE", "--url", "URL", "--seconds", 0], 2, "--seconds 0: expected a number of seconds above 0"),
+        (
+            ["FILE", "--url", "URL", "--timeout", "nan"],
+            2,
+            "--timeout nan: expected a number of seconds above 0",
+        ),
+        (
+            ["FILE", "--url", "URL", "--max-requests", 0],
+            2,
+            "--max-requests 0: expected a number of at least 1",
+        ),
+        (["FILE", "--url", "URL", "--concurrency", 0], 2, "--concurrency 0: expected a number of at least 1"),
+        (["FILE", "--url", "URL", "--concurrency", 10**12], 2, "open files (ulimit -Hn)"),
+        (["FILE", "--url", "URL", "--speedup-ratio", 0], 2, "--speedup-ratio must be a number from"),
         (
             ["FILE", "--url", "URL", "--slo-itl-ms", -1],
             2,
-            "--slo-itl-ms -1: give a number of milliseconds above 0",
+            "--slo-itl-ms -1: expected a number of milliseconds above 0",
         ),
         (
             ["FILE", "--url", "URL", "--plot", "x.gif"],
             2,
-            "--plot x.gif: give a name that ends in .png or .svg",
+            "--plot x.gif: the name must end in .png or .svg",
         ),
         (["FILE", "--url", "URL", "--report", "none/r"], 2, "--report none/r: the folder "),
         (["FILE", "--url", "URL", "--report", "."], 1, ". cannot be written: Is a directory"),
         (["FILE", "--url", "URL", "--key", "a\nb"], 2, "the API key has characters"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(
+def test_an_error_is_one_sentence(
     arguments: list[object],
     code: int,
     says: str,
@@ -162,7 +170,7 @@ def test_what_is_wrong_is_one_sentence(
     assert says in told and told.count("\n") == 1 and told.startswith("holdfast: ")
 
 
-def test_a_bad_line_is_known_before_anything_is_sent(
+def test_a_bad_line_is_found_before_anything_is_sent(
     server: Scripted, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace.write_bytes(b"".join(LINES) + b"{\n")
@@ -218,7 +226,7 @@ def test_sigterm_gives_the_report_so_far(server: Scripted, tmp_path: Path) -> No
     assert "Traceback" not in err
 
 
-def test_ctrl_c_ends_it_in_seconds_also_where_a_server_floods(tmp_path: Path) -> None:
+def test_ctrl_c_ends_it_in_seconds_even_if_a_server_floods(tmp_path: Path) -> None:
     trace, streams = tmp_path / "burst.jsonl", 60
     trace.write_bytes(LINES[0] * streams)
     with serving(faults=dict.fromkeys(range(streams + 1), "flood")) as server:
@@ -234,10 +242,10 @@ def test_ctrl_c_ends_it_in_seconds_also_where_a_server_floods(tmp_path: Path) ->
     assert process.returncode == 130, err
     found = json.loads(out)
     assert found["interrupted"] and found["requests"]["sent"] == streams
-    assert found["requests"]["failed"] == 0  # they were let go of
+    assert found["requests"]["failed"] == 0  # they were cancelled
 
 
-def test_on_a_terminal_it_shows_how_far_it_is_and_ctrl_c_gives_the_report_so_far(
+def test_on_a_terminal_it_shows_its_progress_and_ctrl_c_gives_the_report_so_far(
     server: Scripted, tmp_path: Path
 ) -> None:
     mine, theirs = os.openpty()
@@ -263,7 +271,7 @@ def test_on_a_terminal_it_shows_how_far_it_is_and_ctrl_c_gives_the_report_so_far
     assert len(table) > 8 and max(map(len, table)) <= 60
 
 
-def test_a_picture_is_drawn(server: Scripted, trace: Path, tmp_path: Path) -> None:
+def test_a_chart_is_drawn(server: Scripted, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")
     assert replay(trace, *BLOCKS, "--url", server.url, "--plot", tmp_path / "x.png") == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

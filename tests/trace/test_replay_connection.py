@@ -1,4 +1,4 @@
-"""The client's HTTP: however an answer is cut into pieces, it is the same answer; what is none is said to be none."""
+"""The HTTP client: an answer is the same however it is split, and invalid answers are faults."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ async def answering(
     then_close: bool = False,
     limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[ReplayTarget]:
-    """An endpoint that answers each request with these bytes, each written apart."""
+    """An endpoint that answers each request with these bytes, each written separately."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -76,7 +76,7 @@ def fed(
     cut: Callable[[bytes], list[bytes]],
     limits: ResponseLimits = ResponseLimits(),  # noqa: B008 (frozen)
 ) -> tuple[ClientConnection, list[bytes]]:
-    """Return a connection that was given an answer in pieces, and its events."""
+    """Return a connection that was fed an answer in pieces, and its events."""
 
     class Nowhere(asyncio.Transport):
         def write(self, data: object) -> None: ...
@@ -95,7 +95,7 @@ def fed(
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 @pytest.mark.parametrize("trailer", [b"", b"X-Sum: 1\r\n"])
-async def test_pieces_of_any_size_are_the_same_answer(size: int, chunk: int, trailer: bytes) -> None:
+async def test_an_answer_is_the_same_in_pieces_of_any_size(size: int, chunk: int, trailer: bytes) -> None:
     answer = STREAM + chunked(EVENTS, chunk, trailer)
     one, taken = fed(answer, lambda data: [data[at : at + size] for at in range(0, len(data), size)])
     assert taken == TAKEN and one.how == "whole" and one.response.status == 200 and not one.closed
@@ -111,7 +111,7 @@ strange = st.one_of(
 
 @settings(max_examples=80)
 @given(strange, st.data())
-async def test_whatever_comes_is_an_answer_or_a_fault(what: bytes, data: st.DataObject) -> None:
+async def test_any_data_is_an_answer_or_a_fault(what: bytes, data: st.DataObject) -> None:
     answer = STREAM + chunked(EVENTS, 9)
     at = data.draw(st.integers(0, len(answer)))
     left_out = data.draw(st.integers(0, 4))
@@ -128,11 +128,12 @@ async def test_a_stream_may_have_a_length_or_end_with_the_connection() -> None:
     async with answering(STREAM + b"\r\n", EVENTS, then_close=True) as one:
         reply, taken = await asked(one)
         assert taken == TAKEN and reply.fault == ""
-    async with answering(b"HTTP/1.1 200 OK\r\n" + chunked(EVENTS, 9)) as one:  # not all say what they send
+    # some servers do not declare what they send
+    async with answering(b"HTTP/1.1 200 OK\r\n" + chunked(EVENTS, 9)) as one:
         assert (await asked(one))[1] == TAKEN
 
 
-async def test_what_is_no_stream_of_events_is_a_body() -> None:
+async def test_a_response_without_events_is_a_body() -> None:
     async with answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 7\r\n\r\n", b"data: ", b"x") as one:
         reply, taken = await asked(one)
         assert (reply.status, reply.body, reply.fault, taken) == (503, b"data: x", "", [])
@@ -144,7 +145,7 @@ async def test_what_is_no_stream_of_events_is_a_body() -> None:
         assert (reply.status, reply.body) == (200, b"{}")
 
 
-async def test_a_connection_is_used_again_unless_it_is_closed() -> None:
+async def test_a_connection_is_reused_unless_it_is_closed() -> None:
     for closing, opened in ((b"", 1), (b"Connection:close\r\n", 3)):
         async with answering(STREAM + closing + chunked(EVENTS, 1000)) as one:
             seen: set[Any] = set()
@@ -154,11 +155,11 @@ async def test_a_connection_is_used_again_unless_it_is_closed() -> None:
             assert len(one.connections) == (0 if closing else 1) and len(seen | one.connections) <= opened
 
 
-async def test_a_connection_that_closes_in_the_moment_of_its_next_use_is_replaced_once() -> None:
+async def test_a_connection_that_closes_on_reuse_is_replaced_once() -> None:
     served: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the first request of a connection, and close it at the second, as llama-server may."""
+        """Answer the first request of a connection, and close it at the second, like llama-server."""
         served.append(0)
         await reader.readuntil(b"\r\n\r\n")
         if len(served) < 4:
@@ -178,7 +179,7 @@ async def test_a_connection_that_closes_in_the_moment_of_its_next_use_is_replace
     assert served == [1, 1, 1, 0]
 
 
-async def test_a_connection_that_has_idled_for_long_is_not_used_again() -> None:
+async def test_a_connection_that_was_idle_for_long_is_not_reused() -> None:
     async with answering(STREAM + chunked(EVENTS, 1000), limits=ConnectionLimits(idle_s=0.0)) as one:
         await asked(one)
         (before,) = one.connections
@@ -204,14 +205,14 @@ async def test_a_connection_that_has_idled_for_long_is_not_used_again() -> None:
         ([b"HTTP/1.1 100 Continue\r\n\r\n" * 3000], "broke off"),
     ],
 )
-async def test_what_is_no_whole_answer_is_a_fault(pieces: list[bytes], fault: str) -> None:
+async def test_an_incomplete_answer_is_a_fault(pieces: list[bytes], fault: str) -> None:
     async with answering(*pieces, then_close=True) as one:
         reply, _ = await asked(one)
         assert reply.fault == fault and reply.detail
         assert not one.connections
 
 
-async def test_bounds() -> None:
+async def test_response_sizes_are_limited() -> None:
     limits = ResponseLimits(head=100, body=1000, event=1000)
     for answer in (
         b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200,
@@ -224,7 +225,7 @@ async def test_bounds() -> None:
 
 
 class Pausing(asyncio.Transport):
-    """A transport that is only asked whether it reads."""
+    """A transport that only records whether it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +243,7 @@ class Pausing(asyncio.Transport):
         self.reads = True
 
 
-async def test_a_turn_of_the_loop_reads_for_so_long_only() -> None:
+async def test_a_turn_of_the_loop_reads_for_a_limited_time() -> None:
     clock = 100.0
 
     def now() -> float:
@@ -266,27 +267,27 @@ async def test_a_turn_of_the_loop_reads_for_so_long_only() -> None:
     def reading() -> list[bool]:
         return [transport.reads for transport in transports]
 
-    read(0, 1.0)  # before it nobody had read: the turn begins here
+    read(0, 1.0)  # nothing was read before: the turn begins here
     read(1, TURN_S / 2)
     assert reading() == [True] * 4 and bound.behind_s() == 0.0
     read(0, TURN_S)
-    assert reading() == [False, False, True, False], "one that is closed is left alone"
+    assert reading() == [False, False, True, False], "a closed one is ignored"
     assert bound.behind_s() == pytest.approx(1.5 * TURN_S)
     await asyncio.sleep(0)
-    assert reading() == [True, True, True, False], "one that was hushed stays so"
+    assert reading() == [True, True, True, False], "a discarding one stays paused"
     read(0, 2 * TURN_S)
-    assert bound.behind_s() == pytest.approx(3.5 * TURN_S), "since the first that was cut"
+    assert bound.behind_s() == pytest.approx(3.5 * TURN_S), "since the first paused turn"
     await asyncio.sleep(0)
-    await asyncio.sleep(0)  # a turn in which nothing was left
+    await asyncio.sleep(0)  # a turn without unread data
     assert reading()[:2] == [True, True] and bound.behind_s() == 0.0
     read(0, 60.0)
     assert reading()[:2] == [True, True], (
-        "a turn begins with its first reading, however long ago the last one was"
+        "a turn begins with its first read, however long ago the last turn was"
     )
     await asyncio.sleep(0)
 
 
-async def test_a_flood_leaves_the_loop_its_turns() -> None:
+async def test_a_flood_does_not_block_the_loop() -> None:
     streams, events = 40, EVENTS * 4_000
     short = ConnectionLimits(turn_s=0.002)
     async with answering(STREAM + b"\r\n" + events, then_close=True, limits=short) as one:
@@ -309,17 +310,17 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
         assert behind and one.behind_s() == 0.0
 
 
-async def test_a_connection_that_was_hushed_takes_in_nothing_more_and_is_no_failure() -> None:
+async def test_a_discarding_connection_reads_nothing_more_and_is_no_failure() -> None:
     async with answering(STREAM + b"\r\n" + EVENTS, EVENTS * 20_000) as one:
         taken = list[bytes]()
 
         def take(event: bytes, at: float) -> None:
             taken.append(event)
-            one.hush()  # as a signal's handler does, in the middle of it
+            one.hush()  # as a signal handler does, in the middle of it
 
         asking = asyncio.ensure_future(one.ask("GET", "/v1/x", take=take))
         async with asyncio.timeout(20):
-            while not taken or any(  # noqa: ASYNC110 (a transport tells nobody)
+            while not taken or any(  # noqa: ASYNC110 (a transport has no callback for it)
                 c.transport and c.transport.is_reading() for c in one.connections
             ):
                 await asyncio.sleep(0)
@@ -329,11 +330,11 @@ async def test_a_connection_that_was_hushed_takes_in_nothing_more_and_is_no_fail
         assert not one.connections
 
 
-async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only() -> None:
+async def test_connecting_has_a_time_limit() -> None:
     with socket.socket() as full, contextlib.ExitStack() as stack:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(3):  # Linux takes one more than the backlog, and leaves the others without a word
+        for _ in range(3):  # Linux accepts one more than the backlog, and ignores the others silently
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
@@ -345,7 +346,7 @@ async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only() ->
     assert reply.ended - reply.began < 10.0
 
 
-async def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
+async def test_an_untrusted_certificate_is_reported(tmp_path: Path) -> None:
     """Its error has errno 1, which reads "Operation not permitted"."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate(tmp_path))
@@ -356,12 +357,12 @@ async def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> Non
     assert "certificate" in reply.detail and "not permitted" not in reply.detail
 
 
-async def test_what_is_late_or_not_there_is_a_fault() -> None:
+async def test_a_late_or_unreachable_server_is_a_fault() -> None:
     async with answering(STREAM + b"\r\n") as one:
         reply, _ = await asked(one, deadline_s=0.05)
         assert reply.fault == "timeout" and not one.connections
-    async with ReplayTarget("http://127.0.0.1:1") as nobody:
-        reply, _ = await asked(nobody)
+    async with ReplayTarget("http://127.0.0.1:1") as unreachable:
+        reply, _ = await asked(unreachable)
         assert (reply.fault, reply.status) == ("unreachable", 0) and "refused" in reply.detail
 
 
@@ -377,6 +378,6 @@ async def test_what_is_late_or_not_there_is_a_fault() -> None:
         "http://x/a b",
     ],
 )
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
         ReplayTarget(url)

@@ -1,4 +1,4 @@
-"""What is measured: percentiles are nearly exact, memory is bounded, and a good answer meets every limit."""
+"""Measurements: percentiles are nearly exact, memory is bounded, and a good answer meets every limit."""
 
 import random
 import re
@@ -25,7 +25,7 @@ def test_percentiles_are_exact_to_a_hundredth() -> None:
     assert (values.min, values.max) == (min(drawn), max(drawn))
 
 
-def test_extremes_have_a_place() -> None:
+def test_extreme_values_are_counted() -> None:
     values = DurationHistogram()
     assert values.percentiles(0.5, 0.99) == [0.0, 0.0] and values.mean == 0
     for one in (0.0, -1e-9, 1e9):
@@ -47,7 +47,7 @@ def event(text: str = "x", finish: str = "null") -> bytes:
 
 
 def answered(*at: float, asked: int, slo: AnswerSlo = AnswerSlo(), usage: bytes = b"") -> ReplayMeasures:  # noqa: B008 (frozen)
-    """Return what is measured of one answer, asked for at 10 s, whose tokens come at these times."""
+    """Return the measurements of one answer, requested at 10 s, with tokens at these times."""
     one = ReplayMeasures(slo)
     one.began = 10.0
     one.leaves()
@@ -83,7 +83,7 @@ def test_a_good_answer_meets_every_limit(slo: AnswerSlo, good: int) -> None:
     assert answered(10.5, 10.6, 10.9, asked=3, slo=slo).good == good
 
 
-def test_goodput_is_a_share_of_what_ended_and_rates_are_of_tokens_by_the_servers_count() -> None:
+def test_goodput_is_a_share_of_ended_requests_and_rates_use_the_servers_token_count() -> None:
     one = answered(10.5, 10.6, asked=5, slo=AnswerSlo(ttft_s=0.6), usage=b'{"completion_tokens":5}')
     late = ReplayedAnswer(10.0)
     for said in (event(), b"[DONE]"):
@@ -149,7 +149,7 @@ OK = Reply(0, 1, 200)
         ),
     ],
 )
-def test_what_went_wrong_has_a_kind(reply: Reply, events: list[bytes], kind: str, says: str) -> None:
+def test_each_failure_has_a_kind(reply: Reply, events: list[bytes], kind: str, says: str) -> None:
     found = failed(reply, *events)
     assert found[0] == kind and says in found[1]
 
@@ -162,29 +162,27 @@ def test_kinds_of_errors_are_bounded() -> None:
     assert one.samples["other"] == f"sample {measures.KINDS_MAX}"
 
 
-def told(one: ReplayMeasures) -> str:
+def printed(one: ReplayMeasures) -> str:
     return "\n".join(report.tail(report.found(one, {})))
 
 
 @pytest.mark.parametrize(("cpu_s", "starved"), [(0.1, True), (0.85, False)])
-def test_a_generator_that_was_late_says_so_and_whether_it_was_its_own_fault(
-    cpu_s: float, starved: bool
-) -> None:
+def test_a_late_generator_is_reported_with_its_cause(cpu_s: float, starved: bool) -> None:
     one = answered(10.5, 11.0, asked=2)
     one.generator.cpu_s = cpu_s
     one.generator.late.add(0.001)
-    assert (one.generator.kept_up, told(one)) == (True, "")
+    assert (one.generator.kept_up, printed(one)) == (True, "")
     one.generator.late.add(0.9)
     assert not one.generator.kept_up
-    assert re.search(r"left (89\d|90\d) ms late", told(one))
-    assert ("something else keeps this machine busy" in told(one)) == starved
+    assert re.search(r"were sent (89\d|90\d) ms late", printed(one))
+    assert ("other processes keep this machine busy" in printed(one)) == starved
 
 
-def test_requests_that_were_held_back_are_named() -> None:
+def test_held_back_requests_are_reported() -> None:
     one = answered(10.5, 11.0, asked=2)
     one.generator.held.add(0.25)
     assert (
         one.generator.kept_up
-        and "1 request was held back" in told(one)
-        and re.search(r"for 2[45]\d ms", told(one))
+        and "1 request was held back" in printed(one)
+        and re.search(r"for 2[45]\d ms", printed(one))
     )

@@ -1,4 +1,4 @@
-"""What is sent: equal hash ids are equal tokens, at any scale, and times are the trace's."""
+"""The plan of a replay: equal hash ids give equal tokens at any scale, and times are the trace's."""
 
 import json
 from itertools import pairwise
@@ -39,7 +39,7 @@ def test_times_count_from_the_first_request_and_are_divided() -> None:
     assert [one.at_s for one in plan(ROWS, 512, ReplayShape(speedup_ratio=2))][-1] == 3.5
 
 
-def test_a_body_says_all_that_the_endpoint_must_know() -> None:
+def test_a_body_has_all_fields_that_the_endpoint_needs() -> None:
     body = bodies(ReplayShape())[0]
     assert set(body.pop("prompt")) <= set(VOCABULARY)
     assert body == {
@@ -62,7 +62,7 @@ def test_many_ids_are_many_different_blocks() -> None:
     assert len({tuple(body["prompt"]) for body in bodies(ReplayShape(), rows, 16)}) == 3000
 
 
-def test_requests_without_ids_share_nothing_and_have_a_token_at_least() -> None:
+def test_requests_without_ids_share_nothing_and_have_at_least_one_token() -> None:
     *_, some, none = bodies(ReplayShape())
     assert (len(some["prompt"]), len(none["prompt"])) == (700, 1)
     again = bodies(ReplayShape(), [TraceRow(0, 700, 1, []), TraceRow(0, 700, 1, [])])
@@ -92,13 +92,13 @@ def test_words_are_shared_as_tokens_are(form: Form) -> None:
         return words.split(" ")
 
     one, two, three, *_ = map(said, bodies(ReplayShape(), form=form))
-    assert [len(words) for words in (one, two, three)] == [650, 768, 300]  # half a word a token
+    assert [len(words) for words in (one, two, three)] == [650, 768, 300]  # half a word per token
     same = [a == b for a, b in zip(one, two, strict=False)]
     assert all(same[:512]) and not all(same[512:520])
     assert one[:256] == three[:256] and one[256:264] != three[256:264]
 
 
-def test_a_block_is_written_once() -> None:
+def test_a_block_is_encoded_once() -> None:
     wording = Wording("m", "token ids", extra={})
     first, second = (wording.body(PromptRecipe(64, [8, 9], 32, ""), 1) for _ in range(2))
     assert first == second
@@ -115,19 +115,19 @@ def test_a_block_is_written_once() -> None:
         {"max_osl": -1},
     ],
 )
-def test_senseless_shapes_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_shapes_are_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
         ReplayShape(**wrong)
 
 
 @pytest.mark.parametrize("scaled", [{"scale_input": 1e6}, {"scale_output": 1e6}])
-def test_what_would_be_longer_than_any_memory_is_refused(scaled: dict[str, float]) -> None:
+def test_lengths_beyond_memory_are_refused(scaled: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=r"would have .* tokens, more than 16,777,216"):
         list(plan([TraceRow(0, 100, 100, [])], 512, ReplayShape(**scaled)))  # type: ignore[arg-type]
 
 
-def test_a_plan_is_made_as_it_is_read() -> None:
+def test_a_plan_is_lazy() -> None:
     def endless() -> Any:
         at = 0
         while True:

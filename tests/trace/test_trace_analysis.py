@@ -1,4 +1,4 @@
-"""What an analysis says of a trace."""
+"""The statistics of a trace."""
 
 import pytest
 
@@ -26,21 +26,21 @@ def test_a_small_trace_by_hand() -> None:
     assert analysis.hit_rate is not None and analysis.hit_rate.mean == pytest.approx(1 / 3)
 
 
-def test_a_prompt_that_others_repeat_in_full_is_context_to_its_last_token() -> None:
+def test_a_prompt_repeated_in_full_is_all_context() -> None:
     found = measure([TraceRow(0, 700, 1, [0, 1]), TraceRow(0, 700, 1, [0, 1])])
     assert list(found.context_length) == [700, 700] and list(found.unique_length) == [0, 0]
 
 
-def test_without_hash_ids_sharing_is_not_known_and_not_zero() -> None:
+def test_without_hash_ids_sharing_is_unknown_not_zero() -> None:
     found = analyze([TraceRow(0, 10, 1), TraceRow(0, 20, 1)])
     assert found.hit_rate is found.context_length is found.unique_length is None
     assert found.rate is None
     told = report.lines("t", found)
-    assert told[0] == "t: 2 requests in 0 s, all at once" and "not known" in told[1]
+    assert told[0] == "t: 2 requests in 0 s, all at once" and "unknown" in told[1]
     assert told[-1].split() == ["Theoretical", "hit", "rate", *"-" * 8]
 
 
-def test_requests_without_hash_ids_count_only_where_none_are_needed() -> None:
+def test_requests_without_hash_ids_count_only_where_ids_are_not_needed() -> None:
     found = measure([*ROWS, TraceRow(5000, 77, 1)])
     assert len(found.input_length) == 5 and len(found.hit_rate) == len(found.context_length) == 4
 
@@ -48,13 +48,13 @@ def test_requests_without_hash_ids_count_only_where_none_are_needed() -> None:
 def test_the_table_shows_every_column() -> None:
     told = report.lines("t", analyze(ROWS))
     assert told[0] == "t: 4 requests in 4 s, 1.00 a second"
-    assert told[1] == "5 different blocks of 512 tokens; 2 of them stand in more than one prompt"
+    assert told[1] == "5 distinct blocks of 512 tokens; 2 of them occur in more than one prompt"
     table = {line[:22].strip(): line[22:].split() for line in told[4:]}
     assert table["Input length"] == ["906", "506", "100", "775", "1,012", "1,143", "1,429", "1,500"]
     assert table["Theoretical hit rate"][0] == "0.333" and len(told) == 9
 
 
-def test_a_trace_that_is_no_tree_or_empty_is_refused() -> None:
+def test_a_trace_that_is_not_a_tree_or_is_empty_is_refused() -> None:
     with pytest.raises(BadTrace, match="hash id 1 comes after 0"):
         analyze([*ROWS[:1], TraceRow(0, 1000, 1, [5, 1])])
     with pytest.raises(BadTrace, match="no request"):

@@ -1,4 +1,4 @@
-"""The chat traffic of our own making has the lengths and the sharing that were published."""
+"""The synthetic chat traffic has the published lengths and sharing."""
 
 from collections import Counter
 from itertools import pairwise
@@ -21,7 +21,7 @@ def recorded() -> list[TraceRow]:
 
 
 def figures(rows: list[TraceRow]) -> dict[str, float]:
-    """Return the published figures of these requests."""
+    """Return the published figures, computed of these requests."""
     systems = sum(tokens // chat.BLOCK_TOKENS for _, tokens in chat.SYSTEM_PROMPTS)
     tree, hits, others, times = Tree(chat.BLOCK_TOKENS), 0, 0, dict[int, list[float]]()
     for row in rows:
@@ -54,7 +54,7 @@ def test_it_has_the_published_lengths_and_sharing(recorded: list[TraceRow]) -> N
     assert len(recorded) / (recorded[-1].timestamp / 1e3) == pytest.approx(chat.RATE, rel=CLOSE)
 
 
-def test_the_demo_ships_what_was_learned_of_it(recorded: list[TraceRow]) -> None:
+def test_the_demos_profile_is_learned_from_it(recorded: list[TraceRow]) -> None:
     again = "run `python -m controller.trace.chat controller/demo/profile.json.gz`"
     assert demo.shipped() == learn(recorded, chat.BLOCK_TOKENS, says=chat.SAYS), again
 

@@ -1,4 +1,4 @@
-"""`holdfast trace`: what it prints and writes, and how it says what was wrong."""
+"""`holdfast trace`: its output, its files, and its error messages."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def test_analyze_prints_a_table_or_json(trace: Path, capsys: pytest.CaptureFixtu
     assert 0 < found["hit_rate"]["mean"] < found["hit_rate"]["max"] <= 1
 
 
-def test_a_trace_and_its_profile_make_the_same_requests(
+def test_a_trace_and_its_profile_generate_the_same_requests(
     trace: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     profile, made = tmp_path / "profile.json.gz", tmp_path / "made.jsonl.gz"
@@ -73,7 +73,7 @@ def test_every_knob_is_a_flag(trace: Path, capsysbinary: pytest.CaptureFixture[b
         (
             b'{"timestamp":0,"input_length":16,"output_length":1,"hash_ids":[123456789]}\n'
             b'{"timestamp":0,"input_length":32,"output_length":1,"hash_ids":[1,123456789]}',
-            "line 3: the prefixes are no tree: hash id 123456789 comes after nothing in one prompt and after 1",
+            "line 3: the prefixes do not form a tree: hash id 123456789 comes after nothing in one prompt and after 1",
         ),
     ],
 )
@@ -96,25 +96,25 @@ def test_a_bad_trace_is_one_sentence_or_is_skipped(
     ("arguments", "code", "says"),
     [
         (["analyze", "none.jsonl"], 1, "none.jsonl cannot be read: No such file or directory"),
-        (["analyze", "FILE", "--block-size", 0], 2, "--block-size 0: give a number from 1"),
-        (["analyze", "FILE"], 1, "which are"),
+        (["analyze", "FILE", "--block-size", 0], 2, "--block-size 0: expected a number of at least 1"),
+        (["analyze", "FILE"], 1, "that is"),
         (
             ["analyze", "FILE", *BLOCKS, "--plot", "x.gif"],
             2,
-            "--plot x.gif: give a name that ends in .png or .svg",
+            "--plot x.gif: the name must end in .png or .svg",
         ),
         (["fit", "FILE", *BLOCKS, "-o", "none/p"], 1, "none/p cannot be written: No such file or directory"),
         (["synthesize", "FILE", *BLOCKS, "--requests", 1, "-o", "none/m"], 1, "none/m cannot be written"),
-        (["synthesize", "FILE", *BLOCKS, "--requests", 0], 2, "--requests 0: give a number from 1 to"),
+        (["synthesize", "FILE", *BLOCKS, "--requests", 0], 2, "--requests 0: expected a number from 1 to"),
         (
             ["synthesize", "FILE", *BLOCKS, "--requests", 1, "--osl-multiplier", 0],
             2,
-            "--osl-multiplier is a number",
+            "--osl-multiplier must be a number",
         ),
         (["synthesize", "FILE", *BLOCKS, "--requests", 1, "--max-isl", 1], 1, "longer than --max-isl 1"),
     ],
 )
-def test_wrong_arguments_are_named(
+def test_invalid_arguments_are_named(
     arguments: list[object], code: int, says: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert holdfast(*(trace if one == "FILE" else one for one in arguments)) == code
@@ -132,7 +132,9 @@ def test_wrong_arguments_are_named(
         ([], "the following arguments are required: COMMAND"),
     ],
 )
-def test_usage_is_one_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_error_is_one_sentence(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         holdfast(*arguments)
     assert ended.value.code == 2
@@ -140,10 +142,10 @@ def test_usage_is_one_sentence(arguments: list[str], says: str, capsys: pytest.C
     assert says in told and told.count("\n") == 1
 
 
-def test_a_pipe_is_analyzed_and_is_no_file_to_make_requests_of(
+def test_a_pipe_can_be_analyzed_but_not_synthesized_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To know whether it is a profile its beginning is read, which is gone then."""
+    """Detecting a profile reads its beginning, which a pipe cannot return."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_bytes, args=(b"".join(LINES),))
@@ -152,7 +154,7 @@ def test_a_pipe_is_analyzed_and_is_no_file_to_make_requests_of(
     writer.join()
     assert f"{len(LINES)} requests in" in capsys.readouterr().out
     assert holdfast("synthesize", pipe, *BLOCKS, "--requests", 1) == 1
-    assert "pipe is a pipe, which can be read once only: write it to a file first" in capsys.readouterr().err
+    assert "pipe is a pipe, which can only be read once: write it to a file first" in capsys.readouterr().err
 
 
 def test_a_profile_keeps_its_block_size(
@@ -175,7 +177,7 @@ def test_without_matplotlib_a_plot_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(("name", "begins"), [("known.svg", b"<?xml"), ("unknown.png", b"\x89PNG")])
-def test_a_plot_is_drawn_whether_prefixes_are_known_or_not(
+def test_a_plot_is_drawn_with_or_without_known_prefixes(
     name: str, begins: bytes, trace: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")

@@ -1,4 +1,4 @@
-"""Decks deal what was seen, as often as it was seen."""
+"""Decks deal every observed value as often as it was observed."""
 
 from collections import Counter
 from itertools import pairwise
@@ -22,7 +22,7 @@ def test_a_cdf_rises_to_its_total(counts: dict[int, int]) -> None:
 
 
 @given(seen, st.integers())
-def test_every_round_deals_all_that_was_seen(counts: dict[int, int], seed: int) -> None:
+def test_every_round_deals_every_observation(counts: dict[int, int], seed: int) -> None:
     deck = Deck(counts, Random(seed))
     for _ in range(2):
         assert deck.begins
@@ -44,7 +44,7 @@ def test_a_round_begins_with_the_first_and_deals_all_with_any_gaps(
         assert Counter(dealt) == +Counter(counts) and dealt[0] == first
 
 
-def test_outcomes_return_after_the_gaps_that_were_seen() -> None:
+def test_outcomes_recur_after_the_observed_gaps() -> None:
     chance = Random(1)
     counts = {0: 1} | dict.fromkeys(range(1, 400), 3)
     deck = ReturningDeck(counts, chance, 0, {value: Deck({10: 1}, chance) for value in range(1, 400)})

@@ -1,4 +1,4 @@
-"""Recorded traces are read as they are, or refused with the line that is wrong."""
+"""Recorded traces are read unchanged, or refused with the number of the invalid line."""
 
 import gzip
 from pathlib import Path
@@ -47,14 +47,14 @@ BAD = {
     '{"timestamp": 1e300, "input_length": 1, "output_length": 1}': "a timestamp of 1e+300 ms",
     '{"timestamp": NaN, "input_length": 1, "output_length": 1}': "malformed",
     '{"timestamp": 1e400, "input_length": 1, "output_length": 1}': "out of range",
-    '{"timestamp": 0, "input_length": -1, "output_length": 1}': "none can be below 0",
-    '{"timestamp": 0, "input_length": 1, "output_length": -1}': "none can be below 0",
-    '{"timestamp": 0, "input_length": 99999999999, "output_length": 1}': "none can be above 16777216",
-    '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [99999999999999999999]}': "a hash id that is no number",
+    '{"timestamp": 0, "input_length": -1, "output_length": 1}': "a length cannot be below 0",
+    '{"timestamp": 0, "input_length": 1, "output_length": -1}': "a length cannot be below 0",
+    '{"timestamp": 0, "input_length": 99999999999, "output_length": 1}': "a length cannot be above 16777216",
+    '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [99999999999999999999]}': "a hash id outside 0 to",
     '{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [0]}': "1 hash_ids for 1000 tokens",
-    '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0, 1]}': "which are 1 blocks of 512",
+    '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0, 1]}': "that is 1 blocks of 512",
     '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}': "no hash_ids for 9 tokens",
-    '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}': "a hash id that is no number",
+    '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}': "a hash id outside 0 to",
 }
 
 
@@ -69,7 +69,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(line: str, says: str, tmp_pa
     assert reading.skipped == 1 and reading.first_error == str(refused.value)
 
 
-def test_times_never_go_back(tmp_path: Path) -> None:
+def test_times_must_not_decrease(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD.replace("0,", "5000,", 1) + "\n" + GOOD)
     with pytest.raises(BadTrace, match="line 2: a timestamp of 0 ms after one of 5000"):
         list(read(path))
@@ -80,9 +80,9 @@ def test_times_never_go_back(tmp_path: Path) -> None:
     [
         ("2023-11-16 18:15:46.68", "line 2: 1 fields; a line is TIMESTAMP,"),
         ("yesterday,1,2", "line 2: Invalid isoformat string: 'yesterday'"),
-        ("2023-11-16 18:15:46,many,2", "line 2: 'many' is no number of tokens; a line is TIMESTAMP,"),
-        ("2023-11-16 18:15:46,1_0,2", "line 2: '1_0' is no number of tokens"),
-        (f"2023-11-16 18:15:46,{'9' * 5000},2", "line 2: '9{40}' is no number of tokens"),
+        ("2023-11-16 18:15:46,many,2", "line 2: 'many' is not a number of tokens; a line is TIMESTAMP,"),
+        ("2023-11-16 18:15:46,1_0,2", "line 2: '1_0' is not a number of tokens"),
+        (f"2023-11-16 18:15:46,{'9' * 5000},2", "line 2: '9{40}' is not a number of tokens"),
         ("2023-11-16 18:15:46,-4,2", "line 2: lengths of -4 and 2 tokens"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_bad_line_of_an_azure_trace_is_named(line: str, says: str, tmp_path: P
 @pytest.mark.parametrize(
     "header", ["TIMESTAMP,GeneratedTokens,ContextTokens", "TIMESTAMP,ContextTokens", "a,b,c"]
 )
-def test_columns_of_other_names_or_in_another_order_are_refused(header: str, tmp_path: Path) -> None:
+def test_columns_with_other_names_or_order_are_refused(header: str, tmp_path: Path) -> None:
     path = written(tmp_path, f"{header}\n2023-11-16 18:15:46,1000,5\n")
     with pytest.raises(BadTrace, match=f"line 1: it is neither the header {AZURE.strip()} nor a request"):
         list(read(path))
@@ -108,7 +108,7 @@ def test_an_empty_trace_is_refused(text: str, tmp_path: Path) -> None:
         list(read(written(tmp_path, text)))
 
 
-def test_a_trace_of_bad_lines_alone_says_what_is_wrong_with_the_first(tmp_path: Path) -> None:
+def test_a_trace_with_only_bad_lines_reports_the_first(tmp_path: Path) -> None:
     with pytest.raises(BadTrace, match=r"holds no request: .*line 1: "):
         list(read(written(tmp_path, "a\nb\n"), skip_bad=True))
 
@@ -135,7 +135,7 @@ lengths = st.integers(1, 2000)
 
 @settings(max_examples=50)
 @given(times, lengths, st.integers(0, 10**6), st.booleans())
-def test_what_is_written_is_read_again(ms: float, tokens: int, output: int, known: bool) -> None:
+def test_written_rows_are_read_back(ms: float, tokens: int, output: int, known: bool) -> None:
     row = TraceRow(ms, tokens, output, list(range(-(-tokens // 512))) if known else [])
     with NamedTemporaryFile() as file:
         Path(file.name).write_bytes(encode(row))
@@ -149,7 +149,7 @@ lines = st.lists(
 
 @settings(max_examples=60)
 @given(lines, st.booleans())
-def test_no_file_is_more_than_refused(content: list[bytes], compressed: bool) -> None:
+def test_any_file_is_read_or_refused(content: list[bytes], compressed: bool) -> None:
     data = b"\n".join(content)
     with NamedTemporaryFile() as file:
         Path(file.name).write_bytes(gzip.compress(data)[: len(data)] if compressed else data)

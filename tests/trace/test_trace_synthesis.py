@@ -1,4 +1,4 @@
-"""Synthetic requests are like those that were learned; each knob changes what it says, and nothing else."""
+"""Synthetic requests resemble the learned ones; each knob changes its own quantity, and nothing else."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def again(learned: TraceProfile) -> list[TraceRow]:
 
 @pytest.fixture(scope="module")
 def profile(recorded: list[TraceRow]) -> TraceProfile:
-    """Of a small part: enough where it does not matter how close something comes."""
+    """Of a small part: enough for tests that do not compare figures."""
     return learn(recorded[:600], BLOCK)
 
 
@@ -58,7 +58,7 @@ def made(profile: TraceProfile, seed: int = 3, **knobs: float) -> list[TraceRow]
 
 
 def off(found: Analysis, expected: Analysis) -> dict[str, float]:
-    """Return by what share each validated figure is off."""
+    """Return the relative error of each validated figure."""
     figures = {}
     for name in ("input_length", "output_length", "context_length", "hit_rate"):
         ours, theirs = getattr(found, name), getattr(expected, name)
@@ -103,7 +103,7 @@ def test_fewer_or_more_than_were_learned_share_as_much(
 
 
 def soon(rows: list[TraceRow]) -> float:
-    """Return the median of how many requests later a block comes again."""
+    """Return the median number of requests until a block recurs."""
     last: dict[int, int] = {}
     gaps = []
     for number, row in enumerate(rows):
@@ -112,12 +112,12 @@ def soon(rows: list[TraceRow]) -> float:
     return float(np.median(gaps))
 
 
-def test_blocks_come_again_as_soon_as_they_did(recorded: list[TraceRow], again: list[TraceRow]) -> None:
-    """Else a cache that forgets would find much less of it: independent draws are ten times as far apart."""
+def test_blocks_recur_as_soon_as_in_the_trace(recorded: list[TraceRow], again: list[TraceRow]) -> None:
+    """Otherwise a bounded cache would find far fewer: independent draws are ten times as far apart."""
     assert soon(again) == pytest.approx(soon(recorded), rel=0.35)
 
 
-def test_in_more_rounds_only_what_lasts_keeps_its_ids(profile: TraceProfile) -> None:
+def test_over_several_rounds_only_lasting_prefixes_keep_their_ids(profile: TraceProfile) -> None:
     again = list(synthesize(profile, 2 * profile.requests))
     halves = [
         Counter(b for row in part for b in row.hash_ids)
@@ -128,13 +128,13 @@ def test_in_more_rounds_only_what_lasts_keeps_its_ids(profile: TraceProfile) -> 
     assert sorted(halves[0].values()) == sorted(halves[1].values())
 
 
-def test_every_made_trace_could_have_been_recorded(plain: list[TraceRow]) -> None:
+def test_every_synthetic_trace_is_a_valid_trace(plain: list[TraceRow]) -> None:
     last = 0.0
     for row in plain:
         assert row.timestamp >= last
         assert len(row.hash_ids) == -(-row.input_length // BLOCK)
         last = row.timestamp
-    analyze(plain, BLOCK)  # or its prefixes were no tree
+    analyze(plain, BLOCK)  # raises if its prefixes are not a tree
 
 
 def test_the_seed_decides(profile: TraceProfile, plain: list[TraceRow]) -> None:
@@ -142,7 +142,7 @@ def test_the_seed_decides(profile: TraceProfile, plain: list[TraceRow]) -> None:
     assert made(profile, seed=4) != plain
 
 
-def test_a_saved_profile_makes_the_same_requests(
+def test_a_saved_profile_generates_the_same_requests(
     profile: TraceProfile, plain: list[TraceRow], tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json.gz"
@@ -151,7 +151,7 @@ def test_a_saved_profile_makes_the_same_requests(
     assert made(load(path)) == plain
 
 
-def test_a_billion_requests_begin_at_once(profile: TraceProfile, plain: list[TraceRow]) -> None:
+def test_a_billion_requests_start_immediately(profile: TraceProfile, plain: list[TraceRow]) -> None:
     assert list(islice(synthesize(profile, 10**9, seed=3), 5)) == plain[:5]
 
 
@@ -167,7 +167,7 @@ def same(ours: Sequence[TraceRow], plain: Sequence[TraceRow], *fields: str) -> b
 
 
 def shapes(rows: Sequence[TraceRow]) -> list[list[int]]:
-    """Return for each prompt the number of the first one with each of its blocks: equal where they share the same."""
+    """Return for each prompt the number of the first prompt with each of its blocks: equal if they share alike."""
     seen: dict[int, int] = {}
     return [[seen.setdefault(block, number) for block in row.hash_ids] for number, row in enumerate(rows)]
 
@@ -213,9 +213,7 @@ def test_the_prefix_multiplier_makes_shared_prefixes_longer(
     assert shorter.context_length.mean == pytest.approx(before.context_length.mean / 2, rel=0.1)  # type: ignore[union-attr]
 
 
-def test_the_root_multiplier_makes_trees_with_nothing_in_common(
-    profile: TraceProfile, plain: list[TraceRow]
-) -> None:
+def test_the_root_multiplier_makes_disjoint_trees(profile: TraceProfile, plain: list[TraceRow]) -> None:
     ours = made(profile, prefix_root_multiplier=4)
     assert same(ours, plain, "timestamp", "input_length", "output_length")
     before, after = analyze(plain, BLOCK), analyze(ours, BLOCK)
@@ -247,8 +245,8 @@ def test_knobs_at_one_change_nothing(profile: TraceProfile, plain: list[TraceRow
     assert shapes(made(profile, max_isl=10**7)) == shapes(plain)
 
 
-def test_a_prompt_that_can_be_no_shorter_is_an_error(profile: TraceProfile) -> None:
-    with pytest.raises(BadTrace, match=r"10000 prompts in a row were longer than --max-isl 1$"):
+def test_prompts_that_are_all_too_long_are_an_error(profile: TraceProfile) -> None:
+    with pytest.raises(BadTrace, match=r"10000 consecutive prompts were longer than --max-isl 1$"):
         made(profile, max_isl=1)
 
 
@@ -258,25 +256,25 @@ def test_a_prompt_that_can_be_no_shorter_is_an_error(profile: TraceProfile) -> N
         (
             "prefix_len_multiplier",
             0.0,
-            "--prefix-len-multiplier is a number from 1e-06 to 1e.06, not 0",
+            "--prefix-len-multiplier must be a number from 1e-06 to 1e.06, not 0",
         ),
-        ("osl_multiplier", float("nan"), "--osl-multiplier is a number from .* not nan"),
-        ("speedup_ratio", -1.0, "--speedup-ratio is a number from .* not -1"),
-        ("prompt_len_multiplier", float("inf"), "--prompt-len-multiplier is a number from .* not inf"),
-        ("prefix_root_multiplier", 0, "--prefix-root-multiplier is a number from 1 to 16777216, not 0"),
-        ("max_isl", 0, "--max-isl is a number from 1 to 16777216, not 0"),
+        ("osl_multiplier", float("nan"), "--osl-multiplier must be a number from .* not nan"),
+        ("speedup_ratio", -1.0, "--speedup-ratio must be a number from .* not -1"),
+        ("prompt_len_multiplier", float("inf"), "--prompt-len-multiplier must be a number from .* not inf"),
+        ("prefix_root_multiplier", 0, "--prefix-root-multiplier must be a number from 1 to 16777216, not 0"),
+        ("max_isl", 0, "--max-isl must be a number from 1 to 16777216, not 0"),
     ],
 )
-def test_senseless_knobs_are_named(name: str, value: float, says: str) -> None:
+def test_invalid_knobs_are_named(name: str, value: float, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         replace(SynthesisKnobs(), **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["prefix_len_multiplier", "prompt_len_multiplier", "osl_multiplier"])
-def test_lengths_that_would_not_fit_into_memory_are_an_error(name: str, profile: TraceProfile) -> None:
+def test_lengths_beyond_memory_are_an_error(name: str, profile: TraceProfile) -> None:
     much: dict[str, Any] = {name: 1e6}
     with pytest.raises(
-        UsageError, match=r"a prompt or an answer would have .* tokens, more than .*: multiply by less"
+        UsageError, match=r"a prompt or an answer would have .* tokens, more than .*: use a smaller factor"
     ):
         made(profile, **much)
 
@@ -302,12 +300,12 @@ def test_a_trace_without_anything_shared_stays_so() -> None:
     assert ours.input_length.mean == 600 and ours.output_length.mean == 7
 
 
-def test_a_single_request_comes_again_and_again_at_once() -> None:
+def test_a_single_request_is_repeated_without_gaps() -> None:
     ours = list(synthesize(learn([TraceRow(5, 600, 7, [0, 1])]), 3))
     assert [(row.timestamp, row.input_length, row.output_length) for row in ours] == [(0, 600, 7)] * 3
 
 
-def test_a_trace_that_knows_no_prefixes_keeps_its_lengths_and_obeys_the_prompt_multiplier() -> None:
+def test_a_trace_without_prefixes_keeps_its_lengths_and_obeys_the_prompt_multiplier() -> None:
     learned = learn([TraceRow(n, 10 * n, n, []) for n in range(30)])
     ours = list(synthesize(learned, 30))
     assert sorted(row.input_length for row in ours) == [10 * n for n in range(30)]
@@ -316,7 +314,7 @@ def test_a_trace_that_knows_no_prefixes_keeps_its_lengths_and_obeys_the_prompt_m
     assert [row.input_length for row in longer] == [3 * row.input_length for row in ours]
 
 
-def test_requests_that_came_together_come_together() -> None:
+def test_simultaneous_requests_stay_simultaneous() -> None:
     recorded = [TraceRow(1000 * (n // 3), 10, 1, []) for n in range(12)]
     ours = list(synthesize(learn(recorded), 12))
     assert [row.timestamp for row in ours] == [row.timestamp for row in recorded]
@@ -327,7 +325,7 @@ words = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=10)
 
 @settings(max_examples=60)
 @given(words, st.integers(0, 9))
-def test_any_tree_is_saved_and_made_again_with_as_many_blocks_of_each_kind(
+def test_any_tree_is_saved_and_regenerated_with_the_same_numbers_of_blocks(
     texts: list[str], seed: int
 ) -> None:
     names = {text[:n]: 0 for text in texts for n in range(1, len(text) + 1)}

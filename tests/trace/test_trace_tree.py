@@ -1,4 +1,4 @@
-"""The tree of shared prefixes: what is shared, by how many, and what is no tree at all."""
+"""The tree of shared prefixes: what is shared, how often, and what is not a tree."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ def core_of(prompts: Prompts) -> Core:
 
 
 def test_the_known_graph_merges_chains_and_strips_leaves() -> None:
-    """The example of Dynamo's own tests: nodes are named there by the last block of each chain."""
+    """The example of Dynamo's own tests, in which nodes are named by the last block of each chain."""
     core = core_of([[0, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6], [7, 8], [7, 8, 9, 10], [11, 12]])
     full = {BLOCK: 1}
     assert core.nodes == [
@@ -40,8 +40,8 @@ def test_the_known_graph_merges_chains_and_strips_leaves() -> None:
     assert core.leaf_rests == {BLOCK: 3}
 
 
-def test_it_is_counted_how_soon_prompts_return_and_marked_what_lasts() -> None:
-    """Prefix 0 goes through the whole trace, mostly with two others in between; 5 and 6 come back at once, and no more."""
+def test_return_gaps_are_counted_and_lasting_prefixes_marked() -> None:
+    """Prefix 0 occurs throughout the trace, mostly with two others in between; 5 and 6 recur at once, and never again."""
     core = core_of([[0, 1], [5, 2], [5, 3], [0, 4], [0, 9], [6, 7], [6, 8], [0, 10]])
     assert [(node.visits, node.lasting) for node in core.nodes] == [
         (8, True),
@@ -54,11 +54,11 @@ def test_it_is_counted_how_soon_prompts_return_and_marked_what_lasts() -> None:
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(1, 1), (15, 15), (16, 16), (17, 16), (1000, 960), (1023, 960)])
-def test_long_gaps_are_kept_coarsely(gap: int, kept: int) -> None:
+def test_long_gaps_are_rounded(gap: int, kept: int) -> None:
     assert coarse(gap) == kept
 
 
-def test_the_own_part_of_who_came_first_is_counted_apart() -> None:
+def test_the_own_part_of_the_first_prompt_is_counted_separately() -> None:
     core = core_of([[0, 1, 2], [0, 3], [0, 4]])
     assert core.first_leaves == {1: {2: 1}} and core.later_leaves == {1: {1: 2}}
     assert core.nodes[1] == Node(ROOT, 1, visits=3, alone=3, first=ALONE)
@@ -70,10 +70,10 @@ def test_the_own_part_of_who_came_first_is_counted_apart() -> None:
         ([[0, 2], [1, 2]], "hash id 2 comes after 0 in one prompt and after 1 in another"),
         ([[0, 2], [2]], "hash id 2 comes after 0 in one prompt and after nothing in another"),
         ([[5], [6, 5]], "hash id 5 comes after nothing in one prompt and after 6 in another"),
-        ([[0, 1, 0]], "hash id 0 stands twice"),
+        ([[0, 1, 0]], "hash id 0 occurs twice"),
     ],
 )
-def test_what_is_no_tree_is_named(prompts: Prompts, says: str) -> None:
+def test_a_violation_of_the_tree_is_named(prompts: Prompts, says: str) -> None:
     with pytest.raises(BadTrace, match=says):
         grown(prompts)
 
@@ -92,7 +92,7 @@ any_prompts = st.lists(st.lists(st.integers(0, 6), max_size=4), max_size=6)
 
 @settings(max_examples=150)
 @given(any_prompts)
-def test_exactly_what_has_one_parent_each_is_a_tree(prompts: Prompts) -> None:
+def test_prompts_are_a_tree_exactly_if_each_block_has_one_parent(prompts: Prompts) -> None:
     parents: dict[int, set[int]] = {}
     for ids in prompts:
         for before, block in zip([-1, *ids], ids, strict=False):
@@ -107,7 +107,7 @@ def test_exactly_what_has_one_parent_each_is_a_tree(prompts: Prompts) -> None:
         assert not is_tree
 
 
-# Words over a small alphabet share prefixes; a prefix is a block, named by what it spells.
+# Words over a small alphabet share prefixes; a prefix is a block, named by its letters.
 words = st.lists(st.text("ab", max_size=7), min_size=1, max_size=12)
 
 
@@ -120,7 +120,7 @@ def named(texts: list[str]) -> Prompts:
 
 @settings(max_examples=150)
 @given(words)
-def test_the_core_is_what_a_plain_count_of_prefixes_says(texts: list[str]) -> None:
+def test_the_core_matches_a_plain_count_of_prefixes(texts: list[str]) -> None:
     tree = grown(named(texts))
     visits = Counter(text[:n] for text in texts for n in range(len(text) + 1))
     count, shared = tree.shared()
@@ -140,7 +140,7 @@ def test_the_core_is_what_a_plain_count_of_prefixes_says(texts: list[str]) -> No
 
 
 @given(words)
-def test_known_first_blocks_are_those_that_stood_in_an_earlier_prompt(texts: list[str]) -> None:
+def test_known_blocks_are_those_of_an_earlier_prompt(texts: list[str]) -> None:
     tree, seen = Tree(BLOCK), {""}
     for text, ids in zip(texts, named(texts), strict=True):
         assert tree.add(TraceRow(0, len(ids) * BLOCK, 1, ids)) == max(

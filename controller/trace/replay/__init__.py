@@ -1,1 +1,1 @@
-"""`holdfast trace replay`: a trace's requests, sent to an OpenAI-compatible endpoint at the trace's own times."""
+"""`holdfast trace replay`: sends a trace's requests to an endpoint at the trace's own times."""

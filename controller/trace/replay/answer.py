@@ -1,4 +1,4 @@
-"""What comes of one request: when its tokens came, how many they were, and what went wrong."""
+"""The outcome of one request: the times of its tokens, their number, and what failed."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -13,7 +13,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0)]
 class _Delta(msgspec.Struct, gc=False):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, of vLLM's newer versions
+    reasoning: str | None = None  # the same, in newer versions of vLLM
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -43,38 +43,38 @@ Count = Callable[[float], None]
 """Called with seconds."""
 
 
-def _nobody(seconds: float) -> None:
-    """Count nothing."""
+def _ignore(seconds: float) -> None:
+    """Discard the value."""
 
 
 class ReplayedAnswer:
-    """One answer as it comes. Times are the connection's.
+    """One answer as it arrives. Times are the connection's.
 
-    A token that leaves a character incomplete makes no event: events are moments, and how many tokens there were is what
-    the usage at the end says. `first_token` is called with the time that the first one took, `gap` with those between events.
+    A token that leaves a character incomplete causes no event. So events only give times, and the number of tokens is the usage
+    at the end. `first_token` is called with the time to the first token, `gap` with each time between events.
     """
 
     __slots__ = (
         "_first_token", "_gap", "asked_at", "cached", "done", "events", "fault", "first", "gap_max", "last", "prompt_tokens",
-        "said_tokens",
+        "reported_tokens",
     )  # fmt: skip
 
-    def __init__(self, asked_at: float = 0.0, *, first_token: Count = _nobody, gap: Count = _nobody) -> None:
+    def __init__(self, asked_at: float = 0.0, *, first_token: Count = _ignore, gap: Count = _ignore) -> None:
         self.asked_at = asked_at
         self._first_token, self._gap = first_token, gap
         self.first = self.last = self.gap_max = 0.0
-        self.events = self.prompt_tokens = self.said_tokens = 0
-        self.cached: int | None = None  # tokens of the prompt, where the server says so
+        self.events = self.prompt_tokens = self.reported_tokens = 0
+        self.cached: int | None = None  # tokens of the prompt, if the server reports them
         self.done = False
-        self.fault = ("", "")  # its kind, and what was said
+        self.fault = ("", "")  # its kind, and the server's text
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
-        return self.said_tokens or self.events
+        """Number of its tokens."""
+        return self.reported_tokens or self.events
 
     def take(self, event: bytes, at: float) -> None:
-        """Take in an event."""
+        """Process an event."""
         if event == b"[DONE]":
             self.done = True
             return
@@ -108,21 +108,21 @@ class ReplayedAnswer:
         self.last = at
 
     def _count(self, usage: _Usage) -> None:
-        self.prompt_tokens, self.said_tokens = usage.prompt_tokens or 0, usage.completion_tokens or 0
+        self.prompt_tokens, self.reported_tokens = usage.prompt_tokens or 0, usage.completion_tokens or 0
         details = usage.prompt_tokens_details
         if details is not None and details.cached_tokens is not None:
             self.cached = details.cached_tokens
 
 
 def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
-    """Return the kind of what went wrong with a request, and what was said about it; both are empty if it is whole."""
+    """Return the kind of a request's failure and its description; both are empty if the answer is complete."""
     if reply.status not in (0, 200):
         return f"HTTP {reply.status}{_code(reply.body)}", words(reply.body)
     if answer.fault[0]:
         return answer.fault
     if reply.fault and not (
         answer.done and reply.fault == "broke off"
-    ):  # how a server closes is its own affair
+    ):  # how a server closes the connection does not matter
         return reply.fault, reply.detail
     if not answer.done:
         return "incomplete", "the answer ended without [DONE]" if answer.events else words(reply.body)
@@ -130,7 +130,7 @@ def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
 
 
 def _code(body: bytes) -> str:
-    """Return an error's code, where it has one, with a space before."""
+    """Return an error's code with a leading space; empty if it has none."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.MsgspecError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""One run of `holdfast trace replay`: what belongs together, and how it ends."""
+"""One run of `holdfast trace replay`, from its flags to its report."""
 
 import argparse
 import asyncio
@@ -28,22 +28,24 @@ from events.errors import UsageError
 
 KEY = "OPENAI_API_KEY"
 INTERRUPTED = 130
-FILES_SPARE = 256  # descriptors that are no connections
+FILES_SPARE = 256  # descriptors other than connections
 WIDTH = 100
 
 Writing = Callable[[Path], AbstractContextManager[None]]
-"""Says what is wrong with a file that cannot be written."""
+"""Context manager that reports a file that cannot be written."""
 
 
 def run(
     args: argparse.Namespace, block_tokens: int | None, writing: Writing
 ) -> tuple[int, TraceReader | None]:
-    """Replay, and report. Return the exit code, and the reading if it has skipped lines. Raise UsageError if what is to be
-    written has no folder to lie in."""
+    """Replay, and report. Return the exit code, and the reader if it has skipped lines.
+
+    Raise UsageError if an output file has no folder.
+    """
     if args.plot:
         plot.check(args.plot)
     for flag, path in (("--report", args.report), ("--plot", args.plot)):
-        if path and not path.absolute().parent.is_dir():  # known before the replay, not after it
+        if path and not path.absolute().parent.is_dir():  # checked before the replay, not after it
             raise UsageError(f"{flag} {path}: the folder {path.absolute().parent} does not exist")
     run = ReplayRun(args, block_tokens)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -64,7 +66,7 @@ def run(
 
 
 class ReplayRun:
-    """One replay, from its flags to its report. Raise UsageError if they are senseless, and BadTrace if the trace is."""
+    """One replay, from its flags to its report. Raise UsageError if they are invalid, BadTrace if the trace is."""
 
     def __init__(self, args: argparse.Namespace, block_tokens: int | None) -> None:
         self.interrupted = False
@@ -94,7 +96,7 @@ class ReplayRun:
         self._model, self._form = "", ""
 
     async def replay(self) -> None:
-        """Do it. Raise BadEndpoint if the endpoint is not there, or not what it should be."""
+        """Run the replay. Raise BadEndpoint if the endpoint cannot be reached, or is not OpenAI-compatible."""
         try:
             self._model = (await self._target.model(self._args.model))["id"]
             worded = await wording.find(self._target, self._model, chat=self._args.chat)
@@ -128,17 +130,17 @@ class ReplayRun:
 def _stopping(hush: Callable[[], None]) -> Iterator[asyncio.Event]:
     """Set a flag at the first Ctrl-C or SIGTERM; a second Ctrl-C ends everything at once.
 
-    A loop's own handlers wait for the end of its turn, in which what has come is still read. `hush` is called in the
-    middle of it: nothing more of that is wanted.
+    A loop's own handlers wait for the end of its turn, in which arrived data is still read. `hush` is called in the middle of
+    the turn, so that no more of it is processed.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def first(number: int, frame: object) -> None:
-        usual()
+        restore_handlers()
         hush()
         loop.call_soon_threadsafe(stop.set)
 
-    def usual() -> None:
+    def restore_handlers() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -147,27 +149,27 @@ def _stopping(hush: Callable[[], None]) -> Iterator[asyncio.Event]:
     try:
         yield stop
     finally:
-        usual()
+        restore_handlers()
 
 
 def _limits(args: argparse.Namespace) -> Limits:
     if args.max_requests is not None and args.max_requests < 1:
-        raise UsageError(f"--max-requests {args.max_requests}: give a number from 1")
+        raise UsageError(f"--max-requests {args.max_requests}: expected a number of at least 1")
     for name in ("seconds", "timeout"):
         if (value := getattr(args, name)) is not None and not 0 < value < 1e9:
-            raise UsageError(f"--{name} {value:g}: give a number of seconds above 0")
+            raise UsageError(f"--{name} {value:g}: expected a number of seconds above 0")
     return Limits(concurrency=_connections(args.concurrency), timeout_s=args.timeout, seconds=args.seconds)
 
 
 def _connections(wanted: int | None) -> int:
-    """Return how many connections there may be, and have the machine let them be."""
+    """Return the maximum number of connections, and raise the limit of open files accordingly."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = sys.maxsize if most == resource.RLIM_INFINITY else max(1, most - FILES_SPARE)
     if wanted is not None and wanted < 1:
-        raise UsageError(f"--concurrency {wanted}: give a number from 1")
+        raise UsageError(f"--concurrency {wanted}: expected a number of at least 1")
     if wanted is not None and wanted > room:
         raise UsageError(
-            f"--concurrency {wanted}: a process may have {most} open files here (ulimit -Hn), so at most {room} connections"
+            f"--concurrency {wanted}: the limit is {most} open files (ulimit -Hn), which allows {room} connections"
         )
     count = min(CONCURRENCY, room) if wanted is None else wanted
     if files != resource.RLIM_INFINITY and files < count + FILES_SPARE:
@@ -183,6 +185,6 @@ def _slo(args: argparse.Namespace) -> AnswerSlo:
     for name in ("ttft", "tpot", "itl"):
         ms = getattr(args, f"slo_{name}_ms")
         if ms is not None and not 0 < ms < 1e9:
-            raise UsageError(f"--slo-{name}-ms {ms:g}: give a number of milliseconds above 0")
+            raise UsageError(f"--slo-{name}-ms {ms:g}: expected a number of milliseconds above 0")
         seconds[f"{name}_s"] = None if ms is None else ms / 1e3
     return AnswerSlo(**seconds)

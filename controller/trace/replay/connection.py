@@ -1,11 +1,11 @@
-"""One HTTP/1.1 connection of a client, with one request on it at a time.
+"""One HTTP/1.1 client connection, with one request on it at a time.
 
     idle ── send ──▶ head ──▶ body: events, or bytes ──▶ idle, with `how` = "whole"
                        └─────────────┴─ broke, malformed: closed
 
-It is a protocol, not a stream of lines: data that comes together costs one wake-up, and all its events have one moment, the
-one at which they came and not the one at which a task got to them. (An event takes 14 to 16 us of a core, by aiohttp's client
-18 to 25: 200 streams on a busy machine.)
+It is an asyncio protocol, not a stream of lines. Data that arrives together costs one wake-up, and all its events get the same
+time: that of their arrival, not that at which a task runs. (An event takes 14 to 16 us of a core, with aiohttp's client 18 to
+25: 200 streams on a busy machine.)
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from controller.trace.replay.response import HttpResponse, MalformedResponse, Now, ResponseLimits, Take
 
-now = time.perf_counter  # what tests replace with a clock of their own
+now = time.perf_counter  # tests replace it with their own clock
 How = Literal["", "whole", "broke", "malformed"]
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection. After an answer: the `response` itself, `how` it ended and when."""
+    """One connection. After an answer: its `response`, and `how` and when it ended."""
 
     def __init__(
         self,
@@ -28,27 +28,27 @@ class ClientConnection(asyncio.Protocol):
         now: Now = now,
         limits: ResponseLimits = ResponseLimits(),  # noqa: B008 (frozen)
     ) -> None:
-        self._on_read = on_read or _nobody
+        self._on_read = on_read or _ignore
         self._now = now
         self._limits = limits
         self.transport: asyncio.Transport | None = None
         self.closed = True
-        self.discarding = False  # what still comes is not wanted: it will be closed soon
+        self.discarding = False  # further data is not wanted: the connection will be closed soon
         self.idle_since = 0.0
         self._over: asyncio.Future[None] | None = None
         self._begin(None)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin, as asyncio calls it."""
+        """Start, called by asyncio."""
         self.transport, self.closed = transport, False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End what is still under way: whole, if only the end could tell, else broken."""
+        """End the answer in progress: whole if only the end of the connection completes it, otherwise broken."""
         self.closed = True
         self._end("whole" if self.response.ends_with_connection and exc is None else "broke")
 
     def send(self, data: bytes, take: Take | None = None) -> "asyncio.Future[None]":
-        """Send a request. The future is done when its answer has ended, however it did."""
+        """Send a request. The future is done when its answer has ended, successfully or not."""
         assert self.transport is not None and self._over is None
         self._begin(take)
         self._over = asyncio.get_running_loop().create_future()
@@ -59,24 +59,24 @@ class ClientConnection(asyncio.Protocol):
         return self._over or _done()
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Pause reading."""
         if self.transport is not None and not (self.closed or self.transport.is_closing()):
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read again."""
+        """Resume reading."""
         if self.transport is not None and not (self.closed or self.discarding or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def close(self) -> None:
-        """Close it at once: what is still to come of an answer is not wanted."""
+        """Close at once: the rest of an answer is not wanted."""
         self.closed = True
         if self.transport is not None:
             self.transport.abort()
 
     def _begin(self, take: Take | None) -> None:
         self.response = HttpResponse(take, self._now, self._limits)
-        self.heard = False  # anything at all
+        self.received = False  # anything at all
         self.how: How = ""
         self.ended = 0.0
 
@@ -90,15 +90,15 @@ class ClientConnection(asyncio.Protocol):
             over.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """Take in what came, as asyncio calls it: all of it at one moment."""
+        """Process arrived data, called by asyncio: all of it with one time."""
         if self._over is None:
-            self.close()  # nobody asked
+            self.close()  # unexpected data
             return
         if self.discarding:
             assert self.transport is not None
             self.transport.pause_reading()
             return
-        self.heard = True
+        self.received = True
         try:
             if self.response.feed(data):
                 self._end("whole")
@@ -107,8 +107,8 @@ class ClientConnection(asyncio.Protocol):
         self._on_read()
 
 
-def _nobody() -> None:
-    """Nobody wants to know."""
+def _ignore() -> None:
+    """Do nothing."""
 
 
 def _done() -> "asyncio.Future[None]":

@@ -1,9 +1,9 @@
-"""Sends what is planned, each request at its time, and measures what comes: an open loop, as users are.
+"""Sends the planned requests at their times and measures the answers: an open loop.
 
-    plan ── bodies, written ahead of their time ──▶ at its time, if there is room ──▶ one task for each request
+    plan ── bodies, encoded ahead of their time ──▶ at its time, if there is room ──▶ one task for each request
 
-Lateness is the generator's own: from the moment at which a request was due, and could be sent, to that at which it was. Where
-as many are in flight as may be, the next one is held back until one of them has ended; that is counted apart.
+Lateness is the generator's own: from the moment at which a request was due and could be sent, to that at which it was sent. If
+the maximum number of requests is in flight, the next one is held back until one has ended; that time is counted separately.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from controller.trace.replay.plan import PlannedRequest
 from controller.trace.replay.wording import Wording
 
 AHEAD = 64  # bodies
-SOON_S = 0.005  # before a request is due, nothing more is written
-TURN_S = 0.002  # of sending and writing at a time, before streams have their turn
+SOON_S = 0.005  # no encoding this long before a request is due
+TURN_S = 0.002  # maximum time of sending and encoding before streams are processed
 TICK_S = 0.05
 SAMPLE_TICKS = 5
 CUT_S_MAX = 5.0
@@ -30,15 +30,15 @@ CUT_S_MAX = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much of it, at most."""
+    """The limits of a replay."""
 
     concurrency: int = 4096  # requests in flight
     timeout_s: float = 300.0  # of one request
-    seconds: float | None = None  # after which nothing more is sent
+    seconds: float | None = None  # after which no more is sent
 
 
 class Replay:
-    """One replay. `measures` says at any time how far it is."""
+    """One replay. `measures` shows its progress at any time."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Replay:
         self._ahead = deque[tuple[PlannedRequest, bytes]]()
         self._room = asyncio.Semaphore(limits.concurrency)
         self._requests = set[asyncio.Task[None]]()
-        self._turn = 0.0  # since when nobody else had one
+        self._turn = 0.0  # start of the present turn
         self._name = f"replay-{uuid.uuid4().hex[:8]}"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Send everything and wait for the ends. Once `stop` is set, send no more, and let go of what is in flight."""
+        """Send everything and wait for the ends. Once `stop` is set, send no more, and cancel what is in flight."""
         await self._write(until=None)
         self.measures.began = self.measures.ended = now()
         cpu_s = time.process_time()
@@ -94,7 +94,7 @@ class Replay:
                 free_at = now()
             else:
                 await self._room.acquire()
-            if free_at > due:  # also what had to wait behind another
+            if free_at > due:  # including requests that waited behind a held one
                 self._times.held.add(free_at - due)
             task = asyncio.ensure_future(self._request(planned.tokens, body, max(due, free_at)))
             self._requests.add(task)
@@ -103,7 +103,7 @@ class Replay:
             await asyncio.wait(self._requests)
 
     async def _next(self) -> tuple[PlannedRequest, bytes] | None:
-        """Return what is sent next. Until it is soon due, write more ahead: a burst waits for none."""
+        """Return the next request. Encode more ahead until it is nearly due, so that a burst does not wait for encoding."""
         if not self._ahead:
             await self._write(until=now())
         if not self._ahead:
@@ -113,7 +113,7 @@ class Replay:
         return one
 
     async def _write(self, *, until: float | None) -> None:
-        """Write bodies ahead, one at least if there is none, and no more after a moment."""
+        """Encode bodies ahead until `until`, at least one if there is none."""
         while len(self._ahead) < AHEAD:
             if self._ahead and until is not None and now() >= until:
                 break
@@ -123,14 +123,14 @@ class Replay:
             await self._until(0.0)
 
     async def _until(self, due: float) -> None:
-        """Wait until something is due. What is late yields only at times: a busy loop comes back after many milliseconds."""
+        """Wait until a request is due. Late requests yield rarely: a busy loop returns after many milliseconds."""
         at = now()
         if due > at or at - self._turn > TURN_S:
             await asyncio.sleep(max(0.0, due - at))
             self._turn = now()
 
     async def _held(self, until: float | None) -> bool:
-        """Wait for room. Return whether there was some before it was too late."""
+        """Wait for room. Return False if there was none in time."""
         try:
             async with asyncio.timeout(None if until is None else max(0.0, until - now())):
                 await self._room.acquire()
@@ -161,10 +161,10 @@ class Replay:
         self._requests.discard(task)
         self._room.release()
         if not task.cancelled():
-            task.result()  # a mistake of ours, which the loop's handler shows
+            task.result()  # a bug here, shown by the loop's handler
 
     async def _tick(self) -> None:
-        """Watch how late this loop is, or what it reads: so late may be what is measured of a server."""
+        """Record how late this loop or its reading is: measured times may be as late."""
         ticks = 0
         while True:
             at = now()

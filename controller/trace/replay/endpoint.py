@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, as a client sees it: connections that are kept, requests, and answers as they come."""
+"""HTTP client of an OpenAI-compatible server: kept connections, requests, and streamed answers."""
 
 import asyncio
 import json
@@ -16,14 +16,14 @@ from controller.trace.replay.turn import TURN_S, LoopTurn
 from events.errors import HoldfastError, UsageError
 
 ASK_S_MAX = 10.0
-WORDS_MAX = 200  # characters of what a server says
+WORDS_MAX = 200  # characters of a server's text
 
 Fault = Literal["", "unreachable", "timeout", "broke off", "malformed"]
 _FAULTS: dict[How, Fault] = {"whole": "", "malformed": "malformed", "broke": "broke off", "": "broke off"}
 
 
 class BadEndpoint(HoldfastError):
-    """The endpoint is not there, or not what it should be."""
+    """The endpoint cannot be reached, or is not OpenAI-compatible."""
 
 
 class _Unreachable(Exception):
@@ -32,7 +32,10 @@ class _Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How a request ended. `fault` is empty if a whole answer came, whatever it says; times are of the endpoint's clock."""
+    """How a request ended. `fault` is empty if a complete answer arrived, whatever its status.
+
+    Times are of the endpoint's clock.
+    """
 
     began: float
     ended: float
@@ -43,7 +46,7 @@ class Reply:
     head: bytes = b""
 
     def header(self, name: str) -> str:
-        """Return a header's value, or nothing."""
+        """Return a header's value; empty if it is missing."""
         for line in self.head.decode("latin-1").split("\r\n")[1:]:
             key, _, value = line.partition(":")
             if key.strip().lower() == name.lower():
@@ -53,15 +56,15 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """How long things with a connection may take, in seconds."""
+    """Time limits of a connection, in seconds."""
 
     connect_s: float = 10.0
-    idle_s: float = 3.0  # before it is not used again: servers close what idles, uvicorn after 5 s
+    idle_s: float = 3.0  # then it is not reused: servers close idle connections, uvicorn after 5 s
     turn_s: float = TURN_S
 
 
 class ReplayTarget:
-    """One server. It opens as many connections as there are requests at a time, and keeps them for the next."""
+    """One server. Opens as many connections as there are concurrent requests, and keeps them for reuse."""
 
     def __init__(
         self,
@@ -70,16 +73,16 @@ class ReplayTarget:
         now: Now = now,
         limits: ConnectionLimits = ConnectionLimits(),
     ) -> None:
-        """Take a server's URL and API key. Raise UsageError where either is none."""
+        """Use a server's URL and API key. Raise UsageError if either is invalid."""
         self._now, self._limits = now, limits
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
             (host or "").encode("idna")
-        except ValueError:  # a port that is no number, a name that is no host's
+        except ValueError:  # a port that is not a number, or an invalid host name
             host, port = None, None
         if not host or parts.scheme not in ("http", "https") or not url.isascii() or " " in url:
-            raise UsageError(f"--url {url!r} is no server's URL, such as http://127.0.0.1:8000")
+            raise UsageError(f"--url {url!r} is not the URL of a server, such as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._host, self._secure = host, parts.scheme == "https"
         self._port = port or (443 if self._secure else 80)
@@ -87,7 +90,7 @@ class ReplayTarget:
         authorization = f"Authorization: Bearer {key}\r\n" if key else ""
         self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept: */*\r\n{authorization}"
         if not key.isascii() or not key.isprintable():
-            raise UsageError("the API key has characters that no HTTP header can carry")
+            raise UsageError("the API key has characters that are not allowed in an HTTP header")
         self._tls = ssl.create_default_context() if self._secure else None
         self._addresses: list[str] = []
         self._idle: list[ClientConnection] = []
@@ -104,35 +107,35 @@ class ReplayTarget:
         deadline_s: float = ASK_S_MAX,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """Send a request, and wait for the end of its answer; `take` gets its events as they come."""
+        """Send a request, and wait for the end of its answer; `take` receives its events as they arrive."""
         extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{extra}{content}\r\n"
         began = self._now()
         try:
             async with asyncio.timeout(deadline_s):
-                connection = await self._asked(head.encode() + body, take)
+                connection = await self._request(head.encode() + body, take)
         except TimeoutError:
             return Reply(began, self._now(), fault="timeout", detail=f"no end within {deadline_s:g} s")
         except _Unreachable as error:
             return Reply(began, self._now(), fault="unreachable", detail=str(error))
         fault = _FAULTS[connection.how]
-        detail = {"malformed": "what came is no HTTP/1.1", "broke off": "the connection closed"}.get(
+        detail = {"malformed": "the response is not HTTP/1.1", "broke off": "the connection closed"}.get(
             fault, ""
         )
         response = connection.response
         return Reply(began, connection.ended, response.status, response.body, fault, detail, response.head)
 
-    async def _asked(self, data: bytes, take: Take | None) -> ClientConnection:
-        """Send a request and wait for the end of its answer. Return the connection, which has it. Raise _Unreachable.
+    async def _request(self, data: bytes, take: Take | None) -> ClientConnection:
+        """Send a request and wait for the end of its answer. Return its connection. Raise _Unreachable.
 
-        A server may close a connection that was used before in the moment of its next use, and some never say that they
-        will (llama-server). Where no byte came back it is asked again, once, on a new one.
+        A server may close a kept connection just when it is reused, and some never announce it (llama-server). If no byte of an
+        answer arrived, the request is sent again, once, on a new connection.
         """
         kept = self._kept()
         if kept is not None:
             await self._exchange(kept, data, take)
-            if kept.how != "broke" or kept.heard:
+            if kept.how != "broke" or kept.received:
                 return kept
         try:
             connection = await self._connected()
@@ -152,7 +155,7 @@ class ReplayTarget:
                 self._idle.append(connection)
 
     def _kept(self) -> ClientConnection | None:
-        """Return an open connection of before, the one that was used last, if there is one."""
+        """Return the open connection that was used last, if there is one."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed and self._now() - connection.idle_since < self._limits.idle_s:
@@ -164,7 +167,7 @@ class ReplayTarget:
         """Return a new connection. Raise OSError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._limits.connect_s):
-            if not self._addresses:  # asked for once: a thread of its own for each connection is too slow
+            if not self._addresses:  # resolved once: a thread for each connection would be too slow
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
                 self._addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
             for address in tuple(self._addresses):
@@ -188,7 +191,7 @@ class ReplayTarget:
         self._open.discard(connection)
 
     async def model(self, wanted: str) -> dict[str, Any]:
-        """Return what it says of the model to ask for; `id` is its name. Raise BadEndpoint if it does not serve it."""
+        """Return the entry of the requested model; `id` is its name. Raise BadEndpoint if the server does not serve it."""
         reply = await self.ask("GET", "/v1/models")
         if reply.fault:
             raise BadEndpoint(f"{self.url} cannot be reached: {reply.detail}")
@@ -197,7 +200,9 @@ class ReplayTarget:
         try:
             listed = {str(one["id"]): one for one in json.loads(reply.body)["data"]}
         except (ValueError, LookupError, TypeError):
-            raise BadEndpoint(f"{self.url}/v1/models is not what an OpenAI-compatible server says") from None
+            raise BadEndpoint(
+                f"{self.url}/v1/models is not the answer of an OpenAI-compatible server"
+            ) from None
         if not listed or (wanted and wanted not in listed):
             serves = ", ".join(listed) or "no model"
             raise BadEndpoint(f"{self.url} serves {serves}" + (f", not {wanted}" if wanted else ""))
@@ -216,16 +221,16 @@ class ReplayTarget:
 
     @property
     def connections(self) -> frozenset[ClientConnection]:
-        """The connections that are open now, whether they are used or kept for the next request."""
+        """The open connections, in use or kept for reuse."""
         return frozenset(self._open)
 
     def hush(self) -> None:
-        """Take in nothing more on any connection, from this moment on. May be called by a signal's handler."""
+        """Discard everything that arrives from now on, on all connections. May be called by a signal handler."""
         for connection in tuple(self._open):
             connection.discarding = True
 
     def behind_s(self) -> float:
-        """Return how late it may be that something is read now."""
+        """Return how late data may be read now."""
         return self._turn.behind_s()
 
     def close(self) -> None:
@@ -236,7 +241,7 @@ class ReplayTarget:
 
 
 def words(body: bytes) -> str:
-    """Return what a server says, as one short line."""
+    """Return a server's text as one short line."""
     try:
         error = json.loads(body)["error"]
         text = str(error["message"]) if isinstance(error, dict) else str(error)
@@ -246,7 +251,7 @@ def words(body: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text as one line that does nothing to a terminal."""
+    """Return a text as one line that is safe for a terminal."""
     return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
 
 

@@ -1,4 +1,4 @@
-"""What a replay has measured, in bounded memory however long it runs."""
+"""The measurements of a replay, in bounded memory for any duration."""
 
 import math
 from collections import Counter
@@ -11,8 +11,8 @@ BASE = 1.01  # of a histogram's buckets: percentiles are exact to half a per cen
 LOW_S = 1e-6
 BUCKETS = 2_800  # up to 10 days
 POINTS_MAX = 4_096
-KINDS_MAX = 50  # of errors, before all others are one kind
-LATE_MS_MAX = 20.0  # at the 99th percentile, before the generator is said not to keep up
+KINDS_MAX = 50  # distinct kinds of errors; further ones are counted as "other"
+LATE_MS_MAX = 20.0  # 99th percentile above which the generator counts as too slow
 _SCALE = 1 / math.log(BASE)
 
 
@@ -37,11 +37,11 @@ class DurationHistogram:
 
     @property
     def mean(self) -> float:
-        """Their mean; 0 if there is none."""
+        """The mean; 0 if empty."""
         return self.total / self.count if self.count else 0.0
 
     def percentiles(self, *shares: float) -> list[float]:
-        """Return the durations that these shares (0 to 1, rising) of all do not exceed."""
+        """Return the durations that these shares (0 to 1, increasing) of all do not exceed."""
         found: list[float] = []
         seen, wanted = 0, [max(1, math.ceil(share * self.count)) for share in shares]
         for place, count in enumerate(self.counts):
@@ -58,10 +58,10 @@ def middle_s(place: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSlo:
-    """What a good answer is. Seconds; None: whatever."""
+    """The SLO of a good answer, in seconds; None: no limit."""
 
     ttft_s: float | None = None
-    tpot_s: float | None = None  # a mean: between an answer's first token and its last
+    tpot_s: float | None = None  # mean time between an answer's first token and its last
     itl_s: float | None = None  # the longest gap of an answer
 
     def __bool__(self) -> bool:
@@ -75,7 +75,7 @@ class AnswerSlo:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A moment of a replay, for its picture. Counts are of all until then."""
+    """A moment of a replay, for its chart. Counts are cumulative."""
 
     at_s: float
     in_flight: int
@@ -85,7 +85,7 @@ class Point:
 
 
 class ReplayTimeline:
-    """How a replay went, in few points: every second one is forgotten when there are too many."""
+    """The course of a replay in few points: every second one is dropped when there are too many."""
 
     def __init__(self, points_max: int = POINTS_MAX) -> None:
         self.points: list[Point] = []
@@ -93,7 +93,7 @@ class ReplayTimeline:
         self._every = self._skipped = 1
 
     def due(self) -> bool:
-        """Return whether the present moment is one to note. Asked once per moment."""
+        """Return whether the present moment must be recorded. Called once per moment."""
         if self._skipped < self._every:
             self._skipped += 1
             return False
@@ -101,7 +101,7 @@ class ReplayTimeline:
         return True
 
     def add(self, point: Point) -> None:
-        """Note a moment."""
+        """Record a moment."""
         self.points.append(point)
         if len(self.points) >= self._points_max:
             del self.points[1::2]
@@ -110,39 +110,42 @@ class ReplayTimeline:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of all answers, by the servers' own count where they have one."""
+    """Tokens of all answers, by the server's own count if there is one."""
 
     events: int = 0  # of streams: an event may have several tokens
     output: int = 0
-    input: int = 0  # of whole answers' prompts
+    input: int = 0  # of the prompts of complete answers
     cached: int = 0  # of prompts, in prefix caches
-    cached_of: int = 0  # of the prompts of which servers say how much was cached
-    cached_answers: int = 0  # that say it
+    cached_of: int = 0  # prompt tokens of the answers that report cached tokens
+    cached_answers: int = 0  # answers that report them
 
 
 class GeneratorTimes:
-    """How punctual the generator was, and what it cost."""
+    """The punctuality of the generator, and its cost."""
 
     def __init__(self) -> None:
-        self.late = DurationHistogram()  # behind the moment at which a request could be sent
+        self.late = DurationHistogram()  # after the moment at which a request could be sent
         self.lag = DurationHistogram()  # of its loop
-        self.held = DurationHistogram()  # held back, because as many were in flight as may be
+        self.held = DurationHistogram()  # held back because the maximum was in flight
         self.cpu_s = 0.0  # of this process
 
     @property
     def kept_up(self) -> bool:
-        """Whether it was in time: if not, what it says of the server is said of itself."""
+        """Whether it was in time; otherwise measured times of the server are its own delays, too."""
         return all(one.percentiles(0.99)[0] * 1e3 <= LATE_MS_MAX for one in (self.late, self.lag))
 
 
 class ReplayMeasures:
-    """All that is counted. Times come from outside, in seconds; `began` and `ended` are the first request and the last answer."""
+    """All counts of a replay. Times are passed in, in seconds.
+
+    `began` and `ended` are the times of the first request and the last answer.
+    """
 
     def __init__(self, slo: AnswerSlo, points_max: int = POINTS_MAX) -> None:
         self.slo = slo
         self.began = self.ended = 0.0
         self.sent = self.whole = self.failed = self.cut = self.in_flight = self.in_flight_max = 0
-        self.shorter = 0  # answers with fewer tokens than asked for
+        self.shorter = 0  # answers with fewer tokens than requested
         self.good = 0
         self.tokens = TokenCounts()
         self.generator = GeneratorTimes()
@@ -153,7 +156,7 @@ class ReplayMeasures:
         self.samples: dict[str, str] = {}
 
     def first_token(self, seconds: float) -> None:
-        """Count how long an answer's first token took."""
+        """Count the time to an answer's first token."""
         self.tokens.events += 1
         self.ttft.add(seconds)
 
@@ -201,12 +204,12 @@ class ReplayMeasures:
         self.samples.setdefault(kind, sample)
 
     def cuts(self) -> None:
-        """Count a request that was in flight when the replay was ended."""
+        """Count a request that was in flight when the replay was stopped."""
         self.in_flight -= 1
         self.cut += 1
 
     def sample(self, at: float) -> None:
-        """Note the present moment, if it is one to note."""
+        """Record the present moment, if it is due."""
         if self.timeline.due():
             self.timeline.add(
                 Point(at - self.began, self.in_flight, self.sent, self.failed, self.tokens.events)
@@ -214,5 +217,5 @@ class ReplayMeasures:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration."""
         return max(self.ended - self.began, 0.0)

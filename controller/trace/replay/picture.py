@@ -1,4 +1,4 @@
-"""A replay as a picture: distributions, and how it went over time, as PNG or SVG."""
+"""Draws a replay: distributions and the course over time, as PNG or SVG."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -8,12 +8,12 @@ from controller.trace.plot import COLOR, blank
 from controller.trace.replay.measures import DurationHistogram, ReplayMeasures, middle_s
 
 BARS_MAX = 60
-WIDE = 10.0  # from the first value to the last, as a factor: more is drawn on a logarithmic scale
-STEP_S = 0.1  # a shorter one is no rate
+WIDE = 10.0  # ratio of the last to the first value; above it, the scale is logarithmic
+STEP_S = 0.1  # a shorter step gives no rate
 
 
 def draw(title: str, measures: ReplayMeasures, path: Path) -> None:
-    """Write the picture of a replay. Raise OSError if it cannot be written."""
+    """Write the chart of a replay. Raise OSError if it cannot be written."""
     made = blank()
     made.suptitle(title)
     ttft, itl, whole, flying, tokens, failed = made.subplots(2, 3).flat
@@ -26,7 +26,7 @@ def draw(title: str, measures: ReplayMeasures, path: Path) -> None:
     steps = [(a, b) for a, b in pairwise(points) if b.at_s - a.at_s > STEP_S]
     ends = [b.at_s for _, b in steps]
     _line(tokens, "Tokens", "a second", ends, [(b.events - a.events) / (b.at_s - a.at_s) for a, b in steps])
-    _line(failed, "Failed", "requests until then", times, [float(point.failed) for point in points])
+    _line(failed, "Failed", "requests so far", times, [float(point.failed) for point in points])
     made.savefig(path, dpi=110)
 
 

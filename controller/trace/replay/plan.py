@@ -1,4 +1,4 @@
-"""What is sent, and when: a trace's requests at its own times, in lengths that the engine has room for."""
+"""Plans a replay: a trace's requests at its own times, with lengths that fit the engine."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ FACTOR_MAX = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayShape:
-    """How a trace is changed to be replayed. Raise UsageError if senseless."""
+    """How a trace is changed for its replay. Raise UsageError if invalid."""
 
     speedup_ratio: float = 1.0  # times are divided
     scale_input: float = 1.0  # prompts; blocks are scaled alike, so that as much is shared as before
@@ -25,16 +25,16 @@ class ReplayShape:
             if not 1 / FACTOR_MAX <= (value := getattr(self, name)) <= FACTOR_MAX:
                 flag = name.replace("_", "-")
                 raise UsageError(
-                    f"--{flag} is a number from {1 / FACTOR_MAX:g} to {FACTOR_MAX:g}, not {value:g}"
+                    f"--{flag} must be a number from {1 / FACTOR_MAX:g} to {FACTOR_MAX:g}, not {value:g}"
                 )
         for name in ("max_isl", "max_osl"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: give a number from 1")
+                raise UsageError(f"--{name.replace('_', '-')} {value}: expected a number of at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to come."""
+    """One planned request."""
 
     at_s: float  # from the first one
     prompt: PromptRecipe
@@ -42,9 +42,9 @@ class PlannedRequest:
 
 
 def plan(rows: Iterable[TraceRow], block_tokens: int, shape: ReplayShape) -> Iterator[PlannedRequest]:
-    """Yield what to send. An empty prompt becomes one token, and so does an answer of none: no endpoint takes less.
+    """Yield the requests to send. Empty prompts and answers become one token, the least that endpoints accept.
 
-    Raise UsageError if something becomes too long.
+    Raise UsageError if a length becomes too large.
     """
     block = max(1, round(block_tokens * shape.scale_input))
     began: float | None = None
@@ -59,7 +59,7 @@ def plan(rows: Iterable[TraceRow], block_tokens: int, shape: ReplayShape) -> Ite
 
 
 def _prompt(row: TraceRow, block_tokens: int, block: int, shape: ReplayShape, name: str) -> PromptRecipe:
-    """Return a prompt whose whole blocks are as many as before."""
+    """Return a prompt with as many whole blocks as before."""
     if row.hash_ids:
         whole = len(row.hash_ids) - 1
         rest = row.input_length - whole * block_tokens

@@ -1,4 +1,4 @@
-"""What a replay has found: as an object for JSON, and as a table."""
+"""The report of a replay: as an object for JSON, and as a table."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from controller.trace.replay.measures import LATE_MS_MAX, DurationHistogram, ReplayMeasures
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-BUSY_SHARE = 0.7  # of a core: who takes less has not too much to do, but too little of the machine
+BUSY_SHARE = 0.7  # of a core: a late generator that uses less is short of machine time, not overloaded
 LATENCIES = {
     "ttft_ms": "First token (TTFT)",
     "itl_ms": "Between tokens (ITL)",
@@ -18,7 +18,7 @@ LATENCIES = {
 
 
 def found(measures: ReplayMeasures, about: dict[str, Any]) -> dict[str, Any]:
-    """Return all of it. `about` says what was replayed, where, and how."""
+    """Return the report. `about` describes what was replayed, where, and how."""
     m, seconds, times = measures, measures.seconds, measures.generator
     generator = {
         "kept_up": times.kept_up,
@@ -56,7 +56,7 @@ def found(measures: ReplayMeasures, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(values: DurationHistogram) -> dict[str, float] | None:
-    """Return a distribution in milliseconds, or None if there is none."""
+    """Return a distribution in milliseconds; None if it is empty."""
     if not values.count:
         return None
     numbers = (
@@ -99,7 +99,7 @@ def _goodput(m: ReplayMeasures) -> dict[str, Any] | None:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print it."""
+    """Print the report."""
     for line in head(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     table = Table("ms", *("mean", *SHARES, "max"))
@@ -120,7 +120,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def head(report: dict[str, Any]) -> list[str]:
-    """Return what came, in words."""
+    """Return the lines before the table."""
     requests, tokens = report["requests"], report["tokens"]
     counts = [
         f"{requests['sent']:,} requests sent in {report['seconds']:,.1f} s",
@@ -138,12 +138,12 @@ def head(report: dict[str, Any]) -> list[str]:
 
 
 def tail(report: dict[str, Any]) -> list[str]:
-    """Return what else is to be said."""
+    """Return the lines after the table."""
     lines = []
     if (cache := report["prefix_cache"]) is not None:
         lines.append(
             f"Prefix cache: {cache['share']:.1%} of {cache['of']:,} prompt tokens were cached "
-            f"(said of {cache['answers']:,} answers)"
+            f"(reported for {cache['answers']:,} answers)"
         )
     if (good := report["goodput"]) is not None and good["share"] is not None:
         limits = ", ".join(
@@ -154,7 +154,7 @@ def tail(report: dict[str, Any]) -> list[str]:
             f"{good['requests_per_s'] or 0:,.2f} a second"
         )
     if shorter := report["requests"]["shorter"]:
-        lines.append(f"{shorter:,} answers were shorter than asked for")
+        lines.append(f"{shorter:,} answers were shorter than requested")
     lines += [
         f"Failed: {error['count']:,} × {kind}: {error['first']}" for kind, error in report["errors"].items()
     ]
@@ -166,7 +166,7 @@ def _generator(generator: dict[str, Any]) -> list[str]:
     if held := generator["held_back"]:
         were = "1 request was" if held == 1 else f"{held:,} requests were"
         lines.append(
-            f"{were} held back because as many were in flight as --concurrency lets be, "
+            f"{were} held back because --concurrency was reached, "
             f"for {generator['held_back_ms']['p50']:,.0f} ms (median)"
         )
     if not generator["kept_up"]:
@@ -174,9 +174,9 @@ def _generator(generator: dict[str, Any]) -> list[str]:
             generator[name]["p99"] if generator[name] else 0.0 for name in ("late_ms", "loop_lag_ms")
         )
         lines.append(
-            f"The generator did not keep up: 1 % of its requests left {late:,.0f} ms late, and 1 % of its looks at the "
-            f"network came {lag:,.0f} ms late (limit: {LATE_MS_MAX:g}). These times are of it as much as of the server"
+            f"The generator did not keep up: 1 % of its requests were sent {late:,.0f} ms late, and 1 % of its "
+            f"network reads were {lag:,.0f} ms late (limit: {LATE_MS_MAX:g}). The measured times include these delays"
         )
         if (share := generator["cpu_share"] or 0.0) < BUSY_SHARE:
-            lines.append(f"It took {share:.0%} of a core, so something else keeps this machine busy")
+            lines.append(f"It used {share:.0%} of a core, so other processes keep this machine busy")
     return lines

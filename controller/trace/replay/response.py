@@ -1,9 +1,9 @@
-"""One HTTP/1.1 answer, understood as it comes: how much of it is there, what it says, and whether it is one at all.
+"""Incremental parser of one HTTP/1.1 response.
 
     head ──▶ body: events, or bytes ──▶ over
       └────────────┴─ MalformedResponse
 
-It knows no socket: bytes go in (`feed`), events come out (`take`). Data that comes together has one moment.
+It has no socket: bytes go in (`feed`), events come out (`take`). Data that arrives together gets one time.
 """
 
 import re
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 Now = Callable[[], float]
 """A clock, in seconds."""
 Take = Callable[[bytes, float], None]
-"""Called with each event of an answer, without its `data: `, and the moment at which it came."""
+"""Called with each event of an answer, without its `data: `, and the time of its arrival."""
 _JSON = re.compile(
     rb"\ncontent-type:\s*application/json"
-)  # anything else may be events: not all servers say so
+)  # anything else may be events: not all servers declare them
 _LENGTH = re.compile(rb"\ncontent-length:\s*(\d+)")
 _CHUNKED = re.compile(rb"\ntransfer-encoding:[^\r\n]*\bchunked\b")
 _CLOSES = re.compile(rb"\nconnection:[^\r\n]*\bclose\b")
@@ -24,21 +24,21 @@ _STATUS = re.compile(rb"http/1\.[01] (\d{3})\b")
 
 
 class MalformedResponse(Exception):
-    """What came is no HTTP/1.1."""
+    """The response is not HTTP/1.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseLimits:
-    """How long the parts of an answer may be, in bytes."""
+    """Size limits of the parts of a response, in bytes."""
 
     head: int = 64 << 10
-    body: int = 16 << 20  # of what is no stream of events
+    body: int = 16 << 20  # of a response that is not an event stream
     event: int = 1 << 20
     size_line: int = 1024  # of a chunk
 
 
 class HttpResponse:
-    """One answer. `status` and `head` are there once the head is; `body` is of what is no stream of events."""
+    """One response. `status` and `head` are set once the head is complete; `body` is set unless events are streamed."""
 
     def __init__(self, take: Take | None, now: Now, limits: ResponseLimits) -> None:
         self._take, self._now, self._limits = take, now, limits
@@ -52,11 +52,11 @@ class HttpResponse:
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether only the end of the connection says that it is whole."""
+        """Whether only the end of the connection completes it."""
         return self._headed and not self._chunked and self._left is None
 
     def feed(self, data: bytes) -> bool:
-        """Take in what came next. Return whether the answer is over. Raise MalformedResponse, or ValueError."""
+        """Process the next data. Return whether the response is complete. Raise MalformedResponse, or ValueError."""
         if not self._headed:
             data = self._take_head(data)
         if self._headed and self._chunked:
@@ -66,7 +66,7 @@ class HttpResponse:
         return self._over
 
     def _take_head(self, data: bytes) -> bytes:
-        """Take in what belongs to the head, and return the rest."""
+        """Process the part that belongs to the head, and return the rest."""
         self._buffer += data
         while not self._headed:
             at = self._buffer.find(b"\r\n\r\n")
@@ -75,12 +75,12 @@ class HttpResponse:
                     raise MalformedResponse
                 return b""
             self.head, self._buffer = self._buffer[:at], self._buffer[at + 4 :]
-            self._understand(self.head.lower())
+            self._parse_head(self.head.lower())
         rest, self._buffer = self._buffer, b""
         return rest
 
-    def _understand(self, head: bytes) -> None:
-        """Take in a head: of the answer, or of an announcement that goes before it."""
+    def _parse_head(self, head: bytes) -> None:
+        """Parse a head: of the response, or of an informational response before it."""
         found = _STATUS.match(head)
         if found is None:
             raise MalformedResponse
@@ -95,9 +95,9 @@ class HttpResponse:
         self._left = int(length.group(1)) if length else None
 
     def _counted(self, data: bytes) -> None:
-        """Take in a body that ends after so many bytes, or with the connection."""
+        """Process a body that ends after a known number of bytes, or with the connection."""
         if data:
-            self._eat(data)
+            self._consume(data)
         if self._left is not None:
             self._left -= len(data)
             if self._left <= 0:
@@ -126,7 +126,7 @@ class HttpResponse:
                 need = int(whole[at:line].split(b";")[0], 16)
                 if need < 0:
                     raise MalformedResponse
-                if not need:  # trailers, if there are any, end as a head does
+                if not need:  # trailers, if any, end like a head
                     over = whole.find(b"\r\n\r\n", line) >= 0
                     if not over and size - at > self._limits.head:
                         raise MalformedResponse
@@ -134,10 +134,10 @@ class HttpResponse:
                 self._need, at = need, line + 2
         self._buffer = whole[at:]
         if out:
-            self._eat(out[0] if len(out) == 1 else b"".join(out))
+            self._consume(out[0] if len(out) == 1 else b"".join(out))
         self._over = over
 
-    def _eat(self, data: bytes) -> None:
+    def _consume(self, data: bytes) -> None:
         if not self._events:
             self.body += data
             if len(self.body) > self._limits.body:

@@ -1,4 +1,4 @@
-"""Where the requests of a replay are from: a recorded trace, or a profile, which makes as many as one wants."""
+"""The source of a replay's requests: a recorded trace, or a profile, which has no end."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ENDLESS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class ExpectedDuration:
-    """How long a replay will be, as far as that is known."""
+    """The expected extent of a replay, if known."""
 
     requests: int | None
     seconds: float | None
@@ -25,7 +25,7 @@ class ExpectedDuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What to take of a file, and how to read it."""
+    """Which requests of a file to use, and how to read it."""
 
     path: Path
     block_tokens: int | None = None
@@ -37,7 +37,7 @@ class Wanted:
 
 
 class TraceSource:
-    """A file's requests, planned. A trace is read to its end first: a bad line is known before anything is sent."""
+    """The planned requests of a file. A trace is read completely first, to find invalid lines before anything is sent."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
@@ -53,17 +53,15 @@ class TraceSource:
                 f"--block-size {given}: {wanted.path} was learned in blocks of {self._block_tokens} tokens"
             )
         if wanted.requests is None and wanted.seconds is None:
-            raise UsageError(
-                f"{wanted.path} is a profile, which has no end: give --max-requests or --seconds"
-            )
+            raise UsageError(f"{wanted.path} is a profile, which has no end: set --max-requests or --seconds")
 
     @property
     def skipped(self) -> TraceReader | None:
-        """The reading that has skipped lines, if one has."""
+        """The reader, if it has skipped lines."""
         return self._reading if self._reading is not None and self._reading.skipped else None
 
     def expected(self) -> ExpectedDuration:
-        """Return how much will be sent. Raise BadTrace, naming the line, if a trace is not what it should be."""
+        """Return how much will be sent. Raise BadTrace, naming the line, if a trace is invalid."""
         wanted = self._wanted
         if self._profile is not None:
             return ExpectedDuration(wanted.requests, wanted.seconds)
@@ -73,7 +71,7 @@ class TraceSource:
         )
 
     def planned(self) -> Iterator[PlannedRequest]:
-        """Yield what to send, from the beginning."""
+        """Yield the requests to send, from the beginning."""
         wanted = self._wanted
         return plan(islice(self._rows(), wanted.requests), self._block_tokens, wanted.shape)
 

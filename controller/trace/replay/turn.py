@@ -1,9 +1,9 @@
-"""How long may one turn of the loop read? Timers, requests that are due and signals wait for its end.
+"""Limits how long one turn of the loop reads: timers, due requests and signals wait for its end.
 
-    read ── TURN_S over ──▶ cut: nobody is read any more ── the next turn ──▶ read
+    read ── TURN_S over ──▶ cut: all reading is paused ── the next turn ──▶ read
 
-What is cut waits with the kernel, and with the server if that is full: it is measured as late as it is read, so how late that
-may be is said (`behind_s`), as the lag of a turn is that reads it all.
+Paused data waits in the kernel, and in the server if the kernel's buffers are full. It is measured late, when it is read.
+`behind_s` reports how late that may be, like the lag of a turn that reads everything.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ class LoopTurn:
         self._connections = connections
         self._now = now
         self._turn_s = turn_s
-        self._began = 0.0  # 0: nobody has read in it
+        self._began = 0.0  # 0: nothing was read in it
         self._cut = False
-        self._behind_since = 0.0  # 0: whatever had come was read in the last turn
+        self._behind_since = 0.0  # 0: everything that had arrived was read in the last turn
 
     def read(self) -> None:
-        """A connection has taken in what had come."""
+        """Called when a connection has read what had arrived."""
         at = self._now()
         if not self._began:
             self._begin(at)
@@ -40,18 +40,18 @@ class LoopTurn:
                 connection.pause()
 
     def behind_s(self) -> float:
-        """Return for how long something may have waited that had come before."""
+        """Return for how long arrived data may have waited."""
         return self._now() - self._behind_since if self._behind_since else 0.0
 
     def _begin(self, at: float) -> None:
         self._began = at
-        asyncio.get_running_loop().call_soon(self._over)
+        asyncio.get_running_loop().call_soon(self._end_turn)
 
-    def _over(self) -> None:
+    def _end_turn(self) -> None:
         if not self._cut:
             self._began = self._behind_since = 0.0
             return
         self._cut = False
-        self._begin(self._now())  # also where nothing more comes: then nobody is behind
+        self._begin(self._now())  # even if no more arrives: then nothing is behind
         for connection in tuple(self._connections):
             connection.resume()

@@ -1,4 +1,4 @@
-"""How far a replay is, while it runs: a bar and a table on a terminal, else a line every few seconds."""
+"""The progress of a running replay: a bar and a table on a terminal, otherwise a line every 5 s."""
 
 import asyncio
 import sys
@@ -20,7 +20,10 @@ BAR_WIDTH = 40
 
 
 def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | None:
-    """Return how much of a replay is over, from 0 to 1, if that is known: by what has ended or, where that is more, by time."""
+    """Return the completed share of a replay, from 0 to 1: the larger of its shares by requests and by time.
+
+    None if neither total is known.
+    """
     if expected.requests is None and expected.seconds is None:
         return None
     over = measures.whole + measures.failed
@@ -31,10 +34,10 @@ def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | No
 
 @asynccontextmanager
 async def shown(measures: ReplayMeasures, expected: ExpectedDuration) -> AsyncIterator[None]:
-    """Show it until the end of the block."""
+    """Show the progress until the end of the block."""
     console = Console(stderr=True)
     task = asyncio.ensure_future(
-        _draw(measures, expected, console) if console.is_terminal else _tell(measures, expected)
+        _draw(measures, expected, console) if console.is_terminal else _print_lines(measures, expected)
     )
     try:
         yield
@@ -43,14 +46,14 @@ async def shown(measures: ReplayMeasures, expected: ExpectedDuration) -> AsyncIt
         await asyncio.wait((task,), timeout=REFRESH_S)
 
 
-async def _tell(measures: ReplayMeasures, expected: ExpectedDuration) -> None:
+async def _print_lines(measures: ReplayMeasures, expected: ExpectedDuration) -> None:
     while True:
         await asyncio.sleep(LINE_S)
         print(line(measures, expected), file=sys.stderr, flush=True)
 
 
 def line(measures: ReplayMeasures, expected: ExpectedDuration) -> str:
-    """Return how far it is, in one line."""
+    """Return the progress as one line."""
     share = share_of(measures, expected)
     ttft, itl = (_ms(one, 0.5, 0.99) for one in (measures.ttft, measures.itl))
     return (
@@ -71,7 +74,7 @@ async def _draw(measures: ReplayMeasures, expected: ExpectedDuration, console: C
                 before, events = at, measures.tokens.events
                 live.update(_picture(measures, expected, rate), refresh=True)
         finally:
-            live.update("", refresh=True)  # the last frame would not go away on a low terminal
+            live.update("", refresh=True)  # the last frame would stay on a small terminal
 
 
 def _picture(measures: ReplayMeasures, expected: ExpectedDuration, rate: float) -> RenderableType:

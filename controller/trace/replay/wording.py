@@ -1,12 +1,12 @@
-"""How a prompt is put to an endpoint: as token ids where it takes them, else as words, or as a chat's message.
+"""Encodes prompts for an endpoint: as token ids if it accepts them, else as text or chat messages.
 
-Blocks of the same id are the same tokens, and the same words. Words are common ones of one token each in most vocabularies;
-how many make so many tokens is asked of the endpoint itself.
+Blocks with the same id have the same tokens, and the same words. The words are common ones, with one token each in most
+vocabularies; the endpoint itself is asked how many words make a token.
 """
 
 import json
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, lru_cache  # the first is the type of what the second returns
+from functools import _lru_cache_wrapper, lru_cache  # the first is the type of the second's result
 from random import Random
 from typing import Literal
 
@@ -15,11 +15,11 @@ from controller.trace.replay.answer import ReplayedAnswer
 from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
 
 Form = Literal["token ids", "text", "chat"]
-VOCABULARY = range(300, 1000)  # any model has these ids, and means nothing special by them
-CACHED_TOKENS_MAX = 8_000_000  # of blocks that are kept as they are written, 4 bytes each
+VOCABULARY = range(300, 1000)  # valid in any vocabulary, without a special meaning
+CACHED_TOKENS_MAX = 8_000_000  # of encoded blocks in the cache, 4 bytes each
 PROBE_S_MAX = 60.0
 PROBE_TOKENS = 2
-PROBE_TIMES = (1, 4)  # all of our words, so often
+PROBE_TIMES = (1, 4)  # repetitions of all words
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _COMMON = (
     "the and you that was for are with his they this have from one had word but not what all were when your can said there "
@@ -30,12 +30,12 @@ WORDS = _COMMON.split()
 _EXTRAS: tuple[dict[str, object], ...] = (
     {"ignore_eos": True},
     {},
-)  # not everybody takes what OpenAI's API has not
+)  # not every server accepts fields beyond OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecipe:
-    """A prompt to be: blocks by id, the last one cut to the length; or without ids, tokens of its own under a name."""
+    """The recipe of a prompt: blocks by id, cut to the length; or, without ids, unique tokens under a name."""
 
     length: int  # tokens
     blocks: list[int]
@@ -44,7 +44,7 @@ class PromptRecipe:
 
 
 class Wording:
-    """Writes requests' bodies for one endpoint."""
+    """Encodes the request bodies for one endpoint."""
 
     def __init__(
         self, model: str, form: Form, *, extra: dict[str, object], words_per_token: float = 1.0
@@ -67,12 +67,12 @@ class Wording:
         return self._around(self._text(prompt), max_tokens)
 
     def probe(self, times: int) -> bytes:
-        """Return the body of a request with each of our words so often."""
+        """Return the body of a request with each word this often."""
         return self._around(" ".join(WORDS * times).encode(), PROBE_TOKENS)
 
     @property
     def blocks_written(self) -> int:
-        """How many blocks had to be written; the others were there from prompts before."""
+        """Number of blocks encoded so far; the others came from the cache."""
         return self._blocks.cache_info().misses if self._blocks is not None else 0
 
     def _around(self, text: bytes, max_tokens: int) -> bytes:
@@ -80,9 +80,9 @@ class Wording:
 
     def _text(self, prompt: PromptRecipe) -> bytes:
         if not prompt.blocks:
-            return self._written(prompt.name, max(1, self._pieces(prompt.length)))
+            return self._encoded(prompt.name, max(1, self._pieces(prompt.length)))
         if self._blocks is None:
-            self._blocks = lru_cache(max(1, CACHED_TOKENS_MAX // prompt.block_tokens))(self._written)
+            self._blocks = lru_cache(max(1, CACHED_TOKENS_MAX // prompt.block_tokens))(self._encoded)
         parts: list[bytes] = []
         begin = end = 0
         for place, name in enumerate(prompt.blocks, 1):
@@ -94,17 +94,17 @@ class Wording:
         return self._between.join(parts)
 
     def _pieces(self, tokens: int) -> int:
-        """Return of how many ids or words so many tokens are."""
+        """Return how many ids or words make this many tokens."""
         return round(tokens * self._words_per_token)
 
-    def _written(self, name: int | str, size: int) -> bytes:
+    def _encoded(self, name: int | str, size: int) -> bytes:
         if self.form == "token ids":
             return b",".join(b"%d" % token for token in block(name, size, VOCABULARY))
         return " ".join(Random(name).choices(WORDS, k=size)).encode()
 
 
 async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
-    """Find out what an endpoint takes. Raise BadEndpoint if it takes nothing that we could send."""
+    """Find out what an endpoint accepts. Raise BadEndpoint if it accepts no known form."""
     forms: tuple[Form, ...] = ("chat",) if chat else ("token ids", "text")
     said = ""
     for form in forms:
@@ -117,11 +117,11 @@ async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
                 return wording
             if not said:
                 return Wording(model, form, extra=extra, words_per_token=await _measured(target, wording))
-    raise BadEndpoint(f"{target.url} answers no {'chat' if chat else 'completion'}: {said}")
+    raise BadEndpoint(f"{target.url} fails to answer a {'chat' if chat else 'completion'}: {said}")
 
 
 async def _measured(target: ReplayTarget, wording: Wording) -> float:
-    """Return how many words make a token, by what the endpoint counts of two prompts: a template's own tokens cancel out."""
+    """Return how many words make a token, by the endpoint's counts of two prompts: a template's own tokens cancel out."""
     counted = []
     for times in PROBE_TIMES:
         said, answer = await _probe(target, wording, wording.probe(times))
@@ -136,11 +136,11 @@ async def _measured(target: ReplayTarget, wording: Wording) -> float:
 
 
 async def _probe(target: ReplayTarget, wording: Wording, body: bytes) -> tuple[str, ReplayedAnswer]:
-    """Ask for a few tokens, and return what was wrong, or nothing, and the answer."""
+    """Request a few tokens. Return the error, or empty, and the answer."""
     answer = ReplayedAnswer()
     reply = await target.ask("POST", wording.path, body, take=answer.take, deadline_s=PROBE_S_MAX)
     if reply.fault in ("unreachable", "timeout"):
         raise BadEndpoint(f"{target.url} does not answer: {reply.detail}")
     if reply.fault or reply.status != 200:
         return f"{reply.status}: {words(reply.body)}" if reply.status else reply.detail, answer
-    return answer.fault[1] or ("" if answer.done else "its answer is no stream of events"), answer
+    return answer.fault[1] or ("" if answer.done else "its answer is not a stream of events"), answer
