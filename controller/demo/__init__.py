@@ -1,1 +1,1 @@
-"""The rehearsal that anyone can watch: a fleet under load, broken in every way we know."""
+"""The demo: a fleet under load, with a script of injected faults."""

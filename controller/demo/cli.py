@@ -1,4 +1,4 @@
-"""`holdfast demo`: start a fleet, load it, break it by a script, and say what its users noticed."""
+"""`holdfast demo`: starts a fleet, loads it, injects faults by a script, and reports the user impact."""
 
 import argparse
 import asyncio
@@ -37,36 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DIR",
-        help="where the fleet lives (default: a fresh folder in .holdfast, removed at the end)",
+        help="data folder of the fleet (default: a new folder in .holdfast, removed at the end)",
     )
     parser.add_argument(
-        "--seconds", type=positive, default=60.0, metavar="N", help="how long the load runs (default: 60)"
+        "--seconds", type=positive, default=60.0, metavar="N", help="seconds of load (default: 60)"
     )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="replay a recorded trace (JSON lines) instead of our profile",
+        help="recorded trace (JSON lines) to replay instead of the built-in profile",
     )
     parser.add_argument(
         "--speedup",
         type=positive,
         default=3.0,
         metavar="X",
-        help="play the trace this much faster (default: 3)",
+        help="factor by which the trace is replayed faster (default: 3)",
     )
     parser.add_argument("--engine", choices=("simulated", "transformers"), default="simulated")
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="the model folder, for --engine transformers"
-    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, for --engine transformers")
     add_router_flags(parser)
     parser.add_argument(
-        "--keep", action="store_true", help="keep that fresh folder, to look into its journal afterwards"
+        "--keep", action="store_true", help="keep the new folder, to read its journal afterwards"
     )
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Run the demo; 0 if every stream survived intact, else 1. Raise UsageError if it is too short for its script."""
+    """Run the demo. Return 0 if every stream survived intact, otherwise 1. Raise UsageError if it is too short."""
     check_frontend_flags(args)
     if args.seconds < 10:
         raise UsageError("a demo of less than 10 seconds has no room for its faults: --seconds 10 or more")
@@ -77,7 +75,7 @@ def run_cli(args: argparse.Namespace) -> int:
     )
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
-    )  # whoever ends us: the fleet and its folder go too
+    )  # a SIGTERM must also end the fleet and remove its folder
     with contextlib.ExitStack() as stack:
         data = args.data or fresh_folder()
         if not (args.data or args.keep):
@@ -100,7 +98,7 @@ def _remove(data: Path) -> None:
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
-    """Return the flags of `up` that the demo wants."""
+    """Return the demo's flags for `up`."""
     flags = [
         "--chaos",
         "--workers",
@@ -119,7 +117,7 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 
 class Demo:
-    """One run: the load, the faults, the view, the table."""
+    """One run of the demo: load, faults, view and report."""
 
     def __init__(
         self,
@@ -132,13 +130,13 @@ class Demo:
         self.seconds: float = args.seconds
         self.kept = bool(args.data or args.keep)
         self.fleet, self.load = fleet, load
-        self.told: list[str] = []
+        self.lines: list[str] = []
         self.injected: list[report.Injected] = []
         self.status: dict[str, Any] = {}
         self.live: Live | None = None
 
     async def run(self) -> int:
-        """Run it all and return the exit code. Raise NotAsExpected if the fleet does not start, or ends."""
+        """Run the demo and return the exit code. Raise NotAsExpected if the fleet does not start, or ends."""
         self.console.print(f"Starting a fleet of {WORKERS} workers and {SPARES} spare …")
         began = time.monotonic()
         await self.fleet.ready()
@@ -181,18 +179,18 @@ class Demo:
                 group.create_task(users.ask(session, planned.prompt, planned.output_tokens, f"demo-{number}"))
 
     async def play(self, operator: Operator, workers: list[str], started: float) -> None:
-        """Play the script's acts at their times."""
+        """Run the script's acts at their times."""
         for act in SCRIPT:
             await asyncio.sleep(max(0.0, started + act.at * self.seconds - time.monotonic()))
             if self.fleet.ended:
                 break
             worker = workers[act.worker % len(workers)]
-            self._tell(f"{time.monotonic() - started:5.1f} s  {act.verb} {worker}: {act.says}")
+            self._print(f"{time.monotonic() - started:5.1f} s  {act.verb} {worker}: {act.says}")
             self._note(act, worker)
             try:
                 await operator.act(act.verb, worker, act.argument)
             except HoldfastError as error:
-                self._tell(f"        {error}")
+                self._print(f"        {error}")
 
     def _note(self, act: Act, worker: str) -> None:
         now = datetime.now(UTC)
@@ -203,13 +201,13 @@ class Demo:
                 if one.worker == worker and one.ended is None:
                     one.ended = now
 
-    def _tell(self, line: str) -> None:
-        self.told.append(line)
+    def _print(self, line: str) -> None:
+        self.lines.append(line)
         if self.live is None:
             self.console.print(safe(line), markup=False)
 
     async def watch(self, operator: Operator, users: Users, started: float) -> None:
-        """Keep the view alive on a terminal; else the told lines are all there is."""
+        """Refresh the view on a terminal; otherwise only the event lines are printed."""
         if not self.console.is_terminal:
             return
         with Live(console=self.console, refresh_per_second=4, transient=True) as self.live:
@@ -218,15 +216,13 @@ class Demo:
                     with contextlib.suppress(HoldfastError):
                         self.status = await operator.ask("status", {}, deadline_s=1.0)
                     counts = (
-                        f"{len(users.streams)} requests, {users.in_flight} in the air, {users.tokens} tokens"
+                        f"{len(users.streams)} requests, {users.in_flight} in flight, {users.tokens} tokens"
                     )
                     elapsed = time.monotonic() - started
-                    self.live.update(view.render(self.status, self.told, elapsed, self.seconds, counts))
+                    self.live.update(view.render(self.status, self.lines, elapsed, self.seconds, counts))
                     await asyncio.sleep(0.25)
             finally:
-                self.live.update(
-                    ""
-                )  # the last frame is drawn whole, and on a low terminal it would not go away
+                self.live.update("")  # the last frame is drawn whole, and would stay on a small terminal
 
     async def _conclude(self, users: Users, answers: list[list[str]]) -> int:
         self.live = None
@@ -235,17 +231,17 @@ class Demo:
         result = report.assess(users.streams, answers, self.injected, others_hit)
         Console(width=max(report.WIDTH, self.console.width)).print(report.table(result))
         self.console.print("\n".join(map(safe, _verdict(result, events))), markup=False)
-        more = "goes with this demo; --keep keeps it"
+        more = "removed with this demo; --keep keeps it"
         if self.kept:
             data = self.fleet.data
-            more = f"`holdfast up --data {data}`, then `holdfast replay timeline --data {data}` tell more"
+            more = f"`holdfast up --data {data}`, then `holdfast replay timeline --data {data}` show more"
         self.console.print(f"\nThe incidents, from the journal ({more}):", highlight=False, markup=False)
-        async for line in incidents.tell(find(self.fleet.data)["nats_url"], events):
-            told = fitted(safe(line), self.console.width)
-            self.console.print(told, highlight=False, markup=False, soft_wrap=True)
+        async for line in incidents.incident_lines(find(self.fleet.data)["nats_url"], events):
+            shown = fitted(safe(line), self.console.width)
+            self.console.print(shown, highlight=False, markup=False, soft_wrap=True)
         where = (self.fleet.data if self.kept else HOME) / "demo.html"
         self.console.print()
-        async for line in incidents.written(find(self.fleet.data)["nats_url"], where):
+        async for line in incidents.write_report(find(self.fleet.data)["nats_url"], where):
             self.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
@@ -261,7 +257,9 @@ def _verdict(result: report.DemoReport, events: list[Any]) -> list[str]:
         )
     lines += [f"  lost: {s.request}: {s.error}" for s in result.failed[:5]]
     if blind := report.unknown(events):
-        lines.append(f"{blind} times a frontend could not say whom it had served (ExposureUnknown).")
+        lines.append(
+            f"{blind} times a frontend did not know which requests a worker had served (ExposureUnknown)."
+        )
     return lines
 
 

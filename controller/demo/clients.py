@@ -1,6 +1,6 @@
-"""The users: each sends one request, reads its stream, and notes when every token came.
+"""The demo's users: each sends one request, reads its stream, and records the time of every token.
 
-What a user got is compared with the undisturbed answer to the same prompt, piece by piece.
+Each answer is compared piece by piece with the undisturbed answer to the same prompt.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ DEADLINE_S = 120.0
 
 @dataclass(slots=True)
 class Received:
-    """What one user saw of one stream. Times are monotonic seconds."""
+    """One stream as its user received it. Times are monotonic seconds."""
 
     request: str
     prompt: int
@@ -29,7 +29,7 @@ class Received:
     done: bool = False
 
     def gap_after(self, instant: float) -> float:
-        """Return the seconds from `instant` to the next token (infinity if none came)."""
+        """Return the seconds from `instant` to the next token (infinity if none arrived)."""
         return next((t - instant for t in self.times if t > instant), float("inf"))
 
 
@@ -45,8 +45,8 @@ class TokenDifference:
 def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
     """Return how a stream differs from the undisturbed answer.
 
-    Where tokens were replaced, all that differs counts as altered: what follows a wrong token is another answer,
-    and what seems lost or doubled in it is chance.
+    If tokens were replaced, all differences count as altered: what follows a wrong token is another answer, so lost or doubled
+    tokens in it mean nothing.
     """
     if list(got) == list(expected):
         return TokenDifference()
@@ -64,8 +64,8 @@ def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
 class Users:
     """All the users of the demo, on one endpoint.
 
-    A token that is only part of a character brings no text. With `every_token` its coming is noted all the same, as a
-    piece without text: the users ask for logprobs, which come with each.
+    A token that is only part of a character brings no text. With `every_token` it is still recorded, as a piece without text:
+    the users request logprobs, which arrive with each token.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Users:
         self.tokens = 0
 
     def session(self) -> ReplayTarget:
-        """Return the connections that all requests share."""
+        """Return the connections shared by all requests."""
         return ReplayTarget(self._url)
 
     async def ask(self, session: ReplayTarget, prompt: int, tokens: int, name: str) -> Received:
@@ -125,7 +125,7 @@ class Users:
         choices = chunk.get("choices", ())
         text = "".join(choice.get("text", "") for choice in choices)
         if self._every_token and not any(choice.get("logprobs") for choice in choices):
-            if text and got.pieces:  # what an unfinished character ends as
+            if text and got.pieces:  # the rest of an unfinished character
                 got.pieces[-1] += text
         elif text or self._every_token:
             got.pieces.append(text)
@@ -134,8 +134,8 @@ class Users:
 
     async def answers(self, session: ReplayTarget, tokens: int) -> list[list[str]]:
         """Return the undisturbed answer to every prompt of the pool. Raise RuntimeError if one failed."""
-        asked = [self.ask(session, p, tokens, f"reference-{p}") for p in range(len(self._prompts))]
-        got = await asyncio.gather(*asked)
+        requests = [self.ask(session, p, tokens, f"reference-{p}") for p in range(len(self._prompts))]
+        got = await asyncio.gather(*requests)
         self.streams.clear()
         self.tokens = 0
         for one in got:

@@ -1,4 +1,4 @@
-"""A fleet in a process of its own, as a user would start it: for the demo, the benchmarks and the end-to-end tests."""
+"""A fleet in its own process, as a user starts it: for the demo, benchmarks and end-to-end tests."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ from events.fact import Recorded
 from events.nats.urls import as_user
 
 STARTS_WITHIN_S = 60.0
-STOPS_WITHIN_S = 60.0  # the grace of every kind of process, one after another
+STOPS_WITHIN_S = 60.0  # the grace periods of all kinds of processes, one after another
 ANSWERS_WITHIN_S = 30.0
 
 
 class NotAsExpected(HoldfastError):
-    """The fleet did not come to the expected state in time."""
+    """The fleet did not reach the expected state in time."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class DemoFleet:
 
     @property
     def url(self) -> str:
-        """Where its frontends answer."""
+        """The URL of its frontends."""
         return f"http://127.0.0.1:{self.port}"
 
     @classmethod
     def start(
         cls, data: Path, *flags: str, port: int | None = None, environment: Mapping[str, str] | None = None
     ) -> "DemoFleet":
-        """Start a fleet; it is not ready yet. `environment` is added to this process's own."""
+        """Start a fleet, without waiting until it is ready. `environment` is added to this process's own."""
         port = port or free_port()
         data.mkdir(0o700, parents=True, exist_ok=True)
         log = data / "up.log"
@@ -73,22 +73,22 @@ class DemoFleet:
         return cls(data, port, process, log)
 
     def nats_url(self, user: str) -> str:
-        """Return the broker's URL with which one of its users comes; empty: with which each process finds its own."""
+        """Return the broker's URL with the credentials of one of its users; empty: the URL that each process completes itself."""
         url = str(FleetDir(self.data).recall()["nats_url"])
         return as_user(url, user) if user else url
 
     @property
     def ended(self) -> bool:
-        """Whether `up` has ended, and with it all that it had started."""
+        """Whether `up` has ended, and with it all processes that it started."""
         return self.process.poll() is not None
 
     def last_words(self, lines: int = 3) -> str:
-        """Return the end of what `up` printed."""
+        """Return the end of the output of `up`."""
         said = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
         return " / ".join(line.removeprefix("holdfast: ") for line in said)
 
     async def ready(self) -> "DemoFleet":
-        """Wait until /health answers 200. Raise NotAsExpected of a fleet that does not come to that; it is ended."""
+        """Wait until /health answers 200. Raise NotAsExpected, and kill the fleet, if it does not."""
         deadline = time.monotonic() + STARTS_WITHIN_S
         try:
             while not await http_ok(f"{self.url}/health"):
@@ -106,7 +106,7 @@ class DemoFleet:
             return await operator.ask("status", {}, ANSWERS_WITHIN_S)
 
     async def act(self, verb: str, worker: str, argument: float | None = None) -> None:
-        """Drain, resume, or break a worker."""
+        """Drain, resume, or inject a fault into a worker."""
         async with self._operator() as operator:
             await operator.act(verb, worker, argument, ANSWERS_WITHIN_S)
 
@@ -127,10 +127,10 @@ class DemoFleet:
             await operator.close()
 
     async def until(self, holds: Callable[[dict[str, Any]], bool], within_s: float = 30.0) -> dict[str, Any]:
-        """Wait until the status is as `holds` wants it. Raise NotAsExpected."""
+        """Wait until `holds` is true of the status. Raise NotAsExpected."""
         deadline, status = time.monotonic() + within_s, {}
         while True:
-            with contextlib.suppress(HoldfastError):  # a controller that only starts answers a moment later
+            with contextlib.suppress(HoldfastError):  # a controller that is starting answers a moment later
                 operator = await Operator.connect(self.data)
                 try:
                     while True:
@@ -164,7 +164,7 @@ class DemoFleet:
         return [parent, *parent.children(recursive=True)]
 
     def stop(self) -> int:
-        """Press Ctrl-C and return the exit status."""
+        """Send SIGINT (Ctrl-C) and return the exit status."""
         if not self.ended:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -174,7 +174,7 @@ class DemoFleet:
             raise
 
     def end(self) -> None:
-        """End it at once, if it still runs: its processes die with it."""
+        """Kill it, if it still runs: its processes die with it."""
         self.process.kill()
         self.process.wait()
 

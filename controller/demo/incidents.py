@@ -1,4 +1,4 @@
-"""The demo's incidents as the journal tells them: a headline each, and the steps from first symptom to recovery."""
+"""The demo's incidents from the journal: a headline each, and the steps from symptom to recovery."""
 
 import argparse
 from collections.abc import AsyncIterator, Sequence
@@ -15,11 +15,11 @@ from events.journal.nats import NatsJournal
 from events.observations import CanaryResult, RequestExposed, RequestFailed, RequestMigrated
 
 STEPS_MAX = 12  # of one incident
-_COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # the headline counts these
+_COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # counted in the headline
 
 
-async def tell(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
-    """Yield the lines of every incident that `events` open."""
+async def incident_lines(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
+    """Yield the lines of every incident opened in `events`."""
     journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
     try:
         archive = JournalArchive(journal)
@@ -33,28 +33,28 @@ async def tell(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
         await journal.close()
 
 
-async def written(nats_url: str, where: Path) -> AsyncIterator[str]:
-    """Write a report of all that has happened, as a page, or as Markdown where plotly is not installed. Yield where it is."""
+async def write_report(nats_url: str, where: Path) -> AsyncIterator[str]:
+    """Write a report of the whole journal, as a page, or as Markdown without plotly. Yield its location."""
     journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
     wanted = argparse.Namespace(incident=None, since="1", until=None, redact=False, output=str(where))
-    said: list[str] = []
+    printed: list[str] = []
     try:
         now, archive = datetime.now(UTC), JournalArchive(journal)
         try:
-            await report_cli.execute(wanted, journal, None, archive, now, said.append)
+            await report_cli.execute(wanted, journal, None, archive, now, printed.append)
         except NoPlotly:
             wanted.output = str(where.with_suffix(".md"))
-            await report_cli.execute(wanted, journal, None, archive, now, said.append)
+            await report_cli.execute(wanted, journal, None, archive, now, printed.append)
     finally:
         await journal.close()
-    yield f"The post-mortem, with pictures: {said[0]}"
+    yield f"Post-mortem with charts: {printed[0]}"
 
 
 def steps(events: Sequence[Recorded]) -> list[str]:
-    """Return an incident's events as lines, STEPS_MAX and one at most: the first, and how it ended."""
-    told = [e for e in events if not isinstance(e.fact, _COUNTED)]
-    first_canary = next((e for e in told if isinstance(e.fact, CanaryResult)), None)
-    told = [e for e in told if e is first_canary or not isinstance(e.fact, CanaryResult)]
-    lines = [sentences.line(e, date=False) for e in told]
+    """Return an incident's events as at most STEPS_MAX lines and a gap line: the first ones, and the last."""
+    shown = [e for e in events if not isinstance(e.fact, _COUNTED)]
+    first_canary = next((e for e in shown if isinstance(e.fact, CanaryResult)), None)
+    shown = [e for e in shown if e is first_canary or not isinstance(e.fact, CanaryResult)]
+    lines = [sentences.line(e, date=False) for e in shown]
     left_out = len(lines) - STEPS_MAX
     return lines if left_out <= 0 else [*lines[: STEPS_MAX - 1], f"… {left_out} more …", lines[-1]]

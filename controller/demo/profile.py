@@ -1,7 +1,7 @@
-"""What does the load look like: when requests arrive, how long they are. From our own profile, or a recorded trace.
+"""The demo's load: times and lengths of requests, from the built-in profile or a recorded trace.
 
-Lengths are scaled down so that a request fits the engine that the demo runs; a trace's arrival times are divided by
-the speed-up. Prompts come from a small pool, so that the undisturbed answer to each can be asked for beforehand.
+Lengths are scaled down so that a request fits the demo's engine; a trace's arrival times are divided by the speed-up. Prompts
+come from a small pool, so that the undisturbed answer to each can be requested beforehand.
 """
 
 import math
@@ -19,7 +19,7 @@ from controller.trace.synthesis import SynthesisKnobs, synthesize
 PROMPTS = 16  # distinct ones
 INPUT_MAX = 384
 OUTPUT_MAX = 192
-OUTPUT_MIN = 8  # room for a fault
+OUTPUT_MIN = 8  # long enough for a fault
 INPUT_SCALE, OUTPUT_SCALE = 0.16, 0.25
 ENDLESS = 1_000_000_000
 VOCABULARY = range(260, 2040)  # of any model with a vocabulary of 2,048
@@ -43,13 +43,13 @@ class DemoLoad:
 
 
 def shipped() -> TraceProfile:
-    """Return our own profile of chat traffic."""
+    """Return the built-in profile of chat traffic."""
     with as_file(files(__package__).joinpath("profile.json.gz")) as path:
         return load(path)
 
 
 def from_profile(seconds: float, rate: float, seed: int = 0) -> DemoLoad:
-    """Return a load of about `rate` requests a second, like the shipped profile's."""
+    """Return a load of about `rate` requests a second with the built-in profile."""
     profile = shipped()
     knobs = SynthesisKnobs(
         prefix_len_multiplier=INPUT_SCALE,
@@ -94,7 +94,7 @@ def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Dem
 
 
 def _first(path: Path, seconds: float) -> list[TraceRow]:
-    """Return a trace's requests of so much time."""
+    """Return a trace's requests of the first `seconds` seconds."""
     rows = [row for row in read(path, None) if row.timestamp / 1e3 < seconds]
     if not rows:
         raise BadTrace(f"{path} holds no request in its first {seconds:.0f} seconds")

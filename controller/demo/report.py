@@ -1,4 +1,4 @@
-"""What did the faults cost? The demo's table, from what the users saw and what the journal says."""
+"""The demo's report: the cost of each fault, from what users received and from the journal."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,13 @@ from events.decisions import SpareActivated
 from events.fact import Recorded
 from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
 
-WIDTH = 80  # columns of a terminal that the table needs
-AFTERMATH = timedelta(seconds=10)  # what a fault can still cost after its end
+WIDTH = 80  # terminal columns that the table needs
+AFTERMATH = timedelta(seconds=10)  # time after a fault's end in which it can still have effects
 
 
 @dataclass(slots=True)
 class Injected:
-    """One fault that was played: on whom, from when until when (None: to the end)."""
+    """One injected fault: its worker, start and end (None: not ended)."""
 
     fault: str
     worker: str
@@ -28,12 +28,12 @@ class Injected:
     ended: datetime | None = None
     hit: dict[str, float] = field(default_factory=dict)  # request -> gap in ms
     exposed: set[str] = field(default_factory=set)
-    back_ms: float | None = None  # until a spare served in its place; None: none took it
+    back_ms: float | None = None  # until a spare replaced the worker; None: none did
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One line of the table. Tokens are counted against the undisturbed answer."""
+    """One line of the table. Tokens are compared with the undisturbed answer."""
 
     fault: str
     worker: str
@@ -49,7 +49,7 @@ class ReportRow:
 class DemoReport:
     """The whole result. `unnamed`: altered streams that no RequestExposed names; there must be none.
 
-    `others_hit`: streams that moved for no fault that was played, as on a machine too busy to answer in time.
+    `others_hit`: streams that moved without an injected fault, as on a machine too busy to answer in time.
     """
 
     requests: int
@@ -68,9 +68,9 @@ class DemoReport:
 
 
 def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
-    """Find, for every fault, the streams that it hit: those that left its worker, or were exposed to it, in its time.
+    """Assign to every fault the streams that it affected: those that left its worker or were exposed to it.
 
-    Return how many streams moved for no fault that was played.
+    Return how many streams moved without an injected fault.
     """
     others: set[str] = set()
     for event in events:
@@ -92,7 +92,7 @@ def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
 
 
 def _at(injected: Sequence[Injected], worker: str, at: datetime) -> list[Injected]:
-    """Return the last fault of this worker that had begun by `at`: what a migration is due to, if it was not long over."""
+    """Return the last fault of this worker that began before `at`, unless it ended too long ago to explain a migration."""
     begun = [one for one in injected if one.worker == worker and one.began <= at]
     return [one for one in begun[-1:] if one.ended is None or at <= one.ended + AFTERMATH]
 
@@ -151,13 +151,13 @@ def _sum(differences: Iterable[TokenDifference]) -> TokenDifference:
 
 
 def unknown(events: Iterable[Recorded]) -> int:
-    """Return how often a frontend could not say whom a convicted worker had served."""
+    """Return how often a frontend did not know which requests a convicted worker had served."""
     return sum(isinstance(e.fact, ExposureUnknown) for e in events)
 
 
 def table(report: DemoReport) -> Table:
     """Return the report as a table that needs WIDTH columns."""
-    shown = Table(title="What the users noticed", title_justify="left", padding=(0, 1, 0, 0))
+    shown = Table(title="User impact", title_justify="left", padding=(0, 1, 0, 0))
     shown.add_column("", overflow="fold")
     for heading in (
         "streams\nhit",

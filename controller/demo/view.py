@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: the workers, the load, the fault that is being played."""
+"""The demo's live view: workers, load, and the current fault."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from controller.terminal_text import safe
 
 
 def render(
-    status: Mapping[str, Any], told: list[str], elapsed: float, seconds: float, counts: str
+    status: Mapping[str, Any], lines: list[str], elapsed: float, seconds: float, counts: str
 ) -> RenderableType:
     """Return one frame of the view."""
     workers = Table(expand=True, box=None, pad_edge=False)
@@ -34,7 +34,7 @@ def render(
     bar = ProgressBar(total=seconds, completed=min(elapsed, seconds))
     head = Text(f"{elapsed:4.0f} / {seconds:.0f} s   {counts}")
     return Panel(
-        Group(head, bar, Text(), workers, Text(), *[Text(safe(line)) for line in told[-8:]]),
+        Group(head, bar, Text(), workers, Text(), *[Text(safe(line)) for line in lines[-8:]]),
         title="Holdfast demo",
     )
 

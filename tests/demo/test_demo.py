@@ -1,4 +1,4 @@
-"""The demo counts honestly: what was lost, doubled or altered shows in its table."""
+"""The demo's accounting: lost, doubled and altered tokens all appear in its table."""
 
 import asyncio
 import io
@@ -35,7 +35,7 @@ def test_an_unequal_stream_always_has_one(got: list[str], expected: list[str]) -
     assert (compare(got, expected) == TokenDifference()) == (got == expected)
 
 
-def test_lost_doubled_and_altered_are_told_apart() -> None:
+def test_lost_doubled_and_altered_tokens_are_distinguished() -> None:
     expected = [f" t{n}" for n in range(10)]
     assert compare(expected[:4] + expected[5:], expected) == TokenDifference(lost=1)
     assert compare(expected[:4] + expected[3:], expected) == TokenDifference(doubled=1)
@@ -84,7 +84,7 @@ def test_a_migration_belongs_to_the_last_fault_of_its_source() -> None:
     assert (kill.hit, hang.hit, other.hit) == ({"a": 12.0}, {"b": 420.0}, {})
 
 
-def test_the_time_until_a_spare_serves_is_the_faults() -> None:
+def test_the_time_until_a_spare_serves_belongs_to_the_fault() -> None:
     kill, drain = report.Injected("kill -9", "w1", NOW), report.Injected("drain", "w2", NOW)
     spare = SpareActivated(
         worker="s0", instance="i", replaces="w1", reason="silent", decided_at=NOW, number=3
@@ -94,14 +94,14 @@ def test_the_time_until_a_spare_serves_is_the_faults() -> None:
     assert [row.back_ms for row in result.rows] == [450.0, None]
 
 
-def test_a_migration_long_after_a_fault_is_not_due_to_it() -> None:
+def test_a_migration_long_after_a_fault_does_not_belong_to_it() -> None:
     hang = report.Injected("hang", "w1", NOW, ended=NOW + timedelta(seconds=6))
     events = [recorded(migration("a", "w1", 420.0), 1), recorded(migration("b", "w1", 9000.0), 40)]
     assert report.attribute(events, [hang]) == 1
     assert hang.hit == {"a": 420.0}
 
 
-def test_the_view_shows_a_worker_of_which_nothing_is_known_yet() -> None:
+def test_the_view_shows_a_worker_without_a_known_state() -> None:
     unknown = {"id": "w0", "health": None, "breaker": None, "weight": None, "in_flight": None, "pid": None}
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(view.render({"workers": [unknown]}, ["kill w0"], 1.0, 60.0, "3 requests"))
@@ -115,7 +115,7 @@ def test_a_demo_writes_only_below_the_current_folder(tmp_path: Path, monkeypatch
     assert fresh.resolve().is_relative_to(tmp_path) and fresh != demo.fresh_folder()
 
 
-def test_an_altered_stream_that_nobody_named_fails_the_demo() -> None:
+def test_an_altered_stream_that_is_not_named_fails_the_demo() -> None:
     answers = [[" a", " b", " c"]]
     streams = [received("good", [" a", " b", " c"]), received("bad", [" a", " x", " y"])]
     corrupt = report.Injected("corruption", "w3", NOW)
@@ -130,16 +130,16 @@ def test_a_lost_stream_fails_the_demo() -> None:
     assert not report.assess([received("gone", [" a"], "cut")], [[" a"]], []).clean
 
 
-async def test_a_demo_whose_fleet_has_ended_sends_and_breaks_nothing_more() -> None:
+async def test_a_demo_stops_sending_and_injecting_when_its_fleet_has_ended() -> None:
     load = profile.DemoLoad(((1, 2),), (profile.DemoRequest(0.0, 0, 8), profile.DemoRequest(3600.0, 0, 8)))
     running = demo.Demo(Namespace(seconds=0.01, data=None, keep=False), SimpleNamespace(ended=True), load)  # type: ignore[arg-type]
     async with asyncio.timeout(20):
         await running.send(None, None, time.monotonic())  # type: ignore[arg-type]
         await running.play(None, ["w0"], time.monotonic())  # type: ignore[arg-type]
-    assert running.told == []
+    assert running.lines == []
 
 
-def test_a_long_incident_is_told_with_its_end() -> None:
+def test_a_long_incident_is_shortened_but_keeps_its_end() -> None:
     silent = WorkerSilent(worker="w2", instance="i", silent_s=3.0, observer="controller:c:1")
     heard = WorkerHeard(worker="w2", instance="i", observer="controller:c:1")
     steps = incidents.steps([Recorded(seq=n, at=NOW, fact=silent, id=str(n)) for n in range(20)]
@@ -178,7 +178,7 @@ def test_a_bad_trace_is_named(text: str, says: str, tmp_path: Path) -> None:
 
 
 class Calm:
-    """An operator whose fleet has four workers, and users who ask nothing."""
+    """An operator with a fleet of four workers, and users without requests."""
 
     streams: tuple[()] = ()
     in_flight = tokens = 0
@@ -187,8 +187,8 @@ class Calm:
         return {"workers": [{"id": f"w{n}"} for n in range(4)]}
 
 
-async def test_the_view_leaves_nothing_behind_on_a_low_terminal() -> None:
-    """What is drawn beyond its top cannot be taken back, so the whole frame must never be drawn."""
+async def test_the_view_leaves_nothing_behind_on_a_small_terminal() -> None:
+    """Output above the top of the terminal cannot be erased, so the whole frame must never be drawn."""
     shown, calm = io.StringIO(), Calm()
     console = Console(file=shown, force_terminal=True, width=60, height=6)
     args = Namespace(seconds=10.0, data=None, keep=False)
