@@ -96,7 +96,7 @@ _Column = tuple[float, Array, Array]  # a context, batches, and the time between
 
 
 def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
-    """Return what was measured at each context, by the actual mean context."""
+    """Return the measured batches and times of each context, by its actual mean length."""
     found: dict[int, list[DecodePoint]] = {}
     for point in decode:
         found.setdefault(point.asked, []).append(point)

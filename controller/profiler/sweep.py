@@ -195,7 +195,7 @@ def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodeP
         within = np.array([at for at in stream.event_times if begin <= at <= end])
         steps = (len(within) - 1) * per_event
         if steps < tokens * TOGETHER_MIN:
-            raise NotTogether("the engine does not run so many at once for long enough")
+            raise NotTogether("the engine does not run this many requests at once for long enough")
         before = sum(at < begin for at in stream.event_times) * per_event
         itl.append(_step_s(within) / per_event * 1e3)
         contexts.append((stream.prompt_tokens or asked) + before + steps / 2)

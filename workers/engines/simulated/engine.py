@@ -95,7 +95,7 @@ class SimulatedEngine:
             rank.limit_batch(share)
 
     def phase(self) -> Phase:
-        """Return what the rank does that has been busy for longest."""
+        """Return the phase of the rank that has been busy longest."""
         if len(self.each) == 1:
             return self.each[0].phase
         working = [rank.phase for rank in self.each if rank.phase is not IDLE]
