@@ -1,1 +1,1 @@
-"""`holdfast simulate`: whole fleets through faults in virtual time, with production's own deciders."""
+"""`holdfast simulate`: runs the production deciders of a whole fleet through faults in virtual time."""

@@ -1,4 +1,4 @@
-"""`python -m controller.simulator`: the same as `holdfast simulate`."""
+"""Entry point of `python -m controller.simulator`, the same as `holdfast simulate`."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`holdfast simulate`: play the deciders through faults in virtual time, and say what came of it."""
+"""The `holdfast simulate` command: runs seeded fault histories in virtual time and reports on them."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from controller.simulator.rates import PRESETS
 
-# The least and the most that a flag takes, and what the most is.
+# The minimum and maximum of each flag, and a remark on the maximum.
 RANGES: dict[str, tuple[float, float, str]] = {
     "workers": (1, 1000, ""),
     "minutes": (1, 7 * 24 * 60, " (a week)"),
@@ -25,32 +25,37 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_FOUND = 0, 1, 2, 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.description = (
-        "Play the deciders through a seeded history of faults in virtual time, and check every invariant "
-        "all along. Exit status 3: an invariant was broken."
+        "Run the deciders through a seeded history of faults in virtual time, and check every invariant "
+        "throughout. Exit status 3: an invariant was violated."
     )
     add = partial(parser.add_argument, type=int)
-    add("--seed", default=1, metavar="N", help="which history (default: %(default)s)")
-    add("--runs", default=1, metavar="K", help="play K seeds, from N on (default: %(default)s)")
-    add("--processes", default=1, metavar="P", help="cores for --runs (default: %(default)s)")
-    add("--workers", default=16, metavar="W", help="size of the fleet (default: %(default)s)")
-    add("--minutes", type=float, default=60.0, metavar="M", help="virtual minutes (default: 60)")
-    text = "divide the workers' faults as this field study found them"
+    add("--seed", default=1, metavar="N", help="seed of the history (default: %(default)s)")
+    add("--runs", default=1, metavar="K", help="run K seeds, starting at N (default: %(default)s)")
+    add("--processes", default=1, metavar="P", help="worker processes for --runs (default: %(default)s)")
+    add("--workers", default=16, metavar="W", help="number of workers in the fleet (default: %(default)s)")
+    add("--minutes", type=float, default=60.0, metavar="M", help="virtual minutes to simulate (default: 60)")
+    text = "distribute the workers' faults as this field study measured them"
     parser.add_argument("--rates", choices=sorted(PRESETS), help=text)
     add("--tp", default=8, metavar="T", help="GPUs per worker, for --rates (default: %(default)s)")
     text = (
-        "play every request token by token through the frontend's request machine, and check it as well: waiting, "
+        "simulate every request token by token through the frontend's request machine, and check it as well: waiting, "
         "moves with and without the KV cache, convictions, deadlines, clients that disconnect"
     )
     parser.add_argument("--live-requests", action="store_true", help=text)
-    add("--dump", type=Path, metavar="FILE", help="write the history as JSON lines")
-    text = "tell one scenario instead: a GPU of one of 16 groups fails with 23 requests in flight"
+    add("--dump", type=Path, metavar="FILE", help="write the history to FILE as JSON lines")
+    text = "run one scenario instead: a GPU of one of 16 groups fails with 23 requests in flight"
     parser.add_argument("--scenario", choices=("group-failure",), help=text)
-    text = "capacity over the SLO, for --scenario (default: %(default)s)"  # 15 of 16 groups still carry it
+    text = "capacity as a multiple of the SLO, for --scenario (default: %(default)s)"  # 15 of 16 groups still meet it
     add("--provisioned", type=float, default=1.067, metavar="X", help=text)
     add(
-        "--spares", default=0, metavar="N", help="spare groups besides, for --scenario (default: %(default)s)"
+        "--spares",
+        default=0,
+        metavar="N",
+        help="additional spare groups, for --scenario (default: %(default)s)",
     )
-    parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help="how to report")
+    parser.add_argument(
+        "-o", dest="output", choices=("text", "json"), default="text", help="output format (default: text)"
+    )
 
 
 def run_cli(args: argparse.Namespace) -> int:
@@ -98,9 +103,11 @@ def _sweep(args: argparse.Namespace) -> int:
 def command(
     seed: int, workers: int, minutes: float, rates: str | None = None, *, live_requests: bool = False
 ) -> str:
-    """Return the command that plays a seed again."""
+    """Return the command line that runs a seed again."""
     flags = (f" --rates {rates}" if rates else "") + (" --live-requests" if live_requests else "")
-    exact = int(minutes) if minutes == int(minutes) else minutes  # every digit counts
+    exact = (
+        int(minutes) if minutes == int(minutes) else minutes
+    )  # keep every digit: a rounded duration would run another history
     return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
 
 
@@ -109,16 +116,16 @@ def _wrong(args: argparse.Namespace) -> str:
         value = getattr(args, flag)
         if not least <= value <= most:
             shown = f"{value:g}" if isinstance(value, float) else value
-            return f"--{flag} {shown}: give a number from {least} to {most}{what}"
+            return f"--{flag} {shown}: must be a number from {least} to {most}{what}"
     if args.dump is not None and args.runs > 1:
-        return "--dump writes one history: leave --runs away"
+        return "--dump writes a single history: omit --runs"
     if args.scenario is not None and args.output == "json":
-        return "--scenario is told in words: leave -o json away"
+        return "--scenario prints text only: omit -o json"
     if args.live_requests and args.scenario is not None:
-        return "--live-requests is for seeds: leave --scenario away"
+        return "--live-requests applies to seeds: omit --scenario"
     if args.spares and args.scenario is None:
-        return "--spares is for --scenario: a seed draws its own"
-    return f"--tp {args.tp}: a worker has at least one GPU" if args.tp < 1 else ""
+        return "--spares applies to --scenario only: a seed draws its own number of spares"
+    return f"--tp {args.tp}: a worker needs at least one GPU" if args.tp < 1 else ""
 
 
 def _report(args: argparse.Namespace, result: Any) -> None:

@@ -1,13 +1,13 @@
-"""How often do accelerators fail in the field, and what does that cost a fleet?
+"""Accelerator failure rates from field studies, and what they cost a fleet.
 
-Two figures that are easily taken for one another are kept apart:
+Two figures that are easily confused are kept apart:
 
 - *failure events per day* depends on the number of devices alone. Grouping devices into tensor-parallel groups does
   not change it;
-- *GPU-hours lost per day* = events × tp × time to repair: a failing device takes its whole group along.
+- *GPU-hours lost per day* = events × tp × time to repair: a failing device takes its whole group out of service.
 
-There is no "once a day": a preset is a rate per GPU-day or per node-day with its source, and `mtbf_hours` follows
-from the size of the fleet. A 3 % annual failure rate at 1,000 GPUs is one failure in 12 days; once a day needs 36.5 %.
+No preset assumes "one failure a day". A preset is a rate per GPU-day or per node-day with its source, and `mtbf_hours`
+follows from the size of the fleet. A 3 % annual failure rate at 1,000 GPUs is one failure in 12 days; one a day needs 36.5 %.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ FAULTS = ("crash", "hang", "device", "error", "corrupt", "slow", "network")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """One field study: how often, and of which kind.
+    """The failure rate and fault mix that one field study measured.
 
-    `per_gpu_day` counts failures of any cause for one GPU in one day. `mix` says how the failures divide over the
-    kinds that the simulator knows; its shares add up to 1. `gpu_share` is the part that is the GPU's own fault, None
-    where the source does not say. `mttr_hours` is the mean time until the capacity is back.
+    `per_gpu_day` counts failures of any cause per GPU and day. `mix` distributes the failures over the fault kinds of
+    the simulator; its shares add up to 1. `gpu_share` is the share caused by the GPU itself, None where the source does
+    not give it. `mttr_hours` is the mean time until the capacity is restored.
     """
 
     name: str
@@ -45,8 +45,10 @@ class Rates:
 
 
 def mtbf_hours(gpus: int, afr: float) -> float:
-    """Return the mean time between failures of a fleet in hours: 8,760 / (GPUs × annual failure rate). Raise ValueError where
-    nothing ever fails."""
+    """Return the mean time between failures of a fleet in hours: 8,760 / (GPUs × annual failure rate).
+
+    Raise ValueError for a fleet without GPUs or a rate of 0.
+    """
     if gpus < 1 or afr <= 0:
         raise ValueError(
             f"a fleet of {gpus} GPUs with an annual failure rate of {afr} has no time between failures"
@@ -54,8 +56,8 @@ def mtbf_hours(gpus: int, afr: float) -> float:
     return HOURS_PER_YEAR / (gpus * afr)
 
 
-# The classes of a study: how often each was counted, and what it looks like to a fleet. Maintenance and host parts take
-# the process down; a NIC or a switch cuts it off; a watchdog is a hang; a hot GPU throttles.
+# The fault classes of each study: the count, and the fault kind that the fleet observes. Maintenance and host parts stop
+# the process; a NIC or a switch disconnects it; a watchdog is a hang; a hot GPU throttles.
 LLAMA3_CLASSES: Mapping[str, tuple[int, str]] = {
     "faulty GPU": (148, "device"), "GPU HBM3": (72, "device"), "software": (54, "error"),
     "network switch or cable": (35, "network"), "host maintenance": (32, "crash"), "GPU SRAM": (19, "device"),
@@ -125,7 +127,10 @@ PRESETS: Mapping[str, Rates] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a preset means for a fleet. The two losses are never added up: they answer different questions."""
+    """The failures that a preset predicts for a fleet.
+
+    The two loss figures are never added up: they answer different questions.
+    """
 
     rates: Rates
     gpus: int

@@ -1,4 +1,4 @@
-"""What a run came to, for people and for programs."""
+"""Formats the result of a simulation run as text and as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +10,7 @@ from controller.simulator.world.scenario import Scenario
 
 
 def forecast(rates: str | None, workers: int, tp: int) -> Forecast | None:
-    """Return what a preset means for a fleet of `workers` groups of `tp` GPUs."""
+    """Return what a preset predicts for a fleet of `workers` groups of `tp` GPUs."""
     return None if rates is None else Forecast(rates=PRESETS[rates], gpus=workers * tp, tp=tp)
 
 
@@ -81,7 +81,7 @@ def _head(result: Result) -> str:
 
 
 def _besides(scenario: Scenario) -> str:
-    """Return what else there is in this world."""
+    """Return the scenario's spares, planners and request slots as text."""
     planning, crowd = scenario.planning, scenario.crowd
     found = [f"{scenario.spares} spares"] if scenario.spares else []
     if planning is not None:

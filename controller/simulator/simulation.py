@@ -1,4 +1,4 @@
-"""One run: the played world around the real deciders, watched all the time."""
+"""One simulation run: a simulated world around the real deciders, checked at every step."""
 
 import contextlib
 import gc
@@ -43,7 +43,7 @@ from events.order import OutOfOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to. `violation` None: every invariant held."""
+    """The result of one run. `violation` is None if every invariant held."""
 
     scenario: Scenario
     violation: Violation | None
@@ -67,16 +67,16 @@ class Result:
 
 
 class Simulation(SimulatedWorld):
-    """The world of one seed. `run` plays it to the end or to the first broken invariant."""
+    """The simulated world of one seed. `run` plays it to the end or to the first violated invariant."""
 
     def __init__(
         self, scenario: Scenario, seams: Seams | None = None, *, live_requests: bool = False
     ) -> None:
-        """`live_requests`: play each request token by token."""
+        """Build the world; with `live_requests`, simulate each request token by token."""
         self.scenario, self._live_requests = scenario, live_requests
         self.seams = seams or Seams()
         self.kernel = kernel = Kernel(scenario.seed)
-        self.notes: list[tuple[int, int, str]] = []  # when, after which event, what
+        self.notes: list[tuple[int, int, str]] = []  # time in microseconds, sequence of the last event, text
         self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
         invariants = ALL_INVARIANTS if live_requests else INVARIANTS
         self.watch = InvariantWatch(self, invariants)
@@ -97,7 +97,7 @@ class Simulation(SimulatedWorld):
         )
 
     def run(self) -> Result:
-        """Play the scenario, to its end or to the first invariant that is broken; that one is in the result."""
+        """Play the scenario to its end or to the first violated invariant, which is then in the result."""
         began = time.perf_counter()
         violation = None
         try:
@@ -110,18 +110,18 @@ class Simulation(SimulatedWorld):
         return self._result(violation, time.perf_counter() - began)
 
     def policy(self) -> FleetPolicy:
-        """Return the policy with which a controller would be started now."""
+        """Return the policy that a controller started now would use."""
         return self.scenario.policies[-1 if self.kernel.now >= self.scenario.change_at else 0]
 
     def believed(self) -> Fleet:
-        """Return the fleet as the leader sees it, or else as everybody who read everything would."""
+        """Return the fleet as the leader sees it; without a leader, the fold of the whole journal."""
         for controller in self.controllers:
             if controller.up and controller.leading and not controller.paused:
                 return controller.replica.fleet
         return self.watch.reference.shown
 
     def outboxes(self) -> list[SimulatedOutbox]:
-        """Return what all processes that are up have still to say."""
+        """Return the outboxes of all running processes."""
         boxes = [c.outbox for c in self.controllers if c.up] + [f.outbox for f in self.frontends if f.up]
         boxes += [p.outbox for p in self.planners if p.up] + [
             m.outbox for m in self.machines.values() if m.up
@@ -129,7 +129,7 @@ class Simulation(SimulatedWorld):
         return [*boxes, self.scaling.outbox] if self.scaling is not None else boxes
 
     def history(self) -> Iterator[str]:
-        """Yield everything that happened as JSON lines: every event of the journal, and every fault between them."""
+        """Yield the history as JSON lines: every event of the journal, and every fault in between."""
         notes = iter([*self.notes, (0, len(self.broker.events) + 1, "")])
         note = next(notes)
         for event in self.broker.events:
@@ -160,7 +160,7 @@ class Simulation(SimulatedWorld):
         )  # fmt: skip
 
     def _one_more(self, model: str) -> Machine:
-        """Make the place of one worker more."""
+        """Add one more worker of a model, and return its machine."""
         models, index = self.scenario.models, len(self.machines)
         while models[index % len(models)] != model:
             index += 1
@@ -233,7 +233,7 @@ class Simulation(SimulatedWorld):
         self.watch.end()
 
     def begin(self) -> None:
-        """Let everything be about to start, and the faults about to strike."""
+        """Schedule the start of every process and of the faults."""
         kernel, chance = self.kernel, self.kernel.chance("start")
         for machine in self.machines.values():
             kernel.after(int(chance.random() * self.scenario.late), machine.start)
@@ -252,7 +252,7 @@ class Simulation(SimulatedWorld):
             kernel.after(self.scenario.change_at, self._change_policy)
 
     def _change_policy(self) -> None:
-        """Restart the controllers with another policy, one after another."""
+        """Restart the controllers one after another with the next policy."""
         self._note("another policy")
         for i, controller in enumerate(self.controllers):
             self.kernel.after(i * 45 * SECOND, controller.crash)
@@ -297,7 +297,7 @@ class Simulation(SimulatedWorld):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the production code that logs; a virtual hour of it would be a flood."""
+    """Suppress the production code's logs, which would be too many in a virtual hour."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -308,7 +308,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Let nobody look for cycles in a run: it leaves next to none, and goes as a whole when it is over."""
+    """Disable the garbage collector during a run, which creates almost no cycles and is freed as a whole afterwards."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -316,7 +316,7 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-        gc.collect(1)  # what was made meanwhile; older things are nobody's business here
+        gc.collect(1)  # only the generations of objects created by this run
 
 
 def simulate(
@@ -328,9 +328,10 @@ def simulate(
     seams: Seams | None = None,
     live_requests: bool = False,
 ) -> Result:
-    """Play one seed for so many virtual minutes and return what came of it, a broken invariant included.
+    """Run one seed for `minutes` virtual minutes and return the result, including a violated invariant.
 
-    With `rates`, a preset's name, the workers' faults divide as that field study says; raise KeyError for no preset.
+    With `rates`, a preset's name, the workers' faults follow the mix of that field study. Raise KeyError for an unknown
+    preset.
     """
     with uncollected():
         return Simulation(draw(seed, workers, minutes, rates), seams, live_requests=live_requests).run()

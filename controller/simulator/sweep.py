@@ -1,4 +1,4 @@
-"""Many seeds, on several cores."""
+"""Runs many seeds on several cores."""
 
 import multiprocessing
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from controller.simulator.simulation import Result, simulate
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """Which history to play."""
+    """The parameters of one run in a sweep."""
 
     seed: int
     workers: int
@@ -20,7 +20,7 @@ class SweepRun:
 
 
 def play(run: SweepRun) -> Result:
-    """Play one history. An exception out of it says which one it was."""
+    """Run one seed. An exception carries a note that names the run."""
     try:
         return simulate(run.seed, run.workers, run.minutes, rates=run.rates, live_requests=run.live_requests)
     except Exception as error:
@@ -29,7 +29,7 @@ def play(run: SweepRun) -> Result:
 
 
 def sweep(runs: Iterable[SweepRun], processes: int) -> Iterator[Result]:
-    """Yield the results of all runs, in their order."""
+    """Yield the results of all runs, in the order of the runs."""
     if processes == 1:
         yield from map(play, runs)
         return

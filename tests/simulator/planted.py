@@ -1,7 +1,7 @@
-"""Faults that were built in on purpose, to show that the simulator would find them.
+"""Planted faults, which the simulator must find.
 
-Each swaps one piece through a seam of the simulator. Most are mistakes that were really made somewhere: in the design
-seed (B3, B4, B22), in the field, or in a draft of ours.
+Each replaces one piece through a seam of the simulator. Most are mistakes that were actually made somewhere: in the design
+seed (B3, B4, B22), in the field, or in an earlier draft of this project.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ FAR = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """One built-in fault: what is wrong, and the invariants of which any may be the first to break."""
+    """One planted fault: what is wrong, and the invariants of which any may be the first to break."""
 
     says: str
     seams: Seams
@@ -55,7 +55,7 @@ class Planted:
 
 
 class RawOrder(Order[Fleet]):
-    """Folds in the order of the stream, as if a controller had read everything that lies before its decision."""
+    """Folds in stream order, as if a controller had read everything that precedes its decision."""
 
     def _decide(self, event: Recorded, decision: Decision) -> None:
         self.settled = self.evolve(self.shown, event)
@@ -65,14 +65,14 @@ class RawOrder(Order[Fleet]):
 
 
 class ForgetfulOrder(Order[Fleet]):
-    """Folds a repetition a second time."""
+    """Folds a repeated fact a second time."""
 
     def _is_new(self, event: Recorded) -> bool:
         return True
 
 
 def _evolving(change: Callable[[Fleet, Any], Any]) -> Callable[[Fleet, Recorded], Fleet]:
-    """Return a fold that is told something other than what was recorded."""
+    """Return a fold that receives a changed fact instead of the recorded one."""
 
     def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
         return deciders.evolve(fleet, replace(recorded, fact=change(fleet, recorded.fact)))
@@ -94,14 +94,14 @@ def _any_instance(fleet: Fleet, fact: Any) -> Any:
 
 
 def _timeouts_are_silence(fleet: Fleet, fact: Any) -> Any:
-    """Take a canary that times out for a worker that is silent, although its engine answers others."""
+    """Treat a canary that times out as a silent worker, although its engine answers other requests."""
     if isinstance(fact, CanaryFailed) and fact.engine_went_on:
         return WorkerSilent(worker=fact.worker, instance=fact.instance, observer="canary", silent_s=5.0)
     return fact
 
 
 def _joins_anew(fleet: Fleet, recorded: Recorded) -> Fleet:
-    """Take a second registration of the same instance for a new life."""
+    """Treat a second registration of the same instance as a new instance."""
     fact = recorded.fact
     if isinstance(fact, WorkerJoined):
         others = {name: worker for name, worker in fleet.workers.items() if name != fact.worker}
@@ -110,7 +110,7 @@ def _joins_anew(fleet: Fleet, recorded: Recorded) -> Fleet:
 
 
 def _never_resets(fleet: Fleet, recorded: Recorded) -> Fleet:
-    """Count failures over a worker's whole life: a success does not reset them (B1)."""
+    """Count failures over a worker's whole life: a success does not reset the count (B1)."""
     after = deciders.evolve(fleet, recorded)
     fact = recorded.fact
     before = fleet.workers.get(fact.worker) if isinstance(fact, CanaryPassed) else None
@@ -124,7 +124,7 @@ def _never_resets(fleet: Fleet, recorded: Recorded) -> Fleet:
 
 
 def _trial_without_end(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Never see a trial's deadline (B3)."""
+    """Ignore the deadline of a trial (B3)."""
     workers = {
         name: replace(w, breaker=replace(w.breaker, deadline=w.breaker.deadline + timedelta(days=1)))
         if w.breaker.deadline is not None
@@ -135,7 +135,7 @@ def _trial_without_end(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tupl
 
 
 def _stale_budget(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Reckon the budget on the state before the other machines decided: whoever is newly out is not in it."""
+    """Compute the budget on the state before the other machines decided: workers newly out of service are missing in it."""
     decided = deciders.settle(policy, fleet, now)
     known = {name for name, worker in fleet.workers.items() if worker.in_doubt}
     return _numbered(fleet, [d for d in decided if not isinstance(d, WeightCapped) or d.worker in known])
@@ -153,7 +153,7 @@ def _sticky_knobs(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Dec
 
 
 def _margin_alone(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Leave a level only a whole margin above its entry, whatever is provisioned."""
+    """Leave a level only a full margin above its entry, whatever is provisioned."""
     ladder = policy.degradation
     kept = [
         d
@@ -167,7 +167,7 @@ def _margin_alone(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Dec
 
 
 def _no_last(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Keep no worker that canaries convict, whatever the policy says of a model's last."""
+    """Keep no worker in service that canaries convict, even if it is the model's last."""
     careless = replace(policy, budget=replace(policy.budget, keep_last=False))
     if fleet.policy == policy.adopted:
         fleet = replace(fleet, policy=careless.adopted)
@@ -178,13 +178,13 @@ def _no_last(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision
 
 
 def _never_outvoted(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Count no contradiction of an agreed golden, however many workers share it."""
+    """Ignore all contradictions of an agreed golden, however many workers share them."""
     goldens = {key: replace(state, contradictions=()) for key, state in fleet.goldens.items()}
     return deciders.settle(policy, replace(fleet, goldens=goldens), now)
 
 
 def _no_trial_at_once(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Let a worker wait for its breaker's time although the goldens that convicted it were outvoted."""
+    """Let an acquitted worker wait for its breaker although the goldens that convicted it were outvoted."""
     workers = {
         name: replace(worker, breaker=replace(worker.breaker, retry_now=False))
         for name, worker in fleet.workers.items()
@@ -199,7 +199,7 @@ def _no_trial_at_once(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple
 
 
 def _full_weight(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Bring workers back without a look at what their devices leave them."""
+    """Restore a worker's weight without applying its device limits."""
     return tuple(
         replace(d, weight=d.unlimited, unlimited=None)
         if isinstance(d, HealthChanged) and d.unlimited and d.reason != "device_limit"
@@ -229,7 +229,7 @@ def _shown_as_settled(order: Order[Fleet]) -> Stored:
 
 
 class HealthAlone(EndpointTable):
-    """Lets requests go wherever a worker is not dead."""
+    """Allows requests to every worker that is not dead."""
 
     def absorb(self, fleet: Fleet) -> TableChange:
         change = super().absorb(fleet)
@@ -239,7 +239,7 @@ class HealthAlone(EndpointTable):
 
 
 class SparesServe(EndpointTable):
-    """Lets requests go to spares that are well."""
+    """Allows requests to healthy spares."""
 
     def absorb(self, fleet: Fleet) -> TableChange:
         change = super().absorb(fleet)
@@ -253,7 +253,7 @@ class SparesServe(EndpointTable):
 def _one_more(
     decided: tuple[Decision, ...], fleet: Fleet, now: datetime, wrong: Callable[[Worker, Worker], bool]
 ) -> tuple[Decision, ...]:
-    """Add to what is decided that a spare takes the place of another worker of its kind, if the two are as `wrong` says."""
+    """Add a decision that a spare replaces another worker of its kind, for the first pair for which `wrong` is true."""
     after = fleet
     for one in decided:
         after = deciders.evolve(after, Recorded(seq=0, at=now, fact=one, id=f"decision:{one.number}"))
@@ -287,7 +287,7 @@ def _hasty_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Deci
 
 
 def _unready_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Take any spare that lives, well or not."""
+    """Accept any living spare, even one that is not ready."""
     return _one_more(
         deciders.settle(policy, fleet, now),
         fleet,
@@ -303,7 +303,7 @@ def _no_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decisio
 
 
 def _keeps_its_place(fleet: Fleet, recorded: Recorded) -> Fleet:
-    """Leave the lost worker its place, as if the spare were one more."""
+    """Leave the lost worker its place, as if the spare were an additional worker."""
     after, fact = deciders.evolve(fleet, recorded), recorded.fact
     if not isinstance(fact, SpareActivated) or fact.replaces not in fleet.workers:
         return after
@@ -312,7 +312,7 @@ def _keeps_its_place(fleet: Fleet, recorded: Recorded) -> Fleet:
 
 
 def _role_of_a_life(fleet: Fleet, recorded: Recorded) -> Fleet:
-    """Let each life begin as it registers: who has lost his place serves beside the one who has it."""
+    """Reset the role with each registration: a replaced worker serves beside the one that has its place."""
     after, fact = deciders.evolve(fleet, recorded), recorded.fact
     if not isinstance(fact, WorkerJoined) or fact.worker not in after.workers:
         return after
@@ -321,14 +321,14 @@ def _role_of_a_life(fleet: Fleet, recorded: Recorded) -> Fleet:
 
 
 class OneLine(Line):
-    """First come, first served, whatever the tier."""
+    """Serves queued requests in order of arrival, whatever their tier."""
 
     def head(self, now: float) -> QueuedRequest | None:
         return min(self, key=lambda request: request.since, default=None)
 
 
 def _planning(**changed: Any) -> Callable[..., Planner]:
-    """Return what makes planners of a policy that is changed so."""
+    """Return a factory of planners with a changed policy."""
 
     def make(name: str, policy: PlannerPolicy, *others: Any) -> Planner:
         return Planner(name, replace(policy, **changed), *others)
@@ -337,7 +337,7 @@ def _planning(**changed: Any) -> Callable[..., Planner]:
 
 
 class ToNothing(Planner):
-    """Lets all go where nothing is told of, or nothing comes."""
+    """Removes all workers when no traffic is reported or none arrives."""
 
     def decide(self, seen: PlannerOutlook) -> list[Proposal]:
         return [
@@ -347,7 +347,7 @@ class ToNothing(Planner):
 
 
 class Untroubled(Planner):
-    """Takes minutes of which nobody tells for such in which nothing came."""
+    """Treats minutes without a traffic report as minutes without traffic."""
 
     def decide(self, seen: PlannerOutlook) -> list[Proposal]:
         views = {
@@ -358,7 +358,7 @@ class Untroubled(Planner):
 
 
 class SelfWilled(Planner):
-    """Plans on, whatever an operator has set."""
+    """Ignores the size that an operator has set."""
 
     def decide(self, seen: PlannerOutlook) -> list[Proposal]:
         views = {model: replace(view, set_by_operator=None) for model, view in seen.views.items()}
@@ -377,7 +377,7 @@ PLANTED: dict[str, Planted] = {
         ("folds_agree",),
     ),
     "stragglers": Planted(
-        "the breaker takes outcomes of requests that were sent before it last moved",
+        "the breaker counts outcomes of requests that were sent before it last moved",
         Seams(evolve=_evolving(_no_straggler)),
         ("no_straggler",),
     ),
@@ -387,27 +387,27 @@ PLANTED: dict[str, Planted] = {
         ("in_a_row",),
     ),
     "endless_trial": Planted(
-        "a trial whose result never comes keeps the breaker half-open for ever",
+        "a trial without a result keeps the breaker half-open for ever",
         Seams(settle=_trial_without_end),
         ("trials_end", "all_well"),
     ),
     "no_fence": Planted(
-        "the journal takes decisions of a controller that has not read the last one",
+        "the journal accepts decisions of a controller that has not read the last one",
         Seams(fence=lambda after, decided: True),
         ("decisions_gapless", "one_writer"),
     ),
     "half_a_batch": Planted(
-        "a batch can land in part",
+        "a batch can be stored in part",
         Seams(lands=_first_half),
         ("batch_is_whole",),
     ),
     "stale_budget": Planted(
-        "the ejection budget is reckoned before the others have decided",
+        "the ejection budget is computed before the other machines have decided",
         Seams(settle=_stale_budget),
         ("ejection_budget", "quiescence"),
     ),
     "timeouts_are_silence": Planted(
-        "a canary that times out on a busy worker is taken for silence",
+        "a canary that times out on a busy worker is treated as silence",
         Seams(evolve=_evolving(_timeouts_are_silence)),
         ("lateness_keeps_one",),
     ),
@@ -422,12 +422,12 @@ PLANTED: dict[str, Planted] = {
         ("heard_is_not_silent",),
     ),
     "any_instance": Planted(
-        "what concerns a worker's former life is held against its present one",
+        "evidence about a worker's former instance counts against the current one",
         Seams(evolve=_evolving(_any_instance)),
         ("own_instance",),
     ),
     "sticky_knobs": Planted(
-        "leaving the last level does not open the door again",
+        "leaving the last level does not accept requests again",
         Seams(settle=_sticky_knobs),
         ("all_knobs",),
     ),
@@ -437,7 +437,7 @@ PLANTED: dict[str, Planted] = {
         ("full_capacity",),
     ),
     "no_last": Planted(
-        "canaries may take the last serving worker of a model out",
+        "canaries may take the last serving worker of a model out of service",
         Seams(settle=_no_last),
         ("canaries_leave_one",),
     ),
@@ -447,12 +447,12 @@ PLANTED: dict[str, Planted] = {
         ("all_well",),
     ),
     "no_trial_at_once": Planted(
-        "a worker that an outvoted golden convicted waits for its breaker's time",
+        "a worker convicted by an outvoted golden waits until its breaker is due",
         Seams(settle=_no_trial_at_once),
         ("acquitted_are_tried",),
     ),
     "full_weight": Planted(
-        "a worker comes back at full weight although a device limits it",
+        "a worker returns at full weight although a device limits it",
         Seams(settle=_full_weight),
         ("limits_obeyed",),
     ),
@@ -462,7 +462,7 @@ PLANTED: dict[str, Planted] = {
         ("limits_decided", "limits_obeyed"),
     ),
     "fire_and_forget": Planted(
-        "a fact whose acknowledgement does not come is not sent again",
+        "a fact without an acknowledgement is not sent again",
         Seams(gives_up=_loses_silence),
         ("nothing_lost",),
     ),
@@ -477,12 +477,12 @@ PLANTED: dict[str, Planted] = {
         ("spares_wait",),
     ),
     "hasty_spare": Planted(
-        "a worker's place is given away for mere doubt",
+        "a worker's place is given away because of doubt alone",
         Seams(settle=_hasty_spare),
         ("places_fit",),
     ),
     "unready_spare": Planted(
-        "a spare takes a place that is not well itself",
+        "a spare that is not ready takes a place",
         Seams(settle=_unready_spare),
         ("places_fit",),
     ),
@@ -497,57 +497,57 @@ PLANTED: dict[str, Planted] = {
         ("places_once", "places_fit"),
     ),
     "role_of_a_life": Planted(
-        "a worker that has lost its place has it again with its next life",
+        "a replaced worker regains its place with its next instance",
         Seams(evolve=_role_of_a_life),
         ("places_once",),
     ),
-    "nobody_wakes": Planted(
-        "those who wait look only when somebody comes",
+    "no_wakeup": Planted(
+        "queued requests are retried only when another one arrives",
         Seams(wakes=lambda: False),
         ("room_is_used",),
     ),
     "one_line": Planted(
-        "all tiers wait in one line",
+        "all tiers wait in one queue",
         Seams(lines=OneLine),
         ("tiers_ordered",),
     ),
     "never_late": Planted(
-        "whose time is over stays in line",
+        "a request stays queued after its timeout",
         Seams(leaves_late=lambda: False),
         ("late_is_not_sent",),
     ),
     "to_nothing": Planted(
-        "a planner lets the last worker go",
+        "a planner removes the last worker",
         Seams(planner=ToNothing),
         ("planner_floor",),
     ),
     "stale_planner": Planted(
-        "a planner does not ask how old the state store is",
+        "a planner ignores the age of the state store",
         Seams(planner=_planning(stale_s=100_000.0)),
         ("planner_fresh",),
     ),
     "untroubled": Planted(
-        "a planner takes silence for little traffic",
+        "a planner treats missing reports as low traffic",
         Seams(planner=Untroubled),
-        ("planner_knows",),
+        ("planner_needs_traffic",),
     ),
     "self_willed": Planted(
-        "a planner plans on against an operator",
+        "a planner overrides an operator",
         Seams(planner=SelfWilled),
-        ("planner_heeds",),
+        ("planner_obeys_operator",),
     ),
     "two_voices": Planted(
-        "the journal takes the proposals of two planners at once",
+        "the journal accepts the proposals of two planners at once",
         Seams(follows=lambda after, last: True),
         ("planner_in_turn", "planner_steady"),
     ),
     "restless": Planted(
-        "a planner proposes something else at each look",
+        "a planner makes another proposal at each tick",
         Seams(planner=_planning(up_cooldown_s=0.0, down_cooldown_s=0.0, changes_per_hour=10_000)),
         ("planner_steady",),
     ),
     "health_alone": Planted(
-        "frontends route to whatever is not dead",
+        "frontends route to every worker that is not dead",
         Seams(table=HealthAlone),
         ("verdict_obeyed",),
     ),

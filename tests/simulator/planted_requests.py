@@ -1,6 +1,6 @@
-"""Faults that were built into the request machine on purpose, to show that the simulator would find them.
+"""Planted faults of the request machine, which the simulator must find.
 
-Each wraps production's `step`: it changes the state or the event that goes in, or the effects that come out.
+Each wraps the production `step`: it changes the state or event that goes in, or the effects that come out.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from controller.simulator.world.seams import Seams
 
 
 def _before(change: Callable[[RequestState, Any], tuple[RequestState, Event] | None]) -> Seams:
-    """Return a machine that is given another state and event; None: it does not see this one."""
+    """Return a machine that receives a changed state and event; None hides the event."""
 
     def wrong(state: RequestState, event: Event, now: float) -> Next:
         changed = change(state, event)
@@ -30,7 +30,7 @@ def _before(change: Callable[[RequestState, Any], tuple[RequestState, Event] | N
 
 
 def _after(change: Callable[[RequestState, Any, Effects], Effects]) -> Seams:
-    """Return a machine whose effects are changed. `change` is given the state after the event."""
+    """Return a machine with changed effects. `change` receives the state after the event."""
 
     def wrong(state: RequestState, event: Event, now: float) -> Next:
         after, effects = step(state, event, now)
@@ -45,12 +45,12 @@ def _without(kind: type) -> Seams:
 
 
 def _ignoring(kind: type) -> Seams:
-    """Return a machine that does not see one kind of event."""
+    """Return a machine that ignores one kind of event."""
     return _before(lambda state, event: None if isinstance(event, kind) else (state, event))
 
 
 def _refused(reason: str) -> Seams:
-    """Return a machine that takes it for another failure that a worker has no room."""
+    """Return a machine that treats a rejection by a full worker as another failure."""
 
     def change(state: RequestState, event: Any) -> tuple[RequestState, Event]:
         if isinstance(event, on.AttemptFailed) and event.failure.reason == FULL:
@@ -61,13 +61,13 @@ def _refused(reason: str) -> Seams:
 
 
 def _last_failure(state: RequestState, event: Any) -> tuple[RequestState, Event]:
-    """Forget what failed first."""
+    """Forget the first failure."""
     move = state.move
     return (state if move is None else replace(state, move=replace(move, original=move.failure))), event
 
 
 def _forgets_move(state: RequestState, event: Any) -> tuple[RequestState, Event]:
-    """Take each failure for the first one."""
+    """Treat each failure as the first one."""
     failed = isinstance(event, on.AttemptFailed) and state.move is not None
     return (replace(state, move=None) if failed else state), event
 
@@ -79,7 +79,7 @@ def _always_continues(state: RequestState, event: Any) -> tuple[RequestState, Ev
 
 
 def _keeps_all(state: RequestState, event: Any) -> tuple[RequestState, Event]:
-    """Take all accepted tokens for such that the client has seen."""
+    """Treat all accepted tokens as received by the client."""
     if isinstance(event, on.Exposed):
         event = replace(event, answer=event.answer._replace(reached=event.answer.accepted))
     return state, event
@@ -100,7 +100,7 @@ def _forgets_workers(state: RequestState, event: Any) -> tuple[RequestState, Eve
 
 
 def _begins_anew(state: RequestState, event: Any, effects: Effects) -> Effects:
-    """Drop all tokens with each move, whatever the client has seen of them."""
+    """Drop all tokens with each move, whatever the client has received."""
     return (*effects, do.Rewind(0)) if isinstance(event, on.MovedOnPurpose) else effects
 
 
@@ -109,7 +109,7 @@ def _ends_twice(state: RequestState, event: Any, effects: Effects) -> Effects:
 
 
 def _switches_early(state: RequestState, event: Event, now: float) -> Next:
-    """Read the target before the source's last tokens have come."""
+    """Read the target before the source's last tokens have arrived."""
     after, effects = step(state, event, now)
     transfer = after.transfer
     if isinstance(event, on.TransferAdvanced) and transfer is not None and transfer.state == "committed":
@@ -118,23 +118,23 @@ def _switches_early(state: RequestState, event: Event, now: float) -> Next:
 
 
 def _stays_judging(state: RequestState, event: Event, now: float) -> Next:
-    """Leave the failure where it is once it is judged."""
+    """Keep the failure after it was judged."""
     after, effects = step(state, event, now)
     return (replace(after, failing=state.failing) if isinstance(event, on.Judged) else after), effects
 
 
 REFUSALS = {
     "refusal_fails": Planted(
-        "a refusal for want of room counts against the worker", _refused("engine_error"), ("refusal_is_no_fault",)
+        "a rejection by a full worker counts against the worker", _refused("engine_error"), ("refusal_is_no_fault",)
     ),
     "refusal_moves": Planted(
-        "a refusal for want of room is told as a migration", _refused("unhealthy"), ("refusal_is_no_failure",)
+        "a rejection by a full worker is reported as a migration", _refused("unhealthy"), ("refusal_is_no_failure",)
     ),
 }  # fmt: skip
 
 PLANTED_REQUESTS = {
     "no_cancel": Planted(
-        "the stream of a worker that was left is read on",
+        "the stream of an abandoned attempt is still read",
         _without(do.CancelStream),
         ("request_reads", "request_whole"),
     ),
@@ -142,9 +142,9 @@ PLANTED_REQUESTS = {
         "an ended request keeps its place at the worker", _without(do.LeaveWorker), ("request_whole",)
     ),
     "ends_twice": Planted("a request ends twice", _after(_ends_twice), ("request_ends",)),
-    "client_unheard": Planted("a client that has gone is not noticed", _ignoring(on.ClientGone), ("request_ends",)),
+    "client_unheard": Planted("a disconnected client is not noticed", _ignoring(on.ClientGone), ("request_ends",)),
     "begins_anew": Planted(
-        "a move drops tokens that the client has seen", _after(_begins_anew), ("request_tokens",)
+        "a move drops tokens that the client has received", _after(_begins_anew), ("request_tokens",)
     ),
     "switches_early": Planted(
         "a transfer does not wait for the source's last tokens", Seams(step=_switches_early), ("request_tokens",)
@@ -159,19 +159,19 @@ PLANTED_REQUESTS = {
     ),
     "waits_on": Planted("a request waits for ever", _ignoring(on.Tick), ("request_waits",)),
     "last_failure": Planted(
-        "the client is told the last failure", _before(_last_failure), ("request_told",)
+        "the client receives the last failure", _before(_last_failure), ("request_first_failure",)
     ),
     "forgets_move": Planted(
         "a second failure before a token forgets the first",
         _before(_forgets_move),
-        ("request_told", "request_reports"),
+        ("request_first_failure", "request_reports"),
     ),
     "outage_without_end": Planted(
-        "an outage goes on after the next token", _without(do.CountRestored), ("request_outages",)
+        "an outage continues after the next token", _without(do.CountRestored), ("request_outages",)
     ),
     "unreported": Planted("migrations are not reported", _without(do.ReportMigrated), ("request_reports",)),
     "always_continues": Planted(
-        "the policy on corruption is not obeyed", _before(_always_continues), ("request_policy",)
+        "the corruption policy is not applied", _before(_always_continues), ("request_policy",)
     ),
     "keeps_all": Planted(
         "tokens that may be wrong are kept although the client has none of them",

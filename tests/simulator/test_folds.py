@@ -1,4 +1,4 @@
-"""The folds of a run's processes are taken once for all, and compared with one that is nobody's."""
+"""The folds of a run share the results of equal steps, and are compared with an independent fold."""
 
 from datetime import UTC, datetime
 
@@ -24,7 +24,7 @@ def recorded(seq: int, fact: Observation) -> Recorded:
     return Recorded(seq, AT, fact, f"e{seq}")
 
 
-def test_a_step_is_taken_once_and_every_other_step_is_taken() -> None:
+def test_equal_steps_are_computed_once() -> None:
     taken: list[int] = []
 
     def counted(fleet: Fleet, event: Recorded) -> Fleet:
@@ -37,11 +37,11 @@ def test_a_step_is_taken_once_and_every_other_step_is_taken() -> None:
     assert fold(nothing, join) is one == evolve(Fleet(), join)
     two = fold(one, fail)
     assert fold(one, fail) is two == evolve(one, fail)
-    assert fold(Fleet(), join) == one  # equal is not the same: this step is another one
+    assert fold(Fleet(), join) == one  # an equal but not identical fleet is another step
     assert taken == [1, 2, 1]
 
 
-def test_a_fold_that_misses_a_fact_differs_also_when_it_was_right_before() -> None:
+def test_a_fold_that_misses_a_fact_differs_even_if_it_was_equal_before() -> None:
     before = evolve(Fleet(), recorded(1, JOINED))
     after = evolve(before, recorded(2, FAILED))
     assert differs(before, before, None, "f1") is None

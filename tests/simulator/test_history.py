@@ -1,4 +1,4 @@
-"""A seed is a history: byte for byte, in any process, under any hash seed."""
+"""A seed gives the same history byte for byte, in any process and under any hash seed."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def dump(to: Path, hash_seed: str, seed: int = 6, workers: int = 6, minutes: int = 40) -> bytes:
-    """Play a seed in a process of its own and return its history."""
+    """Run a seed in its own process and return its history."""
     subprocess.run(
         [sys.executable, "-m", "controller.simulator", "--seed", str(seed), "--workers", str(workers),
          "--minutes", str(minutes), "--dump", str(to)],
@@ -41,5 +41,5 @@ def test_a_run_leaves_nothing_behind_that_changes_the_next() -> None:
 
 
 def test_the_simulator_is_much_faster_than_time() -> None:
-    """The figure itself is measured in benchmarks; this only catches a fall by an order of magnitude."""
+    """Catches a slowdown by an order of magnitude; the exact figure is measured in benchmarks."""
     assert simulate(1, 16, 30.0).speed > 60

@@ -1,4 +1,4 @@
-"""Every planted fault is found within 200 seeds, by an invariant that speaks of it."""
+"""Every planted fault is found within 200 seeds, by an invariant that describes it."""
 
 import pytest
 from planted import PLANTED, Planted
@@ -16,7 +16,7 @@ PLAYED = PLANTED | REFUSALS
 
 
 def first_find(plant: Planted, *, live_requests: bool = False) -> Violation | None:
-    """Play seeds until one breaks an invariant: from 2 on, in which much happens, so that few are played."""
+    """Run seeds until one violates an invariant, starting at 2, an eventful seed, so that few are needed."""
     found = (
         simulate(seed, WORKERS, MINUTES, seams=plant.seams, live_requests=live_requests).violation
         for seed in range(2, 2 + SEEDS)

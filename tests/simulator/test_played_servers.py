@@ -1,4 +1,4 @@
-"""The played servers keep the promises that the real ones are tested for."""
+"""The simulated servers keep the guarantees for which the real ones are tested."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +16,7 @@ from events.observations import DrainRequested
 
 
 class Bench:
-    """A broker with a kernel of its own."""
+    """A broker with its own kernel."""
 
     def __init__(self) -> None:
         self.kernel = Kernel(1)
@@ -46,7 +46,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_time_runs_in_the_order_that_was_asked_for() -> None:
+def test_events_run_in_the_order_in_which_they_were_scheduled() -> None:
     kernel, seen = Kernel(1), list[str]()
     for name, delay in (("late", 2), ("first", 1), ("second", 1)):
         kernel.after(delay, seen.append, name)
@@ -58,7 +58,7 @@ def test_time_runs_in_the_order_that_was_asked_for() -> None:
     assert micros(timedelta(seconds=1.5)) == 1_500_000
 
 
-def test_chance_belongs_to_a_name() -> None:
+def test_each_name_has_its_own_random_stream() -> None:
     one, again, other = (Kernel(7).chance(name).random() for name in ("a", "a", "b"))
     assert one == again != other
 
@@ -74,7 +74,7 @@ def test_facts_arrive_once_and_in_order_through_loss_and_delay(bench: Bench) -> 
     assert bench.said.acknowledged == {"a.1": 40}
 
 
-def test_a_fact_whose_acknowledgement_is_lost_is_stored_again_past_the_duplicate_window(bench: Bench) -> None:
+def test_a_fact_with_a_lost_acknowledgement_is_stored_again_after_the_duplicate_window(bench: Bench) -> None:
     bench.broker.mute = True
     bench.outbox().observe(fact())
     bench.run(5)
@@ -105,7 +105,7 @@ def test_a_crash_loses_what_was_not_spooled_and_a_successor_sends_the_rest(
     assert bench.numbers == [*left, 1]
 
 
-def test_an_append_by_one_who_has_not_read_the_last_decision_is_refused_whole(bench: Bench) -> None:
+def test_an_append_is_rejected_whole_if_its_source_has_not_read_the_last_decision(bench: Bench) -> None:
     broker = bench.broker
     assert broker.append(bench.absorbed(1), source="c1", through=0, after=0)
     assert not broker.append(bench.absorbed(1), source="c2", through=0, after=0)

@@ -1,4 +1,4 @@
-"""The fleet's arithmetic of failure, row by row of the corrections to the seed's numbers (N1–N5)."""
+"""Failure arithmetic of a fleet, row by row of the corrections to the seed's numbers (N1–N5)."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ def test_n01_a_thousand_gpus_at_3_percent_fail_every_12_days_not_daily() -> None
     assert mtbf_hours(1000, 0.03) / 24 == pytest.approx(12.2, abs=0.05)
     assert [mtbf_hours(1000, afr) / 24 for afr in (0.05, 0.02)] == pytest.approx([7.3, 18.25], abs=0.05)
     assert mtbf_hours(1024, 0.03) == pytest.approx(285.2, abs=0.1)
-    assert mtbf_hours(1000, 0.365) == pytest.approx(24.0)  # what once a day would need
+    assert mtbf_hours(1000, 0.365) == pytest.approx(24.0)  # the rate that one failure a day would need
 
 
 def test_n01_a_fleet_without_gpus_or_failures_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Worlds whose workers get new weights one by one: the rules that keep a model in service are needed there, and are enough."""
+"""Rolling updates of weights: the rules that keep a model in service are necessary and sufficient."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,17 @@ from controller.simulator.world.scenario import draw
 from events.decisions import GoldenRetired, HealthChanged
 
 WORKERS, MINUTES = 5, 30.0
-TOLD, NOT_TOLD, LAST = 11, 5, 17  # seeds: engines tell, or do not; canaries convict all workers of a model
+TOLD, NOT_TOLD, LAST = (
+    11,
+    5,
+    17,
+)  # seeds: engines report their lineage, or do not; canaries convict all workers of a model
 
 pytestmark = pytest.mark.seeds
 
 
 def world(seed: int, **changed: dict[str, Any]) -> Simulation:
-    """The world of a seed, with some fields of its policies changed."""
+    """Return the world of a seed with some fields of its policies changed."""
     scenario, policies = draw(seed, WORKERS, MINUTES), []
     for policy in scenario.policies:
         parts = {name: replace(getattr(policy, name), **fields) for name, fields in changed.items()}
@@ -24,7 +28,7 @@ def world(seed: int, **changed: dict[str, Any]) -> Simulation:
     return Simulation(replace(scenario, policies=tuple(policies)))
 
 
-def test_where_engines_do_not_tell_the_old_goldens_are_outvoted_and_all_workers_return() -> None:
+def test_without_reported_lineage_old_goldens_are_outvoted_and_all_workers_return() -> None:
     played = world(NOT_TOLD)
     result = played.run()
     assert result.violation is None
@@ -33,7 +37,7 @@ def test_where_engines_do_not_tell_the_old_goldens_are_outvoted_and_all_workers_
     assert any(isinstance(fact, GoldenRetired) and fact.outvoted_by for fact in facts)
 
 
-def test_where_engines_tell_the_first_updated_workers_are_held_and_none_is_convicted_for_it() -> None:
+def test_with_reported_lineage_the_first_updated_workers_are_held_and_none_is_convicted() -> None:
     played = world(TOLD)
     result = played.run()
     assert result.violation is None

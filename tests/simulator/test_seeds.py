@@ -1,6 +1,6 @@
-"""Every invariant holds: in 200 seeds of a virtual hour (SEEDS of them, if that is set), and in those that once broke one
-(`make test-seeds`). `make test` plays
-half an hour of the first ones.
+"""Every invariant holds in 200 seeds of a virtual hour, and in seeds that once violated one.
+
+`make test-seeds` runs them all; the variable SEEDS changes their number. `make test` runs half an hour of the first ones.
 """
 
 import os
@@ -13,16 +13,17 @@ from controller.simulator.cli import command
 from controller.simulator.sweep import SweepRun, sweep
 
 SEEDS = int(os.environ.get("SEEDS", "200"))
-SHARE = 20  # of one test, so that they can run beside each other
-FIRST = 16  # with every `make test`, half an hour of each
+SHARE = 20  # seeds per test, so that tests can run in parallel
+FIRST = 16  # run by every `make test`, half an hour of each
 FIRST_SHARE = 8
-LIVE_MINUTES = 30.0  # token by token an hour takes 1.4 times as long to play
+LIVE_MINUTES = 30.0  # an hour with live requests takes 1.4 times as long
 FOUND = Path(__file__).with_name("seeds.txt")
 
 
 def broken(runs: Iterable[SweepRun]) -> list[str]:
-    """Play these and return what was broken, each with the command that plays it again. In this process: the tests
-    run beside each other, and to start another one costs as much as a seed.
+    """Run these and return the violations, each with the command that reproduces it.
+
+    They run in this process: the tests run in parallel, and starting another process costs as much as a seed.
     """
     found, runs = [], [*runs]
     for run, result in zip(runs, sweep(runs, 1), strict=True):
@@ -33,7 +34,7 @@ def broken(runs: Iterable[SweepRun]) -> list[str]:
 
 
 def once_broken() -> list[SweepRun]:
-    """Return the runs of seeds.txt: seed, workers, minutes, `live` where requests are played in full, then the cause."""
+    """Return the runs of seeds.txt: seed, workers, minutes, `live` for live requests, then the cause."""
     lines = [line.partition("#")[0].split() for line in FOUND.read_text().splitlines()]
     return [
         SweepRun(int(seed), int(workers), float(minutes), live_requests=live == ["live"])

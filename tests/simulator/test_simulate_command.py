@@ -1,4 +1,4 @@
-"""`holdfast simulate`: what it prints, and how it ends."""
+"""`holdfast simulate`: its output and its exit status."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ def run(*words: str) -> int:
     return run_cli(parser.parse_args(words))
 
 
-def test_a_run_says_what_happened_and_what_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_what_happened_and_what_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--seed", "4", "--workers", "4", "--minutes", "10") == 0
     said = capsys.readouterr().out
     assert "x real time" in said
@@ -54,16 +54,16 @@ def test_live_requests_are_checked_as_well(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(("minutes", "said"), [(60.0, "60"), (10_080.0, "10080"), (1.23456789, "1.23456789")])
-def test_the_command_to_play_it_again_plays_the_same(minutes: float, said: str) -> None:
+def test_the_command_that_repeats_a_run_has_its_exact_duration(minutes: float, said: str) -> None:
     assert command(7, 4, minutes) == f"holdfast simulate --seed 7 --workers 4 --minutes {said}"
 
 
-def test_several_seeds_take_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_seeds_print_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--runs", "3", "--workers", "3", "--minutes", "3") == 0
     assert capsys.readouterr().out.count("all invariants held") == 3
 
 
-def test_seeds_that_are_played_on_two_cores_are_told_in_their_order(
+def test_seeds_run_on_two_cores_are_reported_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("--seed", "5", "--runs", "6", "--processes", "2", "--workers", "1", "--minutes", "1") == 0
@@ -91,12 +91,12 @@ def test_a_history_is_dumped_as_json_lines(tmp_path: Path) -> None:
         ("--scenario", "group-failure", "--live-requests"),
     ],
 )
-def test_bad_numbers_get_one_sentence(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_print_one_line(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
     said = capsys.readouterr().err
     assert said.startswith("holdfast simulate: --") and said.count("\n") == 1
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_dump_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--workers", "2", "--minutes", "1", "--dump", str(tmp_path / "no" / "such")) == 1
     assert "cannot write" in capsys.readouterr().err

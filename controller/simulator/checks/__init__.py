@@ -1,1 +1,1 @@
-"""The invariants that every simulated history is held to."""
+"""The invariants that every simulated history must satisfy."""

@@ -1,4 +1,4 @@
-"""Checks of what was decided: against the ledger, against the policy, and by deciding again."""
+"""Invariants of decisions: checked against the ledger, against the policy, and by deciding again."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -50,7 +50,7 @@ BREAKER_FROM: dict[type[WorkerDecision], tuple[str, ...]] = {
     BreakerHalfOpened: ("open",),
     BreakerClosed: ("half_open",),
 }
-# The ladder as the design seed gives it. It leaves three of level 4's knobs open: they are those of level 3.
+# The degradation ladder of the design seed, which leaves three of level 4's knobs open: they are those of level 3.
 LADDER = (
     Knobs(),
     Knobs(batch_size=0.75),
@@ -63,16 +63,16 @@ VOTES = (GoldenProposed, GoldenDisputed, CanaryPassed, CanarySlow, WorkerJoined)
 
 @invariant("before")
 def decisions_gapless(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
-    """Decisions are numbered from 1 without a gap."""
+    """Decisions are numbered from 1 without gaps."""
     before = watch.ledger.number
     return None if fact.number == before + 1 else f"decision {fact.number} follows {before}"
 
 
 @invariant("before")
 def one_writer(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
-    """Whoever decides has read every earlier decision.
+    """A deciding controller has read every earlier decision.
 
-    Except those that were appended together with it.
+    Decisions appended in the same batch are exempt.
     """
     before = watch.decided
     if before is None or event.through >= before.seq:
@@ -84,9 +84,9 @@ def one_writer(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | 
 
 @invariant("before", WorkerDecision)
 def cause_is_real(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
-    """A decision's cause lies before it and concerns the same life of a worker.
+    """A decision's cause precedes it and concerns the same instance of the worker.
 
-    It must be among what the controller had read; `own_instance` looks at the life.
+    The cause must be among what the controller had read. `own_instance` checks the instance.
     """
     if not fact.cause:
         return None
@@ -101,24 +101,24 @@ def cause_is_real(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) 
 
 @invariant("appended")
 def batch_is_whole(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """What one append holds is exactly what is due where its controller had read."""
+    """One append holds exactly the decisions that were due at its controller's read position."""
     decisions = [e.fact for e in run if isinstance(e.fact, Decision)]
     if isinstance(decisions[0], Absorbed):
-        return None if len(decisions) == 1 else "Absorbed is followed by others in its batch"
+        return None if len(decisions) == 1 else "Absorbed is followed by other decisions in its batch"
     read = watch.shown[run[0].through]
     due = watch.seams.settle(watch.policy, read, decisions[0].decided_at)
     if tuple(decisions) != due:
-        return f"at {run[0].through} was due {_kinds(due)}, decided was {_kinds(decisions)}"
+        return f"at {run[0].through}, due were {_kinds(due)}, decided were {_kinds(decisions)}"
     return None
 
 
 @invariant("appended")
 def quiescence(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Right after a decision nothing more is due."""
+    """Right after a decision, no further decision is due."""
     last = run[-1].fact
     assert isinstance(last, Decision)
     more = watch.seams.settle(watch.policy, watch.reference.settled, last.decided_at)
-    return f"after decision {last.number} is due at once: {_kinds(more)}" if more else None
+    return f"after decision {last.number} , more is due at once: {_kinds(more)}" if more else None
 
 
 def _kinds(decisions: Sequence[Decision]) -> str:
@@ -127,13 +127,13 @@ def _kinds(decisions: Sequence[Decision]) -> str:
 
 @invariant("before", HealthChanged | BreakerMoved | DrainStarted)
 def dead_stays_dead(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
-    """Nothing is decided for a dead instance; only a new one lives."""
+    """No decision concerns a dead instance; only a new instance of the worker serves again."""
     return f"{fact.kind()} for {fact.instance}, which is dead" if fact.instance in watch.ledger.dead else None
 
 
 @invariant("before", HealthChanged)
 def legal_transition(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
-    """Health moves along the table, from where it was, at a fitting weight."""
+    """Health changes follow the transition table, start at the current status and carry a weight that fits."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     move = f"{fact.instance}: {fact.before} to {fact.after} ({fact.reason}) at weight {fact.weight}"
     if (fact.before, fact.after) not in LEGAL:
@@ -150,24 +150,26 @@ def legal_transition(watch: InvariantWatch, event: Recorded, fact: HealthChanged
 
 @invariant("before", HealthChanged)
 def limits_obeyed(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
-    """No decision gives a worker more than its devices leave it, as far as its controller has read."""
+    """No decision sets a worker's weight above what its devices allow, as far as its controller has read."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     left = entry.limit(event.through) if entry is not None else 1.0
-    return f"{fact.instance} gets {fact.weight}, its devices leave it {left}" if fact.weight > left else None
+    return (
+        f"{fact.instance} has weight {fact.weight}, its devices allow {left}" if fact.weight > left else None
+    )
 
 
 @invariant("before", BreakerMoved)
 def breaker_moves(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
-    """Breakers go closed, open, half-open, and from there open or closed: one trial."""
+    """A breaker goes from closed to open, from open to half-open, and from half-open to open or closed."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     if entry is not None and entry.position not in BREAKER_FROM[type(fact)]:
-        return f"{fact.kind()} of {fact.instance}, whose breaker was {entry.position}"
+        return f"{fact.kind()} of {fact.instance}, but its breaker was {entry.position}"
     return None
 
 
 @invariant("before", BreakerOpened | BreakerClosed)
 def no_straggler(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
-    """No outcome from before a breaker's last move moves it."""
+    """No outcome of a request sent before a breaker's last move changes the breaker."""
     entry = watch.ledger.of(fact.worker, fact.instance)
     match watch.ledger.observation(fact.cause)[1]:
         case CanaryResult(sent_under=under):
@@ -177,15 +179,15 @@ def no_straggler(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -
         case _:
             return None
     if entry is not None and under is not None and under < entry.moved_by:
-        return f"{fact.kind()} of {fact.instance} by an outcome sent under {under}, moved last by {entry.moved_by}"
+        return f"{fact.kind()} of {fact.instance} by an outcome sent under {under}, last moved by {entry.moved_by}"
     return None
 
 
 @invariant("before", BreakerOpened)
 def in_a_row(watch: InvariantWatch, event: Recorded, fact: BreakerOpened) -> str | None:
-    """Only failures in a row open a breaker: a success between them resets the count.
+    """Only consecutive failures open a breaker: a success in between resets the count.
 
-    Counts naively, over what the controller had read: a repetition of a fact is one fact.
+    The check counts naively what the controller had read. A repeated fact counts once.
     """
     entry, least = watch.ledger.of(fact.worker, fact.instance), watch.policy.breaker.failures_max
     if entry is None or fact.reason.startswith(("unhealthy", "trial_failed")):
@@ -201,22 +203,22 @@ def in_a_row(watch: InvariantWatch, event: Recorded, fact: BreakerOpened) -> str
 
 @invariant("before", WorkerDecision)
 def own_instance(watch: InvariantWatch, event: Recorded, fact: WorkerDecision) -> str | None:
-    """A fact about one life of a worker decides nothing about another."""
+    """A fact about one instance of a worker causes no decision about another."""
     _, found = watch.ledger.observation(fact.cause)
     if found is None or (found.worker, found.instance) == (fact.worker, fact.instance):
         return None
     if found.worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found, VOTES):
-        return None  # goldens are voted on: another worker's answer can raise or end a doubt
+        return None  # goldens are voted on, so another worker's answer can raise or end a doubt
     if isinstance(fact, SpareActivated) and found.worker == fact.replaces:
-        return None  # a spare takes the place of a worker that is lost by this fact
+        return None  # the fact reports the loss of the worker that the spare replaces
     return f"{fact.kind()} of {fact.instance} is caused by {found.kind()} of {found.instance}"
 
 
 @invariant("before", PolicyAdopted)
 def policy_kept(watch: InvariantWatch, event: Recorded, fact: PolicyAdopted) -> str | None:
-    """An adopted policy, read back from the journal, is the one that was adopted.
+    """An adopted policy, read back from the journal, equals the policy that was adopted.
 
-    It must be a policy that a controller was started with.
+    It must be a policy that some controller was started with.
     """
     written = codec.decode_body(fact.kind(), codec.encode_body(fact))
     assert isinstance(written, PolicyAdopted)
@@ -226,7 +228,7 @@ def policy_kept(watch: InvariantWatch, event: Recorded, fact: PolicyAdopted) -> 
 
 @invariant("before", BreakerOpened | BreakerHalfOpened | DrainStarted)
 def within_policy(watch: InvariantWatch, event: Recorded, fact: Decision) -> str | None:
-    """Waits, trials and drains end within what the policy allows."""
+    """Breaker waits, trials and drains end within the limits of the policy."""
     breaker = watch.policy.breaker
     match fact:
         case BreakerOpened():
@@ -235,10 +237,10 @@ def within_policy(watch: InvariantWatch, event: Recorded, fact: Decision) -> str
                 return f"{fact.instance}'s breaker opens for {wait}"
         case BreakerHalfOpened():
             if not timedelta() < fact.deadline - fact.decided_at <= breaker.trial_timeout:
-                return f"{fact.instance}'s trial may take {fact.deadline - fact.decided_at}"
+                return f"{fact.instance}'s trial has a timeout of {fact.deadline - fact.decided_at}"
         case DrainStarted():
             if fact.deadline - fact.decided_at > timedelta(days=1):
-                return f"{fact.instance}'s drain may take {fact.deadline - fact.decided_at}"
+                return f"{fact.instance}'s drain has a timeout of {fact.deadline - fact.decided_at}"
     return None
 
 
@@ -253,7 +255,7 @@ def all_knobs(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) 
 
 @invariant("before", DegradationChanged)
 def hysteresis(watch: InvariantWatch, event: Recorded, fact: DegradationChanged) -> str | None:
-    """A level is left only above its entry by the margin, or with all that is provisioned, after the dwell."""
+    """A level is left only after the dwell, at its entry ratio plus the margin or at full provisioned capacity."""
     policy = watch.policy.degradation
     if policy.slo(fact.model) is None:  # the ladder was switched off
         return f"level {fact.after} without an SLO" if fact.after else None
@@ -271,7 +273,7 @@ def hysteresis(watch: InvariantWatch, event: Recorded, fact: DegradationChanged)
 
 
 def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
-    """Return the ratio of a model's capacity to its objective if all workers that should serve had full weight."""
+    """Return the ratio of a model's capacity to its objective if all expected workers had full weight."""
     ladder, workers = watch.policy.degradation, watch.shown[-1].workers.values()
     slo = ladder.slo(fact.model)
     mine = [(w.joined.profile, 1.0) for w in workers if w.joined.model == fact.model and w.expected]
@@ -283,7 +285,7 @@ def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
 
 @invariant("before", HealthChanged)
 def just_conviction(watch: InvariantWatch, event: Recorded, fact: HealthChanged) -> str | None:
-    """A worker is convicted of corruption only if it was corrupt when asked, or when it gave its golden unconfirmed."""
+    """A worker is convicted of corruption only if it was corrupt when probed, or when it proposed its unconfirmed golden."""
     if fact.after is not UNHEALTHY or fact.reason != "token_mismatch":
         return None
     if watch.world.was_corrupt(fact.worker, fact.instance) or _own_past(watch, fact) or _updated(watch, fact):
@@ -292,7 +294,10 @@ def just_conviction(watch: InvariantWatch, event: Recorded, fact: HealthChanged)
 
 
 def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
-    """Whether what convicts it is the right answer of weights that it has or had: the golden is of other weights."""
+    """Return whether the convicting answer is correct for weights that the worker has or had.
+
+    The golden then belongs to other weights.
+    """
     machines = watch.world.machines
     machine = machines[fact.worker]
     if all(other.standing.weights.ever == {0} for other in machines.values() if other.model == machine.model):
@@ -302,7 +307,7 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     if isinstance(found, CanaryFailed):
         canary = int(found.canary[1:])
         return found.got in {machine.right_answer(canary, mine) for mine in weights.ever}
-    fleet = watch.shown[-1]  # an earlier fact convicts it, and this one only brought the decision about
+    fleet = watch.shown[-1]  # an earlier fact convicts it, and this one only triggered the decision
     charges = fleet.workers[fact.worker].health.charges
     goldens = [
         fleet.goldens.get((machine.joined.canary_key, name))
@@ -315,8 +320,10 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
 
 
 def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
-    """Whether what convicts it is a golden that a corrupt life of this worker has given, and nobody has confirmed: such a golden
-    convicts every life of it, for nobody has said which of the two is wrong."""
+    """Return whether the conviction rests on an unconfirmed golden that a corrupt instance of this worker proposed.
+
+    Such a golden convicts every instance of the worker, because no vote has decided which of the two answers is wrong.
+    """
     _, found = watch.ledger.observation(fact.cause)
     if not isinstance(found, CanaryFailed) or found.golden != "provisional":
         return False
@@ -328,23 +335,26 @@ def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
 
 @invariant("appended")
 def ejection_budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Doubt takes no more workers of a model out of service than the budget allows."""
+    """Doubt takes no more workers of a model out of service than the ejection budget allows."""
     settled, share = watch.reference.settled, watch.policy.budget.max_ejection_share
     for model in watch.world.scenario.models:
         mine = [worker for worker in settled.workers.values() if worker.joined.model == model]
         counted = sum(worker.counts for worker in mine)
         out = sum(worker.in_doubt and not worker.routable for worker in mine)
         if out > share * counted + 1e-9:
-            return f"{model}: {out} of {counted} are out of service for doubt alone"
+            return f"{model}: {out} of {counted} are out of service because of doubt alone"
     return None
 
 
 @invariant("appended")
 def lateness_keeps_one(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
-    """Lateness alone (slow answers, timeouts of an engine that goes on) never takes out all workers of a model."""
+    """Lateness alone never takes all workers of a model out of service.
+
+    Lateness means slow answers, and timeouts while the engine still makes progress.
+    """
     for model in watch.world.scenario.models:
         mine = [one for one in watch.entries() if one.model == model and not one.forgotten]
         if mine and all(entry.out_by_lateness for entry in mine):
             names = ", ".join(sorted(entry.worker for entry in mine))
-            return f"{model}: {names} are out of service, and none did more than answer late"
+            return f"{model}: {names} are out of service, but all of them were only late"
     return None

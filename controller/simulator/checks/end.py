@@ -1,4 +1,4 @@
-"""Checks at the end of a run: nothing is lost, and everything is well again."""
+"""Invariants checked at the end of a run: nothing is lost, and the fleet has recovered."""
 
 from collections import Counter
 
@@ -8,12 +8,12 @@ from controller.simulator.checks.watch import InvariantWatch, invariant
 from events.decisions import HealthStatus
 from events.order import Order
 
-LATE_AT_MOST = 20  # events on their way when the run ends
+LATE_AT_MOST = 20  # events still in transit when the run ends
 
 
 @invariant("end")
 def replay_equals_live(watch: InvariantWatch) -> str | None:
-    """Folding the journal from zero gives the live fold."""
+    """Folding the journal from the beginning gives the live fold."""
     again: Order[Fleet] = Order(watch.seams.evolve, Fleet())
     stored = watch.world.projector.stored
     number = stored[1].number if stored is not None else -1
@@ -40,30 +40,30 @@ def snapshot_equals_replay(watch: InvariantWatch) -> str | None:
 
 @invariant("end")
 def nothing_lost(watch: InvariantWatch) -> str | None:
-    """No acknowledged fact is missing from the journal, and none was dropped."""
+    """Every acknowledged fact is on the journal, and no fact was dropped."""
     numbers = watch.world.broker.acknowledged
     if numbers.dropped:
-        return f"{numbers.dropped} facts did not fit"
+        return f"{numbers.dropped} facts were dropped"
     folded = Counter[
         str
-    ]()  # by source: no number is stored before all below it were, so none below it is missing
+    ]()  # by source; a number is stored only after all lower ones, so none of the lower ones is missing
     for event in watch.world.broker.events:
         if event.source_number > folded[event.source] + 1:
             return f"{event.source}: fact {event.source_number} overtook {folded[event.source] + 1}"
         folded[event.source] = max(folded[event.source], event.source_number)
     for source, number in numbers.acknowledged.items():
         if missing := [*range(folded[source] + 1, number + 1)]:
-            return f"{source}: facts {missing} were acknowledged and are not there"
+            return f"{source}: facts {missing} were acknowledged and are not on the journal"
     return None
 
 
 @invariant("end")
 def once_in_the_audit(watch: InvariantWatch) -> str | None:
-    """The audit table holds every event once."""
+    """The audit table holds every event exactly once."""
     projector, events = watch.world.projector, watch.world.broker.events
     if projector.stored_seq < len(events) - LATE_AT_MOST:
         return f"the state store is at {projector.stored_seq} of {len(events)}"
-    once: dict[str, int] = {}  # a fact that was stored twice has one row
+    once: dict[str, int] = {}  # a fact stored twice has one row
     for event in events[: projector.stored_seq]:
         once.setdefault(event.id, event.seq)
     rows = {id: seq for id, seq in projector.audit.items() if seq <= projector.stored_seq}
@@ -71,10 +71,10 @@ def once_in_the_audit(watch: InvariantWatch) -> str | None:
 
 
 @invariant("end")
-def everybody_caught_up(watch: InvariantWatch) -> str | None:
-    """All processes end at the journal's end with nothing left to say.
+def processes_caught_up(watch: InvariantWatch) -> str | None:
+    """Every process ends at the end of the journal with an empty outbox.
 
-    The last few events may still be on their way.
+    The last few events may still be in transit.
     """
     world, last = watch.world, watch.world.broker.last_seq
     for replica in world.replicas():
@@ -83,14 +83,14 @@ def everybody_caught_up(watch: InvariantWatch) -> str | None:
         if found := differs(replica.fleet, watch.shown[replica.seq], None, replica.name):
             return found
     waiting = [(box.source, len(box)) for box in world.outboxes() if len(box) > LATE_AT_MOST]
-    return f"unsaid facts: {waiting}" if waiting else None
+    return f"unpublished facts: {waiting}" if waiting else None
 
 
 @invariant("end")
 def all_well(watch: InvariantWatch) -> str | None:
-    """Once every fault is healed, every worker is healthy again at full weight.
+    """After every fault is healed, every worker is healthy again at full weight.
 
-    Checked only where there was time enough.
+    Checked only in scenarios that leave enough time.
     """
     if not watch.world.scenario.settles:
         return None
@@ -110,9 +110,9 @@ def all_well(watch: InvariantWatch) -> str | None:
 
 @invariant("end")
 def incidents_closed(watch: InvariantWatch) -> str | None:
-    """Once every fault is healed, every incident is closed and no level is left.
+    """After every fault is healed, every incident is closed and every model is at level 0.
 
-    Checked only where there was time enough.
+    Checked only in scenarios that leave enough time.
     """
     if not watch.world.scenario.settles:
         return None
@@ -120,4 +120,4 @@ def incidents_closed(watch: InvariantWatch) -> str | None:
     if ledger.incidents or shown.incidents:
         return f"open incidents: {ledger.incidents} {shown.incidents}"
     low = {model: level for model, level in ledger.levels.items() if level}
-    return f"levels are left: {low}" if low else None
+    return f"levels are not 0: {low}" if low else None

@@ -1,7 +1,7 @@
-"""What the decisions say, and nothing else: a second, naive reading of the journal.
+"""The check ledger: a second, naive reading of the journal that records only what the decisions carry.
 
-It shares no code with the deciders. It writes down, decision by decision, what each one carried, and so can
-contradict a fold that drifted away from them.
+It shares no code with the deciders. It records decision by decision, and so contradicts a fold that has diverged from
+them.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ from events.observations import (
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """What was last decided about one instance of a worker."""
+    """The last decisions about one instance of a worker."""
 
     worker: str
     instance: str
@@ -58,30 +58,30 @@ class LedgerEntry:
     reason: str = ""
     position: str = "closed"
     moved_by: int = 0
-    due: datetime | None = None  # when an open breaker is to be tried, or a trial to be over
+    due: datetime | None = None  # when an open breaker's trial starts, or a trial's deadline
     draining_until: datetime | None = None
     cap: float | None = None
     forgotten: bool = False
-    # Of canaries: sequence, sent under, failed.
+    # Canary results: sequence, breaker move under which it was sent, failed.
     results: list[tuple[int, int, bool]] = field(default_factory=list)
-    # Of requests: sequence, routed under, in a row.
+    # Request failures: sequence, breaker move under which it was routed, failures in a row.
     failures: list[tuple[int, int, int]] = field(default_factory=list)
-    # Of devices: sequence, which, the weight left. No device: all limits are lifted.
+    # Device limits: sequence, device, the weight it allows. An empty device lifts all limits.
     limits: list[tuple[int, str, float]] = field(default_factory=list)
-    limited_at: datetime | None = None  # when the journal took the last of them
+    limited_at: datetime | None = None  # when the last limit was recorded
     has_served: bool = False
-    failed_canary: bool = False  # with more than lateness, since its last good answer
-    hard: bool = False  # anything else than lateness spoke against it since it came into service last
+    failed_canary: bool = False  # by more than lateness, since its last good answer
+    hard: bool = False  # evidence other than lateness since it last entered service
 
     @property
     def out_by_lateness(self) -> bool:
-        """Whether it was taken out of service, and nothing but lateness spoke against it."""
+        """Whether it was taken out of service on evidence of lateness alone."""
         if self.status in (None, HealthStatus.DRAINING, HealthStatus.DEAD) or self.draining_until is not None:
             return False
         return self.has_served and not (self.share or self.hard or self.failed_canary)
 
     def limit(self, through: int) -> float:
-        """Return the weight that its devices leave it, as far as somebody knows who has read up to `through`."""
+        """Return the weight that its devices allow, as known to a reader that has read up to `through`."""
         standing: dict[str, float] = {}
         for seq, device, weight in self.limits:
             if seq > through:
@@ -94,13 +94,13 @@ class LedgerEntry:
 
     @property
     def share(self) -> float:
-        """The part of its capacity that the decisions leave it."""
+        """The share of its capacity that the decisions allow."""
         if self.position != "closed" and self.cap is None:
             return 0.0
         return max(self.weight, self.cap or 0.0)
 
     def observe(self, seq: int, fact: WorkerObservation) -> None:
-        """Write down a canary's result or a failed request."""
+        """Record a canary's result or a failed request."""
         if isinstance(fact, CanaryResult):
             failed = isinstance(fact, CanaryFailed) and fact.reason != "latency_spike"
             self.results.append((seq, fact.sent_under, failed))
@@ -108,7 +108,7 @@ class LedgerEntry:
             self.failures.append((seq, fact.routed_under, fact.failures_in_a_row))
 
     def weigh(self, fact: WorkerObservation) -> None:
-        """Note whether more than lateness speaks against the worker."""
+        """Record whether the evidence against the worker is more than lateness."""
         match fact:
             case CanaryPassed() | CanarySlow() | CanaryFailed(reason="latency_spike"):
                 self.failed_canary = False
@@ -124,7 +124,7 @@ class LedgerEntry:
                 self.hard = True
 
     def note_limit(self, event: Recorded, fact: WorkerObservation) -> None:
-        """Write down what a device, or an operator who resumes the worker, leaves it."""
+        """Record the weight that a device allows, or that all limits were lifted by a resume."""
         match fact:
             case DeviceFaulted(weight=float() as weight, fatal=False):
                 self.limits.append((event.seq, f"{fact.device} {fact.fault_class}", weight))
@@ -137,7 +137,7 @@ class LedgerEntry:
         self.limited_at = event.at
 
     def decide(self, fact: WorkerDecision) -> None:
-        """Write down what a decision gives or takes."""
+        """Record the effect of a decision."""
         served = self.share > 0
         match fact:
             case HealthChanged():
@@ -162,23 +162,25 @@ class LedgerEntry:
 
 @dataclass(slots=True)
 class CheckLedger:
-    """All entries, by worker, and what concerns models and incidents."""
+    """All entries by worker, and the state of models and incidents."""
 
     number: int = 0
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)  # instances
-    levels: Counter[str] = field(default_factory=Counter)  # by model, as decided last
+    levels: Counter[str] = field(default_factory=Counter)  # by model, as last decided
     level_since: dict[str, datetime] = field(default_factory=dict)
     incidents: dict[str, datetime] = field(default_factory=dict)
     observed: dict[str, tuple[int, WorkerObservation]] = field(default_factory=dict)  # id: sequence, fact
     numbers: dict[str, int] = field(default_factory=dict)  # of each source's last fact
-    told: dict[str, datetime] = field(default_factory=dict)  # by model: end of the last minute told of
+    told: dict[str, datetime] = field(
+        default_factory=dict
+    )  # by model: end of the last minute of which traffic was reported
     # By model: sequence and number.
     scales_set: dict[str, list[tuple[int, int | None]]] = field(default_factory=dict)
     proposals: dict[str, list[Recorded]] = field(default_factory=dict)  # by model
 
     def write(self, event: Recorded) -> None:
-        """Write one event down."""
+        """Record one event."""
         fact, news = event.fact, self._is_news(event)
         match fact:
             case Decision():
@@ -196,16 +198,16 @@ class CheckLedger:
                 self.proposals.setdefault(fact.model, []).append(event)
 
     def of(self, worker: str, instance: str) -> LedgerEntry | None:
-        """Return an instance's entry, if it is the current one."""
+        """Return an instance's entry if it is the worker's current instance, else None."""
         entry = self.entries.get(worker)
         return entry if entry is not None and entry.instance == instance else None
 
     def observation(self, id: str) -> tuple[int, WorkerObservation | None]:
-        """Return the sequence and the fact of the first observation of that id; (0, None) if there is none."""
+        """Return the sequence and fact of the first observation with this id; (0, None) if there is none."""
         return self.observed.get(id, (0, None))
 
     def _is_news(self, event: Recorded) -> bool:
-        """Return whether it is no repetition: what does not count up was said before."""
+        """Return whether the event is not a repetition: a source's number that does not increase was recorded before."""
         last = self.numbers.get(event.source, 0)
         self.numbers[event.source] = max(last, event.source_number)
         return not event.source_number or event.source_number > last

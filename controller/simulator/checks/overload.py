@@ -1,4 +1,4 @@
-"""Checks of overload: who waits is served where there is room, the best first, in time or not at all; a refusal is no failure."""
+"""Invariants of overload: admission by tier and in time, and rejections that are not failures."""
 
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
@@ -6,14 +6,14 @@ from controller.simulator.world.requests.traffic import RequestSender, Simulated
 from events.fact import Recorded
 from events.observations import RequestAbandoned, RequestMigrated
 
-IDLE = 3 * SECOND  # a worker's next report, and the look that follows
+IDLE = 3 * SECOND  # a worker's next report, and the tick that follows
 
 
 @invariant("tick")
 def room_is_used(watch: InvariantWatch) -> str | None:
-    """No worker has room while somebody waits for one that it could serve.
+    """No worker has room while a request that it could serve is waiting.
 
-    Both may be for a moment: until the worker's next report, and the look that follows.
+    Both may hold briefly: until the worker's next report, and the tick that follows.
     """
     steady, machines = watch.steadiness, watch.world.machines
     for frontend in watch.world.frontends:
@@ -25,15 +25,15 @@ def room_is_used(watch: InvariantWatch) -> str | None:
             idle = machine.model in wanted and underway.could_take(machine)
             since = steady.lasts_since("idle", frontend.name, machine.instance, so=idle)
             if watch.kernel.now - since > IDLE:
-                return f"{machine.instance} has room, and at {frontend.name} somebody waits"
+                return f"{machine.instance} has room, and a request waits at {frontend.name}"
     return None
 
 
 @invariant("routed")
 def tiers_ordered(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """Nobody is let in while one of a better tier waits in line.
+    """No request is admitted while one of a better tier is queued.
 
-    A request that was let in before goes before all that were not.
+    A request that was admitted before takes precedence over all that were not.
     """
     best = frontend.best_waiting(request.model)
     if request.sent_times or best is None or best >= request.rank:
@@ -43,19 +43,21 @@ def tiers_ordered(watch: InvariantWatch, frontend: RequestSender, request: Simul
 
 @invariant("routed")
 def late_is_not_sent(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """No worker gets a request whose time in line is over."""
+    """No worker receives a request after the request's queue timeout."""
     if request.attempt > 1 or watch.kernel.now <= request.latest:
         return None
-    return f"{frontend.name} sent {request.request}, which was to be sent by {request.latest / SECOND} s"
+    return f"{frontend.name} sent {request.request}, which had to be sent by {request.latest / SECOND} s"
 
 
 @invariant("judged")
 def refusal_is_no_fault(
     watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest, before: object, after: object
 ) -> str | None:
-    """That a worker has no room moves no breaker."""
+    """A rejection by a full worker moves no breaker."""
     if (request.request, request.attempt, request.instance) in frontend.traffic.refused:
-        return f"{frontend.name} takes it for a failure that {request.instance} had no room for {request.request}"
+        return (
+            f"{frontend.name} counts as a failure that {request.instance} had no room for {request.request}"
+        )
     return None
 
 
@@ -63,19 +65,19 @@ def refusal_is_no_fault(
 def refusal_is_no_failure(
     watch: InvariantWatch, event: Recorded, fact: RequestMigrated | RequestAbandoned
 ) -> str | None:
-    """That a worker has no room is told neither as a migration nor as a loss."""
+    """A rejection by a full worker is reported neither as a migration nor as an abandoned request."""
     instance, attempt = (
         (fact.source_instance, fact.attempt - 1) if isinstance(fact, RequestMigrated) else (fact.instance, 1)
     )
     for frontend in watch.world.frontends:
         if (fact.request, attempt, instance) in frontend.traffic.refused:
-            return f"{fact.kind()} of {fact.request}: all that was wrong is that {instance} had no room"
+            return f"{fact.kind()} of {fact.request}: {instance} only had no room"
     return None
 
 
 @invariant("end")
-def everybody_answered(watch: InvariantWatch) -> str | None:
-    """Each request is answered, refused or lost once."""
+def requests_accounted_for(watch: InvariantWatch) -> str | None:
+    """Each request is answered, rejected or lost exactly once."""
     world, tally = watch.world, watch.world.tally
     underway = sum(frontend.underway.unanswered() for frontend in world.frontends if frontend.life)
     ends = tally.served + tally.rejected + tally.lost + tally.unserved

@@ -1,4 +1,4 @@
-"""Checks of what planners propose: by what is known, by what operators want, in turn, steadily, and never too few."""
+"""Invariants of planner proposals: freshness, operator settings, order, cool-down and minimum."""
 
 from datetime import timedelta
 
@@ -9,8 +9,8 @@ from controller.simulator.world.planner import EVERY
 from events.fact import Recorded
 from events.observations import ScaleProposed
 
-MISSED_LOOKS = 4 * EVERY  # in a row: what is asked of the broker may be lost on its way
-TOLD_S = 75.0  # until the minute that is running is over, and told of
+MISSED_LOOKS = 4 * EVERY  # in a row: a request to the broker may be lost
+TOLD_S = 75.0  # until the current minute has ended and was reported
 HOUR = timedelta(hours=1)
 
 
@@ -22,31 +22,33 @@ def _policy(watch: InvariantWatch) -> PlannerPolicy:
 
 @invariant("proposed")
 def planner_floor(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """No planner proposes fewer workers than there must be."""
+    """No planner proposes fewer workers than the policy's minimum."""
     least = _policy(watch).workers_min
     if fact.why == "operator" or fact.after >= min(fact.before, least):
         return None
-    return f"{fact.model}: {fact.before} to {fact.after}, though at least {least} are to be"
+    return f"{fact.model}: {fact.before} to {fact.after}, but the minimum is {least}"
 
 
 @invariant("proposed")
 def planner_fresh(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """No planner proposes anything by a state store that is behind.
+    """No planner makes a proposal from a stale state store.
 
-    That is: of which the journal has held the next event for too long.
+    It is stale if the journal has held the event after its position for too long.
     """
     events = watch.world.broker.events
     if fact.position >= len(events):
         return None
-    age = watch.kernel.now - since_start(events[fact.position].at)  # of the first that it has not read
+    age = watch.kernel.now - since_start(
+        events[fact.position].at
+    )  # age of the first event that it has not read
     if age <= int(_policy(watch).stale_s * SECOND) + MISSED_LOOKS:
         return None
     return f"{fact.planner} has read up to {fact.position}, which was the end {age / SECOND:.1f} s ago"
 
 
 @invariant("proposed")
-def planner_knows(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """No planner takes it for little traffic that nobody tells of any."""
+def planner_needs_traffic(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
+    """No planner takes missing traffic reports for low traffic."""
     if fact.why not in ("up", "down"):
         return None
     ledger = watch.ledger
@@ -54,14 +56,14 @@ def planner_knows(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
     silent_s = (watch.kernel.now - since_start(told)) / SECOND
     if silent_s <= _policy(watch).unknown_s + TOLD_S:
         return None
-    return f"{fact.model}: {fact.why} to {fact.after}, told of is nothing for {silent_s:.0f} s"
+    return f"{fact.model}: {fact.why} to {fact.after}, but no traffic was reported for {silent_s:.0f} s"
 
 
 @invariant("proposed")
-def planner_heeds(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
-    """What an operator has set holds until he releases it.
+def planner_obeys_operator(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
+    """A size set by an operator holds until the operator releases it.
 
-    It counts as soon as the planner has read it.
+    It applies as soon as the planner has read it.
     """
     ledger = watch.ledger
     known = [n for seq, n in ledger.scales_set.get(fact.model, ()) if seq <= fact.position]
@@ -75,7 +77,7 @@ def planner_heeds(watch: InvariantWatch, fact: ScaleProposed) -> str | None:
 
 @invariant("recorded", ScaleProposed)
 def planner_in_turn(watch: InvariantWatch, event: Recorded, fact: ScaleProposed) -> str | None:
-    """Whoever proposes has read the proposal before."""
+    """A proposing planner has read the previous proposal."""
     before = watch.ledger.proposals[fact.model][-2:-1]
     if not before or fact.position >= before[0].seq:
         return None
@@ -84,14 +86,16 @@ def planner_in_turn(watch: InvariantWatch, event: Recorded, fact: ScaleProposed)
 
 @invariant("recorded", ScaleProposed)
 def planner_steady(watch: InvariantWatch, event: Recorded, fact: ScaleProposed) -> str | None:
-    """Proposals keep the cool-down, and their number within an hour."""
+    """Proposals respect the cool-down and the hourly limit."""
     if fact.why == "operator":
         return None
     policy = _policy(watch)
     lately = [one for one in watch.ledger.proposals[fact.model][:-1] if event.at - one.at < HOUR]
     if len(lately) >= policy.changes_per_hour and fact.why != "floor":
-        return f"{fact.model}: {len(lately)} proposals within the hour, and one more"
+        return f"{fact.model}: {len(lately)} proposals within the last hour, and one more"
     wait_s = policy.up_cooldown_s if fact.after > fact.before else policy.down_cooldown_s
     if not lately or (event.at - lately[-1].at).total_seconds() >= wait_s:
         return None
-    return f"{fact.model}: {fact.before} to {fact.after} at {event.at}, the one before was at {lately[-1].at}"
+    return (
+        f"{fact.model}: {fact.before} to {fact.after} at {event.at}, the previous one was at {lately[-1].at}"
+    )

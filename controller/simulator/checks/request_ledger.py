@@ -1,4 +1,4 @@
-"""What has happened to one request, written down from the events and effects of the request machine alone."""
+"""The check ledger of one request, kept only from the events and effects of the request machine."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,25 +14,25 @@ from controller.simulator.world.requests.traffic import SimulatedRequest
 
 @dataclass(slots=True)
 class RequestLedger:
-    """What has happened to one request."""
+    """The recorded history of one request."""
 
     before: RequestState
     ends: int = 0
     paid: int = 0  # attempts that cost budget
-    free: bool = False  # the next attempt costs none: nothing had failed
-    at: Key | None = None  # the worker of the present attempt
-    charged: bool = False  # the present attempt has cost budget
+    free: bool = False  # the next attempt costs no budget, because nothing had failed
+    at: Key | None = None  # the worker of the current attempt
+    charged: bool = False  # the current attempt has cost budget
     tried: set[Key] = field(default_factory=set)
-    failed: set[Key] = field(default_factory=set)  # of these, by more than a broken connection
+    failed: set[Key] = field(default_factory=set)  # the subset that failed by more than a broken connection
     first: Failure | None = None  # since the last token
     moving: bool = False  # an attempt was lost, and no token has come since
     reported: bool = False
     outage: bool = False
-    waits_since: float | None = None  # since when it has no worker
+    waits_since: float | None = None  # since when it has had no worker, in seconds
     could_resume_since: int | None = None
 
     def write(self, step: "MachineStep", now: float) -> None:
-        """Write an event down, with what followed from it."""
+        """Record an event and its effects."""
         _, request, event, effects = step
         self.ends += sum(isinstance(one, do.Complete | do.Refuse | do.End) for one in effects)
         for effect in effects:
@@ -53,7 +53,7 @@ class RequestLedger:
             case on.MovedOnPurpose():
                 self.free, self.moving, self.at, self.waits_since = True, True, None, now
             case on.NoneLeft() | on.Resumed() if self.before.phase == "preempted":
-                self.waits_since = now  # it was put off until now
+                self.waits_since = now  # it was preempted until now
             case on.ConnectFailed(key):
                 self.tried.add(key)
             case on.AttemptFailed(failure) if self._refused(failure):
@@ -66,7 +66,7 @@ class RequestLedger:
             case on.Exposed(key=key) if do.CancelStream("elsewhere") in effects:
                 if key == self.at:
                     self._lost(Failure("unhealthy", "corrupt output"), now)
-                else:  # a healthy worker only begins anew
+                else:  # a healthy worker only starts over
                     self.paid -= self.charged and self.at is not None
                     self._moved(Failure("unhealthy", "corrupt KV cache"), now)
         self.before = request.state
@@ -90,7 +90,7 @@ class RequestLedger:
 
 
 class MachineStep(NamedTuple):
-    """One step of the machine: what had happened before, the request after it, the event, and what follows."""
+    """One step of the machine: the ledger before it, the request after it, the event and its effects."""
 
     ledger: RequestLedger
     request: SimulatedRequest

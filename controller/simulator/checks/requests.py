@@ -1,4 +1,4 @@
-"""Checks of the request machine, by a ledger that is kept from events and effects alone (`holdfast simulate --live-requests`)."""
+"""Invariants of the request machine (`--live-requests`), checked against the request ledger."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.requests.live_requests import LiveRequests, PlayedRequest, SimulatedStream
 
-SLACK_S = 3.0  # a look each second, and a worker that has just come
+SLACK_S = 3.0  # one tick per second, and a worker that has just joined
 GIVEN_UP = ("budget_exhausted", "no_worker", "all_workers_failed", "over_cap", "guided_decoding")
 
 
@@ -18,11 +18,11 @@ GIVEN_UP = ("budget_exhausted", "no_worker", "all_workers_failed", "over_cap", "
 
 @invariant("stepped")
 def request_ends(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """Every request ends exactly once, and nothing is done for it afterwards."""
+    """Every request ends exactly once, and has no effects afterwards."""
     ledger, request, event, effects = step
     ends = sum(isinstance(one, do.Complete | do.Refuse | do.End) for one in effects)
     if ledger.ends and effects:
-        return f"{request.request} is over, and {event} leads to {effects}"
+        return f"{request.request} has ended, but {event} leads to {effects}"
     over = request.state.phase == "done"
     if ends + ledger.ends != over or (isinstance(event, on.ClientGone) and not over):
         return f"{request.request} is {request.state.phase} after {event}, and has ended {ends + ledger.ends} times"
@@ -31,69 +31,69 @@ def request_ends(watch: InvariantWatch, step: MachineStep) -> str | None:
 
 @invariant("stepped")
 def request_budget(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """A request uses its migration budget, and no more."""
+    """A request uses no more than its migration budget."""
     ledger, request, event, effects = step
     limit = request.state.terms.migration_limit
     if isinstance(event, on.Sent) and not ledger.free and ledger.paid > limit:
-        return f"{request.request} is sent {ledger.paid + 1} times, its budget is 1 + {limit}"
+        return f"{request.request} is sent {ledger.paid + 1} times, but its budget is 1 + {limit}"
     if do.ReportAbandoned("budget_exhausted") in effects and ledger.paid <= limit:
-        return f"{request.request} is given up after {ledger.paid} attempts, its budget is 1 + {limit}"
+        return f"{request.request} is abandoned after {ledger.paid} attempts, but its budget is 1 + {limit}"
     return None
 
 
 @invariant("stepped")
 def request_excluded(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """No request is sent to a worker that has failed it."""
+    """No request is sent again to a worker that failed it."""
     ledger, request, event, effects = step
     if isinstance(event, on.Sent) and event.server.key in ledger.failed:
-        return f"{request.request} is sent to {event.server.key[1]}, which has failed it"
+        return f"{request.request} is sent to {event.server.key[1]}, which failed it before"
     for effect in effects:
         if isinstance(effect, do.SelectWorker) and not ledger.tried <= effect.avoid:
-            return f"{request.request} may go to {sorted(ledger.tried - effect.avoid)}, where it was tried"
+            return f"{request.request} may go to {sorted(ledger.tried - effect.avoid)}, where it was tried before"
     return None
 
 
 @invariant("stepped")
-def request_told(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """A client is told the first failure since its last token."""
+def request_first_failure(watch: InvariantWatch, step: MachineStep) -> str | None:
+    """A client receives the first failure since its last token."""
     ledger, request, _, effects = step
     if ledger.first is None or not any(do.ReportAbandoned(reason) in effects for reason in GIVEN_UP):
         return None
     error = next((one.error for one in effects if isinstance(one, do.End)), None)
     if error is None or error.code != ledger.first.error.code:
-        return f"{request.request} ends with {error}, what failed first was {ledger.first}"
+        return f"{request.request} ends with {error}, but the first failure was {ledger.first}"
     return None
 
 
 @invariant("stepped")
 def request_outages(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """An outage ends once: with a token, or with the request."""
+    """An outage ends exactly once: with a token or with the request."""
     ledger, request, event, effects = step
     outage = ledger.outage
     for effect in effects:
         if isinstance(effect, do.CountRestored) and not outage:
-            return f"{request.request}: an outage is over that was none"
+            return f"{request.request}: an outage ends that never began"
         outage = isinstance(effect, do.CountFailure) or (outage and not isinstance(effect, do.CountRestored))
     if outage and (isinstance(event, on.FirstToken) or request.state.phase == "done"):
-        return f"{request.request}: its outage goes on after {event}"
+        return f"{request.request}: its outage continues after {event}"
     return None
 
 
 @invariant("stepped")
 def request_reports(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """A migration that has brought a token is reported once."""
+    """A migration that produced a token is reported exactly once."""
     ledger, request, event, effects = step
     reports = sum(isinstance(one, do.ReportMigrated) for one in effects)
     if isinstance(event, on.FirstToken) and reports != ledger.moving:
         return f"{request.request}: {reports} reports of its migration"
     if reports and not ledger.moving:
-        return f"{request.request}: a migration is reported, and it has not moved"
+        return f"{request.request}: a migration is reported, but it has not moved"
     return None
 
 
 @invariant("stepped")
 def request_policy(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """Tokens that may be wrong are dealt with as the request's policy says."""
+    """Possibly wrong tokens are handled by the request's corruption policy."""
     ledger, request, event, effects = step
     if not isinstance(event, on.Exposed) or ledger.ends:
         return None
@@ -103,13 +103,13 @@ def request_policy(watch: InvariantWatch, step: MachineStep) -> str | None:
         return f"{request.request} ({setting}, shown: {shown}) after {event}: {effects}"
     kept = any(isinstance(one, do.Rewind) for one in effects)
     if not ended and not shown and not event.stays and not kept:
-        return f"{request.request} keeps tokens that may be wrong, and its client has none of them"
+        return f"{request.request} keeps tokens that may be wrong, although its client has none of them"
     return None
 
 
 @invariant("stepped")
 def request_state(watch: InvariantWatch, step: MachineStep) -> str | None:
-    """A request's state fits its phase."""
+    """A request's state is consistent with its phase."""
     ledger, request, event, _ = step
     state, before = request.state, ledger.before
     at_worker = state.phase in ("running", "judging")
@@ -125,37 +125,37 @@ def request_state(watch: InvariantWatch, step: MachineStep) -> str | None:
     return f"{request.request} after {event}: {state}" if wrong else None
 
 
-# --- tokens, and the end --------------------------------------------------------------------------------------------
+# --- tokens and the end --------------------------------------------------------------------------------------------
 
 
 @invariant("said")
 def request_tokens(watch: InvariantWatch, request: PlayedRequest, stream: SimulatedStream) -> str | None:
-    """No token that a client has seen is lost, doubled or altered."""
+    """No token that a client has received is lost, repeated or altered."""
     accepted, shown = request.accepted, request.shown
     positions = [token if token >= 0 else -1 - token for token in accepted]
     if positions != list(range(len(accepted))):
-        return f"{request.request} has the tokens {accepted}"
+        return f"{request.request} has tokens {accepted}"
     if shown != accepted[: len(shown)]:
-        return f"{request.request}: its client has {shown}, accepted are {accepted}"
+        return f"{request.request}: its client has {shown}, but {accepted} were accepted"
     return None
 
 
 @invariant("said")
 def request_reads(watch: InvariantWatch, request: PlayedRequest, stream: SimulatedStream) -> str | None:
-    """No token is read from an attempt that was left."""
+    """No token is read from an abandoned attempt."""
     if request.state.phase == "done" or stream is not request.stream:
-        return f"{stream.key[1]} sends {request.request} on, which has left it"
+        return f"{stream.key[1]} sends a token of {request.request}, which has left it"
     return None
 
 
 @invariant("ended")
 def request_whole(watch: InvariantWatch, request: PlayedRequest, frontend: LiveRequests) -> str | None:
-    """A complete answer has all tokens, and no ended request stays at a worker."""
+    """A complete answer has all its tokens, and no ended request remains at a worker."""
     state, shown = request.state, request.shown
     if request in frontend.requests or any(stream.open for stream in request.streams):
-        return f"{request.request} is over, and still at {request.instance}"
+        return f"{request.request} has ended, but is still at {request.instance}"
     if request.finished and len(shown) != state.terms.max_tokens:
-        return f"{request.request} is complete with {len(shown)} of {state.terms.max_tokens} tokens"
+        return f"{request.request} ended as complete with {len(shown)} of {state.terms.max_tokens} tokens"
     return None
 
 
@@ -164,7 +164,7 @@ def request_whole(watch: InvariantWatch, request: PlayedRequest, frontend: LiveR
 
 @invariant("tick")
 def request_resumes(watch: InvariantWatch) -> str | None:
-    """A parked request resumes as soon as a worker can take it."""
+    """A parked request resumes as soon as a worker can serve it."""
     now, machines = watch.kernel.now, watch.world.machines
     for underway, request, ledger in _live(watch):
         state = request.state
@@ -181,21 +181,21 @@ def request_resumes(watch: InvariantWatch) -> str | None:
         since = ledger.could_resume_since
         ledger.could_resume_since = None if not could else now if since is None else since
         if since is not None and could and now - since > SLACK_S * SECOND:
-            return f"{request.request} waits since {since / SECOND} s, and a worker could take it"
+            return f"{request.request} waits since {since / SECOND} s, although a worker could serve it"
     return None
 
 
 @invariant("tick")
 def request_waits(watch: InvariantWatch) -> str | None:
-    """No request waits longer than it may, for a worker or its first token."""
+    """No request waits longer than its limit for a worker or for its first token."""
     now = watch.kernel.now / SECOND
     for _, request, ledger in _live(watch):
         state, since = request.state, ledger.waits_since
         terms = state.terms
         if since is not None and state.phase == "parked" and now - since > terms.reroute_s + SLACK_S:
-            return f"{request.request} is parked, and has no worker since {since} s"
+            return f"{request.request} is parked and has had no worker since {since} s"
         if state.phase != "new" and not state.begun and now - state.began_at > terms.first_token_s + SLACK_S:
-            return f"{request.request} has no token since {state.began_at} s"
+            return f"{request.request} has received no token since {state.began_at} s"
     return None
 
 

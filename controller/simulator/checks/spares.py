@@ -1,4 +1,4 @@
-"""Checks of spares: they wait, they take places that are empty, and as many serve as did before."""
+"""Invariants of spares: they wait, replace lost workers, and keep the number of workers constant."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,27 +16,29 @@ from events.observations import WorkerJoined
 
 @invariant("before", SpareActivated | SpareReleased)
 def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | SpareReleased) -> str | None:
-    """Only a spare that is well takes a place, and only a lost worker's.
+    """Only a ready spare takes a place, and only that of a lost worker.
 
-    Both are judged as the controller knew them.
+    Both are judged by what the controller had read.
     """
     workers = _read(watch, event)
     name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
     worker, other = workers.get(fact.worker), workers.get(name)
     if worker is None or other is None or worker.kind != other.kind:
-        return f"{fact.worker} and {name} cannot serve in one another's place"
+        return f"{fact.worker} and {name} are not interchangeable"
     if isinstance(fact, SpareReleased):
         released = worker.spare.place == name and other.spare.kept and _ready(other)
-        return None if released else f"{name} has no place that {fact.worker} could give back, or is not well"
+        return (
+            None if released else f"{fact.worker} does not hold the place of {name}, or {name} is not ready"
+        )
     if not worker.spare.kept or not _ready(worker):
-        return f"{fact.instance}, which takes the place of {name}, is no spare that is ready"
+        return f"{fact.instance}, which takes the place of {name}, is not a ready spare"
     if other.spare.kept or not _gone(other):
         return f"{fact.instance} takes the place of {other.joined.instance}, which is {other.health.status}"
     return None
 
 
 def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
-    """Return the workers as the controller knew them that decided this: what it had read, and its batch up to here."""
+    """Return the workers as the deciding controller knew them: what it had read, and its own batch up to this event."""
     unread = reversed(watch.world.broker.events[event.through : event.seq - 1])
     mine = [*takewhile(lambda one: isinstance(one.fact, Decision) and one.through == event.through, unread)]
     return reduce(watch.seams.evolve, reversed(mine), watch.shown[event.through]).workers
@@ -55,7 +57,7 @@ def _gone(worker: Worker) -> bool:
 
 @invariant("recorded", SpareActivated | SpareReleased | WorkerJoined)
 def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | None:
-    """No place is taken twice, and there are as many as there were."""
+    """No place is taken twice, and the number of places does not grow."""
     fleet = watch.shown[-1]
     known = {**fleet.departed, **fleet.workers}
     taken = Counter(worker.spare.place or name for name, worker in known.items() if not worker.spare.kept)
@@ -66,7 +68,7 @@ def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | Non
         there = sum(not one.spare.kept for one in known.values() if one.joined.model == model)
         wanted = sum(not one.hardware.spare for one in machines.values() if one.model == model)
         if there > wanted:
-            return f"{there} workers of {model} have a place, of which there are {wanted}"
+            return f"{there} workers of {model} hold a place, but there are only {wanted} places"
     return None
 
 
@@ -84,7 +86,7 @@ def spares_wait(watch: InvariantWatch, frontend: RequestSender, request: Simulat
 
 @invariant("tick")
 def places_filled(watch: InvariantWatch) -> str | None:
-    """No place stays empty beside a spare while a leader lives."""
+    """No place stays empty while a spare is ready and a leader is up."""
     steady, workers = watch.steadiness, watch.shown[-1].workers
     ready = [one for one in workers.values() if one.spare.kept and _ready(one) and not one.drain.active]
     for name in watch.world.machines:
@@ -92,12 +94,12 @@ def places_filled(watch: InvariantWatch) -> str | None:
         empty = lost is not None and _empty(lost) and any(one.kind == lost.kind for one in ready)
         since = steady.lasts_since("the place is empty", name, so=empty)
         if steady.overdue(since):
-            return f"the place of {name} is empty since {since}, beside {len(ready)} spares"
+            return f"the place of {name} is empty since {since}, although {len(ready)} spares are ready"
     return None
 
 
 def _empty(lost: Worker) -> bool:
-    """Whether a worker's place is to be given to a spare."""
+    """Return whether a worker's place must be given to a spare."""
     health = lost.health
     dead = health.status is HealthStatus.DEAD and not health.exit.draining
     fallen = dead and health.exit.left != "left: graceful"

@@ -1,29 +1,27 @@
-"""Since when has nothing kept the leader, or a worker's canaries, from their work?"""
+"""Tracks since when the leader, and each worker's canaries, have run without interference from faults."""
 
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.prober import PROBER
 from controller.simulator.world.world import SimulatedWorld
 
-SLACK = 8 * SECOND  # a tick, an append and its retries, and reading
+SLACK = 8 * SECOND  # a tick, an append with its retries, and reading
 
 
 class Steadiness:
-    """What is without any fault, and since when, in microseconds of virtual time. Told to look once a second."""
+    """The conditions that currently hold, and since when, in microseconds of virtual time. Updated once a second."""
 
     def __init__(self, world: SimulatedWorld) -> None:
-        self.since = 0  # of the leader and the broker together
+        self.since = 0  # since when leader and broker have been steady together
         self.leader: SimulatedController | None = None
-        self.convicted_under: dict[str, int | None] = {}  # instances: the decision that opened their breaker
-        self.last_of_model: dict[str, int] = {}  # when an instance served for want of another
-        self.probed_since: dict[
-            str, int
-        ] = {}  # by worker: since when nothing kept its canaries from being asked
+        self.convicted_under: dict[str, int | None] = {}  # by instance: the decision that opened its breaker
+        self.last_of_model: dict[str, int] = {}  # when an instance last served because no other could
+        self.probed_since: dict[str, int] = {}  # by worker: since when its canaries could be sent
         self._world = world
         self._since: dict[tuple[str, ...], int] = {}
 
     def lasts_since(self, *what: str, so: bool) -> int:
-        """Return since when, at every look, something has been so; if it is not, return the present."""
+        """Return since when a condition has held at every tick; the current time if `so` is false."""
         now = self._world.kernel.now
         if so:
             return self._since.setdefault(what, now)
@@ -31,7 +29,7 @@ class Steadiness:
         return now
 
     def overdue(self, due: int) -> bool:
-        """Return whether a steady leader has had time to see that something is due."""
+        """Return whether a steady leader has had enough time to act on what was due."""
         world = self._world
         clocks = 2 * world.scenario.skew
         return (
@@ -39,7 +37,7 @@ class Steadiness:
         )
 
     def look(self) -> None:
-        """See who leads, and whom it can probe."""
+        """Update the leader and the workers that it can probe."""
         world, now = self._world, self._world.kernel.now
         leaders = [c for c in world.controllers if c.up and c.leading and not c.paused]
         network = world.broker.network

@@ -1,7 +1,7 @@
-"""Who sees everything: the true fold, a naive ledger of the decisions, and what was really the case.
+"""The invariant watch of a run: the true fold, a naive ledger of the decisions, and the ground truth.
 
-The watch listens at every point where something can go wrong and runs there the invariants that it is given. The
-first that is broken ends the run.
+The watch hooks every point where something can go wrong, and checks there the invariants that it was given. The first
+violated invariant ends the run.
 """
 
 from bisect import bisect_right
@@ -51,23 +51,35 @@ Check = Callable[..., str | None]
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """One sentence about every history, and how it is checked."""
+    """One sentence that must hold in every history, and its check."""
 
     name: str
     on: On
-    about: type | UnionType | None  # the kinds of the last argument that are checked; None: all
+    about: type | UnionType | None  # the check runs only if the last argument is of this type; None: always
     sentence: str
     check: Check
 
 
 def invariant(on: On, about: type | UnionType | None = None) -> Callable[[Check], Invariant]:
-    """Make an invariant of a check: the function's name is its name, the first paragraph of the docstring its sentence.
+    """Turn a check into an invariant. Its name is the function's name, its sentence the first paragraph of the docstring.
 
-    `on` is when it is checked: "before" a decision is written into the ledger, after an event was "recorded", after an
-    append ("appended"), after a process folded a batch ("absorbed"), when a request was "routed", when its outcome is
-    in ("judged"), when its machine has "stepped", tokens of it have come ("said") or it has "ended", when a worker was
-    "accused" of silence, when a scaling is about to be "proposed", once a second ("tick"), and at the "end". A check
-    returns what it saw if the sentence is false, and None if it holds.
+    `on` is when the check runs:
+
+    - "before": before a decision is written into the ledger
+    - "recorded": after an event is recorded
+    - "appended": after an append reached the broker
+    - "absorbed": after a process folded a batch
+    - "routed": when a request is sent to a worker
+    - "judged": when the outcome of a request has been judged
+    - "stepped": when the machine of a request has applied an event
+    - "said": when tokens of a request have arrived
+    - "ended": when a request has ended
+    - "accused": when a worker is reported silent
+    - "proposed": before a scaling is proposed
+    - "tick": once a second
+    - "end": at the end of the run
+
+    A check returns what it found if the sentence is false, and None if it holds.
     """
 
     def of(check: Check) -> Invariant:
@@ -79,7 +91,7 @@ def invariant(on: On, about: type | UnionType | None = None) -> Callable[[Check]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A broken invariant: which, when (virtual seconds, after which event), and what was seen."""
+    """A violated invariant: its name, the virtual time in seconds, the last event's sequence, and what was found."""
 
     invariant: str
     sentence: str
@@ -89,7 +101,7 @@ class Violation:
 
 
 class Violated(Exception):
-    """Ends a run."""
+    """Raised when an invariant is violated; ends the run."""
 
     def __init__(self, violation: Violation) -> None:
         super().__init__(f"{violation.invariant}: {violation.detail}")
@@ -97,26 +109,28 @@ class Violated(Exception):
 
 
 class InvariantWatch:
-    """The all-seeing side of one run. What it keeps is for the invariants to read."""
+    """The omniscient observer of one run. Its attributes are read by the invariants."""
 
     def __init__(self, world: SimulatedWorld, invariants: Mapping[str, Invariant]) -> None:
         self.world = world
         self.kernel = world.kernel
         self.seams = world.seams
-        self.policy = world.scenario.policies[0]  # in force: as the journal's last adoption says
+        self.policy = world.scenario.policies[0]  # in force: the policy last adopted on the journal
         self.ledger = CheckLedger()
-        self.reference = Order(self.seams.evolve, Fleet())  # whatever is swapped, this order is right
+        self.reference = Order(self.seams.evolve, Fleet())  # correct even when a fault is planted elsewhere
         self.shown: list[Fleet] = [Fleet()]  # by sequence
-        self.verdicts: dict[str, list[tuple[int, HealthStatus]]] = {}  # by instance: sequence, status
+        self.verdicts: dict[str, list[tuple[int, HealthStatus]]] = {}  # by instance: (sequence, status)
         self.run_began = 0  # sequence before the last append's first decision
         self.decided: Recorded | None = None  # the last decision
         self.steadiness = Steadiness(world)
-        self.serving_since: dict[str, int] = {}  # since when the decisions leave a worker's instance a share
-        # By process: its last fold, and the true one.
+        self.serving_since: dict[str, int] = {}  # by instance: since when the decisions allow it a share
+        # By process: its replica, its last fold, and the true fold.
         self.compared: dict[str, tuple[Replica, Fleet, Fleet]] = {}
-        self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found right
-        self.replayed: Fleet | None = None  # folded from the journal's beginning to what is stored at the end
-        self.requests: dict[SimulatedRequest, RequestLedger] = {}  # where they are played token by token
+        self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found correct
+        self.replayed: Fleet | None = (
+            None  # fold from the journal's beginning to the stored position, at the end
+        )
+        self.requests: dict[SimulatedRequest, RequestLedger] = {}  # with live requests only
         self.goldens_moved: dict[str, int] = {}  # by canary key
         self.worst_level: dict[str, int] = {}
         self._invariants = invariants
@@ -130,10 +144,10 @@ class InvariantWatch:
         """How often each invariant was checked."""
         return {name: self._reached[found.on] for name, found in self._invariants.items()}
 
-    # --- where it listens ---------------------------------------------------------------------------------------
+    # --- hooks ---------------------------------------------------------------------------------------
 
     def recorded(self, event: Recorded) -> None:
-        """The journal has stored an event."""
+        """Handle an event that the journal has stored."""
         fact = event.fact
         if isinstance(fact, Decision):
             self.tell("before", event, fact)
@@ -154,7 +168,7 @@ class InvariantWatch:
         self.tell("recorded", event, fact)
 
     def appended(self, source: str) -> None:
-        """An append has reached the broker, and landed or not."""
+        """Handle an append that reached the broker, whether it was stored or rejected."""
         run = self.world.broker.events[self.run_began :]
         while run and not (run[0].source == source and isinstance(run[0].fact, Decision)):
             run = run[1:]
@@ -163,41 +177,41 @@ class InvariantWatch:
             self.tell("appended", run)
 
     def stepped(self, request: SimulatedRequest, event: Any, effects: Any) -> None:
-        """The request machine has taken an event; its effects are applied next."""
+        """Handle an event that the request machine has applied; its effects are applied next."""
         ledger = self.requests.get(request) or self.requests.setdefault(request, RequestLedger(request.state))
         step = MachineStep(ledger, request, event, effects)
         self.tell("stepped", step)
         ledger.write(step, self.kernel.now / SECOND)
 
     def tick(self) -> None:
-        """A second has passed."""
+        """Handle the passing of a second."""
         self.kernel.after(SECOND, self.tick)
         self.steadiness.look()
         self.tell("tick")
 
     def end(self) -> None:
-        """The run is over."""
+        """Handle the end of the run."""
         self.tell("end")
 
     def out_of_order(self, error: OutOfOrder) -> Violation:
-        """A fold refused the journal: its numbers do not follow one another."""
+        """Return the violation for a journal that a fold rejected because its numbers are not consecutive."""
         found = self._invariants["decisions_gapless"]
         return self._violation(found, str(error))
 
     def entries(self) -> Iterable[LedgerEntry]:
-        """Return what the decisions say of each worker's present instance."""
+        """Return the ledger's entry of each worker's current instance."""
         return self.ledger.entries.values()
 
     def status_at(self, instance: str, seq: int) -> HealthStatus | None:
-        """Return the last health that was decided for an instance, among the events up to `seq`."""
+        """Return the health last decided for an instance among the events up to `seq`; None if there is none."""
         verdicts = self.verdicts.get(instance, [])
         at = bisect_right(verdicts, seq, key=lambda verdict: verdict[0])
         return verdicts[at - 1][1] if at else None
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- internal -------------------------------------------------------------------------------------------------
 
     def tell(self, on: On, *args: Any) -> None:
-        """Something has happened: check what is to be checked then. `args`: to what, last the fact if there is one."""
+        """Check the invariants of a hook with its arguments; the last one is the fact, if there is one."""
         self._reached[on] += 1
         for found in self._by_hook[on]:
             if found.about is not None and not isinstance(args[-1], found.about):

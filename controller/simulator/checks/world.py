@@ -1,4 +1,4 @@
-"""Checks of what is done with the verdicts, and of what the fleet must do about the truth in time."""
+"""Invariants of routing, and of how fast the fleet must react to the true state of its workers."""
 
 from controller.deciders.breaker import Breaker
 from controller.deciders.capacity import fleet_capacity
@@ -19,9 +19,9 @@ AT_REST = (HealthStatus.DRAINING, HealthStatus.DEAD)
 
 @invariant("routed")
 def verdict_obeyed(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """No request goes to a worker that its frontend knows to be unhealthy, draining or dead, but to a model's last one.
+    """A request goes to a worker known to be unhealthy, draining or dead only if it is the model's last.
 
-    The verdicts are those that the frontend had read.
+    "Known" means by what its frontend had read.
     """
     seq = frontend.replica.known
     status, worker = watch.status_at(request.instance, seq), watch.shown[seq].workers.get(request.worker)
@@ -33,7 +33,7 @@ def verdict_obeyed(watch: InvariantWatch, frontend: RequestSender, request: Simu
 
 
 def _kept(worker: Worker) -> bool:
-    """Whether the ejection budget keeps it in service: it is in doubt, or canaries alone convict the last one."""
+    """Return whether the ejection budget keeps it in service: it is in doubt, or the last one and convicted by canaries alone."""
     return worker.budget.kept is not None and (worker.in_doubt or worker.serves_suspect)
 
 
@@ -41,7 +41,7 @@ def _kept(worker: Worker) -> bool:
 def shedding_obeyed(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
     """No new request of a model is sent while its level accepts none.
 
-    A request that had been let in before may be sent.
+    A request that was admitted before may be sent.
     """
     if request.since < watch.kernel.now:
         return None
@@ -59,7 +59,7 @@ def own_breaker(
     before: Breaker,
     after: Breaker,
 ) -> str | None:
-    """No outcome of a request from before a frontend's own breaker moved moves it."""
+    """No outcome of a request sent before a frontend's own breaker moved changes that breaker."""
     by_time = before.position == "open" and after.position == "half_open" and not after.trial
     if request.sent >= before.moved_by or after == before or by_time:
         return None
@@ -68,18 +68,20 @@ def own_breaker(
 
 @invariant("accused")
 def heard_is_not_silent(watch: InvariantWatch, machine: Machine, instance: str) -> str | None:
-    """Nobody is called silent while heard, or linked to a frontend."""
+    """No worker is reported silent while it sends heartbeats or is connected to a frontend."""
     if machine.instance != instance:
         return None
     if machine.beating or watch.world.linked(machine):
-        return f"{instance} is called silent: heard {machine.beating}, linked {watch.world.linked(machine)}"
+        return f"{instance} is reported silent: heard {machine.beating}, linked {watch.world.linked(machine)}"
     return None
 
 
 @invariant("tick")
 def corruption_fenced(watch: InvariantWatch) -> str | None:
-    """A corrupt worker is out of service within canaries × interval, retries and slack, unless no other worker of its model
-    serves."""
+    """A corrupt worker is out of service within canaries × interval, retries and slack.
+
+    The exception is a worker that serves because no other worker of its model does.
+    """
     machines, steady = watch.world.machines, watch.steadiness
     bound = int(CANARIES * watch.world.scenario.interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
     for machine in machines.values():
@@ -99,12 +101,12 @@ def corruption_fenced(watch: InvariantWatch) -> str | None:
         )
         if watch.kernel.now - since > bound and _known_answers(watch, machine, since):
             was = machine.condition.corrupt_since / SECOND
-            return f"{machine.instance} is corrupt since {was} s and serves since {serving / SECOND} s"
+            return f"{machine.instance} has been corrupt since {was} s and serving since {serving / SECOND} s"
     return None
 
 
 def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
-    """Return whether all that while there was an agreed answer to every canary that it gets wrong."""
+    """Return whether every canary that it answers wrong has had an agreed answer since then."""
     goldens, key = watch.shown[-1].goldens, machine.joined.canary_key
     found = [goldens.get((key, f"c{i}")) for i in machine.condition.corrupt]
     return watch.goldens_moved.get(key, 0) <= since and all(
@@ -114,7 +116,7 @@ def _known_answers(watch: InvariantWatch, machine: Machine, since: int) -> bool:
 
 @invariant("tick")
 def canaries_leave_one(watch: InvariantWatch) -> str | None:
-    """No model is without a serving worker because of canaries, or of a new lineage, alone."""
+    """No model is left without a serving worker because of canaries alone, or of a new lineage alone."""
     steady, workers = watch.steadiness, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
         mine = [worker for worker in workers if worker.joined.model == model]
@@ -122,13 +124,15 @@ def canaries_leave_one(watch: InvariantWatch) -> str | None:
         unserved = bool(suspects) and not any(worker.routable for worker in mine)
         since = steady.lasts_since("canaries alone", model, so=unserved)
         if steady.overdue(since):
-            return f"no worker of {model} serves since {since / SECOND} s, and canaries keep {suspects} out"
+            return (
+                f"no worker of {model} has served since {since / SECOND} s, and canaries keep {suspects} out"
+            )
     return None
 
 
 @invariant("tick")
 def acquitted_are_tried(watch: InvariantWatch) -> str | None:
-    """A worker is tried again at once when the goldens that convicted it were outvoted, while a leader lives."""
+    """A worker is tried again at once when the goldens that convicted it are outvoted, while a leader is up."""
     steady = watch.steadiness
     for worker in watch.shown[-1].workers.values():
         instance, breaker, charges = worker.joined.instance, worker.breaker, worker.health.charges
@@ -139,38 +143,37 @@ def acquitted_are_tried(watch: InvariantWatch) -> str | None:
         acquitted = unmoved and bool(charges.acquitted) and not charges.convictions
         since = steady.lasts_since("acquitted", instance, so=acquitted)
         if steady.overdue(since):
-            return f"{instance} is acquitted since {since / SECOND} s, and its breaker is open still"
+            return f"{instance} was acquitted at {since / SECOND} s, but its breaker is still open"
     return None
 
 
 @invariant("tick")
 def trials_end(watch: InvariantWatch) -> str | None:
-    """An open or half-open breaker moves on when its time has come and a leader lives."""
+    """An open or half-open breaker moves when it is due, while a leader is up."""
     for entry in watch.entries():
         if entry.position == "closed" or entry.status in AT_REST or entry.draining_until is not None:
             continue
         if entry.due is not None and watch.steadiness.overdue(since_start(entry.due)):
-            return f"{entry.instance}'s breaker is {entry.position} still, due was {entry.due}"
+            return f"{entry.instance}'s breaker is still {entry.position}, it was due at {entry.due}"
     return None
 
 
 @invariant("tick")
 def limits_decided(watch: InvariantWatch) -> str | None:
-    """What a device leaves a worker is decided soon while a leader lives."""
+    """A device limit is decided soon, while a leader is up."""
     last = watch.world.broker.last_seq
     for entry in watch.entries():
         if entry.limited_at is None or entry.status not in IN_SERVICE:
             continue
         left = entry.limit(last)
         if entry.weight > left and watch.steadiness.overdue(since_start(entry.limited_at)):
-            return f"{entry.instance} has {entry.weight} still, its devices leave it {left} since {entry.limited_at}"
+            return f"{entry.instance} still has {entry.weight}, its devices have allowed {left} since {entry.limited_at}"
     return None
 
 
 @invariant("tick")
 def full_capacity(watch: InvariantWatch) -> str | None:
-    """Full capacity returns to level 0: no level lasts beyond the dwell while every worker of a model carries its full share
-    and these carry the objective."""
+    """No level lasts beyond the dwell while all workers of a model have full share and meet the objective."""
     steady, policy, workers = watch.steadiness, watch.policy.degradation, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
         level, slo = watch.ledger.levels[model], policy.slo(model)
@@ -182,18 +185,18 @@ def full_capacity(watch: InvariantWatch) -> str | None:
         carried = ratio >= policy.entries[0] - ROUNDING
         since = steady.lasts_since("full capacity", model, so=carried and level > 0)
         if steady.overdue(since + micros(policy.dwell)):
-            return f"{model} is at level {level} with {ratio:.6f} of its objective since {since}"
+            return f"{model} has been at level {level} with {ratio:.6f} of its objective since {since}"
     return None
 
 
 @invariant("tick")
 def drains_end(watch: InvariantWatch) -> str | None:
-    """A drain ends by its deadline while a leader lives."""
+    """A drain ends by its deadline, while a leader is up."""
     margin = micros(watch.policy.drain.margin)
     for entry in watch.entries():
         until = entry.draining_until
         if until is None or entry.status is HealthStatus.DEAD:
             continue
         if watch.steadiness.overdue(since_start(until) + margin):
-            return f"{entry.instance} is draining still, the deadline was {until}"
+            return f"{entry.instance} is still draining, the deadline was {until}"
     return None

@@ -1,1 +1,1 @@
-"""Histories that are told in one way only, for their transcripts."""
+"""Fixed scenarios, run for their transcripts."""

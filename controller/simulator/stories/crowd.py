@@ -1,4 +1,4 @@
-"""Many requests at once in one frontend, with nobody who reads their answers: for scenarios and benchmarks."""
+"""Creates many concurrent requests in one frontend, without clients, for scenarios and benchmarks."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,11 +10,11 @@ from controller.router.endpoints import Lineage
 from events.blocks import BlockNames
 from events.wire import Sampling
 
-FIRST, SPAN = 259, 1700  # token ids that are no special ones of the simulated engine
+FIRST, SPAN = 259, 1700  # token ids that are not special tokens of the simulated engine
 
 
 def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choice]:
-    """Return this number of requests of `tokens` tokens each. No two have a prefix in common, and none ends soon."""
+    """Return `requests` requests of `tokens` tokens each. No two share a prefix, and none ends early."""
     answers = []
     for n in range(requests):
         prompt = [FIRST + (n * 31 + k) % SPAN for k in range(tokens)]
@@ -34,7 +34,7 @@ def crowd(requests: int, tokens: int, model: str, lineage: Lineage) -> list[Choi
 
 
 def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
-    """Return the tokens that each worker has to compute, now that these requests continue there."""
+    """Return the tokens that each worker must compute again now that these requests continue there."""
     load: Counter[str] = Counter()
     for live in requests:
         assert live.endpoint is not None
@@ -43,5 +43,5 @@ def computed_again(requests: Iterable[LiveRequest]) -> Counter[str]:
 
 
 def most_over_even(load: Counter[str], workers: int) -> float:
-    """Return how many times the even spread over so many workers that one has to compute which has most."""
+    """Return the highest load of one worker as a multiple of the even load over `workers` workers."""
     return max(load.values()) * workers / load.total()

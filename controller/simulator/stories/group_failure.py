@@ -1,8 +1,9 @@
-"""What happens when one GPU of one group of eight fails? The first document's scenario, with the corrected times.
+"""The group-failure scenario: one GPU of one tensor-parallel group of eight fails.
 
-Sixteen groups serve a 70B model. GPU 47 raises Xid 48, and its group, g6, is gone with all its KV cache (each GPU holds
-one of eight heads): 23 requests of 2,048 tokens are computed again by the fifteen others. The controllers, the fold and
-the frontend's director are production's own; the groups, the request plane and time are played.
+It is the scenario of the project's first document, with corrected times. Sixteen groups serve a 70B model. GPU 47 raises
+Xid 48, and its group, g6, is lost with all its KV cache (each GPU holds one of eight heads). The other fifteen groups
+compute 23 requests of 2,048 tokens again. The controllers, the fold and the frontend's director are production code; the
+groups, the request plane and time are simulated.
 """
 
 import asyncio
@@ -39,12 +40,16 @@ from events.wire import Chunk, Generate, Load, Why
 
 SEED = 48
 GROUPS, TP, REQUESTS, TOKENS = 16, 8, 23, 2048
-CONTEXT = 8192  # a request's prompt and the 4,000 tokens that it may be answered with fit in
+CONTEXT = 8192  # fits a request's prompt and an answer of up to 4,000 tokens
 FAILED_GPU, XID = 47, "48"
 FAILED = f"g{FAILED_GPU // TP + 1}"
 FAILS_AT, NEW_GROUP_AFTER, ENDS_AFTER = 5 * MINUTE, 60 * SECOND, 6 * MINUTE
 STEP = 20 * MS
-FIRST_DOCUMENT = ("t0 + 2 ms", "t0 + 10 ms", "t0 + 61 s")  # its timeline's word on each of the same
+FIRST_DOCUMENT = (
+    "t0 + 2 ms",
+    "t0 + 10 ms",
+    "t0 + 61 s",
+)  # the times that its timeline gives for the same three moments
 ACQUITTED_BY = HealthPolicy().good_to_acquit
 SEVENTY_B = Profile(
     kv_blocks=40_000,
@@ -56,13 +61,13 @@ SEVENTY_B = Profile(
 
 
 class PlayedPlane(ConnectedWorkers):
-    """The request plane of one frontend, and the engines behind it: prompts are computed one after another."""
+    """The simulated request plane of one frontend and the engines behind it. Prompts are computed one after another."""
 
     def __init__(self, kernel: Kernel, machines: dict[str, Machine]) -> None:
         self._kernel = kernel
         self._machines = machines
         self._streams: dict[int, tuple[str, Sink]] = {}
-        self._free_at: dict[str, int] = {}  # when the prompts are done that wait there
+        self._free_at: dict[str, int] = {}  # when the prompts queued at a worker are computed
         self._last = 0
 
     def reachable(self, worker: str, instance: str) -> bool:
@@ -86,22 +91,22 @@ class PlayedPlane(ConnectedWorkers):
         takes = int(len(request.tokens) / SEVENTY_B.prefill_tokens_per_s * SECOND)
         done = max(self._kernel.now, self._free_at.get(worker, 0)) + takes
         self._free_at[worker] = done
-        self._kernel.after(done - self._kernel.now, self.say, self._last)
+        self._kernel.after(done - self._kernel.now, self.emit, self._last)
         return self._last
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
         self._streams.pop(stream, None)
 
-    def say(self, stream: int) -> None:
-        """Let the next token of a stream come, and then one after another."""
+    def emit(self, stream: int) -> None:
+        """Deliver the next token of a stream, and schedule the one after it."""
         if stream in self._streams:
             _, sink = self._streams[stream]
             sink.take(Chunk(stream, [300]))
             sink.flush()
-            self._kernel.after(STEP, self.say, stream)
+            self._kernel.after(STEP, self.emit, stream)
 
     def broken(self, worker: str) -> None:
-        """A worker is gone: tell every stream on it."""
+        """Report the loss of a worker to every stream on it."""
         cause: LostCause = "disconnected"
         gone = [stream for stream, (at, _) in self._streams.items() if at == worker]
         for _, sink in [self._streams.pop(stream) for stream in gone]:
@@ -109,7 +114,7 @@ class PlayedPlane(ConnectedWorkers):
 
 
 class GroupFailure(Simulation):
-    """The fleet, one frontend's director before it, and what strikes it."""
+    """The fleet, the director of one frontend, and the fault that strikes it."""
 
     def __init__(self, provisioned: float, spares: int = 0) -> None:
         super().__init__(_scenario(provisioned, spares))
@@ -148,11 +153,11 @@ class GroupFailure(Simulation):
 
     @property
     def most_over_even(self) -> float:
-        """How many times the even spread that group has to compute which has most."""
+        """The highest load of one group as a multiple of the even load."""
         return most_over_even(self.load, GROUPS - 1 + min(self.spares, 1))
 
     async def tell(self) -> str:
-        """Play it, and return the transcript."""
+        """Play the scenario, and return the transcript."""
         with quiet():
             self.begin()
             await self._until(FAILS_AT - SECOND)
@@ -168,24 +173,24 @@ class GroupFailure(Simulation):
         return "\n".join([*told, *(["", *self._beside_the_seeds()] if self.spares else [])]) + "\n"
 
     async def _until(self, until: int, step: int = 100 * MS) -> None:
-        """Let time pass. The director sends what has lost its worker at the end of the loop's turn."""
+        """Let time pass. The director resends requests that lost their worker at the end of the loop's turn."""
         while self.kernel.now < until:
             self.kernel.run(min(until, self.kernel.now + step))
             await asyncio.sleep(0)
 
     def _ask(self) -> None:
-        """Let the requests be read by the group that will fail: at the moment it does, each has said a token or more."""
+        """Start the requests at the group that will fail. Each has received at least one token when it does."""
         endpoints, driver = self.director.table.endpoints, self.director.driver
         endpoint = next(endpoint for endpoint in endpoints.values() if endpoint.worker == FAILED)
         for answer in crowd(REQUESTS, TOKENS, endpoint.joined.model, endpoint.lineage):
             (live,) = driver.launch([answer], planned=endpoint.key)
             self.requests.append(live)
             if live.dispatch is not None:
-                self.kernel.after(SECOND - STEP, self._plane.say, live.dispatch.stream)
+                self.kernel.after(SECOND - STEP, self._plane.emit, live.dispatch.stream)
 
     def _strike(self) -> None:
         group = self.machines[FAILED]
-        group.standing.retired = True  # until there is a new one
+        group.standing.retired = True  # until it is replaced
         group.say(DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
         self.kernel.after(MS, group.fall)
         self.kernel.after(NEW_GROUP_AFTER, self._replace, group)
@@ -206,13 +211,15 @@ class GroupFailure(Simulation):
     # --- the transcript
 
     def first(self, kind: type[WorkerDecision], about: str) -> int:
-        """Return how long after the failure a decision of this kind about a worker was on the journal for the first time, in
-        microseconds. Raise LookupError if it never was."""
+        """Return when the first decision of this kind about a worker was appended, in microseconds after the failure.
+
+        Raise LookupError if no such decision was made.
+        """
         for event in self.broker.events:
             fact, at = event.fact, since_start(event.at) - FAILS_AT
             if at >= 0 and isinstance(fact, kind) and about in (fact.worker, getattr(fact, "replaces", "")):
                 return at
-        raise LookupError(f"nothing of this kind was decided about {about}")
+        raise LookupError(f"no {kind.__name__} decision about {about} after the failure")
 
     def _beside_the_seeds(self) -> list[str]:
         gaps = [e.fact.gap_ms for e in self.broker.events if isinstance(e.fact, RequestMigrated)]
@@ -261,7 +268,7 @@ class GroupFailure(Simulation):
 
 
 def transcript(provisioned: float, spares: int = 0) -> str:
-    """Return what happens in a fleet that was provisioned at this multiple of its SLO, with so many spare groups besides."""
+    """Return the transcript for a fleet provisioned at this multiple of its SLO, with `spares` spare groups."""
     return asyncio.run(GroupFailure(provisioned, spares).tell())
 
 

@@ -1,1 +1,1 @@
-"""What a simulated fleet consists of: time, broker, machines, frontends, controllers, faults."""
+"""The parts of a simulated fleet: time, broker, machines, frontends, controllers, faults."""

@@ -1,8 +1,8 @@
-"""The journal's server, played: one order, fenced decisions, and all the ways in which a network hides what happened.
+"""The simulated journal server: one total order, fenced decisions, and an unreliable network.
 
-A message may be lost on its way, arrive late, or arrive while its acknowledgement is lost: then it is stored and
-its sender believes that it is not. The server recognises a repeated id for two minutes, as JetStream does; after
-that a repetition is stored, and it is the folds' business to drop it.
+A message may be lost, arrive late, or arrive while its acknowledgement is lost: it is then stored, but its sender believes
+that it is not. The server recognises a repeated id for two minutes, as JetStream does. After that a repetition is stored,
+and the folds must drop it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ LEASE_TTL = 3 * SECOND
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
-    """An observation on its way. `number` counts its source's facts."""
+    """An observation in transit. `number` counts the facts of its source."""
 
     fact: Observation
     id: str
@@ -33,15 +33,15 @@ class BrokerMessage:
 
 @dataclass(slots=True)
 class Network:
-    """How the network between any process and the broker behaves."""
+    """The condition of the network between any process and the broker."""
 
     chance: Random
-    loss: float = 0.0  # of one message, each way
-    slow: float = 0.0  # share of messages that take up to `slow_max`
+    loss: float = 0.0  # probability that a message is lost, each way
+    slow: float = 0.0  # share of messages that are delayed by up to `slow_max` microseconds
     slow_max: int = 2 * SECOND
 
     def delay(self) -> int:
-        """Return how long a message takes."""
+        """Return the transit time of a message in microseconds."""
         chance = self.chance
         if self.slow and chance.random() < self.slow:
             return int(chance.random() * self.slow_max) + MS
@@ -54,14 +54,14 @@ class Network:
 
 @dataclass(slots=True)
 class AcknowledgedNumbers:
-    """What all the outboxes together have promised, for the watch: the last acknowledged number of each source."""
+    """The last acknowledged number of each source over all outboxes, for the watch to check."""
 
     acknowledged: dict[str, int] = field(default_factory=dict)
-    dropped: int = 0  # did not fit, counted and said
+    dropped: int = 0  # dropped because an outbox was full
 
 
 class Broker:
-    """The stream and the lease. `up` False: nobody can reach it; what it holds stays."""
+    """The stream and the lease. While `up` is False no process can reach it; stored events are kept."""
 
     def __init__(self, kernel: Kernel, seams: Seams, network: Network) -> None:
         self.kernel = kernel
@@ -69,15 +69,15 @@ class Broker:
         self.network = network
         self.acknowledged = AcknowledgedNumbers()
         self.up = True
-        self.mute = False  # it stores, and nobody hears that it did
+        self.mute = False  # it stores messages, but acknowledges none
         self.events: list[Recorded] = []
         self.decided = 0  # sequence of the last decision
         self.watchers: list[Callable[[Recorded], None]] = []
         self.followers: list[Follower] = []
         self.repeated = 0  # messages that were stored twice, past the duplicate window
         self.fenced = 0
-        self._known: dict[str, tuple[int, int]] = {}  # id: (sequence, when)
-        self._lease: tuple[str, int] = ("", 0)  # holder, until
+        self._known: dict[str, tuple[int, int]] = {}  # id: (sequence, time stored)
+        self._lease: tuple[str, int] = ("", 0)  # holder, expiry
         self._proposed: dict[str, int] = {}  # model: sequence of the last proposal
 
     @property
@@ -90,7 +90,7 @@ class Broker:
         self.up = False
 
     def come_up(self) -> None:
-        """Be reachable again; whoever follows goes on reading."""
+        """Become reachable again; followers continue reading."""
         self.up, self.mute = True, False
         self._announce()
 
@@ -107,7 +107,7 @@ class Broker:
         self._announce()
 
     def store_next(self, fact: ScaleProposed, *, source: str, after: int) -> bool:
-        """Store a proposal if the last one about its model is at `after` (0: if there is none), or refuse it."""
+        """Store a proposal if the last one about its model is at sequence `after` (0: none), else reject it."""
         last = self._proposed.get(fact.model, 0)
         if not self.seams.follows(after, last):
             self.fenced += 1
@@ -117,7 +117,7 @@ class Broker:
         return True
 
     def append(self, batch: Sequence[Decision], *, source: str, through: int, after: int) -> bool:
-        """Store decisions as one unit, or refuse them all because somebody has decided since `after`."""
+        """Store decisions as one unit, or reject all of them because another decision was stored since `after`."""
         if not self.seams.fence(after, self.decided):
             self.fenced += 1
             return False
@@ -128,7 +128,7 @@ class Broker:
         return True
 
     def lease(self, holder: str) -> str:
-        """Take or renew the lease if it is free, and return who holds it."""
+        """Acquire or renew the lease if it is free, and return its holder."""
         now = self.kernel.now
         if self._lease[0] == holder or self._lease[1] <= now:
             self._lease = (holder, now + LEASE_TTL)
@@ -157,7 +157,7 @@ class Broker:
 
 
 class Follower:
-    """One process's reading of the stream: in order, without a gap, some time after it was stored."""
+    """One process's subscription to the stream: in order, without gaps, some time after each event was stored."""
 
     __slots__ = ("_broker", "_take", "_waiting", "after", "lag", "open")
 
@@ -172,14 +172,14 @@ class Follower:
         self.wake()
 
     def wake(self) -> None:
-        """There may be something to read."""
+        """Schedule a delivery if there are unread events."""
         if not self._waiting and self.open and self.after < len(self._broker.events):
             self._waiting = True
             kernel, network = self._broker.kernel, self._broker.network
             kernel.after(network.delay() + self.lag, self._deliver)
 
     def close(self) -> None:
-        """Read no more: the process is gone."""
+        """Stop reading: the process has ended."""
         if self.open:
             self.open = False
             self._broker.followers.remove(self)

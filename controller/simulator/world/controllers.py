@@ -1,8 +1,8 @@
-"""A controller process: it reads, decides, and appends under the fence, as the reconciler does.
+"""A controller process: it reads, decides and appends with a fence, as the reconciler does.
 
-Several of them compete for the lease. The lease only saves work: a controller that was stopped between deciding and
-sending (a long garbage collection, a frozen virtual machine) still believes in it, and its append arrives late. What
-keeps the history right is the fence.
+Several controllers compete for the lease. The lease only saves work: a controller that was stopped between deciding and
+sending (a long garbage collection, a frozen virtual machine) still believes that it holds the lease, and its append
+arrives late. Only the fence keeps the history correct.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ APPEND_DEADLINE = 2 * SECOND
 
 
 class SimulatedController(PlayedProcess):
-    """One place that runs controller processes, one after another."""
+    """A host that runs controller processes, one after another."""
 
     def __init__(self, name: str, surroundings: Surroundings, chance: Random, skew: int) -> None:
         super().__init__(name, surroundings, chance)
@@ -34,15 +34,17 @@ class SimulatedController(PlayedProcess):
         self.leading = False
         self._held: tuple[tuple[Decision, ...], int, int] | None = None
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- lifecycle ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Start with an empty fold, read from the beginning."""
+        """Start with an empty fold, read from the beginning of the journal."""
         surroundings = self.surroundings
         self.paused = self.leading = False
         self._asking = Asking(surroundings.policy(), surroundings.seams.settle)
-        self._sent: object = None  # the append that is on its way: an answer to another one comes too late
-        self._must_read: int | None = 0  # before it decides; None: up to the end, which is not known yet
+        self._sent: object = None  # the append in flight; answers to earlier ones are ignored
+        self._must_read: int | None = (
+            0  # sequence to read before deciding; None: the journal's end, not known yet
+        )
         self._believed_until = 0
         self._held = None
         self._pending_since: datetime | None = None
@@ -62,21 +64,21 @@ class SimulatedController(PlayedProcess):
         self._later(self._chance.randrange(SECOND), self._tick)
 
     def _end(self) -> None:
-        """An append on its way may still arrive."""
+        """End the process. An append in flight may still arrive."""
         self.leading = False
         self.prober.alive = False
         self._spool = self.outbox.crash()
         self.replica.close()
 
     def pause(self, duration: int) -> None:
-        """Stop in the middle of whatever it was doing, and go on `duration` microseconds later as if nothing had been."""
+        """Freeze for `duration` microseconds, then continue as if no time had passed."""
         if self.up and not self.paused:
             self.paused = True
             self.replica.follower.open = False
             self._later(duration, self._go_on)
 
     def clock(self) -> datetime:
-        """Return this controller's own time: it is a little off."""
+        """Return this controller's own time, which is off by its skew."""
         return self._kernel.instant() + self.skew
 
     def _go_on(self) -> None:
@@ -87,7 +89,7 @@ class SimulatedController(PlayedProcess):
         follower.wake()
         if self._held is not None:
             (batch, through, after), self._held = self._held, None
-            self._send(batch, through, after)  # the zombie's append: its lease is long gone
+            self._send(batch, through, after)  # the append of a zombie: its lease has expired
         self._tick_body()
 
     # --- the loop -----------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class SimulatedController(PlayedProcess):
         surroundings.kernel.after(APPEND_DEADLINE, self._unknown, sent)
 
     def _arrive(self, life: int, sent: object, batch: tuple[Decision, ...], through: int, after: int) -> None:
-        """The append reaches the broker, whether or not its sender still lives."""
+        """Deliver the append to the broker, whether or not its sender is still alive."""
         broker = self.surroundings.broker
         if not broker.up:
             return
@@ -187,7 +189,7 @@ class SimulatedController(PlayedProcess):
             return
         self._sent = None
         self._must_read = max(self._must_read or 0, last_seq)
-        if not landed:  # somebody else has decided: drop what we believe, read again
+        if not landed:  # another controller has decided: discard the fold and read again
             self.leading = False
             self.replica.close()
             self.replica = self.surroundings.replica(self.name, self._absorbed)
@@ -199,7 +201,7 @@ class SimulatedController(PlayedProcess):
     # --- acting -------------------------------------------------------------------------------------------------
 
     def _act_on_drains(self) -> None:
-        """Tell workers what the fold wants of them, until it is so."""
+        """Drain and resume workers until their state matches the fold."""
         fleet, machines = self.replica.fleet, self.surroundings.machines
         for name, worker in fleet.workers.items():
             machine = machines[name]

@@ -1,6 +1,6 @@
-"""What goes wrong, and when. A scenario says how often each kind of fault strikes.
+"""Injects faults at the rates that the scenario gives for each kind.
 
-Every fault ends by itself, and `heal` ends them all: from then on nothing goes wrong any more.
+Every fault ends by itself, and `heal` ends all of them: after it no fault strikes any more.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ HOUR = 60 * MINUTE
 
 
 class FaultInjector:
-    """The injector. `note` writes each fault into the history."""
+    """Schedules and injects the faults of a run. `note` records each fault in the history."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class FaultInjector:
         self.updates = RollingUpdates(world, world.kernel.chance("weights"), note)
 
     def begin(self) -> None:
-        """Let every kind strike for the first time at its own moment."""
+        """Schedule the first fault of every kind, each at its own random time."""
         scenario = self._world.scenario
         for kind, per_hour in scenario.worker_faults.items():
             self._plan(kind, per_hour * scenario.workers)
@@ -46,7 +46,7 @@ class FaultInjector:
             self._plan(kind, per_hour)
 
     def corrupt_from_start(self, machine: Machine) -> None:
-        """Let a worker be wrong before anybody knows what is right."""
+        """Make a worker corrupt before any golden is agreed."""
         self._worker_faults.corrupt_from_start(machine)
 
     def _plan(self, kind: str, per_hour: float) -> None:
@@ -61,7 +61,7 @@ class FaultInjector:
         if kind in self._world.scenario.worker_faults:
             machine = self._fleet_faults.any_machine()
             if not machine.life:
-                return  # it has not been started yet
+                return  # not started yet
             self._note(f"{kind} {machine.name}")
             self._worker_faults.kinds[kind](machine)
         else:

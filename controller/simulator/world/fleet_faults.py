@@ -1,4 +1,4 @@
-"""What goes wrong with the fleet as a whole: broker, network, controllers, frontends, projector, and many workers at once."""
+"""Faults of the whole fleet: broker, network, controllers, frontends, projector, many workers at once."""
 
 from collections.abc import Callable
 from random import Random
@@ -19,7 +19,7 @@ Place: TypeAlias = SimulatedController | SimulatedFrontend | SimulatedPlanner | 
 
 
 class FleetFaults:
-    """The faults of the fleet. Once `over`, what has begun leaves the broker and the workers alone."""
+    """The faults of the fleet. Once `over`, faults in progress no longer affect the broker and the workers."""
 
     def __init__(
         self, world: SimulatedWorld, workers: WorkerFaults, operators: Operators, chance: Random
@@ -53,7 +53,7 @@ class FleetFaults:
         }
 
     def _lose_broker(self) -> None:
-        """It goes away; sometimes it stores for a while before, and nobody hears that it did."""
+        """Take the broker down; sometimes it stores without acknowledging for a while before."""
         broker, kernel = self._broker, self._kernel
         if not broker.up or broker.mute:
             return
@@ -79,17 +79,17 @@ class FleetFaults:
         self._kernel.after(seconds_drawn(self._chance, 20, 240), self.calm)
 
     def calm(self) -> None:
-        """Let the network lose and delay nothing more."""
+        """End all loss and delay on the network."""
         self._network.loss = self._network.slow = 0.0
 
     def _most_cut_off(self) -> None:
-        """Most workers lose the broker at once: a switch, not the workers."""
+        """Disconnect most workers from the broker at once, as a failed switch does."""
         for machine in self._machines():
             if machine.life and self._chance.random() < 0.8:
                 self._workers.cut(machine)
 
     def _restart(self, place: Place, longest: int) -> None:
-        """A process ends without a word, and another one starts at its place."""
+        """Kill a process without notice, and start its successor later."""
         place.crash()
         self._kernel.after(seconds_drawn(self._chance, 1, longest), place.start)
 
@@ -117,7 +117,7 @@ class FleetFaults:
             frontend.slow_down(0)
 
     def _upgrade(self) -> None:
-        """A new engine version, one worker after another."""
+        """Restart one worker after another with a new engine version."""
         machines = self._machines()
         version = 1 + max(machine.next_version for machine in machines)
         for i, machine in enumerate(machines):
@@ -132,27 +132,27 @@ class FleetFaults:
         self._operators.drain(self.any_machine())
 
     def _together(self) -> None:
-        """Several workers fail at the same moment, as behind one switch or after one bad release."""
+        """Make several workers fail at the same moment, as behind one switch or after one bad release."""
         kind = self._chance.choice(("error", "flaky", "dark", "crash"))
         for machine in self._machines():
             if machine.life and self._chance.random() < 0.7:
                 self._workers.kinds[kind](machine)
 
     def _planner_pause(self) -> None:
-        """A planner stops between deciding and sending."""
+        """Pause a planner between deciding and sending."""
         self._chance.choice(self._world.planners).hold = seconds_drawn(self._chance, 5, 40)
 
     def _untold(self) -> None:
-        """No frontend can tell what comes."""
+        """Stop all traffic reports from frontends for a while."""
         demand = self._world.demand
         demand.keep_quiet(self._kernel.now + seconds_drawn(self._chance, 60, 480))
 
     def _set_scale(self) -> None:
-        """An operator has a number of his own tried."""
+        """Let an operator set a model's number of workers for a while."""
         self._operators.scale(self._chance.choice(self._world.scenario.models))
 
     def any_machine(self) -> Machine:
-        """Return any of the workers' places."""
+        """Return a random worker's machine."""
         return self._chance.choice(self._machines())
 
     def _machines(self) -> list[Machine]:

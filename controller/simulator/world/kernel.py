@@ -1,9 +1,8 @@
-"""What happens next? Virtual time, and chance that a seed fixes.
+"""The simulation kernel: an event heap in virtual time, and random streams fixed by the seed.
 
-Time is an integer of microseconds since the simulation began; two events of the same instant happen in the order in
-which they were asked for. Every use of chance draws from a stream of its own, named after who draws, so that one
-more draw in one place does not change every other: `Random(text)` hashes its text with SHA-512, which no
-`PYTHONHASHSEED` touches.
+Time is an integer of microseconds since the simulation began. Events at the same instant run in the order in which they
+were scheduled. Every use of randomness draws from its own stream, named after its user, so that one more draw in one place
+does not change every other. `Random(text)` hashes its text with SHA-512, which `PYTHONHASHSEED` does not affect.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ Act = Callable[..., object]
 
 
 class Kernel:
-    """The event heap. `after` asks for something to happen; `run` lets it happen."""
+    """The event heap. `after` schedules a call; `run` executes what is due."""
 
     __slots__ = ("_heap", "_instant", "_instant_of", "_tie", "now", "seed")
 
@@ -35,7 +34,7 @@ class Kernel:
 
     @property
     def happened(self) -> int:
-        """How many events ran."""
+        """The number of events that have run."""
         return self._tie - len(self._heap)
 
     def chance(self, name: str) -> Random:
@@ -43,12 +42,12 @@ class Kernel:
         return Random(f"{self.seed}/{name}")
 
     def after(self, delay: int, act: Act, *args: Any) -> None:
-        """Let `act(*args)` happen `delay` microseconds from now."""
+        """Schedule `act(*args)` for `delay` microseconds from now."""
         self._tie = tie = self._tie + 1
         heappush(self._heap, (self.now + delay, tie, act, args))
 
     def run(self, until: int) -> None:
-        """Let everything happen that is due by `until`."""
+        """Run everything that is due by `until`."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, act, args = heappop(heap)
@@ -64,7 +63,7 @@ class Kernel:
 
 
 class KernelClock:
-    """The kernel's time, for production code that takes a clock."""
+    """The kernel's time, for production code that accepts a clock."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -78,8 +77,8 @@ class KernelClock:
         return self._kernel.now / SECOND
 
     async def sleep(self, seconds: float) -> None:
-        """Raise NotImplementedError: what is played here never waits, it is called."""
-        raise NotImplementedError("played code never waits")
+        """Raise NotImplementedError: simulated code never waits, the kernel calls it."""
+        raise NotImplementedError("simulated code never waits")
 
 
 def micros(duration: timedelta) -> int:

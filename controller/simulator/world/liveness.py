@@ -1,7 +1,7 @@
-"""Production's observer of heartbeats (`controller.runtime.liveness`), fed with played heartbeats.
+"""Runs the production heartbeat observer (`controller.runtime.liveness`) on simulated heartbeats.
 
-Who beats and who is linked is taken from the machines once a second; what follows from it is said by the very code
-that runs in a controller.
+Which workers send heartbeats and which are linked is read from the machines once a second. The conclusions are those of the
+code that runs in a controller.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,30 +20,30 @@ from events.observations import WorkerSilent
 
 
 class SimulatedObserver:
-    """One controller's observer. Told of every second in which it was able to listen."""
+    """The heartbeat observer of one controller. It is called for every second in which it could listen."""
 
-    unread = 0  # bytes of the bus: what can be heard is heard at once
+    unread = 0  # bytes unread on the bus; always 0, as every message is read at once
 
     def __init__(
         self, surroundings: Surroundings, fleet: Callable[[], Fleet], outbox: SimulatedOutbox
     ) -> None:
         self.source = outbox.source
-        self.since: float | None = None  # connected, and awake, since then
+        self.since: float | None = None  # connected and not paused since then, in seconds
         self._surroundings = surroundings
         self._fleet = fleet
         self._outbox = outbox
         self._clock = clock = KernelClock(surroundings.kernel)
         self._beats = Beats(clock)
         settings = LivenessSettings(silent_after_s=surroundings.scenario.silent_after_s)
-        # It plays the view, the journal and the bus.
+        # This object serves as the view, the journal and the bus.
         self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
 
     def disconnected(self) -> None:
-        """Nothing could be heard: whoever was quiet now is not thereby silent."""
+        """Note that the bus was unreachable: a worker that was quiet meanwhile is not thereby silent."""
         self.since = None
 
     def listen(self, machines: Mapping[str, Machine]) -> None:
-        """Hear who beats and who is linked, and let the observer judge."""
+        """Read which workers send heartbeats and which are linked, and run the observer."""
         now = self._clock.monotonic()
         self.since = now if self.since is None else self.since
         at, quiet = self._clock.now().isoformat(), []
@@ -55,20 +55,20 @@ class SimulatedObserver:
                 quiet.append(machine)
         vetoed = self._surroundings.seams.vetoed
         for frontend in self._surroundings.frontends():
-            # Connections to workers that are heard change nothing.
+            # Connections to workers that send heartbeats change nothing.
             linked = {m.name: m.instance for m in quiet if vetoed(frontend.linked(m))}
             self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
         self._liveness.look(now)
 
-    # --- what the observer needs ----------------------------------------------------------------------------------
+    # --- the interfaces that the observer needs -----------------------------------------------------------------------
 
     @property
     def fleet(self) -> Fleet:
-        """As a view: the fleet as this controller has folded it."""
+        """The fleet as this controller has folded it (as a view)."""
         return self._fleet()
 
     def observe(self, fact: Observation) -> str:
-        """As a journal: say what the observer found."""
+        """Publish what the observer found (as a journal)."""
         if isinstance(fact, WorkerSilent):
             surroundings = self._surroundings
             surroundings.tell("accused", surroundings.machines[fact.worker], fact.instance)

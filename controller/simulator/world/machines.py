@@ -1,8 +1,8 @@
-"""What is true of a worker, whether or not anybody has noticed.
+"""The ground truth about each worker, whether or not any process has noticed it.
 
-A machine is a place that runs one worker process after another; each process is an instance. Everything that
-observers can learn (a canary's answer, a broken connection, a heartbeat) is derived from here, and the watch compares
-what the fleet believes with it.
+A machine is a place that runs one worker process after another; each process is an instance. Everything that observers can
+learn (a canary's answer, a broken connection, a heartbeat) is derived from here. The watch compares it with what the fleet
+believes.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ PROFILE = Profile(
     prefill_tokens_per_s=8000.0,
     tpot_ms=((1, 10.0), (16, 20.0)),
 )
-# What all workers have in common, but for the model, the engine's version and the lineage.
+# Common to all workers, which differ only in model, engine version and lineage.
 ENGINE = {
     "revision": "r1", "tokenizer": "builtin:sim", "engine": "simulated", "dtype": "float32", "device": "sim",
 }  # fmt: skip
@@ -43,85 +43,85 @@ ANSWER_TOKENS = 4
 
 @dataclass(slots=True)
 class Condition:
-    """What is wrong with a machine. The defaults are health."""
+    """What is wrong with a machine. The defaults mean that nothing is."""
 
     hung: bool = False
     erring: bool = False  # the engine raises
-    corrupt: frozenset[int] = frozenset()  # canaries that it answers wrongly
+    corrupt: frozenset[int] = frozenset()  # canaries that it answers incorrectly
     corrupt_since: int = -1
     in_hardware: bool = False  # the corruption outlives the process
     slow: float = 1.0  # latency factor
-    flaky: float = 0.0  # share of requests and canaries that time out
+    flaky: float = 0.0  # probability that a request or canary fails
     cut: bool = False  # from the broker
-    dark: frozenset[str] = frozenset()  # request-plane peers whose packets vanish
+    dark: frozenset[str] = frozenset()  # request-plane peers with which all packets are lost
     device: str = ""  # class of a fatal device fault
-    limits: dict[str, float] = field(default_factory=dict)  # by class of a device's fault: the weight left
+    limits: dict[str, float] = field(default_factory=dict)  # by device fault class: the weight that it leaves
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a worker computes on, and whether it is kept back."""
+    """What a worker runs on, and whether it starts as a spare."""
 
     profile: Profile = PROFILE
-    gpus: tuple[str, ...] = ()  # of its ranks, where it is a group
-    spare: bool = False  # it begins as one
-    waiting: int | None = None  # requests beyond its batch that it takes; None: as many as come
+    gpus: tuple[str, ...] = ()  # of its ranks, if the worker is a tensor-parallel group
+    spare: bool = False  # starts as a spare
+    waiting: int | None = None  # requests that it queues beyond its batch; None: no limit
     context_tokens: int = 4096  # of prompt and answer together
 
 
 @dataclass(slots=True)
 class SimulatedWeights:
-    """The weights of a worker, by number: equal weights give equal answers."""
+    """The weights of a worker, identified by a number: equal weights give equal answers."""
 
     loaded: int = 0
-    after_start: int = 0  # that the next process loads
-    told: bool = False  # the engine tells them: they are its lineage
+    after_start: int = 0  # the weights that the next process loads
+    told: bool = False  # the engine reports them as its lineage
     ever: set[int] = field(default_factory=lambda: {0})
 
     def load(self) -> None:
-        """Load what is there."""
+        """Load the weights that are installed."""
         self.loaded = self.after_start
         self.ever.add(self.loaded)
 
     @property
     def lineage(self) -> str:
-        """What the engine tells of them; empty: nothing."""
+        """The lineage that the engine reports; empty if it reports none."""
         return f"weights={self.loaded}" if self.told else ""
 
 
 @dataclass(slots=True)
 class Standing:
-    """Since when a place is there, whether it is to stay, what its process holds, and which weights it has."""
+    """The life of a worker's place: when it was added, whether it is retired, its requests and its weights."""
 
     created: int = 0
-    retired: bool = False  # nothing is started here any more
+    retired: bool = False  # no process is started here any more
     drained: bool = False
-    held: set[object] = field(default_factory=set)  # requests, where their number is bounded
+    held: set[object] = field(default_factory=set)  # requests at the worker, if their number is limited
     weights: SimulatedWeights = field(default_factory=SimulatedWeights)
 
     def leave(self, request: object) -> None:
-        """Hold a request no longer."""
+        """Release a request."""
         self.held.discard(request)
 
 
 @dataclass(slots=True)
 class Machine:
-    """One worker place: its current process and its condition. Instants are microseconds of virtual time."""
+    """One worker place: its current process and its condition. Times are microseconds of virtual time."""
 
     name: str
     model: str
     kernel: Kernel
     broker: Broker
     chance: Random
-    broken: Callable[["Machine"], None]  # every connection to it has just broken
+    broken: Callable[["Machine"], None]  # called when every connection to it breaks
     life: int = 0
     up: bool = False
     draining: bool = False
     condition: Condition = field(default_factory=Condition)
     corrupt_lives: set[str] = field(default_factory=set)  # instances that ever were corrupt
     outbox: SimulatedOutbox = field(init=False)
-    version: int = 1  # of the engine: another one gives other answers, and has its own canary key
-    next_version: int = 1  # with which the next process starts
+    version: int = 1  # engine version: each gives its own answers and has its own canary key
+    next_version: int = 1  # engine version of the next process
     spool: list[BrokerMessage] = field(default_factory=list)
     joined: WorkerJoined = field(init=False)
     hardware: Hardware = Hardware()
@@ -133,7 +133,7 @@ class Machine:
 
     @property
     def beating(self) -> bool:
-        """Whether its heartbeat reaches the broker."""
+        """Whether its heartbeats reach the broker."""
         condition = self.condition
         return self.up and self.broker.up and not condition.hung and not condition.cut
 
@@ -171,16 +171,16 @@ class Machine:
         self.instance = f"{self.name}.{self.life}"
 
     def say(self, kind: type[WorkerObservation], **said: Any) -> None:
-        """Let the current process observe something about itself."""
+        """Observe something about the current process."""
         self.outbox.observe(kind(worker=self.name, instance=self.instance, **said))
 
     def announce_again(self) -> None:
-        """Register a second time, as a worker does that has found its broker again."""
+        """Register a second time, as a worker does after it reconnects to its broker."""
         if self.up and not self.condition.hung:
             self.outbox.observe(self.joined)
 
     def crash(self) -> None:
-        """End without a word."""
+        """End without notice."""
         if self.up:
             self.up = False
             self.standing.held.clear()
@@ -188,7 +188,7 @@ class Machine:
             self.broken(self)
 
     def takes(self, request: object) -> bool:
-        """Take a request, or refuse it for want of room."""
+        """Accept a request, or reject it because the worker is full. Return whether it was accepted."""
         hardware, held = self.hardware, self.standing.held
         if hardware.waiting is None:
             return True
@@ -198,7 +198,7 @@ class Machine:
         return True
 
     def stop(self) -> None:
-        """Stop in order, as on SIGTERM: say so, drain, leave."""
+        """Stop gracefully, as on SIGTERM: announce the shutdown, drain, leave."""
         if not self.up or self.condition.hung:
             return
         self.say(ShutdownBegan, mode="graceful", grace_s=20.0)
@@ -206,13 +206,13 @@ class Machine:
         self.kernel.after(self.chance.randrange(1, 15) * SECOND, self._leave, self.life)
 
     def fall(self) -> None:
-        """End by itself, at once, and say so."""
+        """Shut down at once on its own initiative, and report it."""
         if self.up and not self.condition.hung:
             self.say(ShutdownBegan, mode="self_initiated", grace_s=0.0)
             self._left("self_initiated", 1)
 
     def limit(self, fault_class: str, weight: float | None) -> None:
-        """Have only a part of its weight left by a device from now on; None: all of it again."""
+        """Limit the worker's weight because of a device fault; None ends the limit."""
         if weight is None:
             self.condition.limits.pop(fault_class, None)
         else:
@@ -227,31 +227,31 @@ class Machine:
             self.say(DeviceFaulted, device="gpu0", fault_class=fault_class, fatal=False, weight=weight)
 
     def drain(self) -> None:
-        """Be told to take no new request."""
+        """Stop accepting new requests, as commanded."""
         if self.up and not self.condition.hung and not self.draining:
             self.draining, self.standing.drained = True, False
             self.kernel.after(self.chance.randrange(1, 20) * SECOND, self._empty, self.life)
 
     def resume(self) -> None:
-        """Be told to take requests again."""
+        """Accept requests again, as commanded."""
         if self.up and not self.condition.hung:
             self.draining = False
 
     def corrupt(self, canaries: frozenset[int], in_hardware: bool) -> None:
-        """Begin to answer some canaries, and who knows what else, wrongly."""
+        """Start to answer these canaries, and possibly other requests, incorrectly."""
         self.condition.corrupt = canaries
         self.condition.in_hardware = in_hardware
         self.condition.corrupt_since = self.kernel.now
         self.corrupt_lives.add(self.instance)
 
     def heal_corruption(self) -> None:
-        """Compute rightly again."""
+        """Compute correctly again."""
         self.condition.corrupt = frozenset()
         self.condition.in_hardware = False
         self.condition.corrupt_since = -1
 
     def answer(self, canary: int) -> tuple[int, ...]:
-        """Return the tokens that this worker gives to a canary: the right ones, or its own wrong ones."""
+        """Return this worker's answer to a canary: the correct tokens, or its own incorrect ones."""
         right = self.right_answer(canary, self.standing.weights.loaded)
         if canary in self.condition.corrupt:
             wrong = 50_000_000 + 100 * int(self.name[1:]) + self.life % 100
@@ -259,7 +259,7 @@ class Machine:
         return right
 
     def right_answer(self, canary: int, weights: int) -> tuple[int, ...]:
-        """Return what a worker of these weights says that computes rightly."""
+        """Return the answer of a worker with these weights that computes correctly."""
         first = 100_000_000 * weights + 100_000 * self.version + 1000 * (canary + 1)
         return tuple(first + i for i in range(ANSWER_TOKENS))
 
@@ -272,7 +272,7 @@ class Machine:
     def _leave(self, life: int) -> None:
         if self.life != life or not self.up:
             return
-        if self.condition.hung:  # it goes on leaving when it can
+        if self.condition.hung:  # it continues to leave once it is responsive
             self.kernel.after(5 * SECOND, self._leave, life)
             return
         self._empty(life)
@@ -286,7 +286,7 @@ class Machine:
         self.kernel.after(2 * SECOND, self._gone, self.outbox)
 
     def _gone(self, outbox: SimulatedOutbox) -> None:
-        """Half a second was there to flush; what is left is the next process's to send."""
+        """End the outbox: it had time to flush, and the next process sends what is left."""
         self.spool += outbox.crash()
 
 

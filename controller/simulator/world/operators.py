@@ -1,4 +1,4 @@
-"""People and the orchestrator: they drain and resume workers, and start again what has ended or was given up."""
+"""Simulated operators (drain, resume, scale), and the supervisor that restarts worker processes."""
 
 from random import Random
 
@@ -11,20 +11,20 @@ from events.fact import Observation
 from events.observations import DrainRequested, ResumeRequested, ScaleSet, WorkerLeft
 
 PATROL = 5 * SECOND
-LOOKS = 30 * SECOND  # of operators, once everything is healed
+LOOKS = 30 * SECOND  # between operators' checks, once everything is healed
 
 
 class Operators:
-    """They ask any controller that answers; if none does, they ask again later."""
+    """The operators: they send commands to any controller that is up, and try again later if none is."""
 
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
         self._world, self._kernel = world, world.kernel
         self._chance = chance
         self.drained: dict[str, str] = {}  # worker: the instance that was drained
-        self._believed: set[str] = set()  # instances that were resumed against a golden of their own worker
+        self._believed: set[str] = set()  # instances resumed although their own worker's golden convicts them
 
     def drain(self, machine: Machine) -> None:
-        """Want a worker empty; later want it back, stop it, or forget about it."""
+        """Drain a worker; later resume it, stop it, or leave it drained."""
         name, instance = machine.name, machine.instance
         deadline_s = self._chance.choice((None, 5.0, 20.0, 60.0))
         self._say(DrainRequested(worker=name, instance=instance, deadline_s=deadline_s, by="operator"))
@@ -37,13 +37,13 @@ class Operators:
             self._kernel.after(delay, self._stop, machine, instance)
 
     def resume(self, machine: Machine, instance: str) -> None:
-        """Want a worker back."""
+        """Request that a worker resumes."""
         self._say(ResumeRequested(worker=machine.name, instance=instance, by="operator"))
 
     def resume_all(self) -> None:
-        """Want everything back that was drained, and restart whoever is at odds with others over a canary.
+        """Resume everything that was drained, and restart workers with disputed answers to a canary.
 
-        Such a dispute is voted on again only when a worker joins, so that somebody has to see to it.
+        A dispute is voted on again only when a worker joins, so an operator has to resolve it.
         """
         for name, instance in self.drained.items():
             self.resume(self._world.machines[name], instance)
@@ -55,7 +55,7 @@ class Operators:
         self._believe()
 
     def _believe(self) -> None:
-        """Resume each worker that only a former life's unconfirmed answer convicts: no other worker can say which is wrong."""
+        """Resume each worker convicted only by an unconfirmed golden of its own earlier instance: no vote can decide it."""
         self._kernel.after(LOOKS, self._believe)
         for name, worker in self._world.believed().workers.items():
             machine, instance = self._world.machines[name], worker.joined.instance
@@ -64,14 +64,14 @@ class Operators:
                 self.resume(machine, instance)
 
     def scale(self, model: str) -> None:
-        """Set the number of a model's workers, and leave it to the planner again some time later."""
+        """Set the number of a model's workers, and release it to the planner some time later."""
         workers = self._chance.randint(1, self._world.scenario.workers)
         self._say(ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
         later = self._chance.randrange(60, 600) * SECOND
         self._kernel.after(later, self.release, model)
 
     def release(self, model: str) -> None:
-        """Leave it to the planner."""
+        """Release a model's size to the planner."""
         self._say(ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
 
     def _stop(self, machine: Machine, instance: str) -> None:
@@ -88,7 +88,7 @@ class Operators:
 
 
 class SimulatedSupervisor:
-    """Starts processes that have ended, and ends those that the fleet has given up (DEAD) but that still run."""
+    """Starts processes that have ended, and kills those that the fleet considers DEAD but that still run."""
 
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
         self._world, self._kernel = world, world.kernel
@@ -97,12 +97,12 @@ class SimulatedSupervisor:
         world.kernel.after(PATROL, self._patrol)
 
     def soon(self, machine: Machine) -> None:
-        """A process ended without a word: say so, mostly, and start another."""
+        """Restart a process that ended without notice; mostly report its end as well."""
         if machine.up:
             return
         if self._chance.random() < 0.6:
             left = WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
-            late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may be up before it is said
+            late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may be up before the report
             self._kernel.after(late, self._outbox.observe, left)
         self._kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
 
@@ -125,4 +125,4 @@ class SimulatedSupervisor:
             elif (
                 worker.health.disputed and not machine.draining and world.kernel.now > world.scenario.heal_at
             ):
-                machine.stop()  # a dispute that began after the operators' last look (`Operators.resume_all`)
+                machine.stop()  # the dispute began after the operators' last check (`Operators.resume_all`)

@@ -1,11 +1,11 @@
-"""What a process has said and the broker has not acknowledged.
+"""The outbox of a simulated process: facts that the broker has not acknowledged yet.
 
-Facts leave in order and one by one: the folds drop a number that is not above its source's last, so a fact that
-overtook another would make the other vanish. A fact counts as acknowledged only when the broker said so; until then
+Facts are sent in order and one at a time. The folds drop a number that is not above its source's last, so a fact that
+overtook another would make the other disappear. A fact counts as acknowledged only when the broker confirmed it; until then
 it is sent again, with the same id and number.
 
-While the broker is away facts are spooled to a file. A killed process loses what it had not yet spooled; the rest is
-sent by whoever starts in its directory next.
+While the broker is unreachable, facts are spooled to a file. A killed process loses what it had not spooled yet; the next
+process that starts in its directory sends the rest.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ SPOOL_MAX = 10_000
 
 
 class SimulatedOutbox:
-    """One process instance's facts on their way to the journal."""
+    """The facts of one process instance on their way to the journal."""
 
     def __init__(self, broker: Broker, source: str) -> None:
         self.source = source
@@ -28,16 +28,16 @@ class SimulatedOutbox:
         self._numbers = broker.acknowledged
         self._number = 0
         self._waiting: deque[BrokerMessage] = deque()
-        self._spooled: set[str] = set()  # ids that a crash does not lose
+        self._spooled: set[str] = set()  # ids that survive a crash
         self._busy = False
-        self._turn = 0  # which attempt an answer belongs to
+        self._turn = 0  # the attempt that an acknowledgement must belong to
         self._alive = True
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def observe(self, fact: Observation, causation: str = "") -> str:
-        """Say a fact; return its id."""
+        """Queue a fact for publication; return its id."""
         self._number += 1
         id = f"{self.source}/{self._number}"
         if len(self._waiting) >= SPOOL_MAX:
@@ -49,18 +49,18 @@ class SimulatedOutbox:
         return id
 
     def crash(self) -> list[BrokerMessage]:
-        """End with the process; return what its spool holds."""
+        """End with the process; return the contents of its spool."""
         self._alive = False
         return [m for m in self._waiting if m.id in self._spooled]
 
     def inherit(self, spool: list[BrokerMessage]) -> None:
-        """Send what a predecessor in the same directory left, before anything of our own."""
+        """Send what a predecessor in the same directory left, before any new fact."""
         self._waiting.extendleft(reversed(spool))
         self._spooled.update(m.id for m in spool)
         self._send()
 
     def retry(self) -> None:
-        """Try again now: the broker may be back."""
+        """Try to send now: the broker may be reachable again."""
         self._send()
 
     def _send(self) -> None:
@@ -84,7 +84,7 @@ class SimulatedOutbox:
     def _acknowledged(self, message: BrokerMessage, turn: int) -> None:
         reachable = self.reachable and self._broker.up
         if turn != self._turn or not (self._busy and self._alive and reachable):
-            return  # an answer to an attempt that was given up: the message is being sent again
+            return  # acknowledges an abandoned attempt: the message is being sent again
         self._busy = False
         self._turn += 1
         self._waiting.popleft()
@@ -100,5 +100,5 @@ class SimulatedOutbox:
         seams = self._broker.seams
         if seams.gives_up(self._waiting[0].fact):
             self._waiting.popleft()
-        self._spooled.update(m.id for m in self._waiting)  # written down before the next attempt
+        self._spooled.update(m.id for m in self._waiting)  # spooled before the next attempt
         self._send()

@@ -1,7 +1,7 @@
-"""A planner process: production's planner over the played state store, and the fence that lets one of several be heard.
+"""A planner process: the production planner over the simulated state store, with fenced proposals.
 
-It reads what the projector has committed, as late as that is; it may stop between deciding and sending, and what it sends then
-arrives when another may have spoken. What it foresees by needs no library: every seed is the same wherever it is played.
+It reads what the projector has committed, however late. It may pause between deciding and sending, and its proposal may then
+arrive after another planner's. Its forecast needs no library, so that every seed gives the same result on every machine.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ SUPERVISOR = "supervisor"
 KINDS = (*PLANNED_BY, *LATEST)
 
 
-@lru_cache(maxsize=256)  # planners ask for the same again and again
+@lru_cache(maxsize=256)  # planners repeat the same forecasts
 def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    """Return what the better of the two plain methods foresees."""
+    """Return the forecast of the better one of the two simple methods."""
     return forecast(history, ahead, {"constant": constant, "moving_average": moving_average})
 
 
 class SimulatedPlanner(PlayedProcess):
-    """One place that runs planner processes, one after another."""
+    """A host that runs planner processes, one after another."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class SimulatedPlanner(PlayedProcess):
         chance: Random,
     ) -> None:
         super().__init__(name, surroundings, chance)
-        self.hold = 0  # microseconds that it stops for between deciding and sending, once
+        self.hold = 0  # microseconds to pause between deciding and sending, once
         self._projector, self._planning = projector, planning
         self._clock = KernelClock(surroundings.kernel)
 
     def _begin(self) -> None:
-        """Start with what the state store says."""
+        """Start from the contents of the state store."""
         surroundings, planning = self.surroundings, self._planning
         duties = PlannerDuties(by=SUPERVISOR, lost_after_s=60.0, repeat_s=300.0)
         make: Callable[..., Planner] = surroundings.seams.planner
@@ -57,7 +57,7 @@ class SimulatedPlanner(PlayedProcess):
         self._later(self._chance.randrange(EVERY), self._tick)
 
     def _end(self) -> None:
-        """What it had not been able to say is lost: the next one says what is the case then."""
+        """End the process. Unsent facts are lost: its successor reports the state as it is then."""
         self.outbox.crash()
 
     def _tick(self) -> None:
@@ -92,7 +92,7 @@ class SimulatedPlanner(PlayedProcess):
             kernel.after(held + network.delay(), self._arrive, fact, self.source, after)
 
     def _arrive(self, fact: ScaleProposed, source: str, after: int) -> None:
-        """The proposal reaches the broker, whether or not its sender still lives."""
+        """Deliver the proposal to the broker, whether or not its sender is still alive."""
         broker = self.surroundings.broker
         if broker.up:
             broker.store_next(fact, source=source, after=after)

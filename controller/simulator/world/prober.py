@@ -1,7 +1,7 @@
-"""The canary loop of whichever controller holds the lease, against machines instead of a request plane.
+"""The canary loop of the leading controller, on simulated machines instead of a request plane.
 
-One probe at a time per worker, round robin over the canaries, at once after a join and as the trial of a half-open
-breaker. One probe is one fact, however many attempts it took; a wrong answer is confirmed by asking again at once.
+One probe at a time per worker: round robin over the canaries, at once after a join, and as the trial of a half-open breaker.
+One probe is one fact, however many attempts it took. A wrong answer is confirmed by probing again at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,32 +31,32 @@ DEADLINE = 5 * SECOND  # of a whole probe
 JOIN_AGAIN = 2 * SECOND  # after a failed join probe; doubles up to the interval
 RETRIES = 2
 SLOW_FROM = 3.0  # times the baseline
-GOES_ON_MAX = 0.5  # a machine that fails fewer of its requests answers others while a canary times out
+GOES_ON_MAX = 0.5  # up to this failure rate a machine still answers other requests while a canary times out
 PROBER = "canary"
 DRAINING, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
 
 
 @dataclass(slots=True)
 class ProberTurn:
-    """Whom to ask what, and when."""
+    """The probing schedule of one worker instance."""
 
     instance: str
     due: int
-    number: int  # of the round robin
-    joining: bool  # not every canary has been asked yet
-    asked: set[int] = field(default_factory=set)  # while joining
-    failures: int = 0  # probes in a row, while joining
+    number: int  # position in the round robin
+    joining: bool  # not every canary has been sent yet
+    asked: set[int] = field(default_factory=set)  # canaries sent while joining
+    failures: int = 0  # consecutive failed probes while joining
     busy: bool = False
-    resumed: bool = False  # its resumption has been answered with a probe
-    trial_of: int = 0  # number of the half-opening whose trial was sent last
-    again: int = 0  # canaries to ask at once, one after another
-    # Number of the last decision that outvoted a golden, when all were asked again; -1: no conviction.
+    resumed: bool = False  # it was probed since it was resumed
+    trial_of: int = 0  # number of the half-opening for which a trial was sent last
+    again: int = 0  # canaries to send at once, one after another
+    # The last decision that outvoted a golden when all canaries were sent again; -1: not convicted.
     outvoted: int = -1
 
 
 @dataclass(slots=True, frozen=True)
 class SimulatedProbe:
-    """One question on its way."""
+    """One probe in flight."""
 
     worker: str
     instance: str
@@ -64,14 +64,14 @@ class SimulatedProbe:
     check_type: CheckType
     sent_under: int
     sent_at: datetime
-    joining: bool  # the first round was not over when it was sent
+    joining: bool  # it was sent during the first round after the join
     attempt: int = 1
     first_answer: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class SimulatedProber:
-    """The loop. `stalled` plays one that is stuck: it asks nothing, and what was asked is never reported."""
+    """The canary loop. While `stalled` it sends no probes, and probes in flight are never reported."""
 
     kernel: Kernel
     chance: Random
@@ -86,13 +86,13 @@ class SimulatedProber:
     turns: dict[str, ProberTurn] = field(default_factory=dict)
 
     def go_on(self) -> None:
-        """Be unstuck. What was asked before will not be answered."""
+        """End the stall. Earlier probes stay unanswered."""
         if self.stalled:
             self.stalled = False
             self.turns.clear()
 
     def round(self) -> None:
-        """Ask everybody who is due."""
+        """Send a probe to every worker that is due."""
         if self.stalled:
             return
         fleet, now, turns = self.fleet(), self.kernel.now, self.turns
@@ -107,7 +107,7 @@ class SimulatedProber:
                 self._ask(fleet, turn, worker, kind)
 
     def _recheck(self, fleet: Fleet, turn: ProberTurn, worker: Worker) -> None:
-        """Ask a convicted worker all canaries at once: its answers are votes, and again when one of its goldens was outvoted."""
+        """Send all canaries to a convicted worker at once, as its answers are votes; again when its golden is outvoted."""
         key = worker.joined.canary_key
         if not worker.health.corrupt:
             turn.outvoted = -1
@@ -150,7 +150,7 @@ class SimulatedProber:
         self._send(turn, probe)
 
     def _next(self, fleet: Fleet, turn: ProberTurn, worker: Worker) -> int:
-        """Return the next canary: who is in doubt is not asked what nobody has answered yet."""
+        """Return the next canary. A worker in doubt gets none that no other worker has answered."""
         doubtful = worker.health.convicted or bool(worker.health.disputed)
         key, name = worker.joined.canary_key, worker.joined.worker
         canaries = [c for c in range(CANARIES) if _useful(fleet.goldens.get((key, f"c{c}")), name, doubtful)]
@@ -164,7 +164,7 @@ class SimulatedProber:
         return canaries[turn.number % len(canaries)]
 
     def _plan(self, turn: ProberTurn, was_joining: bool, passed: bool) -> None:
-        """Decide when to ask a worker that is joining again: at once after a pass, soon after a failure."""
+        """Schedule the next probe of a joining worker: at once after a pass, soon after a failure."""
         turn.busy = False
         now = self.kernel.now
         if was_joining and not passed:
@@ -197,7 +197,7 @@ class SimulatedProber:
         same = worker is not None and worker.joined.instance == probe.instance and worker.alive
         leaving = machine.up and machine.instance == probe.instance and machine.draining
         if not same or not self.leading() or (leaving and machine.reachable(PROBER)):
-            turn.busy = False  # such a probe says nothing
+            turn.busy = False  # such a probe is no evidence
             turn.due = min(turn.due, self.kernel.now + SECOND)
         elif not machine.up or machine.instance != probe.instance:
             self._failed(turn, probe, "no_response")
@@ -232,7 +232,7 @@ class SimulatedProber:
     def _disputed(
         self, turn: ProberTurn, probe: SimulatedProbe, golden: Golden, tokens: tuple[int, ...]
     ) -> None:
-        """Only one worker has given that answer: which of the two is wrong is not known."""
+        """Report a dispute: only one worker has given that answer, so it is unknown which of the two is wrong."""
         self._plan(turn, probe.joining, passed=False)
         self.outbox.observe(
             GoldenDisputed(
@@ -286,7 +286,7 @@ class SimulatedProber:
 
 
 def _useful(golden: Golden | None, worker: str, doubtful: bool) -> bool:
-    """Return whether asking tells anything: not what only doubtful workers know, or what this one voted on."""
+    """Return whether probing gives information: not if only doubtful workers know the answer, or if this one has voted."""
     if golden is not None and golden.status != "retired":
         return True
     return not doubtful and (golden is None or all(vote.worker != worker for vote in golden.votes))

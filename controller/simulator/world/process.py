@@ -1,4 +1,4 @@
-"""One place that runs processes of one kind, one after another."""
+"""A host that runs simulated processes of one kind, one after another."""
 
 from collections.abc import Callable
 from random import Random
@@ -9,7 +9,7 @@ from controller.simulator.world.surroundings import Surroundings
 
 
 class PlayedProcess:
-    """The place. What its process has asked for with `_later` happens to that process, or not at all."""
+    """The host. Calls scheduled with `_later` run in the process that scheduled them, or not at all."""
 
     def __init__(self, name: str, surroundings: Surroundings, chance: Random) -> None:
         self.name = name
@@ -17,11 +17,11 @@ class PlayedProcess:
         self.up = False
         self.life = 0
         self._chance = chance
-        self._spool: list[BrokerMessage] = []  # what the last process had not said
+        self._spool: list[BrokerMessage] = []  # what the last process had not sent
 
     @property
     def source(self) -> str:
-        """The name of the present process."""
+        """The name of the current process."""
         return f"{self.name}.{self.life}"
 
     def start(self) -> None:
@@ -32,7 +32,7 @@ class PlayedProcess:
             self._begin()
 
     def crash(self) -> None:
-        """End without a word."""
+        """End without notice."""
         if self.up:
             self.up = False
             self._end()

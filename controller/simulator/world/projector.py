@@ -1,4 +1,4 @@
-"""The projector and the state store behind it: rows and both positions in one transaction, or neither."""
+"""The simulated projector and its state store: rows and both positions are committed atomically."""
 
 from collections.abc import Sequence
 from random import Random
@@ -13,13 +13,13 @@ from events.fact import Recorded
 
 
 class SimulatedProjector(PlayedProcess):
-    """One place that runs projector processes over one state store, which outlives them."""
+    """A host that runs projector processes over one state store, which outlives them."""
 
     def __init__(self, surroundings: Surroundings, chance: Random) -> None:
         super().__init__("projector", surroundings, chance)
-        self.stored: Stored | None = None  # settled, its position, the sources
-        self.stored_seq = 0  # how far the shown rows reach
-        self.rows: Fleet | None = None  # as they are shown
+        self.stored: Stored | None = None  # settled fold, its position, the sources
+        self.stored_seq = 0  # sequence that the shown rows include
+        self.rows: Fleet | None = None  # as shown to readers
         self.audit: dict[str, int] = {}  # id: sequence; unique on the id
         self._waiting: list[Recorded] = []
         self._committing = False
@@ -30,7 +30,7 @@ class SimulatedProjector(PlayedProcess):
         self.replica = self.surroundings.replica(self.source, self._absorbed, self.stored)
 
     def _end(self) -> None:
-        """A transaction that has not committed never was."""
+        """End the process. An uncommitted transaction has no effect."""
         self.replica.close()
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:

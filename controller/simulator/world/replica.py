@@ -1,7 +1,7 @@
-"""One process's own fold of the journal: read late, in batches, from the beginning or from a snapshot.
+"""One process's own fold of the journal, read in late batches, from the beginning or a snapshot.
 
-Ten processes fold the same facts in the same order. What one step of the fold gave is `Remembered` for all of them: it
-is a pure function. The watch folds everything once more for itself, without that memory, and compares.
+Ten processes fold the same facts in the same order. The fold is a pure function, so `Remembered` caches the result of each
+step for all of them. The watch folds everything once more without that cache, and compares.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from events.order import Order, Position
 
 NOTHING = Fleet()
 Listen: TypeAlias = Callable[["Replica", Sequence[Recorded]], None]
-STEPS_MAX = 100_000  # of the fold, remembered
+STEPS_MAX = 100_000  # cached steps of the fold
 
 
 class Remembered:
-    """A fold that takes each step once, however many processes ask for it."""
+    """A fold that computes each step once, however many processes need it."""
 
     def __init__(self, evolve: Callable[[Fleet, Recorded], Fleet]) -> None:
         self._evolve = evolve
-        # By identity, of what lives in here.
+        # Keyed by the identity of objects that the values keep alive.
         self._steps: dict[tuple[int, int], tuple[Fleet, Recorded, Fleet]] = {}
 
     def __call__(self, fleet: Fleet, recorded: Recorded) -> Fleet:
-        """Return what the fact makes of the fleet."""
+        """Return the fleet after this event."""
         key = (id(fleet), id(recorded))
         known = self._steps.get(key)
         if known is not None:
@@ -61,7 +61,7 @@ class Replica(FleetFold):
 
     @property
     def known(self) -> int:
-        """The sequence up to which it knows the decisions: of what its snapshot had absorbed it may not have read all."""
+        """The sequence up to which it knows all decisions; it may not have read everything that its snapshot absorbed."""
         return max(self.seq, self.order.position.decided)
 
     def store(self) -> Stored:

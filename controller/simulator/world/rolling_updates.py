@@ -1,7 +1,10 @@
-"""New weights under the same model name, on one worker after another; in one world of three. Draws from a stream of its own.
+"""Rolling updates in one world of three: new weights under the same model name, worker by worker.
 
-updated in place, or by a restart      where engines tell nothing: the canary key stays, and the old goldens convict
-updated by a restart                   where engines tell their lineage: the canary key changes, and the worker is held
+- Engines that report no lineage are updated in place or by a restart. The canary key stays, and the old goldens convict.
+- Engines that report their lineage are updated by a restart. The canary key changes, and the worker is held back until its
+  goldens are agreed.
+
+The updates draw from their own random stream.
 """
 
 from collections.abc import Callable
@@ -11,12 +14,12 @@ from controller.simulator.world.kernel import SECOND, coin
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.world import SimulatedWorld
 
-WORLDS = 3  # of so many, one has updates
-UPDATES_MAX = 2  # of each model
+WORLDS = 3  # one world in this many has updates
+UPDATES_MAX = 2  # per model
 
 
 class RollingUpdates:
-    """The updates of one world. `note` writes each into the history."""
+    """The updates of one world. `note` records each in the history."""
 
     def __init__(self, world: SimulatedWorld, chance: Random, note: Callable[[str], None]) -> None:
         self.struck: dict[str, int] = {}
@@ -30,7 +33,7 @@ class RollingUpdates:
             self._plan()
 
     def _plan(self) -> None:
-        """Choose whether engines tell their lineage, and when each model gets new weights."""
+        """Choose whether engines report their lineage, and when each model gets new weights."""
         self.tells = coin(self._chance)
         for machine in self._world.machines.values():
             machine.standing.weights.told = self.tells
@@ -40,7 +43,7 @@ class RollingUpdates:
                 self._kernel.after(at, self._update, model)
 
     def _update(self, model: str) -> None:
-        """Begin to update a model's workers, in any order. No other worker could confirm a lone one."""
+        """Start to update a model's workers in random order. A single worker is not updated: no other could confirm it."""
         machines = self._of(model)
         if self._over or len(machines) < 2:
             return
@@ -63,12 +66,12 @@ class RollingUpdates:
             loaded.load()
 
     def fit(self, machine: Machine) -> None:
-        """Give a new place the newest weights of its model."""
+        """Give a new machine the newest weights of its model."""
         weights = machine.standing.weights
         weights.told, weights.after_start = self.tells, self._newest.get(machine.model, 0)
 
     def heal(self) -> None:
-        """Bring all workers of a model to its newest weights."""
+        """Update all workers of a model to its newest weights."""
         self._over = True
         for machine in self._world.machines.values():
             weights = machine.standing.weights

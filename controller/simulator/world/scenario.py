@@ -1,7 +1,7 @@
-"""What a seed means: how large and how unlucky the fleet is, and by which policy it is governed.
+"""The scenario that a seed draws: the size of the fleet, its faults and its policy.
 
-A run has two halves. In the first the faults of the seed's own selection strike; then everything is healed, and what
-remains of the time must be enough for the fleet to be well again: that is the liveness bound.
+A run has two halves. In the first, the faults that the seed selected strike. Then everything is healed, and the remaining
+time must suffice for the fleet to recover: that is the liveness bound.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from controller.simulator.world.machines import PROFILE
 from controller.simulator.world.steps import Steps, drawn
 from events.observations import Profile
 
-# Faults per hour: of one worker, and of the fleet as a whole. A seed multiplies them and switches some off.
+# Faults per hour: of one worker, and of the fleet as a whole. A seed scales them and disables some.
 WORKER_FAULTS = {
     "crash": 1.2, "stop": 0.4, "hang": 0.8, "error": 0.8, "corrupt": 1.2, "slow": 0.6, "flaky": 0.8, "device": 0.4,
     "cut": 0.8, "dark": 0.8, "twice": 0.6, "throttle": 0.6, "nvlink": 0.3,
@@ -34,31 +34,31 @@ FLEET_FAULTS = {
 PLANNER_FAULTS = {"planner_crash": 4.0, "planner_pause": 6.0, "untold": 3.0, "scale_set": 3.0}  # per hour
 
 PLANNED_MINUTES = 15
-REQUESTS = 120.0  # a minute, that one worker serves well
-CALM = 0.3  # of what all workers serve, once every fault is healed
+REQUESTS = 120.0  # per minute that one worker serves well
+CALM = 0.3  # share of what all workers serve, once every fault is healed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedPlanning:
-    """Planners, and what they hear of."""
+    """The planners of a scenario, and the load that is reported to them."""
 
     planners: int
     policy: PlannerPolicy
-    load: Steps  # requests a minute that come to each model
+    load: Steps  # requests per minute for each model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """Workers that take only so many requests at once, and more of them at times."""
+    """Workers with limited room, and a load that exceeds it at times."""
 
-    batch: int  # of each worker
-    waiting: int  # that it takes besides
-    times: Steps  # of what all workers serve
+    batch: int  # batch size of each worker
+    waiting: int  # requests that each worker queues beyond its batch
+    times: Steps  # load as a multiple of what all workers serve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that a run draws before it begins."""
+    """Everything that is drawn before a run begins."""
 
     seed: int
     workers: int
@@ -68,25 +68,25 @@ class Scenario:
     frontends: int
     requests_per_second: float  # of one frontend
     interval: int  # between canaries of one worker
-    tick: int  # between a controller's looks at the clock
-    skew: int  # of controllers' clocks, at most
-    late: int  # how long the last worker takes to be started first
+    tick: int  # between a controller's ticks
+    skew: int  # maximum skew of controllers' clocks
+    late: int  # time within which every worker is first started
     corrupt_from_start: int  # workers
-    policies: tuple[FleetPolicy, ...]  # the first, and perhaps one that the controllers are restarted with
+    policies: tuple[FleetPolicy, ...]  # the first, and possibly one that the controllers are restarted with
     change_at: int
     worker_faults: dict[str, float]  # per hour and worker
     fleet_faults: dict[str, float]  # per hour
     heal_at: int
     end_at: int
-    spares: int = 0  # of the workers: the last ones
+    spares: int = 0  # the last ones of the workers
     planning: SimulatedPlanning | None = None
-    crowd: Crowd | None = None  # None: there is always room
-    silent_after_s: float = LivenessSettings().silent_after_s  # until a worker counts as silent
-    settles: bool  # whether there is time enough after `heal_at` for everything to be well again
+    crowd: Crowd | None = None  # None: workers always have room
+    silent_after_s: float = LivenessSettings().silent_after_s  # before a worker counts as silent
+    settles: bool  # whether the time after `heal_at` suffices to recover
 
 
 def profile_of(crowd: Crowd | None) -> Profile:
-    """Return what each worker registers."""
+    """Return the profile that each worker registers."""
     if crowd is None:
         return PROFILE
     slowest = PROFILE.tpot_ms[-1][1]
@@ -94,7 +94,7 @@ def profile_of(crowd: Crowd | None) -> Profile:
 
 
 def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> Scenario:
-    """Return the scenario of a seed. With `rates`, the faults of workers divide as that field study says."""
+    """Return the scenario of a seed. With `rates`, worker faults follow the mix of that field study."""
     chance = Kernel(seed).chance("scenario")
     interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
     models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
@@ -122,7 +122,7 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         total = sum(WORKER_FAULTS.values()) * heavy
         worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
     if workers // len(models) < 2:
-        # Alone, what a worker said first counts as right: there is no other answer to compare.
+        # The first answer of a lone worker counts as correct: there is no other to compare it with.
         worker_faults.pop("corrupt", None)
     return Scenario(
         seed=seed,
@@ -151,21 +151,23 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
 
 
 def _spares(seed: int, workers: int, models: int) -> int:
-    """Return how many of the workers are spares: of two seeds in three none. Each model has as many."""
+    """Return the number of spares among the workers: none for two seeds of three, else equally many per model."""
     chance = Kernel(seed).chance("waiting")
     many = chance.choice((0, 0, 1)) * chance.choice((1, 1, 2))
     return models * many if workers >= 4 * models * many else 0
 
 
 def _provisioned(seed: int) -> float | None:
-    """Return the multiple of its objective at which each model is provisioned, barely enough: of two seeds in three None."""
+    """Return the multiple of its objective at which each model is provisioned; None for two seeds of three."""
     chance = Kernel(seed).chance("provisioned")
     return chance.choice((None, None, chance.choice((1.0, 1.02, 1.05))))
 
 
 def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> SimulatedPlanning | None:
-    """Return the planners of a seed: of two seeds in three none. `workers`: of each model; from `heal_at` on as many requests
-    come as they serve."""
+    """Return the planners of a seed; None for two seeds of three.
+
+    `workers` is the number of workers per model. From `heal_at` on, the load is what they serve.
+    """
     chance = Kernel(seed).chance("planners")
     if minutes < PLANNED_MINUTES or chance.random() < 0.67:
         return None
@@ -183,7 +185,7 @@ def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> Simulate
 
 
 def _crowd(seed: int, minutes: float) -> Crowd | None:
-    """Return the crowd of a seed, of two seeds in three none."""
+    """Return the crowd of a seed; None for two seeds of three."""
     chance = Kernel(seed).chance("rush")
     if chance.random() < 0.67:
         return None
@@ -201,9 +203,9 @@ _NAMES = {"network": "cut"}
 def draw_policy(
     chance: Random, workers: int, minutes: float, models: tuple[str, ...], profile: Profile = PROFILE
 ) -> FleetPolicy:
-    """Return production's default policy, or one with shorter waits, in which more happens in an hour.
+    """Return the production default policy, or one with shorter waits, so that more happens in an hour.
 
-    With an SLO it is one that the whole fleet carries with something to spare, so that every level can be left.
+    An SLO is drawn so that the whole fleet meets it with a margin; every level can then be left.
     """
     policy = FleetPolicy()
     if minutes < 30 or chance.random() < 0.7:
@@ -228,15 +230,15 @@ def promising(policy: FleetPolicy, models: tuple[str, ...], throughput_rps: floa
 
 
 def capacity_of(workers: int, profile: Profile) -> float:
-    """Return the requests per second that so many workers carry."""
+    """Return the requests per second that `workers` workers serve."""
     return fleet_capacity([(profile, 1.0)] * workers, Slo()).effective_capacity_rps
 
 
 def settling_time(policy: FleetPolicy, interval: int) -> int:
-    """Return how long after the last fault everything must be well again.
+    """Return how long after the last fault the fleet must have recovered, in microseconds.
 
-    The longest wait of a breaker and its trial, the drain that a worker may be in, a new process, and then one canary
-    after another: those that acquit of a conviction, the trial, the ramp. Incidents and levels come last.
+    It is the sum of the longest breaker wait and its trial, a drain that a worker may be in, a new process, and a series of
+    canaries: those that acquit a convicted worker, the trial and the ramp. Incidents and levels close last.
     """
     waits = micros(policy.breaker.wait_max) + micros(policy.breaker.trial_timeout) * 2
     drains = micros(policy.drain.wait) + micros(policy.drain.margin) + 30 * SECOND

@@ -1,7 +1,7 @@
-"""Where a piece of the system can be swapped, so that planted faults need no patching.
+"""The replaceable pieces of the system, so that planted faults need no monkeypatching.
 
-The defaults are production's own functions wherever production has one: the fold, the deciders, the order. The others
-are the rules that the played servers and processes keep.
+The defaults are production functions where production has one: the fold, the deciders, the order. The others are rules of
+the simulated servers and processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,56 +23,56 @@ Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # what the state store k
 
 
 def fence(after: int, decided: int) -> bool:
-    """Accept an append only if nobody has decided since the appender read."""
+    """Accept an append only if no decision was stored since the appender read."""
     return after == decided
 
 
 def lands(batch: Sequence[Decision]) -> Sequence[Decision]:
-    """Return how much of a batch is stored when it is accepted: all of it."""
+    """Return the part of an accepted batch that is stored: all of it."""
     return batch
 
 
 def vetoed(linked: bool) -> bool:
-    """Return whether a frontend's live connection keeps a worker from being called silent."""
+    """Return whether a frontend's live connection keeps a worker from being reported silent."""
     return linked
 
 
 def gives_up(fact: Observation) -> bool:
-    """Return whether a fact whose acknowledgement did not come is dropped: never."""
+    """Return whether a fact without an acknowledgement is dropped: never."""
     return False
 
 
 def snapshot(order: Order[fleet.Fleet]) -> Stored:
-    """Return what the state store keeps: the settled fold, its own position, and the sources as settled."""
+    """Return what the state store keeps: the settled fold, its position, and the sources as settled."""
     return order.settled, order.position, dict(order.sources)
 
 
 def knobs(fleet: fleet.Fleet, model: str) -> Any:
-    """Return the four knobs that a frontend obeys for a model; None while nothing was ever decided."""
+    """Return the four knobs that a frontend applies for a model; None before the first decision."""
     level = fleet.models.get(model)
     return None if level is None else level.knobs
 
 
 def leaves_late() -> bool:
-    """Return whether a request leaves the line when its time is over."""
+    """Return whether a request leaves the queue when its timeout has passed."""
     return True
 
 
 def wakes() -> bool:
-    """Return whether those who wait look again when there may be room."""
+    """Return whether queued requests are retried when a worker may have room."""
     return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """One field per piece. `frontend_order` is apart so that one kind of process can be wrong alone."""
+    """One field per replaceable piece. `frontend_order` is separate, so that one kind of process can be wrong alone."""
 
     evolve: Callable[..., Any] = fleet.evolve
     settle: Callable[..., tuple[Decision, ...]] = fleet.settle
     order: Callable[..., Order[Any]] = Order
     frontend_order: Callable[..., Order[Any]] | None = None
     fence: Callable[[int, int], bool] = fence
-    follows: Callable[[int, int], bool] = fence  # the same, of planners' proposals
+    follows: Callable[[int, int], bool] = fence  # the same check for planners' proposals
     lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
     vetoed: Callable[[bool], bool] = vetoed
     gives_up: Callable[[Observation], bool] = gives_up

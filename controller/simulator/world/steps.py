@@ -1,4 +1,4 @@
-"""A quantity that stays for a while and then is another: how much comes."""
+"""A step function over virtual time, for loads that change now and then."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from controller.simulator.world.kernel import MINUTE
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A quantity that stays for a while and then is another. Microseconds of virtual time."""
+    """A step function. Times are microseconds of virtual time."""
 
     since: tuple[int, ...]
     values: tuple[float, ...]
 
     def at(self, now: int) -> float:
-        """Return what it is now."""
+        """Return the value at a time."""
         return self.values[max(0, bisect_right(self.since, now) - 1)]
 
     def then(self, at: int, value: float) -> "Steps":
-        """Return the same, but from `at` on one value."""
+        """Return the same function with one constant value from `at` on."""
         kept = bisect_right(self.since, at - 1)
         return Steps((*self.since[:kept], at), (*self.values[:kept], value))
 
 
 def drawn(chance: Random, until: int, lasts: tuple[int, int], values: tuple[float, ...]) -> Steps:
-    """Return a quantity that is one of `values`, each for so many minutes."""
+    """Return a function that is one of `values` at a time, each for a random number of minutes within `lasts`."""
     since, drawn_values, at = list[int](), list[float](), 0
     while at < until:
         since.append(at)

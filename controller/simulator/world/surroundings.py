@@ -1,4 +1,4 @@
-"""What lies around every played process: time, the broker, the machines, and who wants to hear what it does."""
+"""The environment of every simulated process: time, broker, machines, and the watch's hooks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,28 +15,28 @@ from events.order import Order
 
 
 class Linked(Protocol):
-    """Who reports its live connections to workers: a frontend."""
+    """A process that reports its live connections to workers: a frontend."""
 
     @property
     def name(self) -> str: ...
     def linked(self, machine: Machine) -> bool:
-        """Return whether it has said lately that its connection to this worker lives."""
+        """Return whether it recently reported a live connection to this worker."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What all processes of a simulation have in common. Durations are in microseconds of virtual time."""
+    """What all processes of a simulation share. Durations are microseconds of virtual time."""
 
     kernel: Kernel
     broker: Broker
     seams: Seams
-    policy: Callable[[], FleetPolicy]  # with which a controller starts
+    policy: Callable[[], FleetPolicy]  # the policy of a controller that starts now
     machines: Mapping[str, Machine]
     frontends: Callable[[], Iterable[Linked]]
     scenario: Scenario
-    tell: Callable[..., None]  # the watch: what has happened, and to what
-    decided: Callable[[str], None]  # an append has reached the broker
+    tell: Callable[..., None]  # checks the invariants of a hook
+    decided: Callable[[str], None]  # called when an append reached the broker
 
     def replica(
         self,
@@ -45,5 +45,5 @@ class Surroundings:
         stored: Stored | None = None,
         order: Callable[..., Order[Any]] | None = None,
     ) -> Replica:
-        """Return a process's own fold, which reads from the beginning or from what is stored."""
+        """Return a new fold for a process, which reads from the beginning or from what is stored."""
         return Replica(name, self.broker, self.seams, listen, stored, order)

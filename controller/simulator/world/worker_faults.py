@@ -1,4 +1,7 @@
-"""What goes wrong with one worker's process, engine and connections. Each kind of fault is one method, and ends by itself."""
+"""Faults of one worker's process, engine and connections.
+
+Each kind of fault is one method, and ends by itself.
+"""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -16,7 +19,7 @@ Strike: TypeAlias = Callable[[Machine], None]
 
 
 class WorkerFaults:
-    """The faults of workers. `note` writes into the history what is wrong from the start."""
+    """The faults of workers. `note` records in the history what is corrupt from the start."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class WorkerFaults:
         self._kernel.after(seconds_drawn(self._chance, 60, 1200), machine.heal_corruption)
 
     def corrupt_from_start(self, machine: Machine) -> None:
-        """A worker is wrong before anybody knows what is right."""
+        """Make a worker corrupt before any golden is agreed."""
         self._note(f"corrupt from the start: {machine.name}")
         machine.corrupt(frozenset(range(self._chance.randrange(1, CANARIES + 1))), in_hardware=True)
         self._kernel.after(seconds_drawn(self._chance, 60, 1800), machine.heal_corruption)
@@ -86,7 +89,7 @@ class WorkerFaults:
         self._kernel.after(seconds_drawn(self._chance, 20, 300), self._over, machine, "flaky")
 
     def cut(self, machine: Machine) -> None:
-        """Part a worker from the broker for a while."""
+        """Disconnect a worker from the broker for a while."""
         machine.condition.cut = True
         if machine.up:
             machine.outbox.reachable = False
@@ -112,12 +115,12 @@ class WorkerFaults:
         fatal = self._chance.random() < 0.7
         machine.condition.device = "xid"
         machine.say(DeviceFaulted, device="gpu0", fault_class="xid", code="79", fatal=fatal)
-        if fatal and coin(self._chance):  # its own process computes there: it goes with the device
+        if fatal and coin(self._chance):  # its process runs on the device and fails with it
             machine.fall()
         self._kernel.after(seconds_drawn(self._chance, 30, 400), self.repair, machine)
 
     def repair(self, machine: Machine) -> None:
-        """The device watch of whichever process is up says that the device is well."""
+        """Let the device watch of the running process report that the device has recovered."""
         if not machine.condition.device:
             return
         if not machine.up:
@@ -127,12 +130,12 @@ class WorkerFaults:
         machine.say(DeviceRecovered, device="gpu0", fault_class="xid", code="79")
 
     def _throttle(self, machine: Machine) -> None:
-        """Its clocks fall, a little more or less in a few steps, and rise again."""
+        """Throttle its clocks in a few random steps, and then restore them."""
         weights = self._chance.sample((0.8, 0.6, 0.5, 0.3, 0.1), k=self._chance.randrange(1, 4))
         self._limit(machine, "throttle", weights)
 
     def _nvlink(self, machine: Machine) -> None:
-        """A link of a worker of several devices is down: it gets nothing new."""
+        """Take an NVLink of a multi-GPU worker down: the worker gets no new requests."""
         self._limit(machine, "nvlink_down", [0.0])
 
     def _limit(self, machine: Machine, fault_class: str, weights: Sequence[float]) -> None:
@@ -145,7 +148,7 @@ class WorkerFaults:
             self._kernel.after(at, self._relimit, machine, fault_class, weight)
 
     def _relimit(self, machine: Machine, fault_class: str, weight: float | None) -> None:
-        """Another step, unless all is well again by now. A process that hangs notices it afterwards."""
+        """Apply the next limit, unless the fault was healed meanwhile. A hung process applies it once it responds."""
         if fault_class not in machine.condition.limits:
             return
         if machine.condition.hung:
@@ -154,11 +157,11 @@ class WorkerFaults:
         machine.limit(fault_class, weight)
 
     def _over(self, machine: Machine, what: str) -> None:
-        """End something that was wrong with a worker."""
+        """End one condition of a worker."""
         setattr(machine.condition, what, getattr(WELL, what))
 
     def _later(self, delay: int, act: Callable[..., None], machine: Machine, *args: str) -> None:
-        """Act on this process only: the next one at the same place is another matter."""
+        """Schedule an action for the worker's current process only, not for its successors."""
         self._kernel.after(delay, self._if_same, machine.life, act, machine, *args)
 
     def _if_same(self, life: int, act: Callable[..., None], machine: Machine, *args: str) -> None:

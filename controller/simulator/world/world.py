@@ -1,4 +1,4 @@
-"""The whole played world, as those see it who strike it, look after it, or check it."""
+"""The interface of the whole simulated world, for the faults, the operators and the checks."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,7 +20,7 @@ from controller.simulator.world.seams import Seams
 
 
 class SimulatedWorld(Protocol):
-    """Everything that is played in one run."""
+    """Everything that is simulated in one run."""
 
     scenario: Scenario
     seams: Seams
@@ -35,11 +35,11 @@ class SimulatedWorld(Protocol):
     tally: ClientTally
 
     def believed(self) -> Fleet:
-        """Return the fleet as the leader sees it, or else as everybody who read everything would."""
+        """Return the fleet as the leader sees it; without a leader, the fold of the whole journal."""
         ...
 
     def stalled(self, machine: Machine) -> None:
-        """Nothing has come from this worker for longer than a frontend bears."""
+        """Report to every frontend that a worker has sent nothing for longer than the stall timeout."""
         for frontend in self.frontends:
             frontend.stalled(machine)
 
@@ -48,14 +48,14 @@ class SimulatedWorld(Protocol):
         return any(frontend.linked(machine) for frontend in self.frontends)
 
     def was_corrupt(self, worker: str, instance: str) -> bool:
-        """Return whether this life of a worker ever answered wrongly."""
+        """Return whether this instance of a worker was ever corrupt."""
         return instance in self.machines[worker].corrupt_lives
 
     def replicas(self) -> list[Replica]:
-        """Return the folds of all processes that are up."""
+        """Return the folds of all running processes."""
         folds = [c.replica for c in self.controllers if c.up] + [f.replica for f in self.frontends if f.up]
         return [*folds, self.projector.replica] if self.projector.up else folds
 
     def outboxes(self) -> Sequence[SimulatedOutbox]:
-        """Return what all processes that are up have still to say."""
+        """Return the outboxes of all running processes."""
         ...

@@ -1,1 +1,1 @@
-"""Who carries out what planners propose, and what goes wrong with them."""
+"""The simulated supervisor that applies planners' proposals."""

@@ -1,4 +1,4 @@
-"""Who carries a planner's proposals out: the supervisor of `up`, which starts workers and lets the newest of them go."""
+"""Applies planner proposals as `holdfast up` does: starts workers, and stops the newest ones."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -13,12 +13,12 @@ from controller.simulator.world.world import SimulatedWorld
 from events.fact import Recorded
 from events.observations import ScaleApplied, ScaleProposed
 
-GRACE = 30 * SECOND  # until a worker that was told to leave is killed
-FAILS = 0.1  # of the proposals: there is no room
+GRACE = 30 * SECOND  # before a worker that is stopping is killed
+FAILS = 0.1  # share of proposals that fail for lack of room
 
 
 class SimulatedScaling:
-    """Hears proposals on the journal. `make` makes the place of one more worker of a model."""
+    """Follows the proposals on the journal. `make` adds the machine of one more worker of a model."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimulatedScaling:
             self._kernel.after(GRACE, self._end, machine)
 
     def _end(self, machine: Machine) -> None:
-        """It should have left long ago."""
+        """Kill a worker that has not left within the grace period."""
         if machine.up:
             machine.crash()
             self._supervisor.soon(machine)

@@ -1,1 +1,1 @@
-"""Requests on their way, and the frontends that send them."""
+"""Requests in flight, and the frontends that send them."""

@@ -1,4 +1,4 @@
-"""How much comes: how many requests each frontend gets, and what it tells planners of each minute."""
+"""The load of a simulation: requests per frontend, and the traffic reports that planners receive."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -8,29 +8,29 @@ from controller.simulator.world.requests.underway import ANSWER_S
 from controller.simulator.world.scenario import Scenario
 from events.observations import TrafficReported
 
-PROMPT, OUTPUT = 600, 150  # tokens of a request that is told of
+PROMPT, OUTPUT = 600, 150  # tokens of a reported request
 
 
 class SimulatedDemand:
-    """What a scenario's clients ask for. Of what frontends tell few are played: each stands for many."""
+    """The load of a scenario's clients. Few of the reported requests are simulated: each stands for many."""
 
     def __init__(self, scenario: Scenario, kernel: Kernel) -> None:
         self._scenario, self._kernel = scenario, kernel
         self._untold_until = 0
 
     def keep_quiet(self, until: int) -> None:
-        """Let nobody tell of anything until then."""
+        """Suppress all traffic reports until a time."""
         self._untold_until = until
 
     def per_second(self, now: int) -> float:
-        """Return how many requests one frontend gets in a second."""
+        """Return the requests per second of one frontend."""
         scenario, crowd = self._scenario, self._scenario.crowd
         if crowd is None:
             return scenario.requests_per_second
         return crowd.times.at(now) * scenario.workers * crowd.batch / ANSWER_S / scenario.frontends
 
     def told(self, frontend: str, minute: int) -> Iterator[TrafficReported]:
-        """Yield what a frontend tells of a minute, by its number since the beginning: its part of the load, more or less."""
+        """Yield a frontend's reports of a minute, counted from the beginning: its share of the load, give or take 10 %."""
         scenario, planning = self._scenario, self._scenario.planning
         if planning is None or self._kernel.now < self._untold_until:
             return

@@ -1,4 +1,4 @@
-"""A frontend: it routes by its own late fold and its own breakers, and moves streams that cannot go on where they are."""
+"""A simulated frontend: routes by its own, late fold and its breakers, and migrates failed streams."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -18,11 +18,11 @@ from events.fact import Recorded
 from events.observations import RequestsRejected
 
 TICK = 2 * SECOND
-WINDOW_S = 30.0  # of what is reported
+WINDOW_S = 30.0  # reporting window
 
 
 class SimulatedFrontend(PlayedProcess):
-    """One place that runs frontend processes, one after another."""
+    """A host that runs frontend processes, one after another."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SimulatedFrontend(PlayedProcess):
         underway: Callable[["SimulatedFrontend", Random], RequestsUnderWay],
         request_chance: Random,
     ) -> None:
-        """`underway` makes what a process does with requests, with the random numbers of `request_chance`."""
+        """Set up the host. `underway` creates the request handling of a process, with `request_chance` as its random stream."""
         super().__init__(name, surroundings, chance)
         self.traffic = traffic
         self.lag = 0
@@ -58,34 +58,34 @@ class SimulatedFrontend(PlayedProcess):
         self._later(MINUTE - kernel.now % MINUTE, self._tell, kernel.now // MINUTE)
 
     def _end(self) -> None:
-        """Its streams break with it."""
+        """End the process. Its streams break with it."""
         self._spool = self.outbox.crash()
         self.replica.close()
         self.underway.close()
 
     def slow_down(self, lag: int) -> None:
-        """Read the journal `lag` microseconds later from now on."""
+        """Read the journal `lag` microseconds late from now on."""
         self.lag = self.replica.follower.lag = lag
 
     def linked(self, machine: Machine) -> bool:
-        """Return whether it has said lately that its connection to this worker lives."""
+        """Return whether it recently reported a live connection to this worker."""
         return self.up and self.surroundings.broker.up and machine.reachable(self.name)
 
     def broken(self, machine: Machine) -> None:
-        """A connection broke: every stream on it fails at once."""
+        """Handle a broken connection: every stream on it fails at once."""
         if self.up and self.name not in machine.condition.dark:
             self.underway.fail_all(machine.name, "disconnected")
 
     def stalled(self, machine: Machine) -> None:
-        """Nothing comes from this worker any more."""
+        """Handle a worker from which nothing arrives any more."""
         if self.up and not machine.reachable(self.name):
             self.underway.fail_all(machine.name, "stalled")
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of the requests in line, 0 being the best; None: none waits."""
+        """Return the best tier among the queued requests, 0 being the best; None if none is queued."""
         return self.underway.best_waiting(model)
 
-    # --- what comes ---------------------------------------------------------------------------------------------
+    # --- arrivals ---------------------------------------------------------------------------------------------
 
     def _gap(self) -> int:
         return int(self._chance.expovariate(self.traffic.per_second(self._kernel.now)) * SECOND) + MS
@@ -127,12 +127,12 @@ class SimulatedFrontend(PlayedProcess):
         self.underway.absorbed()
 
     def _tick(self) -> None:
-        """Let the breakers that are due move, and say what each worker has served."""
+        """Move the breakers that are due, and report what each worker has served."""
         self._later(TICK, self._tick)
         self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
 
     def _tell(self, minute: int) -> None:
-        """Say what has come in the minute that is over."""
+        """Report the traffic of the minute that has ended."""
         self._later(MINUTE, self._tell, minute + 1)
         for fact in self.traffic.told(self.name, minute):
             self.outbox.observe(fact)

@@ -1,9 +1,9 @@
-"""Requests in full, token by token: they wait for workers, move on purpose and with their KV cache, are handled after a
-conviction, and lose their clients (`holdfast simulate --live-requests`).
+"""Token-by-token simulation of requests (`holdfast simulate --live-requests`).
 
-Each worker continues what it was sent: its n-th token has the number n where the worker is right, and -1 - n where it is corrupt
-or continues wrong tokens. So a token that is lost, doubled or altered shows in the answer. The random numbers are drawn from a
-stream of their own.
+Requests wait for workers, move on purpose and with their KV cache, are handled after a conviction, and lose their clients.
+
+A worker's n-th token has the value n if the worker is correct, and -1 - n if it is corrupt or continues wrong tokens. A
+token that is lost, repeated or altered therefore shows in the answer. The random numbers come from a separate stream.
 """
 
 from collections.abc import Sequence
@@ -38,24 +38,24 @@ POLICIES: Sequence[OnCorruption] = ("continue", "restart", "error")
 
 @dataclass(slots=True, eq=False)
 class SimulatedStream:
-    """What one worker sends for one request."""
+    """The tokens that one worker sends for one request."""
 
     machine: Machine
     key: Key
     position: int  # of its next token
-    wrong: bool  # it computes from wrong tokens, or from what a corrupt worker computed
-    after: "SimulatedStream | None" = None  # the stream that it has taken over, with its KV cache
-    open: bool = True  # it is read
+    wrong: bool  # it computes from wrong tokens, or from the KV cache of a corrupt worker
+    after: "SimulatedStream | None" = None  # the stream that it took over, with its KV cache
+    open: bool = True  # its tokens are read
     decodes: bool = True
     silent_s: int = 0
 
     @property
     def sources(self) -> set[Key]:
-        """The workers that computed what it computes from."""
+        """The workers that computed its tokens and its KV cache."""
         return {self.key} | (self.after.sources if self.after is not None else set())
 
     def tokens(self, count: int) -> list[int]:
-        """Return its next tokens."""
+        """Return its next `count` tokens."""
         self.wrong = self.wrong or bool(self.machine.condition.corrupt)
         first, self.position = self.position, self.position + count
         return [-1 - n if self.wrong else n for n in range(first, self.position)]
@@ -65,37 +65,37 @@ class SimulatedStream:
 class PlayedRequest(SimulatedRequest):
     """A request with its answer, as its frontend and its client have it."""
 
-    holds_back: int = 0  # newest tokens that its client is not sent yet
+    holds_back: int = 0  # newest tokens that are held back from its client
     finished: bool = False  # its answer is complete
-    poisonous: bool = False  # every engine fails with it
+    poisonous: bool = False  # every engine fails on it
     accepted: list[int] = field(default_factory=list)
-    givers: list[Key] = field(default_factory=list)  # of the accepted tokens
-    shown: list[int] = field(default_factory=list)  # what its client has
+    givers: list[Key] = field(default_factory=list)  # the worker of each accepted token
+    shown: list[int] = field(default_factory=list)  # the tokens that its client has received
     streams: list[SimulatedStream] = field(
         default_factory=list
-    )  # the last one is that of the present attempt
-    target: SimulatedStream | None = None  # of a KV transfer
+    )  # the last one belongs to the current attempt
+    target: SimulatedStream | None = None  # the target's stream during a KV transfer
     target_at: Endpoint = field(init=False)
-    asked_at: int = 0  # tokens accepted when the target was asked
-    failed_at: set[Key] = field(default_factory=set)  # workers where its prompt broke the engine
+    asked_at: int = 0  # tokens accepted when the transfer was requested
+    failed_at: set[Key] = field(default_factory=set)  # workers on which its prompt made the engine fail
 
     @property
     def stream(self) -> SimulatedStream:
-        """The stream of the present or last attempt."""
+        """The stream of the current or last attempt."""
         return self.streams[-1]
 
     def finish(self) -> None:
-        """Send its client all that was accepted."""
+        """Send its client everything that was accepted."""
         self.finished = True
         self.show(0)
 
     def show(self, holds_back: int) -> None:
-        """Send its client what was accepted, except the newest tokens."""
+        """Send its client what was accepted, except the newest `holds_back` tokens."""
         self.shown += self.accepted[len(self.shown) : max(0, len(self.accepted) - holds_back)]
 
 
 class LiveRequests(RequestsUnderWay):
-    """The requests of one process, played in full."""
+    """The requests of one process, simulated token by token."""
 
     def __init__(self, frontend: RequestSender, chance: Random) -> None:
         super().__init__(frontend, chance, crowded=True)
@@ -104,7 +104,7 @@ class LiveRequests(RequestsUnderWay):
         self._kernel.after(SECOND, self._look_again)
 
     def unanswered(self) -> int:
-        """Return how many requests have had no answer yet."""
+        """Return the number of requests that have had no answer yet."""
         return len(self.live) if self.open else 0
 
     def _new(self, id: str, model: str, tier: str) -> PlayedRequest:
@@ -136,7 +136,7 @@ class LiveRequests(RequestsUnderWay):
 
     def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
         live = self.live.get(request)
-        if live is None:  # it is over
+        if live is None:  # it has ended
             return super()._apply(request, effect)
         tally = self._traffic.tally
         match effect:
@@ -152,7 +152,7 @@ class LiveRequests(RequestsUnderWay):
             case do.Rewind(count):
                 del live.accepted[count:], live.givers[count:]
             case do.Park():
-                pass  # it is looked at again each second
+                pass  # retried every second
             case do.Reroute():
                 self._kernel.after(0, self._resume, live)
             case do.ReportMigrated(move):
@@ -199,7 +199,7 @@ class LiveRequests(RequestsUnderWay):
     def _unjudged(self, request: PlayedRequest, *, has_output: bool) -> None:
         self._breakers.unjudged(request.endpoint.key, request.sent, has_output=has_output)
 
-    # --- to a worker ------------------------------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------------
 
     def _pick(self, request: SimulatedRequest, effect: do.SelectWorker) -> Endpoint:
         endpoints, rules = self._look(request.model), self._rules
@@ -222,7 +222,7 @@ class LiveRequests(RequestsUnderWay):
         return (machine.up and machine.instance == endpoint.instance) or self._chance.random() < 0.5
 
     def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
-        request.reported = request.state.move  # the machine decides when
+        request.reported = request.state.move  # the request machine decides when to report
         super()._begin(request, endpoint)
 
     def _send(self, request: SimulatedRequest) -> None:
@@ -235,15 +235,15 @@ class LiveRequests(RequestsUnderWay):
 
     def _serve(self, request: SimulatedRequest, machine: Machine) -> None:
         assert isinstance(request, PlayedRequest)
-        self._say_later(request, request.stream)
+        self._emit_later(request, request.stream)
 
-    def _say_later(self, request: PlayedRequest, stream: SimulatedStream) -> None:
+    def _emit_later(self, request: PlayedRequest, stream: SimulatedStream) -> None:
         longer = LONGER if stream.machine.hardware.waiting is not None else 1.0
         takes = (0.1 + 1.5 * self._chance.random()) * stream.machine.condition.slow * longer
-        self._kernel.after(int(takes * SECOND), self._say, request, stream)
+        self._kernel.after(int(takes * SECOND), self._emit, request, stream)
 
-    def _say(self, request: PlayedRequest, stream: SimulatedStream) -> None:
-        """The worker sends its next tokens, if it can."""
+    def _emit(self, request: PlayedRequest, stream: SimulatedStream) -> None:
+        """Send the worker's next tokens, if it can."""
         if not self.open or not stream.open or not stream.decodes:
             return
         machine, chance = stream.machine, self._chance
@@ -252,7 +252,7 @@ class LiveRequests(RequestsUnderWay):
             if stream.silent_s > STALLED:
                 self.failed(request, "stalled")
             else:
-                self._kernel.after(SECOND, self._say, request, stream)
+                self._kernel.after(SECOND, self._emit, request, stream)
             return
         stream.silent_s = 0
         if machine.condition.erring or request.poisonous or chance.random() < machine.condition.flaky / 4:
@@ -261,7 +261,7 @@ class LiveRequests(RequestsUnderWay):
         left = request.state.terms.max_tokens - stream.position
         self._take(request, stream, stream.tokens(min(left, chance.randint(1, CHUNK_MAX))))
         if stream.position < request.state.terms.max_tokens:
-            self._say_later(request, stream)
+            self._emit_later(request, stream)
         elif stream.open and chance.random() < 0.03:
             self.failed(request, "disconnected")
         elif stream.open:
@@ -269,7 +269,7 @@ class LiveRequests(RequestsUnderWay):
             self.feed(request, on.Finished("length"))
 
     def _take(self, request: PlayedRequest, stream: SimulatedStream, tokens: Sequence[int]) -> None:
-        """Accept tokens: what is not cancelled is read."""
+        """Accept tokens: those of a stream that is not cancelled are read."""
         if not request.state.has_output:
             self.feed(request, on.FirstToken())
         request.accepted += tokens
@@ -289,14 +289,14 @@ class LiveRequests(RequestsUnderWay):
         self.live[request].stream.open = False
 
     def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
-        """The fleet took the worker of a request out of service; None: it is gone."""
+        """Handle that the fleet took a request's worker out of service; None: the worker is gone."""
         if endpoint is None or not endpoint.suspect:
             others = {one.key for one in self._look(request.model) if one.routable} - {request.endpoint.key}
             corrupt = endpoint is not None and endpoint.corrupt
             self.feed(request, on.WorkerUnhealthy(corrupt, others, self._progress(request)))
 
     def absorbed(self) -> None:
-        """The fold has moved: deal with what convicted workers have given, and leave those that drain."""
+        """Handle a batch of events: expose requests with tokens of convicted workers, and leave draining workers."""
         for key, endpoint in self._table.endpoints.items():
             if not endpoint.corrupt:
                 self._convicted.discard(key)
@@ -317,7 +317,7 @@ class LiveRequests(RequestsUnderWay):
         self.feed(request, on.Exposed(first, key, carried, here, self._progress(request)))
 
     def _move(self, request: PlayedRequest, cause: PlannedCause) -> None:
-        """Move a request on purpose: with its KV cache, by its tokens alone, or (preempted) not at once."""
+        """Move a request on purpose: with its KV cache, by its tokens alone, or (preempted) after a pause."""
         state, chance = request.state, self._chance
         if not state.has_output or state.transfer is not None or stays(state.terms, len(request.accepted)):
             return
@@ -353,7 +353,7 @@ class LiveRequests(RequestsUnderWay):
             self.feed(request, on.Resumed())
 
     def _look_again(self) -> None:
-        """Each second: let parked requests try, end those that have waited too long, and move some."""
+        """Every second, retry parked requests, end those that have waited too long, and move some at random."""
         if not self.open:
             return
         self._kernel.after(SECOND, self._look_again)
@@ -368,7 +368,7 @@ class LiveRequests(RequestsUnderWay):
     # --- KV transfers -----------------------------------------------------------------------------------------------
 
     def _ask(self, request: PlayedRequest, target: Endpoint) -> None:
-        """Ask a worker to take a request over with its KV cache."""
+        """Ask a worker to take over a request with its KV cache."""
         source, machine = request.stream, self._traffic.machines[target.worker]
         request.target = SimulatedStream(machine, target.key, 0, False, source, decodes=False)
         request.target_at, request.asked_at = target, len(request.accepted)
@@ -387,7 +387,7 @@ class LiveRequests(RequestsUnderWay):
             self._advance(request, kv.TargetReserved() if taken else declined)
 
     def _committed(self, request: PlayedRequest, target: SimulatedStream) -> None:
-        """The target has the KV cache. The source's last tokens may still be on their way."""
+        """Handle that the target has the KV cache. The source's last tokens may still be in transit."""
         source = target.after
         if not self.open or request.target is not target or source is None:
             return
@@ -412,7 +412,7 @@ class LiveRequests(RequestsUnderWay):
                 self._kernel.after(self._chance.randint(20, 2000) * MS, self._committed, request, target)
             case do.StayAtSource():
                 request.stream.decodes = True
-                self._say_later(request, request.stream)
+                self._emit_later(request, request.stream)
             case do.CancelTarget():
                 target.open = False
             case do.SwitchToTarget():
@@ -437,4 +437,4 @@ class LiveRequests(RequestsUnderWay):
         request.sent_times += 1
         request.streams.append(target)
         target.machine.takes(request)
-        self._say_later(request, target)
+        self._emit_later(request, target)

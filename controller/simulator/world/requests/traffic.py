@@ -1,4 +1,4 @@
-"""What clients ask for and what they get: requests on their way, and the tally of what became of them."""
+"""Simulated requests in flight, their senders, and the tally of their outcomes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ FOREVER = 1 << 60
 
 
 class RequestSender(Protocol):
-    """The process that sends a request to a worker: a frontend, and what it knows of the fleet."""
+    """A process that sends requests to workers (a frontend), and its view of the fleet."""
 
     name: str
     replica: Replica
@@ -29,22 +29,22 @@ class RequestSender(Protocol):
     outbox: SimulatedOutbox
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of the requests in line, 0 being the best; None: none waits."""
+        """Return the best tier among the queued requests, 0 being the best; None if none is queued."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request, from its arrival to its end. Its state belongs to the request machine; times are microseconds."""
+    """One request, from its arrival to its end. Its state belongs to the request machine. Times are microseconds."""
 
     request: str
     model: str
     state: RequestState
     tier: str
     rank: int  # of its tier: 0 is the best
-    since: int  # its arrival
-    latest: int = FOREVER  # sent later, its answer begins too late
-    waits: bool = False  # it has stood in line since it was last moved
+    since: int  # arrival time
+    latest: int = FOREVER  # the latest time to send it
+    waits: bool = False  # it has been queued since it was last moved
     sent_times: int = 0
 
     # At its worker.
@@ -52,22 +52,22 @@ class SimulatedRequest:
     routed_under: int = 0
     sent: int = 0  # the last move of the frontend's own breakers when it was sent
     attempt: int = 1
-    reported: Move | None = None  # the last one in the journal
+    reported: Move | None = None  # the last move that was reported
 
     @property
     def worker(self) -> str:
-        """The worker to which it was sent last."""
+        """The worker that it was sent to last."""
         return self.endpoint.worker
 
     @property
     def instance(self) -> str:
-        """The process to which it was sent last."""
+        """The instance that it was sent to last."""
         return self.endpoint.instance
 
 
 @dataclass(slots=True)
 class ClientTally:
-    """What clients saw, for the summary."""
+    """The outcomes that clients saw, for the summary."""
 
     requests: int = 0
     served: int = 0
@@ -80,13 +80,15 @@ class ClientTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTraffic:
-    """The requests that a frontend gets, and the observers of what becomes of them."""
+    """The load of a frontend, and the observers of its requests."""
 
-    per_second: Callable[[int], float]  # now
+    per_second: Callable[[int], float]  # by time
     machines: Mapping[str, Machine]
     models: tuple[str, ...]
     tally: ClientTally
     stepped: Callable[..., None]  # request, event, effects
     stored: Callable[[], Stored | None]
-    told: Callable[[str, int], Iterable[TrafficReported]]  # of a minute, by its number
-    refused: set[tuple[str, int, str]] = field(default_factory=set)  # request, attempt, instance without room
+    told: Callable[[str, int], Iterable[TrafficReported]]  # traffic reports of a minute, by its number
+    refused: set[tuple[str, int, str]] = field(
+        default_factory=set
+    )  # request, attempt, instance that had no room

@@ -1,14 +1,16 @@
-"""The requests of one frontend process. What becomes of each is decided by production's request machine
-(`controller.frontend.request.step`); played here are the workers, and what the effects of the machine come to.
+"""The requests of one simulated frontend process, driven by the production request machine.
 
-They are few and long-lived on purpose: what matters here is under which verdict each was sent, and when which outcome reaches
-the journal. Answers have no tokens: the first one comes right before the end of an attempt, and a request that finds no worker
-is given up at once. `live_requests` plays them in full.
+The machine (`controller.frontend.request.step`) decides what happens to each request. Simulated here are the workers and the
+machine's effects.
 
-In a crowd, workers take only so many requests at once: those that find no room wait in line, until their time is over. The
-queue is production's (`controller.frontend.admission.queue`), and so is the filter that finds room. What other frontends have at
-a worker is known as of its last report. A worker that has no room after all turns a request away: that is no failure, and the
-request waits once more, before all others. Without a crowd there is always room, and no request waits.
+Requests are few and long-lived on purpose: what matters is the verdict under which each was sent, and the order in which
+outcomes reach the journal. Answers have no tokens: the first one arrives right before the end of an attempt, and a request
+that finds no worker is abandoned at once. `live_requests` simulates them in full.
+
+In a crowd, workers accept a limited number of requests: the others are queued until their timeout. The queue is production's
+(`controller.frontend.admission.queue`), and so is the filter that finds room. The load of other frontends at a worker is
+known as of its last report. A worker that turns out to be full rejects a request. That is not a failure: the request is
+queued again, ahead of all others. Without a crowd there is always room, and no request waits.
 """
 
 import itertools
@@ -38,36 +40,36 @@ from events.wire import Load
 
 CONNECT_DEADLINE = 200 * MS
 PANIC_BELOW = 0.5
-CAP = 1 << 20  # requests running at one worker: there is always room
-TOKENS, TOKENS_PER_ATTEMPT = 64, 8  # of an answer, and of each attempt that fails
+CAP = 1 << 20  # requests running at one worker: effectively unlimited
+TOKENS, TOKENS_PER_ATTEMPT = 64, 8  # of an answer, and of each failed attempt
 TERMS = RequestTerms(max_tokens=TOKENS, reroute_s=-1.0)  # it does not wait for a worker
 
 # Only in a crowd:
 REPORT = SECOND
-REROUTE = 10 * SECOND  # that one that has begun waits for room elsewhere
-WAITS = (2, 10, 40)  # seconds, of which one is drawn for each request
-LONGER = 4.0  # answers take so much longer: few requests make a crowd
-ANSWER_S = LONGER * 4.5  # that they take on average
+REROUTE = 10 * SECOND  # for which a started request waits for room elsewhere
+WAITS = (2, 10, 40)  # queue timeouts in seconds; one is drawn for each request
+LONGER = 4.0  # answers take this many times longer, so that few requests make a crowd
+ANSWER_S = LONGER * 4.5  # their average duration in seconds
 TOO_LATE = ApiError(503, "no room came in time", code="deadline")
 
 
 class SimulatedLinks(ConnectedWorkers):
-    """The connections of a simulated process. Sending to a worker shows whether it can be reached."""
+    """The connections of a simulated process. Sending to a worker shows whether it is reachable."""
 
     def __init__(self) -> None:
-        self.others: dict[str, Load] = {}  # what others have at a worker, as far as is known
+        self.others: dict[str, Load] = {}  # the last known load of other frontends at a worker
 
     def external_load(self, worker: str) -> Load | None:
-        """Return what others have at a worker, as far as is known."""
+        """Return the last known load of other frontends at a worker."""
         return self.others.get(worker)
 
 
 class RequestsUnderWay:
-    """The requests of one process, until it ends: those that are with a worker, and those that wait in line for one."""
+    """The requests of one process until it ends: those at a worker, and those queued for one."""
 
     def __init__(self, frontend: RequestSender, chance: Random, *, crowded: bool) -> None:
-        self.open = True  # the process lives
-        self.requests: dict[SimulatedRequest, None] = {}  # in the order of their arrival
+        self.open = True  # the process is up
+        self.requests: dict[SimulatedRequest, None] = {}  # in order of arrival
         self._frontend, self._chance = frontend, chance
         self._table, self._breakers = frontend.table, frontend.breakers
         self._name, self._traffic = frontend.name, frontend.traffic
@@ -75,11 +77,11 @@ class RequestsUnderWay:
         self._seams, self._kernel = surroundings.seams, surroundings.kernel
         self._picker = Picker()
         self._ignoring = False
-        self._none = NoWorker()  # why the last request found none
+        self._none = NoWorker()  # why the last request found no worker
         self.links = SimulatedLinks()
         self.crowded = crowded
-        # How many requests may be with a worker, and a table that knows the levels which change it: in a crowd a batch, and
-        # less on a degradation level.
+        # The limit of requests at a worker, and the table with the degradation levels that change it. In a crowd the limit is
+        # one batch, and less on a degradation level.
         room = (
             (LoadLimits(inflight_per_batch=1.0), self._table)
             if crowded
@@ -101,19 +103,19 @@ class RequestsUnderWay:
             self.machine(request).standing.leave(request)
 
     def unanswered(self) -> int:
-        """Return how many requests have had no answer yet."""
+        """Return the number of requests that have had no answer yet."""
         return len(self.requests) + len(self._queued) if self.open else 0
 
     def waiting(self) -> list[SimulatedRequest]:
-        """Return the requests in line."""
+        """Return the queued requests."""
         return [*self._queued]
 
     def best_waiting(self, model: str) -> int | None:
-        """Return the best tier of the requests in line, 0 being the best; None: none waits."""
+        """Return the best tier among the queued requests, 0 being the best; None if none is queued."""
         return min((one.tier for line in self._queue.lines(model) for one in line), default=None)
 
     def could_take(self, machine: Machine) -> bool:
-        """Return whether one more request could go to this worker: it serves, may be tried, and has room."""
+        """Return whether one more request could go to this worker: it serves, its breaker allows it, and it has room."""
         endpoint = self._table.endpoints.get((machine.name, machine.instance))
         if endpoint is None or not endpoint.routable or not machine.reachable(self._name) or machine.draining:
             return False
@@ -124,7 +126,7 @@ class RequestsUnderWay:
     # --- the machine --------------------------------------------------------------------------------------------
 
     def feed(self, request: SimulatedRequest, event: on.Event) -> None:
-        """Advance a request by an event, and apply what follows from it."""
+        """Advance a request by an event, and apply the effects."""
         following: on.Event | None = event if self.open else None
         while following is not None:
             effects = self._step(request, following)
@@ -137,7 +139,7 @@ class RequestsUnderWay:
         return effects
 
     def _apply(self, request: SimulatedRequest, effect: do.Effect) -> on.Event | None:
-        """Apply one effect. Return the event that answers it."""
+        """Apply one effect. Return the event that answers it, if any."""
         match effect:
             case do.SelectWorker():
                 return self._route(request, effect)
@@ -170,10 +172,10 @@ class RequestsUnderWay:
                 self._abandoned(request, reason)
         return None
 
-    # --- the line -----------------------------------------------------------------------------------------------
+    # --- the queue -----------------------------------------------------------------------------------------------
 
     def take_in(self, id: str, model: str, tier: str) -> None:
-        """Serve a request that is admitted; in a crowd it stands in line, and goes at once only if nothing is before it."""
+        """Serve an admitted request. In a crowd it is queued, and sent at once only if no request is ahead of it."""
         request = self._new(id, model, tier)
         if not self.crowded:
             self.feed(request, on.Launched())
@@ -193,7 +195,7 @@ class RequestsUnderWay:
         self._queue.line_of(queued).push(queued)
 
     def _push_back(self, request: SimulatedRequest) -> None:
-        """Put a request before all in line: its worker had no room."""
+        """Queue a request ahead of all others: its worker had no room."""
         if request in self._queued:
             return
         if not request.waits:
@@ -208,7 +210,7 @@ class RequestsUnderWay:
             self._queue.line_of(queued).remove(queued, served=served)
 
     def _wake(self, model: str) -> None:
-        """Send each request that was sent back, then the head of each line, until one finds no room."""
+        """Send the requests that were sent back, then the head of each line, until one finds no room."""
         if not self.open:
             return
         for queued in self._queue.sent_back(model):
@@ -219,7 +221,7 @@ class RequestsUnderWay:
                 self._remove(head, served=True)
 
     def _goes(self, request: SimulatedRequest) -> bool:
-        """Send a request from the line, or end it if there is no worker. False: all are busy."""
+        """Send a queued request, or end it if there is no worker. Return False if all workers are busy."""
         phase = request.state.phase
         self.feed(
             request,
@@ -228,7 +230,7 @@ class RequestsUnderWay:
         return request.state.phase not in ("queued", "parked")
 
     def _late(self, request: SimulatedRequest, latest: int) -> None:
-        """A request has waited for as long as it may."""
+        """End a request that has waited until its timeout."""
         queued = self._queued.get(request)
         if not self.open or not self._seams.leaves_late() or queued is None or request.latest != latest:
             return
@@ -267,7 +269,7 @@ class RequestsUnderWay:
         return on.NoWorkerFound((AllBusy if isinstance(none, AllBusy) else NoWorker).code)
 
     def _pick(self, request: SimulatedRequest, effect: do.SelectWorker) -> Endpoint:
-        """Return the worker that gets a request: one that has begun goes on whatever the frontends' own bound is."""
+        """Return the worker for a request. A started request continues regardless of the frontend's own limits."""
         in_line = request in self._queued
         if not in_line and request.sent_times and self._attempt(request) in self._traffic.refused:
             raise AllBusy
@@ -284,7 +286,7 @@ class RequestsUnderWay:
         return request.request, request.attempt, request.instance
 
     def _connects(self, request: SimulatedRequest, endpoint: Endpoint) -> bool:
-        """Return whether the request can be sent; else that is found out at once."""
+        """Return whether a connection succeeds. Here failures show only after sending."""
         return True
 
     def _begin(self, request: SimulatedRequest, endpoint: Endpoint) -> None:
@@ -301,7 +303,7 @@ class RequestsUnderWay:
             self._migrated(request, state.move, 5.0)
 
     def _look(self, model: str) -> Sequence[Endpoint]:
-        """Return a model's endpoints, and bring the filter's rules up to date."""
+        """Return a model's endpoints, and update the filter's rules."""
         endpoints, rules, surroundings = self._table.models.get(model, ()), self._rules, self._surroundings
         self._ignoring = self._panics(endpoints)
         rules.barred = () if self._ignoring else self._breakers.barred()
@@ -312,12 +314,12 @@ class RequestsUnderWay:
         return self._ignoring or self._breakers.allowed(endpoint)
 
     def _panics(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Our own breakers are ignored where less than half of the weight is routable, never the fleet's verdict."""
+        """Return whether the own breakers are ignored: less than half of the weight is routable. Fleet verdicts always apply."""
         opened = self._breakers.open
         return bool(opened) and routable_share(endpoints, opened, self.links) < PANIC_BELOW
 
     def machine(self, request: SimulatedRequest) -> Machine:
-        """Return the place where a request is."""
+        """Return the machine of a request's worker."""
         return self._traffic.machines[request.worker]
 
     # --- at the worker ------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ class RequestsUnderWay:
         self._kernel.after(min(takes, 60 * SECOND), self._answered, request, request.sent_times)
 
     def _gone(self, request: SimulatedRequest, sent: int) -> bool:
-        """Return whether a request has left the worker to which it was sent the `sent`th time."""
+        """Return whether a request has left the worker that it was sent to as its `sent`-th dispatch."""
         return not self.open or request not in self.requests or request.sent_times != sent
 
     def _leave(self, request: SimulatedRequest) -> None:
@@ -353,14 +355,14 @@ class RequestsUnderWay:
             self._kernel.after(0, self._wake, request.model)
 
     def _turned_away(self, request: SimulatedRequest, sent: int) -> None:
-        """The worker has no room after all."""
+        """Handle a worker that turns out to have no room."""
         if self._gone(request, sent):
             return
         self._traffic.refused.add(self._attempt(request))
         self.feed(request, on.AttemptFailed(Failure(FULL, ""), self._progress(request)))
 
     def _report(self) -> None:
-        """Read from each worker how many requests others have there, and wake the lines."""
+        """Read each worker's load from other frontends, and wake the queues."""
         if not self.open:
             return
         self._kernel.after(REPORT, self._report)
@@ -404,30 +406,30 @@ class RequestsUnderWay:
         self._surroundings.tell("judged", self._frontend, request, before, self._breaker(request))
 
     def failed(self, request: SimulatedRequest, reason: str, sent: int | None = None) -> None:
-        """The present attempt of a request has failed; `sent`: its number, if the request may have left it since."""
+        """Fail the current attempt of a request. `sent` is the number of the dispatch, if the request may have left it since."""
         if self._gone(request, request.sent_times if sent is None else sent):
             return
         self._cut(request)
         self.feed(request, on.AttemptFailed(Failure(reason, ""), self._progress(request)))
 
     def _cut(self, request: SimulatedRequest) -> None:
-        """Nothing more comes from the present attempt."""
+        """Stop reading from the current attempt."""
         self.feed(request, on.FirstToken())
 
     def fail_all(self, worker: str, reason: str) -> None:
-        """Nothing that is with a worker can go on there."""
+        """Fail every request at a worker."""
         for request in [f for f in self.requests if f.worker == worker]:
             self.failed(request, reason)
 
     def absorbed(self) -> None:
-        """The fold has moved: leave workers that are out of service."""
+        """Handle a batch of events: leave workers that are out of service."""
         for request in list(self.requests):
             endpoint = self._table.endpoints.get(request.endpoint.key)
             if endpoint is None or endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY:
                 self.unhealthy(endpoint, request)
 
     def unhealthy(self, endpoint: Endpoint | None, request: SimulatedRequest) -> None:
-        """The fleet took the worker of a request out of service; None: it is gone."""
+        """Handle that the fleet took a request's worker out of service; None: the worker is gone."""
         self.failed(request, "unhealthy")
 
     # --- reports ------------------------------------------------------------------------------------------------
