@@ -1,1 +1,1 @@
-"""`holdfast replay`: rebuild, verify, time travel, and why something happened."""
+"""`holdfast replay`: timelines, past states, causes, reports, what-if, verification and rebuilds."""

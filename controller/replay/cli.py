@@ -1,6 +1,6 @@
-"""`holdfast replay timeline | at | why | report | what-if | verify | rebuild`: arguments in, text, JSON or a file out.
+"""The `holdfast replay` and `holdfast request` commands: they print text or JSON, or write a file.
 
-What it needs of the world, a journal and a store, is handed to it: see `controller.commands.replay`.
+The journal and the store are passed in: see `controller.commands.replay`.
 """
 
 import argparse
@@ -26,45 +26,47 @@ from events.journal.port import Journal
 
 FINDING = 3
 NOTHING_SAID = (
-    "the journal says nothing of request {}: it was answered by the worker that it was sent to, which was not convicted; or its "
-    "frontend ended before anything happened to it; or it never came"
+    "the journal has no event about request {}: it was answered by the first worker that it was sent to, which was not "
+    "convicted; or its frontend ended before anything happened to it; or it never arrived"
 )
 Say = Callable[[str], None]
 Command = Callable[[argparse.Namespace, Journal, HistoryStore | None, Say], Awaitable[int]]
 
 
 class NeedsStore(HoldfastError):
-    """This needs the state store, which cannot be reached or is not known: set HOLDFAST_DATABASE_URL."""
+    """This command needs the state store, which is unreachable or not configured: set HOLDFAST_DATABASE_URL."""
 
 
 def add_arguments(commands: Any) -> None:
     """Add the replay commands to an argparse subparsers object."""
-    command = _command(commands, "timeline", "what happened, in words and times")
+    command = _command(commands, "timeline", "what happened, as sentences with times")
     command.add_argument("--incident", metavar="ID", help="one incident, from its first symptom to recovery")
-    command.add_argument("--worker", metavar="W", help="only what concerns this worker")
-    command.add_argument("--request", metavar="ID", help="only what is said of this request")
+    command.add_argument("--worker", metavar="W", help="only events about this worker")
+    command.add_argument("--request", metavar="ID", help="only events about this request")
     command.add_argument("--since", metavar="WHEN", help=moment.SAID)
     command.add_argument(
-        "--all", action="store_true", help="also what is routine: good canaries, served requests"
+        "--all", action="store_true", help="include routine events: passed canaries, served requests"
     )
-    command = _command(commands, "at", "the fleet as it was")
+    command = _command(commands, "at", "the state of the fleet at a past moment")
     command.add_argument("when", metavar="TIME|SEQ", help=moment.SAID)
-    command = _command(commands, "why", "what led to an event, back to what the world reported")
+    command = _command(commands, "why", "the causes of an event, back to the first observation")
     command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
     report_cli.add_arguments(commands)
     whatif_cli.add_arguments(commands)
     command = _command(
-        commands, "verify", "fold and decide everything again, and compare (exit 3: a difference)"
+        commands,
+        "verify",
+        "fold and decide the journal again and compare with the store (exit status 3: a difference)",
     )
-    command.add_argument("--since", metavar="WHEN", help=f"from the last snapshot before: {moment.SAID}")
-    _command(commands, "rebuild", "project the journal anew beside the old projection, and swap the two")
+    command.add_argument("--since", metavar="WHEN", help=f"start at the last snapshot before: {moment.SAID}")
+    _command(commands, "rebuild", "project the whole journal into a new projection, then replace the old one")
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `holdfast request`."""
-    parser.add_argument("request", metavar="ID", help="as its answer's X-Request-Id says")
+    parser.add_argument("request", metavar="ID", help="the X-Request-Id of its answer")
     parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
     )
     parser.set_defaults(replay="request")
 
@@ -74,7 +76,7 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
         name, help=text, description=text, allow_abbrev=False
     )
     command.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
     )
     command.set_defaults(replay=name)
     return command
@@ -83,7 +85,7 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 async def execute(
     args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say = print
 ) -> int:
-    """Run one replay command and return its exit code. Without a store, the journal alone must do."""
+    """Run one replay command and return its exit code. Without a store, only the journal is read."""
     if args.output == "text":
         return await _COMMANDS[args.replay](args, journal, store, lambda line: say(fitted(line)))
     return await _COMMANDS[args.replay](args, journal, store, say)
@@ -199,13 +201,13 @@ async def _verify(args: argparse.Namespace, journal: Journal, store: HistoryStor
 
 
 async def _sequence(text: str | None, journal: Journal, store: HistoryStore) -> int:
-    """Return the first sequence from which `--since` counts."""
+    """Return the first sequence that `--since` includes."""
     if not text:
         return 0
     when = moment.parse(text, _now())
     if isinstance(when, int):
         if when > (last := await journal.last_seq()):
-            raise travel.NotYet(f"the journal ends at {last}, not {when}. {travel.NotYet.__doc__}")
+            raise travel.NotYet(f"the journal ends at {last}, before {when}. {travel.NotYet.__doc__}")
         return when
     async for batch in _archive(journal, store).select(since=when):
         return batch[0].seq
@@ -220,10 +222,10 @@ async def _rebuild(args: argparse.Namespace, journal: Journal, store: HistorySto
         say(json.dumps(asdict(rebuilt)))
         return 0
     say(
-        f"projected {rebuilt.events} events anew up to {rebuilt.position} in {sentences.span(rebuilt.seconds)}"
+        f"projected {rebuilt.events} events again, up to {rebuilt.position}, in {sentences.span(rebuilt.seconds)}"
     )
     if rebuilt.foreign:
-        say("the old projection was of another stream")
+        say("the old projection belonged to another stream")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Where is an event? By sequence, by ce-id, or as `decision:N`."""
+"""Finds an event by its sequence, its ce-id, or as `decision:N`."""
 
 from controller.ports import Archive
 from controller.runtime.history import held, history
@@ -12,7 +12,7 @@ class NoSuchEvent(HoldfastError):
 
 
 async def find(journal: Journal, archive: Archive | None, reference: str) -> Recorded:
-    """Return the event that `reference` names. Raise NoSuchEvent."""
+    """Return the event that `reference` names. Raise NoSuchEvent if there is none."""
     last = await journal.last_seq()
     seq = int(reference) if reference.isdecimal() else None
     if seq is None and archive is not None:
@@ -32,7 +32,7 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
 
 
 async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
-    """Read the journal until the event turns up: the index does not have it (yet)."""
+    """Read the journal until the event is found: the index does not contain it (yet)."""
     async for batch in held(journal, 0, last):
         for event in batch:
             if event.id == reference or reference == name(event):
@@ -41,12 +41,12 @@ async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
 
 
 def name(event: Recorded) -> str:
-    """Return how other events refer to this one."""
+    """Return the name by which other events refer to this one."""
     return f"decision:{event.fact.number}" if isinstance(event.fact, Decision) else event.id
 
 
 def cause(event: Recorded) -> str:
-    """Return the name of the event that led to this one; "" if none is recorded."""
+    """Return the name of this event's cause; "" if none is recorded."""
     if isinstance(event.fact, Decision) and event.fact.cause:
         return event.fact.cause
     return event.causation

@@ -1,4 +1,4 @@
-"""How people name a place in history: a sequence, an instant, a time of day, or how long ago."""
+"""Parses a place in the journal: a sequence, an instant, a time of day, or how long ago."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -11,7 +11,7 @@ _AGO = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 class BadMoment(HoldfastError):
-    """A place in history is a sequence (8812), an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03),
+    """A place in the journal is a sequence (8812), an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03),
     or how long ago (90s, 10m, 2h, 1d)."""
 
 
@@ -26,11 +26,11 @@ def parse(text: str, now: datetime) -> int | datetime:
             return _time_of_day(text, now)
         found = datetime.fromisoformat(text)
     except (ValueError, OverflowError) as error:
-        raise BadMoment(f"{text!r} is no place in history. {BadMoment.__doc__}") from error
+        raise BadMoment(f"{text!r} is not a place in the journal. {BadMoment.__doc__}") from error
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _time_of_day(text: str, now: datetime) -> datetime:
-    """Return the last instant that had this time of day, in UTC."""
+    """Return the latest past instant with this time of day, in UTC."""
     found = datetime.fromisoformat(f"{now.astimezone(UTC).date().isoformat()}T{text}").replace(tzinfo=UTC)
     return found if found <= now else found - timedelta(days=1)

@@ -1,4 +1,4 @@
-"""What pages of history have in common: templates, styles, and the script that draws their pictures."""
+"""Shared parts of report pages: template environment, filters, assets and the Plotly script."""
 
 from datetime import datetime
 from importlib.resources import files
@@ -13,11 +13,11 @@ PLOTLY = "plotly"
 
 
 class NoPlotly(HoldfastError):
-    """The page's picture is drawn by plotly, which is not installed: pip install -e '.[report]'. -o md and -o json need none."""
+    """The page's charts need Plotly, which is not installed: pip install -e '.[report]'. -o md and -o json work without it."""
 
 
 def environment(package: str, *, escape: bool) -> Environment:
-    """Return what fills in the templates of a package; `escape`: as HTML."""
+    """Return the template environment of a package; with `escape`, its output is escaped as HTML."""
     found = Environment(
         loader=PackageLoader(package, ""),
         autoescape=escape,
@@ -50,17 +50,17 @@ def _seconds(value: float | None) -> str:
 
 
 def _clock(at: str) -> str:
-    """Return an instant's time of day, to the millisecond."""
+    """Return an instant's time of day with milliseconds."""
     return f"{datetime.fromisoformat(at):%H:%M:%S.%f}"[:-3]
 
 
 def asset(package: str, name: str) -> str:
-    """Return a file of a package."""
+    """Return the text of a file in a package."""
     return (files(package) / name).read_text(encoding="utf-8")
 
 
 def plotly() -> str:
-    """Return Plotly's script. Raise NoPlotly."""
+    """Return Plotly's script. Raise NoPlotly if it is not installed."""
     try:
         return (files(PLOTLY) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError:

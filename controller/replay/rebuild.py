@@ -1,4 +1,4 @@
-"""A fresh projection beside the old one, swapped in one transaction, while the old one keeps serving."""
+"""Rebuilds the projection beside the old one, which serves until both are swapped in one transaction."""
 
 import asyncio
 import contextlib
@@ -13,27 +13,29 @@ from controller.runtime.projection.projector import Projector
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 
-NEAR = 1_000  # events behind: near enough to let the old projection wait for the rest
-ROUNDS_MAX = 20  # attempts to come near
+NEAR = 1_000  # events behind: few enough to stop the old projection while the rest is projected
+ROUNDS_MAX = 20  # attempts to get within NEAR
 LAST_BIT_S = 60.0
 DISCARD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What a rebuild did."""
+    """The result of a rebuild."""
 
     events: int
     position: int
     seconds: float
-    foreign: bool  # the old projection was of another stream
+    foreign: bool  # the old projection belonged to another stream
 
 
 async def rebuild(
     journal: Journal, store: HistoryStore, *, written: Callable[[int, int], None] = lambda seq, events: None
 ) -> Rebuilt:
-    """Project the whole journal anew and put the result in the store's place. What the store keeps of events that the journal
-    has dropped stays in it."""
+    """Project the whole journal again, and replace the store's content with the result.
+
+    What the store keeps of events that the journal has dropped stays in it.
+    """
     began = time.monotonic()
     foreign = await _is_foreign(journal, store)
     fresh = await store.beside()
@@ -56,14 +58,14 @@ async def rebuild(
 
 
 async def _discard(store: HistoryStore, fresh: HistoryStore) -> None:
-    """Leave nothing behind. Where that fails too, the next rebuild does it."""
+    """Drop the fresh projection. If that fails too, the next rebuild drops it."""
     with contextlib.suppress(HoldfastError, TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             await store.discard(fresh)
 
 
 async def _come_near(journal: Journal, projector: Projector) -> None:
-    """Project nearly everything before anybody has to wait."""
+    """Project nearly everything before the old projection has to wait."""
     for _ in range(ROUNDS_MAX):
         last = await journal.last_seq()
         await projector.catch_up(last)
@@ -76,7 +78,7 @@ async def _is_foreign(journal: Journal, store: HistoryStore) -> bool:
         await refuse_foreign_stream(journal, await store.position())
     except StoreForbidden:
         raise
-    except StoreRefused:  # tables are missing, perhaps all of them: that is what is mended here
+    except StoreRefused:  # tables are missing, perhaps all of them: the rebuild creates them
         return False
     except (StoreAhead, JournalChanged):
         return True

@@ -1,4 +1,4 @@
-"""What has happened last, and how much is served: what people see of a fleet at a glance, on a terminal or in the console."""
+"""Recent events and current service rates of a fleet, for `holdfast top` and the console."""
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,21 @@ from controller.replay import sentences, timeline
 from events.fact import Recorded, Skipped
 from events.observations import RequestsRejected, RequestsServed
 
-TOLD_MAX = 200  # events that are remembered
+TOLD_MAX = 200  # maximum number of events kept
 RATES_OVER = timedelta(seconds=10)
-URGENCY = ("UNHEALTHY", "SUSPICIOUS", "DRAINING", "DEAD", "HEALTHY")  # of a worker's health, the worst first
+URGENCY = ("UNHEALTHY", "SUSPICIOUS", "DRAINING", "DEAD", "HEALTHY")  # health statuses, the worst first
 
 
 @dataclass(slots=True)
 class EventTold:
-    """An event, and how many came right behind it that say the same of other requests."""
+    """An event, and the number of similar events about other requests that directly follow it."""
 
     event: Recorded
-    alike: tuple[object, ...] | None  # what those have in common; None: it is of no request
+    alike: tuple[object, ...] | None  # the key that similar events share; None: it is about no request
     more: int = 0
 
     def line(self) -> str:
-        """Return it as a line for people."""
+        """Return the event as one line of text."""
         return (f"[{self.more + 1} times] " if self.more else "") + sentences.line(self.event)
 
 
@@ -41,27 +41,27 @@ def _alike(event: Recorded) -> tuple[object, ...] | None:
 
 
 class ServedRate(NamedTuple):
-    """What is served, each a second, over the last `RATES_OVER`."""
+    """Service rates per second over the last `RATES_OVER`."""
 
     answers: float = 0.0
     tokens: float = 0.0
-    ttft_ms: float | None = None  # until the first token, the mean over answers; None: there was none
+    ttft_ms: float | None = None  # mean time to first token in milliseconds; None: no answers
     refused: float = 0.0
 
 
 @dataclass(slots=True)
 class RecentEvents:
-    """What happened last, from the events in their order."""
+    """The most recent events of a fleet, and its service rates."""
 
     told: "deque[EventTold]" = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
     served: deque[tuple[datetime, RequestsServed]] = field(default_factory=deque)
     rejected: deque[tuple[datetime, RequestsRejected]] = field(default_factory=deque)
-    now: datetime | None = None  # by the stream's clock, as of the last event
-    last: int = 0  # its sequence
-    unknown: int = 0  # events of kinds that this release does not know
+    now: datetime | None = None  # the stream's time of the last event
+    last: int = 0  # sequence of the last event
+    unknown: int = 0  # events of kinds unknown to this release
 
     def take(self, events: Sequence[Recorded]) -> None:
-        """Take events in, in order."""
+        """Add events, in order."""
         for event in events:
             self.now, self.last = event.at, event.seq
             match event.fact:
@@ -80,13 +80,13 @@ class RecentEvents:
             self.forget(self.now)
 
     def forget(self, now: datetime) -> None:
-        """Let go of what was served and refused too long before `now`, by the stream's clock, to count for rates."""
+        """Drop what was served and rejected too long before `now`, by the stream's clock, to count for rates."""
         for rates in (self.served, self.rejected):
             while rates and rates[0][0] < now - RATES_OVER:
                 rates.popleft()
 
     def _tell(self, event: Recorded) -> None:
-        """Remember an event, together with the last one where that says the same of another request."""
+        """Keep an event, merged with the last one if that reports the same about another request."""
         alike = _alike(event)
         if self.told and alike is not None and self.told[-1].alike == alike:
             self.told[-1].more += 1
@@ -94,11 +94,11 @@ class RecentEvents:
             self.told.append(EventTold(event, alike))
 
     def rate(self) -> ServedRate:
-        """Return what is served, in all."""
+        """Return the service rates of the whole fleet."""
         return _rate([fact for _, fact in self.served], [fact for _, fact in self.rejected])
 
     def rate_by_model(self, model_of: Mapping[str, str]) -> dict[str, ServedRate]:
-        """Return what is served of each model of which anything came; `model_of`: each worker's."""
+        """Return the service rates of each model with traffic; `model_of` maps workers to models."""
         served: dict[str, list[RequestsServed]] = defaultdict(list)
         rejected: dict[str, list[RequestsRejected]] = defaultdict(list)
         for _, fact in self.served:
@@ -111,7 +111,7 @@ class RecentEvents:
         }
 
     def rates(self) -> str:
-        """Return how much is served, as a line for people."""
+        """Return the service rates as one line of text."""
         rate = self.rate()
         said = [f"{rate.answers:.1f} answers/s", f"{rate.tokens:,.0f} tokens/s"]
         if rate.ttft_ms is not None:

@@ -1,8 +1,8 @@
-"""What became of one request: where it was, how it moved and what its client noticed of that, and whose tokens it holds.
+"""The story of one request: its workers, its moves, the gaps its client saw, and suspect tokens.
 
-The journal tells of requests to which something happened. One that was answered by the worker that it was sent to, and that
-no decision has convicted, is not on it; nor is whether an answer that has moved was completed, unless it could not be. But a
-frontend reports at least once a minute. One that has reported nothing for `QUIET` has ended, and has cut what it answered.
+The journal records only requests to which something happened. A request answered by its first worker, which no decision
+convicted, leaves no event. Nor does the journal record that a migrated answer was completed, only that it could not be. But a
+frontend reports at least once a minute: one without a report for `QUIET` has ended, and has cut off its open answers.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,23 @@ from events.observations import (
 
 QUIET = timedelta(
     seconds=150
-)  # two missing reports of traffic, which a frontend makes each minute, and a margin
-ANSWERED_WITHIN = timedelta(hours=1)  # a frontend that has reported for so long since has not cut the request
+)  # two missing traffic reports, which a frontend makes each minute, plus a margin
+ANSWERED_WITHIN = timedelta(
+    hours=1
+)  # a frontend that reported for this long afterwards did not cut the request
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The frontend that answered a request ended before the journal shows an end of it."""
+    """The end of a frontend while it was answering a request, before the journal shows the request's end."""
 
     frontend: str
-    ended: datetime  # when it reported last
+    ended: datetime  # time of its last report
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedSpan:
-    """Tokens that came from a worker which a canary has convicted: places in the answer, from 0, both included."""
+    """Tokens from a worker that a canary convicted: 0-based positions in the answer, both included."""
 
     worker: str
     first: int
@@ -45,35 +47,33 @@ class ExposedSpan:
 
 @dataclass(slots=True)
 class RequestStory:
-    """One request's, as far as the journal tells it."""
+    """The story of one request, as far as the journal records it."""
 
     request: str
     model: str = ""
-    workers: list[str] = field(default_factory=list)  # one after another
-    gaps_ms: list[float] = field(default_factory=list)  # that its client saw, one for each move
-    put_off: int = 0  # times
-    exact: bool = True  # no move has made it an approximate answer
+    workers: list[str] = field(default_factory=list)  # in order
+    gaps_ms: list[float] = field(default_factory=list)  # the gaps that its client saw, one per move
+    put_off: int = 0  # number of preemptions
+    exact: bool = True  # no move made the answer approximate
     exposed: list[ExposedSpan] = field(default_factory=list)
-    lost: str = ""  # why it could not be continued; empty: it was not said to be lost
-    lost_tokens: int = 0  # that its client had by then
-    cut: CutOff | None = None  # its frontend's end, if that came first
+    lost: str = ""  # why it could not be continued; empty: not reported as lost
+    lost_tokens: int = 0  # tokens that its client had by then
+    cut: CutOff | None = None  # its frontend's end, if that happened first
     events: list[Recorded] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return what there is to say of it in a few words; nothing where the journal has nothing."""
+        """Return a summary in a few lines; none if the journal has no events about the request."""
         if not self.events:
             return []
         said = [f"request {self.request} ({self.model})"]
         if self.workers:
-            said.append(f"  was with {', then '.join(self.workers)}")
+            said.append(f"  ran on {', then '.join(self.workers)}")
         if self.gaps_ms:
             longest = span(max(self.gaps_ms) / 1000)
-            kept = "token for token" if self.exact else "not exactly as it would have"
-            said.append(
-                f"  went on elsewhere {count(len(self.gaps_ms), 'time')}, {kept}; longest gap {longest}"
-            )
+            kept = "token for token" if self.exact else "approximately"
+            said.append(f"  migrated {count(len(self.gaps_ms), 'time')}, {kept}; longest gap {longest}")
         if self.put_off:
-            said.append(f"  was put off for others {count(self.put_off, 'time')}")
+            said.append(f"  was preempted {count(self.put_off, 'time')}")
         said += [
             f"  holds tokens {one.first}–{one.last} from {one.worker}, which was convicted"
             for one in self.exposed
@@ -82,15 +82,17 @@ class RequestStory:
             said.append(f"  was lost after {count(self.lost_tokens, 'token')}: {self.lost}")
         if self.cut is not None:
             said.append(
-                f"  was cut by the frontend {self.cut.frontend}, which ended: it reported last at {self.cut.ended:%H:%M:%S} UTC. "
-                "Only an answer that was complete by then reached its client whole"
+                f"  was cut off when the frontend {self.cut.frontend} ended; it last reported at {self.cut.ended:%H:%M:%S} UTC. "
+                "Only an answer completed by then reached its client in full"
             )
         return said
 
 
 async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | None:
-    """Return the end of the frontend that answered a request, if it ended after the last fact about it. `until`: the last
-    sequence of the journal."""
+    """Return the end of the request's frontend if it ended after the last fact about the request, else None.
+
+    `until` is the last sequence of the journal.
+    """
     facts = [event for event in story.events if getattr(event.fact, "frontend", "")]
     if not facts or story.lost or getattr(facts[-1].fact, "finished", False):
         return None
@@ -112,7 +114,7 @@ async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | Non
 
 
 def told(request: str, events: Sequence[Recorded]) -> RequestStory:
-    """Return a request's story from what the journal has of it, in order."""
+    """Build a request's story from its events on the journal, in order."""
     story = RequestStory(request, events=[*events])
     for event in events:
         match event.fact:

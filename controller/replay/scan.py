@@ -1,4 +1,4 @@
-"""The journal as its own index: slower than the store's, and enough when there is no store to ask."""
+"""An index by scanning the journal: slower than the store's, but works without a store."""
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
@@ -33,7 +33,7 @@ class JournalArchive:
         incident: str | None = None,
         request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield the events that match, in order, in batches."""
+        """Yield the matching events, in order, in batches."""
         async for batch in self._all(after):
             found = [
                 event

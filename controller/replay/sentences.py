@@ -1,4 +1,4 @@
-"""What an event says, in words. Every kind has its sentence; a test sees to it."""
+"""Describes each kind of fact in one English sentence. A test checks that every kind has one."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,17 +12,17 @@ from events.fact import Fact, Recorded, Skipped
 
 TOKENS_SHOWN = 8
 MOVES_SHOWN = 6
-SPAN_S_MAX = 1e9  # thirty years: what is said to have lasted longer never ended
+SPAN_S_MAX = 1e9  # thirty years: longer durations are cut to this
 
 
 def line(event: Recorded, *, date: bool = False) -> str:
-    """Return an event as one line: the stream's time, then what happened."""
+    """Format an event as one line: the stream's time, then its sentence."""
     time = f"{event.at:%H:%M:%S.%f}"[:-3]
     return f"{f'{event.at:%Y-%m-%d} {time} UTC' if date else time} {sentence(event.fact)}"
 
 
 def sentence(fact: Fact) -> str:
-    """Return what a fact says, as one sentence without a full stop."""
+    """Return a fact as one sentence without a full stop."""
     return safe(_said(fact, SENTENCES.get(type(fact))).replace("\n", " "))
 
 
@@ -33,7 +33,7 @@ def _said(fact: Fact, say: "str | Callable[[Any], str] | None") -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a duration as people say it: 850 ms, 4.2 s, 12 min."""
+    """Format a duration for reading: 850 ms, 4.2 s, 0:12:00."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
@@ -47,12 +47,12 @@ def count(number: int, thing: str) -> str:
 
 
 def about(subject: str) -> str:
-    """Return an incident's subject as one says it: worker w0."""
+    """Format an incident's subject for reading: worker w0."""
     return subject.replace(":", " ", 1)
 
 
 def _name(source: str) -> str:
-    """Return which process speaks, without its role and its life."""
+    """Return a source's process name, without its role and its life."""
     return source.split(":")[1] if ":" in source else source
 
 
@@ -62,7 +62,7 @@ def _tokens(tokens: tuple[int, ...]) -> str:
 
 
 def _difference(expected: tuple[int, ...], got: tuple[int, ...]) -> str:
-    """Say where an answer went wrong: the first place that differs, and a little around it."""
+    """Describe where an answer deviates: the first position that differs, and a few tokens around it."""
     first = next((n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
     if first is None:
         first = min(len(expected), len(got))
@@ -78,7 +78,7 @@ def _joined(f: o.WorkerJoined) -> str:
 
 def _left(f: o.WorkerLeft) -> str:
     if f.exit is not None and (f.exit < 0 or (f.mode == "immediate" and f.exit > 128)):
-        return f"{f.worker} was ended by signal {-f.exit if f.exit < 0 else f.exit - 128}"
+        return f"{f.worker} was killed by signal {-f.exit if f.exit < 0 else f.exit - 128}"
     return f"{f.worker} left ({f.mode.replace('_', ' ')}{'' if f.exit is None else f', exit {f.exit}'})"
 
 
@@ -102,38 +102,38 @@ def _command_refused(f: o.CommandRefused) -> str:
 
 def _began(f: o.ShutdownBegan) -> str:
     if f.mode == "self_initiated":
-        return f"{f.worker} ends itself{f': {f.reason}' if f.reason else ''}"
-    return f"{f.worker} began to stop ({span(f.grace_s)} of grace)"
+        return f"{f.worker} is shutting itself down{f': {f.reason}' if f.reason else ''}"
+    return f"{f.worker} began to shut down (grace period {span(f.grace_s)})"
 
 
 def _device_faulted(f: o.DeviceFaulted) -> str:
     if f.fatal:
-        costs = f"fatal: {f.worker} cannot go on"
+        costs = f"fatal: {f.worker} cannot continue"
     elif f.weight is None:
         costs = "a warning"
     elif f.weight:
-        costs = f"{f.worker} may take {f.weight:.0%} of its share of the traffic"
+        costs = f"{f.worker} may receive {f.weight:.0%} of its share of the traffic"
     else:
-        costs = f"{f.worker} may take nothing new"
+        costs = f"{f.worker} may receive no new requests"
     return f"{f.device} of {f.worker} reported {_fault(f)} ({costs})"
 
 
 def _fault(f: o.DeviceFaulted | o.DeviceRecovered) -> str:
-    """Return a device's fault as one says it: Xid 48, throttle (thermal)."""
+    """Format a device's fault for reading: Xid 48, throttle (thermal)."""
     if f.fault_class.startswith("xid"):
         return f"Xid {f.code}"
     return f.fault_class + (f" ({f.code})" if f.code else "")
 
 
 def _chaos(f: o.ChaosInjected) -> str:
-    acts = {"heal": f"healed {f.worker}", "unhang": f"let {f.worker} go on"}
-    act = acts.get(f.fault, f"broke {f.worker} on purpose: {f.fault}")
+    acts = {"heal": f"healed {f.worker}", "unhang": f"ended the hang of {f.worker}"}
+    act = acts.get(f.fault, f"injected a fault into {f.worker}: {f.fault}")
     lasts = "" if f.duration_s is None else f", for {span(f.duration_s)}"
     return f"{f.by or 'a rehearsal'} {act}{f' ({f.detail})' if f.detail else ''}{lasts}"
 
 
 def _asked(f: o.CanaryResult | o.GoldenDisputed) -> str:
-    """Return who was asked: w0, or DP rank 3 of w0."""
+    """Return the name of the probed worker, or of its DP rank: w0, DP rank 3 of w0."""
     return f.worker if f.rank is None else f"DP rank {f.rank} of {f.worker}"
 
 
@@ -157,14 +157,14 @@ def _request_failed(f: o.RequestFailed) -> str:
 
 
 def _request_suspected(f: o.RequestSuspected) -> str:
-    return f"{f.worker} fell ({f.reason}) before it had answered anything of a request of {count(f.prompt_tokens, 'token')}"
+    return f"{f.worker} failed ({f.reason}) before the first token of a request of {count(f.prompt_tokens, 'token')}"
 
 
 def _request_poisonous(f: o.RequestPoisonous) -> str:
     form = f" with {f.guided}" if f.guided else ""
     return (
-        f"a request of {count(f.prompt_tokens, 'token')}{form} fails everywhere, on {f.worker} too: {f.reason}; "
-        f"its like is refused for {span(f.refused_s)}"
+        f"a request of {count(f.prompt_tokens, 'token')}{form} failed alike on two workers, one of them {f.worker}: {f.reason}; "
+        f"similar requests are rejected for {span(f.refused_s)}"
     )
 
 
@@ -174,21 +174,21 @@ def _migrated(f: o.RequestMigrated) -> str:
     if f.method == "transfer":
         exact += f", with its KV cache: {count(f.blocks, 'block')} over {f.link}"
     elif f.refused:
-        exact += f", computed again: {f.refused}"
+        exact += f", recomputed: {f.refused}"
     same = (f.source, f.source_instance) == (f.target, f.target_instance)
     where = f"on {f.target} again" if same else f"from {f.source} to {f.target}"
-    return f"{f.request} went on {where} ({f.cause}, {kept}{exact})"
+    return f"{f.request} {'resumed' if same else 'migrated'} {where} ({f.cause}, {kept}{exact})"
 
 
 def _exposed(f: o.RequestExposed) -> str:
     done = "finished" if f.finished else f"running, action {f.action}"
-    whom = f.worker if f.rank is None else f"DP rank {f.rank} of {f.worker}"
-    return f"{f.request} holds tokens {f.first}–{f.last} from {whom} ({done})"
+    source = f.worker if f.rank is None else f"DP rank {f.rank} of {f.worker}"
+    return f"{f.request} holds tokens {f.first}–{f.last} from {source} ({done})"
 
 
 def _unknown(f: o.ExposureUnknown) -> str:
     since, until = (t.strftime("%H:%M:%S") for t in (f.since, f.until))
-    return f"{f.frontend} cannot say which requests {f.worker} served from {since} to {until} ({f.why})"
+    return f"{f.frontend} cannot determine which requests {f.worker} served from {since} to {until} ({f.why})"
 
 
 def _health(f: d.HealthChanged) -> str:
@@ -199,11 +199,11 @@ def _health(f: d.HealthChanged) -> str:
 
 def _proposed(f: o.ScaleProposed) -> str:
     reasons = {
-        "up": f"{f.needed} are needed soon ({f.bound or 'traffic'}, as {f.method} foresees)",
-        "down": f"{f.needed} are enough ({f.bound or 'traffic'}, as {f.method} foresees)",
-        "lost": "lost ones are replaced",
-        "floor": "fewer than there must be",
-        "operator": "an operator wants it",
+        "up": f"{f.needed} are needed soon ({f.bound or 'traffic'}, forecast by {f.method})",
+        "down": f"{f.needed} are enough ({f.bound or 'traffic'}, forecast by {f.method})",
+        "lost": "lost workers are replaced",
+        "floor": "below the minimum",
+        "operator": "set by an operator",
     }
     held = f"; {f.held}" if f.held else ""
     wants = "scales" if f.by else "would scale"
@@ -213,17 +213,17 @@ def _proposed(f: o.ScaleProposed) -> str:
 def _busy_from(f: o.BusyThresholdsSet) -> str:
     said = {
         "KV blocks": f.active_decode_blocks,
-        "prompt tokens to be read": f.active_prefill_tokens,
-        "of them, by the tokens of a step": f.active_prefill_tokens_frac,
+        "prompt tokens to prefill": f.active_prefill_tokens,
+        "prompt tokens to prefill per token of a step": f.active_prefill_tokens_frac,
     }
     bounds = ", ".join(f"{what} above {value:g}" for what, value in said.items() if value is not None)
-    return f"{f.model}: workers are busy with {bounds or 'what was set before'} (said by {f.frontend})"
+    return f"{f.model}: workers count as busy with {bounds or 'the thresholds set before'} (reported by {f.frontend})"
 
 
 def _level(f: d.DegradationChanged) -> str:
     return (
         f"{f.model} went from level {f.before} to {f.after}: capacity {f.capacity_rps:.3g} requests/s, "
-        f"{f.ratio:.0%} of what is promised ({_knobs(f.knobs)})"
+        f"{f.ratio:.0%} of the objective ({_knobs(f.knobs)})"
     )
 
 
@@ -231,13 +231,13 @@ def _knobs(k: d.Knobs) -> str:
     said = [f"batches × {k.batch_size:g}", f"latency × {k.latency:g}"]
     if k.shed_tier is not None:
         said.append(f"sheds {k.shed_tier} and below")
-    return ", ".join(said if k.accept_new else [*said, "accepts nothing new"])
+    return ", ".join(said if k.accept_new else [*said, "accepts no new requests"])
 
 
 def _drained(f: o.DrainFinished) -> str:
     ends = {"completed": f.completed, "migrated": f.migrated, "cancelled": f.cancelled, "failed": f.failed}
     said = ", ".join(f"{number} {how}" for how, number in ends.items() if number)
-    return f"{f.worker} is empty{said and f': {said}'}"
+    return f"{f.worker} has drained{said and f': {said}'}"
 
 
 def _breaker_move(move: o.BreakerMove) -> str:
@@ -254,104 +254,104 @@ def _own_breakers(f: o.FrontendBreakersMoved) -> str:
 
 def _cap(f: d.WeightCapped) -> str:
     if f.weight is None:
-        return f"the ejection budget lets go of {f.worker} ({f.reason})"
+        return f"the ejection budget releases {f.worker} ({f.reason})"
     return f"the ejection budget keeps {f.worker} in service at weight {f.weight:g} ({f.reason})"
 
 
 SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
-    Skipped: "no event, everybody steps over it: {f.why}",
+    Skipped: "not an event, skipped by all readers: {f.why}",
     o.WorkerJoined: _joined,
-    o.WorkerAwaited: lambda f: f"{f.worker} is awaited{f.model and f' with {f.model}'}: {f.reason}",
+    o.WorkerAwaited: lambda f: f"{f.worker} cannot join yet{f.model and f' with {f.model}'}: {f.reason}",
     o.WorkerLeft: _left,
-    o.WorkerSilent: lambda f: f"{f.worker} has been silent for {span(f.silent_s)}, says {_name(f.observer)}",
-    o.WorkerHeard: lambda f: f"{f.worker} was heard again, says {_name(f.observer)}",
+    o.WorkerSilent: lambda f: (
+        f"{f.worker} has been silent for {span(f.silent_s)} (observer {_name(f.observer)})"
+    ),
+    o.WorkerHeard: lambda f: f"{f.worker} sends heartbeats again (observer {_name(f.observer)})",
     o.WorkerLingered: lambda f: (
-        f"{f.worker} is dead, but its process {f.pid}{f' on {f.host}' if f.host else ''} lives: nobody ends it"
+        f"{f.worker} is dead, but its process {f.pid}{f' on {f.host}' if f.host else ''} is still running"
     ),
     o.ObserverBlind: lambda f: (
-        f"{_name(f.observer)} hears nothing from {f.silent} of {f.known} workers and doubts itself"
+        f"{_name(f.observer)} receives no heartbeats from {f.silent} of {f.known} workers and suspects its own connection"
     ),
     o.IntrusionRefused: lambda f: (
-        f"{f.who} tried to {f.tried} and was refused by the broker{f', {f.times} times' if f.times > 1 else ''}"
+        f"the broker rejected {f.who}{f' {f.times} times' if f.times > 1 else ''}: tried to {f.tried}"
     ),
     o.DrainRequested: _drain_requested,
     o.ResumeRequested: lambda f: f"{f.by or 'an operator'} asked {f.worker} to resume",
     o.MoveRequested: _move_requested,
     o.RestartRequested: lambda f: f"{f.by or 'an operator'} asked {f.worker} to restart",
     o.CommandRefused: _command_refused,
-    o.EventQuarantined: lambda f: (
-        f"{f.by or 'an operator'} decided that event {f.event} does not count: {f.why}"
-    ),
+    o.EventQuarantined: lambda f: f"{f.by or 'an operator'} quarantined event {f.event}: {f.why}",
     o.SnapshotKept: lambda f: (
-        f"part {f.part} of {f.parts} of the fleet as it was settled at {f.decided}, for who begins there"
+        f"part {f.part} of {f.parts} of a snapshot of the fleet, settled at event {f.decided}"
     ),
     o.ShutdownBegan: _began,
     o.DrainFinished: _drained,
     o.DeviceFaulted: _device_faulted,
     o.DeviceRecovered: lambda f: f"{f.device} of {f.worker} recovered from {_fault(f)}",
-    o.EngineFaulted: lambda f: f"the engine of {f.worker} broke: {f.reason}{' (fatal)' if f.fatal else ''}",
+    o.EngineFaulted: lambda f: f"the engine of {f.worker} failed: {f.reason}{' (fatal)' if f.fatal else ''}",
     o.ChaosInjected: _chaos,
     o.CanaryPassed: _canary_passed,
     o.CanarySlow: lambda f: (
-        f"{_asked(f)} passed a canary slowly: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms"
+        f"{_asked(f)} passed a canary slowly: {f.latency_ms:.0f} ms, baseline {f.baseline_ms:.0f} ms"
     ),
     o.CanaryFailed: _canary_failed,
-    o.GoldenProposed: lambda f: f"{f.worker} gave an answer to {f.canary}: {_tokens(f.tokens)}",
+    o.GoldenProposed: lambda f: f"{f.worker} proposed an answer to {f.canary}: {_tokens(f.tokens)}",
     o.GoldenDisputed: lambda f: (
-        f"{_asked(f)} contradicts the configured answer to {f.canary}, which nobody has confirmed"
+        f"{_asked(f)} contradicts the configured answer to {f.canary}, which no other worker has confirmed"
         if f.proposed_by == CONFIGURED
         else f"{_asked(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
     ),
     o.GoldenRequested: lambda f: (
-        f"{f.by or 'an operator'} asked: {f.act} the goldens of "
+        f"{f.by or 'an operator'} asked to {f.act} the goldens of "
         f"{', '.join(f.canaries or (answer.canary for answer in f.answers))}{f.worker and f' with {f.worker}'}"
     ),
     o.TokensUnlikely: lambda f: (
-        f"{f.worker} drew unlikely tokens in {f.canary}: its sampler may be broken"
+        f"{f.worker} sampled unlikely tokens in {f.canary}: its sampler may be faulty"
         if f.found_by == "canary"
-        else f"{f.worker} drew {f.unlikely} unlikely of {f.tokens} tokens for users: its sampler may be broken"
+        else f"{f.worker} sampled {f.unlikely} unlikely tokens of {f.tokens} for users: its sampler may be faulty"
     ),
     o.RequestsServed: lambda f: (
-        f"{f.worker} served {count(f.count, 'request')} of {f.frontend} ({f.tokens} tokens)"
+        f"{f.worker} served {count(f.count, 'request')} from {f.frontend} ({f.tokens} tokens)"
     ),
     o.RequestFailed: _request_failed,
     o.RequestSuspected: _request_suspected,
     o.RequestPoisonous: _request_poisonous,
-    o.WorkerSlow: "{f.worker} is slow at {f.frontend}: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms",
-    o.WorkerSlowCleared: "{f.worker} keeps up again at {f.frontend}",
+    o.WorkerSlow: "{f.worker} is slow at {f.frontend}: {f.latency_ms:.0f} ms, baseline {f.baseline_ms:.0f} ms",
+    o.WorkerSlowCleared: "{f.worker} is no longer slow at {f.frontend}",
     o.RequestMigrated: _migrated,
     o.RequestPreempted: lambda f: (
-        f"{f.request} ({f.tier}) left {f.worker} after {count(f.tokens, 'token')} for a more urgent one, and goes on later"
+        f"{f.request} ({f.tier}) was preempted on {f.worker} after {count(f.tokens, 'token')} by a more urgent request"
     ),
     o.RequestResumed: lambda f: (
-        f"{f.request} goes on at {f.target} after {span(f.gap_ms / 1000)}{'' if f.exact else ', approximate'}"
+        f"{f.request} resumed on {f.target} after {span(f.gap_ms / 1000)}{'' if f.exact else ', approximate'}"
     ),
     o.RequestAbandoned: lambda f: (
         f"{f.request} was lost on {f.worker} after {count(f.tokens, 'token')}: {f.reason}"
     ),
     o.RequestsRejected: lambda f: (
-        f"{f.frontend} rejected {count(f.count, 'request')} of {f.model} ({f.tier}): {f.reason}"
+        f"{f.frontend} rejected {count(f.count, 'request')} for {f.model} ({f.tier}): {f.reason}"
     ),
     o.BusyThresholdsSet: _busy_from,
     o.TrafficReported: lambda f: (
-        f"{count(f.requests, 'request')} of {f.model} came to {f.frontend} within a minute ({f.rejected} rejected, {f.late} late)"
+        f"{f.frontend} received {count(f.requests, 'request')} for {f.model} in one minute ({f.rejected} rejected, {f.late} late)"
     ),
     o.CapacityReported: lambda f: (
-        f"{f.healthy} of {count(f.provisioned, 'worker')} of {f.model} carry {f.achievable_rps:.1f} requests a second"
+        f"{f.healthy} of {count(f.provisioned, 'worker')} of {f.model} can serve {f.achievable_rps:.1f} requests/s"
     ),
     o.ScaleProposed: _proposed,
     o.ScaleSet: lambda f: (
         f"{f.by} set {f.model} to {count(f.workers, 'worker')}{_for(f.reason)}"
         if f.workers is not None
-        else f"{f.by} left the number of {f.model}'s workers to the planner again{_for(f.reason)}"
+        else f"{f.by} released the number of {f.model} workers to the planner{_for(f.reason)}"
     ),
     o.ScaleApplied: lambda f: (
-        f"{f.by} {'has' if f.ok else 'could not make it'} {count(f.after, 'worker')} of {f.model}: {f.says}"
+        f"{f.by} {'scaled' if f.ok else 'could not scale'} {f.model} to {count(f.after, 'worker')}: {f.says}"
     ),
     o.RequestExposed: _exposed,
     o.ExposureUnknown: _unknown,
     o.PanicBegan: "{f.frontend} ignores its own breakers for {f.model}: {f.routable_share:.0%} of its weight is routable",
-    o.PanicEnded: "{f.frontend} obeys its own breakers for {f.model} again",
+    o.PanicEnded: "{f.frontend} applies its own breakers for {f.model} again",
     o.FrontendBreakersMoved: _own_breakers,
     d.HealthChanged: _health,
     d.BreakerOpened: lambda f: f"the breaker of {f.worker} opened for {span(f.wait_s)} ({f.reason})",
@@ -360,13 +360,13 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     d.DrainStarted: "{f.worker} drains until {f.deadline:%H:%M:%S} ({f.reason})",
     d.DrainEnded: "the drain of {f.worker} ended ({f.outcome})",
     d.WeightCapped: _cap,
-    d.SpareActivated: "{f.worker}, a spare, serves from now on in the place of {f.replaces} ({f.reason})",
-    d.SpareReleased: "{f.worker} is a spare again: {f.returned} has its place back",
-    d.WorkerForgotten: "{f.worker} has left for good, and is forgotten",
+    d.SpareActivated: "spare {f.worker} replaces {f.replaces} ({f.reason})",
+    d.SpareReleased: "{f.worker} is a spare again: {f.returned} has returned to its place",
+    d.WorkerForgotten: "{f.worker} has left permanently and was removed from the fleet",
     d.GoldenAgreed: lambda f: (
-        f"the answer to {f.canary} is agreed by {', '.join(f.by)}: from now on it convicts"
+        f"{', '.join(f.by)} {'agrees' if len(f.by) == 1 else 'agree'} on the answer to {f.canary}: from now on it convicts"
     ),
-    d.GoldenRetired: "the answer to {f.canary} counts no longer ({f.reason})",
+    d.GoldenRetired: "the answer to {f.canary} was retired ({f.reason})",
     d.DegradationChanged: _level,
     d.IncidentOpened: lambda f: f"{f.incident} opened for {about(f.subject)}: {f.symptom}",
     d.IncidentClosed: lambda f: f"{f.incident} closed for {about(f.subject)}: {f.outcome}",

@@ -1,4 +1,4 @@
-"""What replay asks of a state store, beyond what the projector does."""
+"""The interface that replay needs from a state store, beyond what the projector uses."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -8,12 +8,12 @@ from controller.ports import Archive, CatchUp, RowsRead, StateStore
 
 
 class StoreSnapshot(Protocol):
-    """A store as of one instant: everything read from it belongs together."""
+    """A consistent view of a store at one instant: everything read from it belongs together."""
 
     reading: RowsRead
 
     async def locate(self, id: str) -> int | None:
-        """Return under which sequence an event is kept, by its ce-id; None: it is not."""
+        """Return the sequence at which an event is stored, by its ce-id; None if it is not stored."""
         ...
 
     def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
@@ -22,27 +22,27 @@ class StoreSnapshot(Protocol):
 
 
 class HistoryStore(StateStore, Archive, Protocol):
-    """A state store that can be looked into, and made anew."""
+    """A state store that can be inspected and rebuilt."""
 
     def reading(self) -> AbstractAsyncContextManager[StoreSnapshot]:
-        """Hold the store as of one instant (one REPEATABLE READ transaction)."""
+        """Open a view of the store at one instant (one REPEATABLE READ transaction)."""
         ...
 
     async def beside(self) -> Self:
-        """Make an empty store beside this one, for a fresh projection."""
+        """Create an empty store beside this one, for a fresh projection."""
         ...
 
     async def discard(self, fresh: Self) -> None:
-        """Drop what `beside` made."""
+        """Drop a store that `beside` created."""
         ...
 
     async def swap(self, fresh: Self, catch_up: CatchUp, *, carry: bool) -> None:
-        """Put `fresh` in this store's place in one transaction, after `catch_up` has brought it to where this stands.
+        """Replace this store's content with `fresh` in one transaction, after `catch_up` brought it to this store's position.
 
-        With `carry`, what this store keeps of events from before the fresh one's first goes along: the journal has them no more.
+        With `carry`, also keep this store's records of events before the first one of `fresh`: the journal has dropped them.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the store."""
         ...

@@ -1,4 +1,4 @@
-"""What happened? One incident from its first symptom to recovery, or everything about a worker, in words."""
+"""Timelines: one incident from its first symptom to recovery, or all events about a worker or request."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -31,12 +31,14 @@ from events.observations import (
 
 CHAOS_BEFORE = timedelta(
     seconds=60
-)  # a rehearsed fault this long before the first symptom is where the story begins
-LED_WITHIN = 5_000  # events: what is decided for an event is decided soon
-FELT_BEFORE = timedelta(seconds=5)  # a migration this long before the first symptom belongs to it
+)  # the story begins with a rehearsed fault if it was injected within this time before the first symptom
+LED_WITHIN = 5_000  # events to search for a decision caused by an event
+FELT_BEFORE = timedelta(
+    seconds=5
+)  # a migration within this time before the first symptom belongs to the story
 FELT_AFTER = timedelta(
     seconds=5
-)  # and one this long after the end: a death is known before its streams go on
+)  # and one within this time after the end: a death is known before its streams continue
 _FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
 _NEXT = (
     ChaosInjected,
@@ -45,13 +47,13 @@ _NEXT = (
     MoveRequested,
     RestartRequested,
     ShutdownBegan,
-)  # another story begins
+)  # each begins another story
 _ROUTINE = (RequestsServed, TrafficReported, Absorbed)
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """The events of one incident, in order, and what it amounts to."""
+    """The events of one incident, in order, and its outcome."""
 
     incident: str
     subject: str
@@ -62,7 +64,7 @@ class Story:
 
     @property
     def recovered_s(self) -> float | None:
-        """Seconds from the opening of the incident to its closing, by the stream's clock; None: it is open.
+        """Seconds from the opening of the incident to its closing, by the stream's clock; None while it is open.
 
         It is the phase `recovered` of a post-mortem (`report.phases`), and the only duration of an incident.
         """
@@ -79,13 +81,13 @@ class Story:
         return (closed[-1] - opened[0]).total_seconds() if opened and closed else None
 
     def headline(self) -> str:
-        """Return the story in one line."""
+        """Return a summary of the story in one line."""
         moved = [e.fact for e in self.events if isinstance(e.fact, RequestMigrated)]
         exposed = sum(isinstance(e.fact, RequestExposed) for e in self.events)
         lost = sum(isinstance(e.fact, RequestAbandoned) for e in self.events)
         said = [f"{self.incident}: {sentences.about(self.subject)}, {self.symptom}"]
         took = self.recovered_s
-        said.append(f"{self.outcome} after {sentences.span(took)}" if took is not None else "not over yet")
+        said.append(f"{self.outcome} after {sentences.span(took)}" if took is not None else "still open")
         if moved:
             gap = max(fact.gap_ms for fact in moved)
             said.append(
@@ -96,7 +98,7 @@ class Story:
 
 
 def is_routine(fact: Fact) -> bool:
-    """Return whether a fact says only that all goes on as it should."""
+    """Return whether a fact only reports normal operation."""
     match fact:
         case CanaryPassed(check_type=check):
             return check == "scheduled"
@@ -114,7 +116,7 @@ async def events(
     since: int | datetime | None = None,
     routine: bool = False,
 ) -> AsyncIterator[Recorded]:
-    """Yield what happened, in order; without what is routine unless it is asked for."""
+    """Yield events in order; without routine ones unless `routine` is set."""
     after = since - 1 if isinstance(since, int) else 0
     start = since if isinstance(since, datetime) else None
     async for batch in archive.select(after=max(0, after), since=start, worker=worker, request=request):
@@ -129,7 +131,7 @@ async def story(journal: Journal, archive: Archive, incident: str) -> Story:
     opened = next((e for e in carried if isinstance(e.fact, IncidentOpened)), None)
     if opened is None:
         raise NoSuchEvent(
-            f"the journal holds no incident {incident!r}; `holdfast replay timeline` shows all of them"
+            f"the journal holds no incident {incident!r}; `holdfast replay timeline` lists all incidents"
         )
     assert isinstance(opened.fact, IncidentOpened)
     closed = next((e for e in carried if isinstance(e.fact, IncidentClosed)), None)
@@ -146,12 +148,12 @@ async def story(journal: Journal, archive: Archive, incident: str) -> Story:
 async def _scene(
     archive: Archive, subject: str, symptom: Recorded, closed: Recorded | None
 ) -> list[Recorded]:
-    """Return what concerns an incident's subject, from a little before the first symptom to the end.
+    """Return the events about an incident's subject, from shortly before the first symptom to the end.
 
-    What users felt is told for a few seconds more, unless the subject's next trouble begins, or somebody empties it.
+    User impact is included for a few more seconds, unless the subject's next incident or an operator's command begins.
     """
-    kind, _, who = subject.partition(":")
-    worker = who if kind == "worker" else None
+    kind, _, subject_name = subject.partition(":")
+    worker = subject_name if kind == "worker" else None
     found: list[Recorded] = []
     late: list[Recorded] = []
     async for batch in archive.select(since=symptom.at - CHAOS_BEFORE, worker=worker):
@@ -161,17 +163,17 @@ async def _scene(
         if closed and batch[-1].at > closed.at + FELT_AFTER:
             break
     early = _prelude([e for e in found if e.seq < symptom.seq], symptom.at)
-    during = [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, who)]
+    during = [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, subject_name)]
     return early + during + (_aftermath(late, closed.at) if closed and worker else [])
 
 
 def _came_from_another(fact: Fact, worker: str | None) -> bool:
-    """Return whether a request went on at this worker: that is what users felt of another one's incident."""
+    """Return whether a request continued at this worker: that is the user impact of another worker's incident."""
     return isinstance(fact, RequestMigrated | RequestResumed) and worker is not None and fact.source != worker
 
 
 def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
-    """Return what users felt of an incident when it was over already."""
+    """Return the user impact of an incident after its end."""
     told: list[Recorded] = []
     for event in after:
         if isinstance(event.fact, _NEXT) or event.at > end + FELT_AFTER:
@@ -181,10 +183,10 @@ def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
 
 
 def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
-    """Return what belongs to an incident from before its first symptom.
+    """Return the events before an incident's first symptom that belong to it.
 
-    That is the fault that was played last, if one was and was not healed long before, and what users felt since then:
-    a frontend often notices first. Without a played fault it is what they felt in the last moments.
+    These are the last injected fault, if it was not healed long before, and the user impact since then: a frontend often notices
+    a failure first. Without an injected fault, they are the user impact of the last moments.
     """
     played: list[Recorded] = []
     for event in before:
@@ -198,14 +200,19 @@ def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
     return played + felt
 
 
-def _belongs(event: Recorded, kind: str, who: str) -> bool:
-    if kind == "worker":  # an incident's own opening and closing carry its id; another's are another story
+def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:
+    if (
+        kind == "worker"
+    ):  # opening and closing of this incident are included by its id; others belong to other stories
         return not isinstance(event.fact, IncidentOpened | IncidentClosed)
-    return isinstance(event.fact, RequestsRejected | Decision) and getattr(event.fact, "model", None) == who
+    return (
+        isinstance(event.fact, RequestsRejected | Decision)
+        and getattr(event.fact, "model", None) == subject_name
+    )
 
 
 async def incident_of(archive: Archive, journal: Journal, reference: str) -> str:
-    """Return the incident that an event belongs to, by any name of the event; the reference itself if it is none."""
+    """Return the incident of an event, given any name of the event; the reference itself if it names no event."""
     try:
         event = await find(journal, archive, reference)
     except NoSuchEvent:
@@ -216,7 +223,7 @@ async def incident_of(archive: Archive, journal: Journal, reference: str) -> str
 
 
 async def _led_to(archive: Archive, before: Recorded) -> str:
-    """Return the incident to which a decision belongs that was made for an event; empty: there was none soon."""
+    """Return the incident of the first decision caused by an event; empty if there was none soon after."""
     looked = 0
     async for batch in archive.select(after=before.seq):
         for event in batch:

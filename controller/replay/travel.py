@@ -1,4 +1,4 @@
-"""How was the fleet then? The last snapshot before, and the journal from there."""
+"""Time travel: the fleet at a past moment, from the last snapshot before it and the journal."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -21,39 +21,41 @@ class NotYet(HoldfastError):
 
 
 class NoLonger(HoldfastError):
-    """What came before was dropped at the journal's bounds."""
+    """Earlier events were dropped at the journal's limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The fleet as somebody saw it who had read up to `seq` and no further."""
+    """The fleet as seen by a reader that had read up to `seq`."""
 
     seq: int
-    at: datetime | None  # the stream's time of that event
-    number: int  # of the last decision then
+    at: datetime | None  # the stream's time of the event at `seq`
+    number: int  # number of the last decision at that time
     fleet: Fleet
-    folded: int  # events that had to be folded to get here
+    folded: int  # number of events folded to reach it
 
 
 async def at(journal: Journal, store: StateStore | None, when: int | datetime) -> Moment:
-    """Return the fleet as it was at a sequence or an instant. Raise NotYet if the journal ends before a sequence,
-    NoLonger if neither journal nor store tell of it any more."""
+    """Return the fleet at a sequence or an instant.
+
+    Raise NotYet if the journal ends before the sequence, NoLonger if neither journal nor store cover it any more.
+    """
     order, reached, folded = await _folded(journal, store, when)
     return Moment(order.last_seq, reached, order.position.number, order.shown, folded)
 
 
 async def order_at(journal: Journal, store: StateStore | None, seq: int) -> Order[Fleet]:
-    """Return the fold up to a sequence, to go on from. Raise NotYet or NoLonger, as `at` does."""
+    """Return the fold up to a sequence, to continue from. Raise NotYet or NoLonger, as `at` does."""
     return (await _folded(journal, store, seq))[0]
 
 
 async def _folded(
     journal: Journal, store: StateStore | None, when: int | datetime
 ) -> tuple[Order[Fleet], datetime | None, int]:
-    """Return the fold up to a place, the time of its last event, and how many were folded."""
+    """Return the fold up to a moment, the time of its last event, and the number of events folded."""
     last = await journal.last_seq()
     if isinstance(when, int) and when > last:
-        raise NotYet(f"the journal ends at {last}, not {when}. {NotYet.__doc__}")
+        raise NotYet(f"the journal ends at {last}, before {when}. {NotYet.__doc__}")
     order = await _order(journal, store, when)
     start, reached = order.last_seq, None
     async for event in events(journal, start, when if isinstance(when, int) else last):
@@ -65,7 +67,7 @@ async def _folded(
 
 
 async def _order(journal: Journal, store: StateStore | None, when: int | datetime) -> Order[Fleet]:
-    """Return the fold to go on from: of the store's last snapshot before, or of one on a journal that begins later."""
+    """Return the fold to continue from: the store's last snapshot before, or one on a journal that begins later."""
     order, first = order_from(await _before(store, when)), await journal.first_seq()
     if first <= order.last_seq + 1:
         return order
@@ -76,13 +78,15 @@ async def _order(journal: Journal, store: StateStore | None, when: int | datetim
         if reach <= when if isinstance(when, int) else event.at <= when:
             found = snapshot
     if found is None:
-        tells = f"the first state that it tells is that of {begins}" if begins else "no snapshot lies on it"
+        tells = (
+            f"the first state that it contains is that of {begins}" if begins else "it contains no snapshot"
+        )
         raise NoLonger(f"the journal begins at {first}, and {tells}. {NoLonger.__doc__}")
     return order_from(found)
 
 
 async def events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
-    """Yield every event above a sequence, up to another one. Raise JournalUnavailable."""
+    """Yield every event above sequence `after`, up to `until`. Raise JournalUnavailable."""
     async for batch in history(journal, after, until):
         for event in batch:
             yield event
@@ -116,7 +120,7 @@ def describe(moment: Moment) -> dict[str, Any]:
 
 
 def lines(moment: Moment) -> list[str]:
-    """Return a moment readably."""
+    """Format a moment as lines of text."""
     fleet = moment.fleet
     when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC" if moment.at else ""
     said = [f"at {moment.seq}{when}, after decision {moment.number}"]

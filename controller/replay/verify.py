@@ -1,9 +1,8 @@
-"""Is what the store shows, and what the controller decided, what the journal says?
+"""Verifies the store's rows and the controller's decisions against the journal.
 
-The journal is folded once more. At every decision the deciders are asked again, in the state, by the policy and by the
-version that were in force then: they must say the very same. At the store's position the store's rows must be the fold's,
-and every event that it keeps must be the journal's. What deciders of an older version than `OLDEST` decided is folded and
-not asked again.
+The journal is folded once more. At every decision the deciders run again on the state, policy and version that were in force:
+their result must be identical. At the store's position the store's rows must equal the fold's, and every event that it keeps
+must equal the journal's. Decisions of deciders older than `OLDEST` are folded but not decided again.
 """
 
 import json
@@ -38,17 +37,17 @@ from events.order import Order
 from events.versions import InForce
 
 _END = "the end of the stream"
-_MENDS = "`holdfast replay rebuild` makes the store's rows anew from the journal"
+_REPAIR = "run `holdfast replay rebuild` to project the store's rows again from the journal"
 _NO_END = (
-    "the journal is shorter than what the store has folded: put the broker's directory back from a backup, or go on from what "
-    "the journal holds (`holdfast up --accept-journal`)"
+    "the journal is shorter than what the store has folded: restore the broker's directory from a backup, or continue with "
+    "what the journal holds (`holdfast up --accept-journal`)"
 )
-SHOWN_CHARS_MAX = 600  # of one side of a difference
+SHOWN_CHARS_MAX = 600  # of each side of a difference
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyDifference:
-    """The first place where something is not what the journal says."""
+    """The first deviation from the journal."""
 
     where: str  # a table's row, an event of the audit table, a decision
     seq: int
@@ -56,58 +55,58 @@ class VerifyDifference:
     found: Any
 
     def text(self) -> str:
-        """Return it readably."""
+        """Format the difference as text."""
         return f"{self.where} differs at {self.seq}:\n  expected {_brief(self.expected)}\n  found    {_brief(self.found)}"
 
-    def mended_by(self) -> str:
-        """Return what mends it; "" where nothing does: a decision that is not the deciders' stays on the journal."""
+    def remedy(self) -> str:
+        """Return how to repair it; "" if nothing can: a decision that the deciders would not make stays on the journal."""
         if self.where.startswith("decision"):
             return ""
-        return _NO_END if self.where == _END else _MENDS
+        return _NO_END if self.where == _END else _REPAIR
 
 
 def _brief(value: Any) -> str:
-    """Write a value for a person; `-o json` has it whole."""
+    """Shorten a value for reading; `-o json` prints it in full."""
     text = str(value)
     return text if len(text) <= SHOWN_CHARS_MAX else f"{text[: SHOWN_CHARS_MAX - 1]}…"
 
 
 @dataclass
 class VerifyReport:
-    """What was verified, and what was found."""
+    """What was verified, and the result."""
 
     begins: int = 1  # the journal's oldest event
-    since: int = 0  # folded from here, from a snapshot; 0: from the start
+    since: int = 0  # folded from a snapshot at this sequence; 0: from the start
     folded: int = 0  # events
-    decided: int = 0  # decisions that were decided again, alike
-    foreign: int = 0  # messages that are no events of ours, or are quarantined: nobody folds them
-    forged: int = 0  # facts that name a source which is not theirs
-    skipped: int = 0  # decisions of other deciders, or from before any policy was adopted
+    decided: int = 0  # decisions that were decided again with the same result
+    foreign: int = 0  # messages that are not Holdfast events, or are quarantined: no reader folds them
+    forged: int = 0  # facts that claim a source other than their own
+    skipped: int = 0  # decisions of other deciders' versions, or before any policy was adopted
     skipped_versions: set[int] = field(default_factory=set)
-    rows: int = 0  # compared, alike
-    audited: int = 0  # kept events compared, alike
+    rows: int = 0  # compared and equal
+    audited: int = 0  # stored events compared and equal
     position: int = 0  # the store's position
     lag: int = 0  # events that the store does not show yet
     difference: VerifyDifference | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON types."""
+        """Return the report as plain JSON types."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__}
         found["skipped_versions"] = sorted(self.skipped_versions)
         found["difference"] = self.difference and codec.to_builtins(self.difference)
         return found
 
     def lines(self) -> list[str]:
-        """Return it readably."""
+        """Format the report as lines of text."""
         said = [
             f"folded {self.folded} events from {self.since + 1}",
-            f"decided {self.decided} decisions again, {'all but the last alike' if self.difference else 'all alike'}",
-            f"compared {self.rows} rows and {self.audited} kept events at {self.position}",
+            f"decided {self.decided} decisions again, {'all but the last identical' if self.difference else 'all identical'}",
+            f"compared {self.rows} rows and {self.audited} stored events at {self.position}",
         ]
         if self.difference is None or not self.difference.where.startswith("decision"):
-            said[-2] = f"decided {self.decided} decisions again, all alike"
+            said[-2] = f"decided {self.decided} decisions again, all identical"
         if self.begins > 1:
-            said.insert(0, f"the journal begins at {self.begins}: what came before was dropped at its bounds")
+            said.insert(0, f"the journal begins at {self.begins}: earlier events were dropped at its limits")
         if self.skipped:
             of = ", ".join(map(str, sorted(self.skipped_versions))) or "none adopted"
             ours = f"{OLDEST} to {DECIDERS_VERSION}" if OLDEST < DECIDERS_VERSION else str(OLDEST)
@@ -115,15 +114,17 @@ class VerifyReport:
                 f"did not decide {self.skipped} decisions again: deciders version {of}, this release decides by {ours}"
             )
         if self.foreign:
-            said.append(f"stepped over {self.foreign} that are no events: see `holdfast journal inspect`")
+            said.append(
+                f"skipped {self.foreign} messages that are not events: see `holdfast journal inspect`"
+            )
         if self.forged:
             said.append(
-                f"{self.forged} facts name a source that is not theirs: forged, and counted for no source"
+                f"{self.forged} facts claim a source other than their own: they are forged, and count for no source"
             )
         if self.lag:
             said.append(f"the projector is {self.lag} events behind")
         said.append(self.difference.text() if self.difference else "no difference")
-        if self.difference is not None and (advice := self.difference.mended_by()):
+        if self.difference is not None and (advice := self.difference.remedy()):
             said.append(advice)
         return said
 
@@ -137,8 +138,11 @@ class Differs(Exception):
 
 
 async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> VerifyReport:
-    """Verify everything from the last snapshot before `since` (0: from the start), or from the oldest on a journal that begins
-    later. Stop at the first difference. Raise JournalChanged if such a journal has none."""
+    """Verify everything from the last snapshot before `since` (0: from the start).
+
+    On a journal that has dropped its first events, start at its oldest snapshot. Stop at the first difference.
+    Raise JournalChanged if such a journal has no snapshot.
+    """
     async with store.reading() as frozen:
         position = frozen.reading.position
         last = await journal.last_seq()
@@ -168,8 +172,8 @@ class _Run:
             "exposures": {},
             "incidents": {},
         }
-        self._batch: list[Recorded] = []  # decisions of one settle
-        self._state: Fleet | None = None  # what that settle was decided on
+        self._batch: list[Recorded] = []  # decisions of one settle run
+        self._state: Fleet | None = None  # the state that they were decided on
         self.report = VerifyReport(since=self._order.last_seq)
 
     async def all(self, journal: Journal, last: int) -> None:
@@ -200,7 +204,7 @@ class _Run:
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _gather(self, event: Recorded) -> None:
-        """Collect the decisions of one settle, and the state that they were decided on."""
+        """Collect the decisions of one settle run, and the state that they were decided on."""
         if not isinstance(event.fact, Decision):
             return self._decide_again()
         if event.seq <= self._order.position.decided:
@@ -244,9 +248,11 @@ class _Run:
     def _policy(
         self, state: Fleet, first: Decision, decisions: int
     ) -> tuple[InForce | None, FleetPolicy | None]:
-        """Return what was in force, and the policy; no policy if these decisions are not ours to repeat."""
+        """Return what was in force, and the policy; no policy if this release cannot decide these decisions again."""
         adopted, force = state.policy, InForce.of(state.kinds, state.deciders_version)
-        if isinstance(first, PolicyAdopted):  # a new leader's first word, under which it decided the rest
+        if isinstance(
+            first, PolicyAdopted
+        ):  # a new leader's first decision, which applies to the rest of its batch
             adopted = first.policy
             force = InForce(first.kinds, first.deciders_version, first.allowed_by, first.command)
         version = force.deciders_version
@@ -269,7 +275,7 @@ class _Run:
             raise Differs(VerifyDifference("fleet_events", event.seq, event.fact.kind(), list(row)))
         if row is None or row[0] > event.seq:
             if repeated or (await self._frozen.locate(event.id) or event.seq) < event.seq:
-                return  # the same event again: it is kept under its first sequence
+                return  # a repeated event: it is stored at its first sequence
             raise Differs(VerifyDifference("fleet_events", event.seq, _shown(event.fact), None))
         expected, names = projection.event_row(event), projection.EVENT_COLUMNS
         for n, (ours, theirs) in enumerate(zip(expected[:-1], row[:-1], strict=True)):
@@ -318,7 +324,7 @@ async def _rows(frozen: StoreSnapshot, after: int) -> AsyncIterator[Sequence[Any
 
 
 def _same(fact: Fact, ours: str, theirs: str) -> bool:
-    """Say whether a kept body is a fact's. One kept by an older version lacks the optional fields added since."""
+    """Return whether a stored body equals a fact's. One stored by an older version lacks the optional fields added since."""
     expected, found = json.loads(ours), json.loads(theirs)
     if expected == found:
         return True
@@ -332,7 +338,7 @@ def _same(fact: Fact, ours: str, theirs: str) -> bool:
 
 
 def _settle_of(event: Recorded) -> tuple[object, ...]:
-    """Return what the decisions of one settle have in common."""
+    """Return the key that the decisions of one settle run share."""
     assert isinstance(event.fact, Decision)
     return (event.source, event.through, event.fact.decided_at)
 

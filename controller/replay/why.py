@@ -1,4 +1,4 @@
-"""Why did this happen? The chain of causes, back to what the world reported."""
+"""The chain of causes of an event, back to the first observation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +20,15 @@ async def why(journal: Journal, archive: Archive | None, reference: str) -> list
         try:
             found = await find(journal, archive, before)
         except NoSuchEvent:
-            break  # it was said by somebody whose own cause never reached the journal
+            break  # the cause never reached the journal
         if found.seq >= chain[-1].seq:
-            break  # a cause lies before its effect; anything else is no cause
+            break  # a cause precedes its effect
         chain.append(found)
     return chain
 
 
 def lines(chain: Sequence[Recorded]) -> list[str]:
-    """Return a chain as readable lines."""
+    """Format a chain of causes as lines of text."""
     said = []
     for depth, event in enumerate(chain):
         lead = f"{'  ' * depth}because " if depth else ""

@@ -1,4 +1,4 @@
-"""Puts what was made into a file."""
+"""Writes reports to files atomically."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ class CannotWrite(HoldfastError):
 
 
 def written(where: Path, text: str) -> str:
-    """Put a file in its place in one step, and return how large it is, in words. Raise CannotWrite."""
+    """Write a file atomically, and return its size as text. Raise CannotWrite."""
     beside, data = where.with_name(f".{where.name}.{os.getpid()}"), text.encode()
     try:
         beside.write_bytes(data)

@@ -17,7 +17,7 @@ from events.observations import RequestAbandoned
 
 pytestmark = pytest.mark.skipif(browser.installed() is None, reason=browser.NONE)
 STORY = (
-    "import json; print(json.dumps({'says': ['request r1 (llama)', '  was with w2, then w0'], 'events': "
+    "import json; print(json.dumps({'says': ['request r1 (llama)', '  ran on w2, then w0'], 'events': "
     "[{'at': '2026-03-01T12:00:03.250+00:00', 'text': 'r1 went from w2 to w0'}]}))"
 )
 
@@ -146,7 +146,7 @@ async def test_it_is_filtered_paused_and_asked_by_the_keyboard_alone(tmp_path: P
         await page.locator("#request").focus()
         await page.keyboard.type("r1")
         await page.keyboard.press("Enter")
-        await until(page, "#story", "was with w2, then w0")
+        await until(page, "#story", "ran on w2, then w0")
         assert "12:00:03.250" in await page.locator("#story li").inner_text()
         assert complaints == []
 

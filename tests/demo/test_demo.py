@@ -145,7 +145,7 @@ def test_a_long_incident_is_shortened_but_keeps_its_end() -> None:
     steps = incidents.steps([Recorded(seq=n, at=NOW, fact=silent, id=str(n)) for n in range(20)]
                              + [Recorded(seq=20, at=NOW, fact=heard, id="20")])  # fmt: skip
     assert len(steps) == incidents.STEPS_MAX + 1
-    assert steps[-2] == "… 9 more …" and steps[-1].endswith("w2 was heard again, says c")
+    assert steps[-2] == "… 9 more …" and steps[-1].endswith("w2 sends heartbeats again (observer c)")
 
 
 def test_the_profile_gives_the_same_load_for_the_same_seed() -> None:

@@ -66,4 +66,4 @@ async def test_a_lost_groups_place_is_a_spares_and_the_lost_one_is_the_spare(tmp
     assert any(isinstance(one, RequestMigrated) for one in facts)
     assert not any(isinstance(one, RequestAbandoned) for one in facts)
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    assert "s0, a spare, serves from now on in the place of w0" in told.stdout
+    assert "spare s0 replaces w0" in told.stdout

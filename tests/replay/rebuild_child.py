@@ -1,11 +1,11 @@
-"""A rebuild that stands still in the middle, for a test to kill: says the pid of the process that helps it."""
+"""A rebuild that stops in the middle, for a test to kill; prints the pid of its helper process."""
 
 import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
-# run as a script: our packages first, because folders of tests have the same names; then the tests' own modules
+# run as a script: this project's packages first, because test folders have the same names; then the test modules
 sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__file__).parents[1])]
 
 from made_history import History

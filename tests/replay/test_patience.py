@@ -1,4 +1,4 @@
-"""Whoever asks what was is answered, or told that the journal does not answer: nobody waits for ever."""
+"""Replay commands give an answer or report that the journal does not respond; none waits for ever."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -19,12 +19,12 @@ from events.fact import Recorded
 from events.journal.memory import MemoryJournal
 from events.journal.port import JournalUnavailable
 
-PATIENT_S = 60.0  # virtual: more than anybody is patient
-READ = 3  # events before the broker goes
+PATIENT_S = 60.0  # virtual seconds, longer than any timeout
+READ = 3  # events read before the broker is lost
 
 
 class Stalled(MemoryJournal):
-    """The broker is lost in the middle of a reading."""
+    """Loses the broker in the middle of a read."""
 
     async def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
         async for batch in super().read(after, until=until):
@@ -77,7 +77,7 @@ def test_a_journal_that_stalls_before_the_store_is_compared_with_it_is_reported(
     in_virtual_time(asked())
 
 
-def test_a_follower_waits_for_what_has_yet_to_come() -> None:
+def test_a_follower_waits_for_future_events() -> None:
     async def followed() -> None:
         history, store = History().start(), MemoryStore()
         running = asyncio.ensure_future(Projector(MemoryJournal(history.stream, "p"), store).run())

@@ -1,4 +1,4 @@
-"""A rebuild with and without a process that writes the kept events: the same tables, or nothing at all."""
+"""A rebuild with and without a helper process that writes the events: equal tables, or no change."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ TABLES = (
 
 
 @given(facts())
-def test_the_helper_makes_the_rows_that_whoever_folds_would_make(fact: Fact) -> None:
+def test_the_helper_makes_the_same_rows_as_the_fold(fact: Fact) -> None:
     event = Recorded(7, EPOCH, fact, "id-7", "source", 3, 5, "correlation", "causation", EPOCH)
     frame = msgspec.json.encode(([fact.kind()], [event]))
     assert rows(frame) == [projection.event_row(event)]
@@ -49,7 +49,7 @@ def a_history() -> History:
 
 
 class Store(PostgresStore):
-    """Tells the test which store it made beside itself."""
+    """Remembers for the test which store it created beside itself."""
 
     fresh: PostgresStore
 
@@ -60,7 +60,7 @@ class Store(PostgresStore):
 
 @pytest.fixture
 async def store(database_url: str) -> AsyncIterator[Store]:
-    """A store that is always helped."""
+    """A store that always uses the helper."""
     store = Store(database_url, help_policy=ALWAYS)
     yield store
     await store.close()
@@ -77,7 +77,7 @@ async def assert_untouched(url: str, before: dict[str, Any]) -> None:
 
 
 def gone(pid: int | None) -> bool:
-    """Say whether a process has ended (a zombie that nobody has waited for yet has)."""
+    """Return whether a process has ended; an unreaped zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def gone(pid: int | None) -> bool:
 
 
 def noting(store: Store, pids: list[int | None]) -> Any:
-    """Return what notes the helper's pid with each batch."""
+    """Return a callback that records the helper's pid with each batch."""
     return lambda seq, events: pids.append(store.fresh.helper_pid)
 
 
@@ -104,7 +104,9 @@ async def test_two_processes_make_the_tables_that_one_makes(store: Store) -> Non
 
 
 @servers
-async def test_a_stream_that_grows_meanwhile_is_kept_to_the_same_place(store: Store) -> None:
+async def test_a_stream_that_grows_meanwhile_is_projected_and_audited_to_the_same_position(
+    store: Store,
+) -> None:
     history = a_history()
     journal, left = MemoryJournal(history.stream, "p"), 2
 
@@ -157,7 +159,7 @@ async def test_a_helper_that_hangs_is_not_waited_for(database_url: str) -> None:
 
 
 @servers
-async def test_what_the_helper_cannot_do_is_said(store: Store) -> None:
+async def test_an_error_of_the_helper_is_reported(store: Store) -> None:
     helper = AuditHelper(store.url, "nowhere", ALWAYS)
     assert await helper.write(a_history().events)
     with pytest.raises(AuditFailed, match=r"fleet_events.*does not exist"):
@@ -185,7 +187,7 @@ async def test_a_short_history_and_a_single_core_need_no_helper(database_url: st
     history = a_history()
     helper = AuditHelper(database_url, "nowhere", HelperPolicy(events_min=11))
     assert not await helper.write(history.events[:10]) and helper.pid is None
-    assert not await helper.write(history.events[10:21]), "the rows are written by one alone"
+    assert not await helper.write(history.events[10:21]), "one process writes the rows"
     cores = len(os.sched_getaffinity(0))
     assert HelperPolicy(cores_min=cores).possible() and not HelperPolicy(cores_min=cores + 1).possible()
 

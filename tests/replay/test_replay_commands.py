@@ -1,4 +1,4 @@
-"""timeline, at and why: what people read, from a history that the real deciders made."""
+"""timeline, at and why: their output for a history made by the real deciders."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def journal(history: History) -> MemoryJournal:
 
 
 async def typed(history: History, store: AnyStore | None, *words: str) -> tuple[int, list[str]]:
-    """Run a command as it would be typed; return its exit code and what it printed."""
+    """Run a command line; return its exit code and what it printed."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser.add_subparsers(required=True))
     said: list[str] = []
@@ -90,7 +90,9 @@ def test_a_sentence_says_what_happened(history: History) -> None:
     said = [sentences.line(event) for event in history.events]
     expected = "w2 failed a canary: token_mismatch, confirmed (expected 300 301 302, got 300 999 302)"
     assert any(line.endswith(expected) for line in said)
-    assert any("req-1 went on from w2 to w0 (unhealthy, after 17 tokens, gap 32 ms)" in line for line in said)
+    assert any(
+        "req-1 migrated from w2 to w0 (unhealthy, after 17 tokens, gap 32 ms)" in line for line in said
+    )
     assert all(line.startswith("12:0") for line in said)
     assert " 12:00:0" in sentences.line(history.events[0], date=True).partition(" UTC ")[0]
 
@@ -117,7 +119,7 @@ def test_a_long_answer_is_shown_where_it_differs() -> None:
         (ScaleSet(model="m", workers=3, by="bob", reason="a rush"), "bob set m to 3 workers (a rush)"),
         (
             ScaleSet(model="m", workers=None, by="bob", reason=""),
-            "bob left the number of m's workers to the planner again",
+            "bob released the number of m workers to the planner",
         ),
     ],
 )
@@ -150,8 +152,8 @@ async def test_the_timeline_of_one_request(history: History, store: AnyStore) ->
     _, said = await typed(history, store, "timeline", "--request", request)
     told = [e for e in history.events if getattr(e.fact, "request", None) == request]
     assert len(said) == len(told) > 0 and all(request in line for line in said)
-    _, nothing = await typed(history, store, "timeline", "--request", "nobody")
-    assert nothing == ["the journal holds nothing to show about request nobody"]
+    _, nothing = await typed(history, store, "timeline", "--request", "unknown")
+    assert nothing == ["the journal holds nothing to show about request unknown"]
 
 
 async def test_the_timeline_of_a_worker_has_the_opening_and_the_closing_of_its_incidents(
@@ -171,7 +173,9 @@ async def test_the_timeline_of_a_worker_has_the_opening_and_the_closing_of_its_i
         assert len(said) == len(machine)
 
 
-async def test_a_request_that_went_on_at_a_worker_is_no_part_of_its_incident(open_store: OpenStore) -> None:
+async def test_a_request_that_migrated_to_a_worker_is_not_part_of_the_workers_incident(
+    open_store: OpenStore,
+) -> None:
     history = History().start()
     history.say(history.migrated("req-9", "w1", "w2"), source="frontend-9")
     history.corruption("w2")
@@ -183,7 +187,7 @@ async def test_a_request_that_went_on_at_a_worker_is_no_part_of_its_incident(ope
     assert moved and all(fact.source == "w2" for fact in moved)
 
 
-async def test_the_incident_that_closed_when_the_next_one_opened_is_not_part_of_its_story(
+async def test_an_incident_that_closed_when_the_next_one_opened_is_not_part_of_its_story(
     open_store: OpenStore,
 ) -> None:
     history = History().start()
@@ -229,10 +233,10 @@ async def test_a_rehearsed_fault_begins_the_story(open_store: OpenStore) -> None
     await Projector(journal(history), store).catch_up(len(history.events))
     opened = next(e.fact for e in history.events if e.fact.kind() == "incident_opened")
     story = await timeline.story(journal(history), store, opened.incident)  # type: ignore[attr-defined]
-    assert sentences.sentence(story.events[0].fact) == "operator broke w2 on purpose: corrupt"
+    assert sentences.sentence(story.events[0].fact) == "operator injected a fault into w2: corrupt"
 
 
-async def test_what_users_felt_before_the_first_symptom_belongs_to_the_story(open_store: OpenStore) -> None:
+async def test_user_impact_before_the_first_symptom_belongs_to_the_story(open_store: OpenStore) -> None:
     history = History().start()
     history.say(ChaosInjected(worker="w2", instance="w2-a", fault="kill", by="yesterday"))
     history.say(ChaosInjected(worker="w2", instance="w2-a", fault="corrupt", by="operator"))
@@ -247,24 +251,27 @@ async def test_what_users_felt_before_the_first_symptom_belongs_to_the_story(ope
     opened = next(e.fact for e in history.events if e.fact.kind() == "incident_opened")
     story = await timeline.story(journal(history), store, opened.incident)  # type: ignore[attr-defined]
     assert felt in [e.fact for e in story.events]
-    assert sum(isinstance(e.fact, ChaosInjected) for e in story.events) == 1, "the fault that was played last"
+    assert sum(isinstance(e.fact, ChaosInjected) for e in story.events) == 1, "the last injected fault"
     assert "longest gap 480 ms" in story.headline()
 
 
-def test_a_sentence_says_which_dp_rank_it_was() -> None:
+def test_a_sentence_names_the_dp_rank() -> None:
     asked: dict[str, Any] = {
         "worker": "w1", "instance": "i1", "canary_key": "k", "canary": "c1", "check_type": "scheduled",
         "sent_under": 1, "sent_at": EPOCH, "latency_ms": 9.0,
     }  # fmt: skip
-    for rank, who in ((3, "DP rank 3 of w1"), (None, "w1")):
+    for rank, subject in ((3, "DP rank 3 of w1"), (None, "w1")):
         passed = sentences.sentence(CanaryPassed(**asked, rank=rank))
         failed = sentences.sentence(CanaryFailed(**asked, rank=rank, reason="non_finite", confirmed=False))
         slow = sentences.sentence(CanarySlow(**asked, rank=rank, baseline_ms=2.0))
-        assert passed == f"{who} passed a canary in 9 ms" and failed == f"{who} failed a canary: non_finite"
-        assert slow == f"{who} passed a canary slowly: 9 ms against 2 ms"
+        assert (
+            passed == f"{subject} passed a canary in 9 ms"
+            and failed == f"{subject} failed a canary: non_finite"
+        )
+        assert slow == f"{subject} passed a canary slowly: 9 ms, baseline 2 ms"
 
 
-def test_a_sentence_says_what_came_along_with_a_request_that_moved() -> None:
+def test_a_sentence_names_the_kv_cache_that_moved_with_a_request() -> None:
     moved = RequestMigrated(
         frontend="f1", request="early", model="llama", source="w2", source_instance="w2-a", target="w0",
         target_instance="w0-a", cause="drain", method="transfer", tokens=30, gap_ms=8.0, attempt=2, exact=True,
@@ -272,10 +279,10 @@ def test_a_sentence_says_what_came_along_with_a_request_that_moved() -> None:
     )  # fmt: skip
     said = sentences.sentence(moved)
     assert said == (
-        "early went on from w2 to w0 (drain, after 30 tokens, gap 8 ms, with its KV cache: 3 blocks over shm)"
+        "early migrated from w2 to w0 (drain, after 30 tokens, gap 8 ms, with its KV cache: 3 blocks over shm)"
     )
     stayed = replace(moved, method="reprefill", exact=False, refused="no room")
-    assert sentences.sentence(stayed).endswith("gap 8 ms, approximate, computed again: no room)")
+    assert sentences.sentence(stayed).endswith("gap 8 ms, approximate, recomputed: no room)")
 
 
 def fault(fault_class: str, code: str = "", **more: Any) -> DeviceFaulted:
@@ -287,14 +294,14 @@ def fault(fault_class: str, code: str = "", **more: Any) -> DeviceFaulted:
 @pytest.mark.parametrize(
     ("fact", "said"),
     [
-        (fault("xid", "48"), "GPU-7 of w2 reported Xid 48 (fatal: w2 cannot go on)"),
+        (fault("xid", "48"), "GPU-7 of w2 reported Xid 48 (fatal: w2 cannot continue)"),
         (
             fault("xid_nvlink", "74", fatal=False, weight=0.0),
-            "GPU-7 of w2 reported Xid 74 (w2 may take nothing new)",
+            "GPU-7 of w2 reported Xid 74 (w2 may receive no new requests)",
         ),
         (
             fault("throttle", "thermal", fatal=False, weight=0.4),
-            "GPU-7 of w2 reported throttle (thermal) (w2 may take 40% of its share of the traffic)",
+            "GPU-7 of w2 reported throttle (thermal) (w2 may receive 40% of its share of the traffic)",
         ),
         (
             fault("pcie_width", "x8 of x16", fatal=False),
@@ -308,22 +315,22 @@ def fault(fault_class: str, code: str = "", **more: Any) -> DeviceFaulted:
         ),
         (
             ShutdownBegan(worker="w2", instance="w2-a", mode="graceful", grace_s=60.0),
-            "w2 began to stop (60 s of grace)",
+            "w2 began to shut down (grace period 60 s)",
         ),
         (
             ShutdownBegan(
                 worker="w2", instance="w2-a", mode="self_initiated", grace_s=0.0, reason="GPU GPU-7: Xid 48"
             ),
-            "w2 ends itself: GPU GPU-7: Xid 48",
+            "w2 is shutting itself down: GPU GPU-7: Xid 48",
         ),
         (
             WorkerSilent(worker="w2", instance="w2-a", silent_s=3.1, observer="controller:standby:01a2-7bf1"),
-            "w2 has been silent for 3.1 s, says standby",
+            "w2 has been silent for 3.1 s (observer standby)",
         ),
-        (DrainFinished(worker="w2", instance="w2-a", completed=0, migrated=2), "w2 is empty: 2 migrated"),
+        (DrainFinished(worker="w2", instance="w2-a", completed=0, migrated=2), "w2 has drained: 2 migrated"),
         (
             ChaosInjected(worker="w2", instance="w2-a", fault="unhang", by="uid 0"),
-            "uid 0 let w2 go on",
+            "uid 0 ended the hang of w2",
         ),
     ],
 )
@@ -331,7 +338,7 @@ def test_a_sentence_says_what_a_fact_means_to_the_fleet(fact: Fact, said: str) -
     assert sentences.sentence(fact) == said
 
 
-async def test_a_fault_that_was_healed_long_before_is_not_where_a_story_begins(open_store: OpenStore) -> None:
+async def test_a_story_does_not_begin_with_a_fault_healed_long_before(open_store: OpenStore) -> None:
     history = History().start()
     history.say(ChaosInjected(worker="w2", instance="w2-a", fault="hang", by="operator"))
     history.say(ChaosInjected(worker="w2", instance="w2-a", fault="unhang", by="operator"))
@@ -341,7 +348,7 @@ async def test_a_fault_that_was_healed_long_before_is_not_where_a_story_begins(o
     assert sentences.sentence(story.events[0].fact).startswith("w2 failed a canary")
 
 
-async def test_streams_that_go_on_after_a_death_was_known_belong_to_it(open_store: OpenStore) -> None:
+async def test_streams_that_continue_after_a_death_belong_to_its_incident(open_store: OpenStore) -> None:
     history = History().start()
     history.say(WorkerLeft(worker="w2", instance="w2-a", mode="immediate", exit=-9))
     history.decide()
@@ -355,7 +362,9 @@ async def test_streams_that_go_on_after_a_death_was_known_belong_to_it(open_stor
     )
 
 
-async def test_streams_that_a_drain_moves_after_a_death_do_not_belong_to_it(open_store: OpenStore) -> None:
+async def test_streams_that_a_drain_moves_after_a_death_do_not_belong_to_its_incident(
+    open_store: OpenStore,
+) -> None:
     history = History().start()
     history.say(WorkerLeft(worker="w2", instance="w2-a", mode="immediate", exit=-9))
     history.decide()
@@ -384,12 +393,12 @@ async def told(history: History, store: AnyStore) -> timeline.Story:
     return await timeline.story(journal(history), store, opened.incident)  # type: ignore[attr-defined]
 
 
-async def test_no_such_incident_is_said(history: History, store: AnyStore) -> None:
+async def test_an_unknown_incident_is_an_error(history: History, store: AnyStore) -> None:
     with pytest.raises(NoSuchEvent, match="no incident 'i99'"):
         await typed(history, store, "timeline", "--incident", "i99")
 
 
-async def test_a_timeline_of_nothing_says_so(history: History, store: AnyStore) -> None:
+async def test_an_empty_timeline_is_reported(history: History, store: AnyStore) -> None:
     assert await typed(history, store, "timeline", "--worker", "w77") == (
         0,
         ["the journal holds nothing to show about worker w77"],
@@ -397,7 +406,9 @@ async def test_a_timeline_of_nothing_says_so(history: History, store: AnyStore) 
     assert await typed(history, store, "timeline", "--worker", "w77", "-o", "json") == (0, [])
 
 
-async def test_at_every_sequence_the_fleet_is_what_was_shown_then(history: History, store: AnyStore) -> None:
+async def test_at_returns_the_fleet_as_it_was_shown_at_every_sequence(
+    history: History, store: AnyStore
+) -> None:
     for seq in range(1, len(history.events) + 1):
         found = await travel.at(journal(history), store, seq)
         order = history.order(seq)
@@ -426,8 +437,8 @@ async def test_at_prints_a_table_and_json(history: History, store: AnyStore) -> 
     assert fleet["incidents"][0]["subject"] == "worker:w2"
 
 
-async def test_at_beyond_the_end_is_said(history: History, store: AnyStore) -> None:
-    with pytest.raises(NotYet, match=f"the journal ends at {len(history.events)}, not 99999"):
+async def test_at_beyond_the_end_is_an_error(history: History, store: AnyStore) -> None:
+    with pytest.raises(NotYet, match=f"the journal ends at {len(history.events)}, before 99999"):
         await typed(history, store, "at", "99999")
 
 
@@ -443,7 +454,7 @@ async def test_why_leads_back_to_the_observation(history: History, store: AnySto
     assert json.loads(machine)[-1]["kind"] == "canary_failed"
 
 
-async def test_why_of_nothing_is_said(history: History, store: AnyStore) -> None:
+async def test_why_of_an_unknown_event_is_an_error(history: History, store: AnyStore) -> None:
     for name in ("99999", "0", "decision:999", "no-such-id"):
         with pytest.raises(NoSuchEvent, match=r"(?i)the journal holds no such event"):
             await typed(history, store, "why", name)
@@ -455,12 +466,12 @@ async def test_why_finds_what_the_projector_has_not_seen_yet(history: History) -
 
 
 @pytest.mark.parametrize("text", ["yesterday", "12:99", "8x", "", "-5"])
-def test_a_bad_moment_is_said(text: str) -> None:
-    with pytest.raises(BadMoment, match="A place in history is"):
+def test_an_invalid_moment_is_an_error(text: str) -> None:
+    with pytest.raises(BadMoment, match="A place in the journal is"):
         moment.parse(text, EPOCH)
 
 
-def test_moments() -> None:
+def test_moments_are_parsed() -> None:
     now = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
     assert moment.parse("8812", now) == 8812
     assert moment.parse("90s", now) == now - timedelta(seconds=90)

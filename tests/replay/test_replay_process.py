@@ -1,4 +1,4 @@
-"""The replay commands as they are typed, against real servers."""
+"""The replay commands as processes, against real servers."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ async def test_every_command_answers(nats_url: str, database_url: str, tmp_path:
     code, out, _ = await typed(nats_url, database_url, "rebuild", "-o", "json")
     assert code == 0 and json.loads(out)["position"] == last
     code, out, err = await typed(nats_url, database_url, "at", "tomorrow")
-    assert (code, out) == (1, "") and "'tomorrow' is no place in history" in err
+    assert (code, out) == (1, "") and "'tomorrow' is not a place in the journal" in err
 
 
 async def test_without_a_store_the_journal_answers(nats_url: str) -> None:
@@ -59,12 +59,12 @@ async def test_without_a_store_the_journal_answers(nats_url: str) -> None:
     assert code == 1 and "needs the state store" in err
 
 
-async def test_without_a_journal_it_is_said(database_url: str) -> None:
+async def test_an_unreachable_journal_is_reported(database_url: str) -> None:
     code, _, err = await typed("nats://127.0.0.1:1", database_url, "verify")
     assert code == 1 and len(err.strip().splitlines()[-1]) < 400
 
 
-async def test_a_store_that_says_nothing_is_done_without(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_store_that_does_not_answer_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as deaf:  # accepts connections and never answers
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()

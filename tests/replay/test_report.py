@@ -1,4 +1,4 @@
-"""A post-mortem says what the journal has: who, when, at what cost; as a page, as Markdown, as JSON, and without names."""
+"""A post-mortem shows causes, user impact, times and cost; as HTML, Markdown and JSON, and redacted."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def journal(history: History) -> MemoryJournal:
 
 
 async def reported(history: History, *words: str) -> list[str]:
-    """Run the command as it would be typed, and return what it printed."""
+    """Run the command line, and return what it printed."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser.add_subparsers(required=True))
     said: list[str] = []
@@ -67,24 +67,24 @@ def history() -> History:
     return History().start().corruption().recovery()
 
 
-async def test_three_sentences_say_what_happened_to_whom_and_how_it_was_met(history: History) -> None:
-    what, whom, how = (await told(history))["summary"]
+async def test_three_sentences_summarize_the_failure_its_impact_and_the_response(history: History) -> None:
+    what, impact, how = (await told(history))["summary"]
     assert what == (
         "At 2026-03-01 12:00:07 UTC worker w2 failed (token_mismatch); "
         "it recovered 0:03:43 after its incident was opened: recovered."
     )
-    assert whom == (
-        "1 request went on elsewhere (longest gap 32 ms); "
-        "1 request was exposed to 17 tokens of a convicted worker; none was lost."
+    assert impact == (
+        "1 request migrated (longest gap 32 ms); "
+        "1 request was exposed to 17 tokens from a convicted worker; none was lost."
     )
     assert how == (
         "It was noticed after 0 ms, fenced after 0 ms, recovered after 0:03:43; "
-        "199.8 GPU-seconds were missing, and at the least 67 % of the fleet served."
+        "199.8 GPU-seconds were missing, and at least 67 % of the fleet served throughout."
     )
 
 
 async def test_an_incident_has_one_recovery_time(history: History) -> None:
-    """The headline, the sentences, the phases and the JSON say the same number, also where a fault was played long before."""
+    """The headline, the sentences, the phases and the JSON give the same number, even with a fault injected long before."""
     again = History().start()
     again.say(ChaosInjected(worker="w2", instance="w2-a", fault="corrupt", by="ada"))
     again.corruption().recovery()
@@ -103,7 +103,7 @@ async def test_an_incident_has_one_recovery_time(history: History) -> None:
     )
 
 
-async def test_operators_acts_and_rehearsals_are_shown(history: History, tmp_path: Path) -> None:
+async def test_operator_commands_and_rehearsals_are_shown(history: History, tmp_path: Path) -> None:
     """Commands, refused commands, quarantines, numbers of workers and rehearsals are listed, each with its operator."""
     history.say(
         ChaosInjected(worker="w1", instance="w1-a", fault="hang", by="ada"),
@@ -124,13 +124,13 @@ async def test_operators_acts_and_rehearsals_are_shown(history: History, tmp_pat
     ]
     assert "w0" in document["acts"][1]["text"]
     text = "\n".join(await reported(history, "--since", "1", "-o", "md"))
-    assert "## What operators did" in text and "| rehearsal |" in text and "| ada |" in text
+    assert "## Operator commands" in text and "| rehearsal |" in text and "| ada |" in text
     hidden = "\n".join(await reported(history, "--since", "1", "-o", "md", "--redact"))
     assert "| ada |" not in hidden and "| person-1 |" in hidden
     assert (await told(History().start(), "--since", "1"))["acts"] == []
 
 
-async def test_the_last_incident_is_told_and_any_event_of_another_names_it(history: History) -> None:
+async def test_the_last_incident_is_the_default_and_any_event_of_another_selects_it(history: History) -> None:
     first = (await told(history))["incident"]["incident"]
     history.corruption("w1").recovery("w1")
     last = (await told(history))["incident"]
@@ -142,14 +142,14 @@ async def test_the_last_incident_is_told_and_any_event_of_another_names_it(histo
         await told(history, "--incident", "incident-4711")
 
 
-async def test_who_was_hurt_and_at_what_cost(history: History) -> None:
+async def test_user_impact_and_cost(history: History) -> None:
     document = await told(history)
     (request,) = document["requests"]
     assert request["workers"] == ["w2", "w0"] and request["gaps_ms"] == [31.5] and request["exact"]
     assert request["exposed"] == [{"worker": "w2", "first": 3, "last": 19}]
     cost = document["cost"]
     assert (cost["tokens_read_again"], cost["tokens_exposed"]) == (17, 17)
-    # out of service from the conviction to the trial's ramp: a quarter, a half and all of it, 31 s apart
+    # out of service from the conviction to the ramp after the trial: a quarter, a half and full weight, 31 s apart
     steps = [
         (e.at, e.fact.weight)
         for e in history.events
@@ -161,7 +161,7 @@ async def test_who_was_hurt_and_at_what_cost(history: History) -> None:
     assert cost["least_capacity"] == pytest.approx(2 / 3)
 
 
-async def test_a_fleet_that_begins_lacks_nothing_before_somebody_serves(history: History) -> None:
+async def test_a_starting_fleet_lacks_no_capacity_before_its_first_worker_serves(history: History) -> None:
     cost = (await told(History().start(), "--since", "1"))["cost"]
     assert (cost["gpu_seconds_missing"], cost["least_capacity"]) == (0.0, 1 / 3), (
         "its workers become ready one after another"
@@ -181,7 +181,7 @@ async def test_a_spare_that_waits_is_not_missing(history: History) -> None:
     assert (document["cost"]["gpu_seconds_missing"], document["cost"]["least_capacity"]) == (0.0, 1.0)
 
 
-async def test_lost_and_refused_requests_are_told_where_they_belong(history: History) -> None:
+async def test_lost_and_rejected_requests_are_reported(history: History) -> None:
     history.say(
         RequestAbandoned(
             frontend="frontend-0", request="req-9", model="llama", worker="w0", instance="w0-a", reason="no_worker", tokens=4
@@ -190,7 +190,7 @@ async def test_lost_and_refused_requests_are_told_where_they_belong(history: His
         source="frontend-0",
     )  # fmt: skip
     document = await told(history, "--since", "1")
-    assert "1 request was lost; 7 requests were turned away." in document["summary"][1]
+    assert "1 request was lost; 7 requests were rejected." in document["summary"][1]
     assert document["cost"]["rejected"] == {"queue_full": 7}
     assert [
         (one["lost"], one["lost_tokens"]) for one in document["requests"] if one["request"] == "req-9"
@@ -218,7 +218,7 @@ async def test_each_frame_is_the_fleet_as_replay_at_shows_it(history: History) -
         } == wanted, seq
 
 
-async def test_each_cause_lies_above_what_it_led_to(history: History) -> None:
+async def test_each_cause_precedes_its_effects_in_the_tree(history: History) -> None:
     nodes = (await told(history))["causes"]
     texts = [(node["depth"], node["text"].split(" (")[0]) for node in nodes[:4]]
     assert texts == [
@@ -229,7 +229,9 @@ async def test_each_cause_lies_above_what_it_led_to(history: History) -> None:
     ]
 
 
-async def test_phases_begin_with_a_played_fault_and_stand_beside_the_fleets_others(history: History) -> None:
+async def test_phases_begin_with_an_injected_fault_and_are_compared_with_other_incidents(
+    history: History,
+) -> None:
     history.now += timedelta(minutes=5)
     history.say(
         ChaosInjected(worker="w1", instance="w1-a", fault="corrupt", by="ann", command="c1"), seconds=10.0
@@ -242,7 +244,7 @@ async def test_phases_begin_with_a_played_fault_and_stand_beside_the_fleets_othe
     assert phases["recovered"]["median_s"] == phases["recovered"]["mean_s"] == 223
 
 
-async def test_without_names(history: History) -> None:
+async def test_redaction_replaces_names(history: History) -> None:
     history.say(
         ChaosInjected(worker="w1", instance="w1-a", fault="hang", by="ann@example.org", command="c1"),
     )
@@ -267,8 +269,8 @@ async def test_without_names(history: History) -> None:
     assert len(one["events"]) == len(other["events"]) and one["cost"] == other["cost"]
 
 
-async def test_no_name_gets_out_by_a_side_door(history: History) -> None:
-    """Who is named nowhere in that time, what is packed, what stands within a subject, and names that are everyday words."""
+async def test_redaction_covers_all_fields(history: History) -> None:
+    """Names known only from earlier, packed data, names within a subject, and names that are everyday words."""
     history.say(
         replace(history.joined("12", "12-a"), topology=Topology(host="rack-7.example", gpus=("GPU-secret",))),
         replace(history.joined("gpu/odd"), url="tcp://10.1.2.3:4000", tokenizer="/home/ann/models/llama"),
@@ -296,7 +298,7 @@ async def test_no_name_gets_out_by_a_side_door(history: History) -> None:
     ):
         assert name not in re.sub(r"worker-\w+", "", text), name
     assert len(document["frames"][0]["workers"]) == 5 and "12" not in document["frames"][0]["workers"]
-    assert document["unknown_exposure"][0]["frontend"] == "frontend", "that is everybody's name"
+    assert document["unknown_exposure"][0]["frontend"] == "frontend", "a generic name"
     assert document["from"].startswith("2026-03-01T12:") and document["frames"][0]["at"].startswith(
         "2026-03-01T12:"
     )
@@ -304,7 +306,7 @@ async def test_no_name_gets_out_by_a_side_door(history: History) -> None:
         await reported(history, "--since", since, "--redact", "-o", form)
 
 
-async def test_a_page_is_one_file_that_asks_no_network_for_anything(history: History, tmp_path: Path) -> None:
+async def test_a_page_is_one_self_contained_file(history: History, tmp_path: Path) -> None:
     where = tmp_path / "it.html"
     said = await reported(history, "-o", str(where))
     assert re.fullmatch(rf"{re.escape(str(where))}: 32 events, 4\.\d MB, in .+", said[0])
@@ -316,7 +318,7 @@ async def test_a_page_is_one_file_that_asks_no_network_for_anything(history: His
     assert [one.name for one in tmp_path.iterdir()] == ["it.html"]
 
 
-async def test_what_people_and_engines_wrote_is_text_in_a_page_and_in_markdown(tmp_path: Path) -> None:
+async def test_names_and_messages_are_escaped_in_html_and_markdown(tmp_path: Path) -> None:
     history, where = History().start(), tmp_path / "it.html"
     history.say(history.migrated("<script>alert(1)</script>|", "w2", "w0"), source="frontend-0")
     await reported(history, "--since", "1", "-o", str(where))
@@ -334,15 +336,15 @@ async def test_markdown_has_what_the_page_has(history: History, tmp_path: Path) 
     headings = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("#")]
     assert headings == [
         "# Incident incident-5: worker w2, token_mismatch",
-        "How long it took", "Who was hurt", "What operators did", "What it cost", "What led to what", "The policy in force",
+        "How long it took", "User impact", "Operator commands", "Cost", "Causes", "Policy in force",
             "Under another policy",
     ]  # fmt: skip
     await reported(history, "-o", str(tmp_path / "it.md"))
     assert (tmp_path / "it.md").read_text().strip() == text.strip()
-    assert "| req-1 | llama | w2, then w0 | 32 ms | 3–19 of w2 |  |" in text
+    assert "| req-1 | llama | w2, then w0 | 32 ms | 3–19 from w2 |  |" in text
 
 
-async def test_what_cannot_be_told_or_written_is_said(
+async def test_invalid_arguments_empty_windows_and_unwritable_files_are_errors(
     history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for words in (["-o", "it.pdf"], ["-o", "html"], ["--incident", "1", "--since", "1"], ["--until", "3"]):
@@ -364,7 +366,7 @@ async def test_what_cannot_be_told_or_written_is_said(
             await reported(history, *words, "-o", "md")
 
 
-async def test_of_more_than_a_report_tells_the_beginning_is_told_and_that_there_is_more(
+async def test_a_report_of_too_many_events_is_truncated_and_says_so(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not (await told(history, "--since", "1"))["cut"]
@@ -372,10 +374,10 @@ async def test_of_more_than_a_report_tells_the_beginning_is_told_and_that_there_
     document = await told(history, "--since", "1")
     assert document["cut"] and [event["seq"] for event in document["events"]] == list(range(1, 11))
     (text,) = await reported(history, "-o", "md")
-    assert ", 10 events, and more that is not told." in text
+    assert ", 10 events (truncated: the window has more)." in text
 
 
-async def test_what_came_twice_hurts_once(history: History) -> None:
+async def test_repeated_events_count_once(history: History) -> None:
     before = await told(history, "--since", "1")
     for kind in ("request_exposed", "request_migrated", "canary_failed"):
         history.repeat(next(event for event in history.events if event.fact.kind() == kind))
@@ -384,7 +386,7 @@ async def test_what_came_twice_hurts_once(history: History) -> None:
     assert document["requests"] == before["requests"]
 
 
-async def test_of_a_model_in_trouble_it_is_told_what_its_users_felt(history: History) -> None:
+async def test_the_report_of_a_models_incident_includes_its_user_impact(history: History) -> None:
     knobs = Knobs(accept_new=False)
     number = history.latest.position.number
     shared = {"decided_at": history.now, "incident": "incident-9"}
@@ -404,11 +406,13 @@ async def test_of_a_model_in_trouble_it_is_told_what_its_users_felt(history: His
     assert [one["request"] for one in document["requests"] if one["lost"]] == ["req-9"]
 
 
-async def test_a_part_of_history_begins_and_ends_where_it_is_told_to(history: History) -> None:
+async def test_since_and_until_bound_the_window(history: History) -> None:
     document = await told(history, "--since", "8", "--until", "20")
     assert [event["seq"] for event in document["events"]] == list(range(8, 21))
     assert document["title"].startswith("The fleet from 2026-03-01 12:00:06 to 12:01:12 UTC")
-    assert set(document["frames"][0]["workers"]) == {"w0", "w1", "w2"}, "who was there before is there"
+    assert set(document["frames"][0]["workers"]) == {"w0", "w1", "w2"}, (
+        "workers from before the window are included"
+    )
     late = await told(history, "--since", "2026-03-01T12:02:00Z")
     assert {event["at"] >= "2026-03-01T12:02:00" for event in late["events"]} == {True}
     with pytest.raises(NotYet):

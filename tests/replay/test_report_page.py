@@ -1,4 +1,4 @@
-"""The page of a post-mortem in a real browser: its slider shows the fleet as `replay at` does, and everybody can use it."""
+"""The report page in a real browser: its slider matches `replay at`, and it is accessible."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ async def written(history: History, tmp_path: Path) -> Path:
 async def shown_state(page: Page) -> list[tuple[str, ...]]:
     rows = await page.locator("#state tbody tr").all()
     cells = [tuple([cell.strip() for cell in await row.locator("th, td").all_inner_texts()]) for row in rows]
-    return [one for one in cells if one[1] != "not there"]
+    return [one for one in cells if one[1] != "absent"]
 
 
 async def test_the_slider_shows_the_fleet_as_replay_at_does(
@@ -56,7 +56,7 @@ async def test_the_slider_shows_the_fleet_as_replay_at_does(
         assert complaints == []
 
 
-async def test_the_picture_says_utc_wherever_it_is_looked_at(written: Path, tmp_path: Path) -> None:
+async def test_the_chart_shows_utc_in_every_time_zone(written: Path, tmp_path: Path) -> None:
     places = []
     for zone in ("UTC", "Asia/Tokyo"):
         async with browser.browser(tmp_path) as found, browser.opened(found, written, zone=zone) as (page, _):
@@ -65,9 +65,7 @@ async def test_the_picture_says_utc_wherever_it_is_looked_at(written: Path, tmp_
     assert places[0] == places[1] and any("12:0" in tick for tick in places[0][0])
 
 
-async def test_the_slider_goes_by_the_keyboard_and_moves_the_line_in_the_picture(
-    written: Path, tmp_path: Path
-) -> None:
+async def test_the_slider_works_by_keyboard_and_moves_the_chart_cursor(written: Path, tmp_path: Path) -> None:
     async with browser.browser(tmp_path) as found, browser.opened(found, written) as (page, complaints):
         before = await page.locator("#moment").inner_text()
         await page.locator("#time").focus()
@@ -92,7 +90,7 @@ async def test_the_slider_goes_by_the_keyboard_and_moves_the_line_in_the_picture
         assert places[0] != places[1] and complaints == []
 
 
-async def test_the_list_is_filtered_and_downloaded_as_it_is_shown(
+async def test_the_list_is_filtered_and_downloaded_as_shown(
     history: History, written: Path, tmp_path: Path
 ) -> None:
     async with browser.browser(tmp_path) as found, browser.opened(found, written) as (page, complaints):
@@ -120,14 +118,14 @@ async def test_the_list_is_filtered_and_downloaded_as_it_is_shown(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_axe_finds_nothing_that_keeps_anybody_out(written: Path, tmp_path: Path, dark: bool) -> None:
+async def test_axe_finds_no_accessibility_violations(written: Path, tmp_path: Path, dark: bool) -> None:
     async with browser.browser(tmp_path) as found, browser.opened(found, written, dark=dark) as (page, _):
         violations = (await Axe().run(page)).response["violations"]
         assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in violations] == []
 
 
-async def test_a_sweep_is_drawn_without_network_or_complaint_for_everybody(tmp_path: Path) -> None:
-    """Six panels over twelve values, and a table that says the same; in light and dark."""
+async def test_a_sweep_page_is_drawn_without_network_and_is_accessible(tmp_path: Path) -> None:
+    """Six panels over twelve values, and a table with the same data; in light and dark."""
     where = tmp_path / "sweep.html"
     await what_if_said(lived(between("w1", 40, 95)), "--sweep", "canary.interval=1s..60s", "-o", str(where))
     async with browser.browser(tmp_path) as found:

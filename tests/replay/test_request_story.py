@@ -1,4 +1,4 @@
-"""What became of one request, from what the journal has of it."""
+"""The story of one request, as built from its events on the journal."""
 
 import argparse
 import json
@@ -65,36 +65,36 @@ def history(*facts: Observation) -> History:
             (moved("w0", "w1", 120), moved("w1", "w2", 80)),
             [
                 "request r (llama)",
-                "  was with w0, then w1, then w2",
-                "  went on elsewhere 2 times, token for token; longest gap 120 ms",
+                "  ran on w0, then w1, then w2",
+                "  migrated 2 times, token for token; longest gap 120 ms",
             ],
         ),
         (
             (moved("w0", "w1", 50, exact=False), LOST),
             [
                 "request r (llama)",
-                "  was with w0, then w1",
-                "  went on elsewhere 1 time, not exactly as it would have; longest gap 50 ms",
+                "  ran on w0, then w1",
+                "  migrated 1 time, approximately; longest gap 50 ms",
                 "  was lost after 12 tokens: no_worker",
             ],
         ),
         (
             (exposed("w0", 0, 59),),
-            ["request r (llama)", "  was with w0", "  holds tokens 0–59 from w0, which was convicted"],
+            ["request r (llama)", "  ran on w0", "  holds tokens 0–59 from w0, which was convicted"],
         ),
         (
             (PREEMPTED, RESUMED),
             [
                 "request r (llama)",
-                "  was with w2, then w0",
-                "  went on elsewhere 1 time, token for token; longest gap 1.5 s",
-                "  was put off for others 1 time",
+                "  ran on w2, then w0",
+                "  migrated 1 time, token for token; longest gap 1.5 s",
+                "  was preempted 1 time",
             ],
         ),
     ],
-    ids=["nothing", "moved", "lost", "exposed", "put off"],
+    ids=["nothing", "moved", "lost", "exposed", "preempted"],
 )
-def test_a_story_says_what_matters_first(facts: tuple[Observation, ...], said: list[str]) -> None:
+def test_a_story_is_summarized(facts: tuple[Observation, ...], said: list[str]) -> None:
     assert told("r", history(*facts).events).lines() == said
 
 
@@ -106,7 +106,7 @@ async def typed(made: History, *words: str) -> str:
     return "\n".join(said)
 
 
-async def test_it_is_told_with_its_events_and_without_those_of_others() -> None:
+async def test_a_story_has_only_the_events_of_its_request() -> None:
     made = history(moved("w0", "w1", 120), exposed("w0", 0, 6))
     others = {"frontend": "f1", "request": "other", "model": "llama"}
     made.say(
@@ -122,14 +122,14 @@ async def test_it_is_told_with_its_events_and_without_those_of_others() -> None:
     assert [event["kind"] for event in found["events"]] == ["request_migrated", "request_exposed"]
 
 
-async def test_of_one_to_which_nothing_happened_it_is_said_why_nothing_is_known() -> None:
+async def test_a_request_without_events_is_explained() -> None:
     text = await typed(History(), "r")
-    assert "says nothing of request r" in text and "convicted" in text
+    assert "has no event about request r" in text and "convicted" in text
     assert json.loads(await typed(History(), "r", "-o", "json"))["events"] == []
 
 
 def reports(made: History, until_s: float, source: str = "frontend:f1") -> None:
-    """Let a frontend report its traffic each minute for so long."""
+    """Let a frontend report its traffic each minute for `until_s` seconds."""
     for _ in range(int(until_s // 60)):
         made.say(
             RequestsServed(
@@ -140,19 +140,19 @@ def reports(made: History, until_s: float, source: str = "frontend:f1") -> None:
         )  # fmt: skip
 
 
-async def test_a_request_that_a_dying_frontend_cut_says_so() -> None:
-    """The frontend reported for three minutes after the move and then nothing, while the fleet went on."""
+async def test_a_request_cut_off_by_the_end_of_its_frontend_is_reported() -> None:
+    """The frontend reports for three minutes after the move and then stops, while the fleet continues."""
     made = history(moved("w0", "w1", 120))
     reports(made, 180)
     ended = made.now
     reports(made, 600, source="frontend:f2")
     text = await typed(made, "r")
-    assert f"was cut by the frontend f1, which ended: it reported last at {ended:%H:%M:%S} UTC" in text
+    assert f"was cut off when the frontend f1 ended; it last reported at {ended:%H:%M:%S} UTC" in text
     found = json.loads(await typed(made, "r", "-o", "json"))
     assert found["cut"] == {"frontend": "f1", "ended": ended.isoformat()}
 
 
-async def test_a_frontend_that_began_anew_has_cut_what_it_answered_before() -> None:
+async def test_a_restarted_frontend_has_cut_off_its_earlier_requests() -> None:
     made = history(moved("w0", "w1", 120))
     reports(made, 300, source="frontend:f2")
     reports(made, 120)
@@ -160,15 +160,17 @@ async def test_a_frontend_that_began_anew_has_cut_what_it_answered_before() -> N
 
 
 @pytest.mark.parametrize("end", [None, LOST, replace(exposed("w1", 0, 3), finished=True)])
-async def test_a_frontend_that_lives_or_has_said_the_end_has_cut_nothing(end: Observation | None) -> None:
-    """A living frontend's request, a lost one and a finished one were not cut."""
+async def test_a_request_of_a_living_frontend_and_an_ended_request_are_not_cut_off(
+    end: Observation | None,
+) -> None:
+    """Requests of a living frontend, lost requests and finished ones were not cut off."""
     made = history(moved("w0", "w1", 120), *([end] if end else []))
     if end is None:
         reports(made, 900)
     else:
         reports(made, 900, source="frontend:f2")
     assert json.loads(await typed(made, "r", "-o", "json"))["cut"] is None
-    assert "was cut by" not in await typed(made, "r")
+    assert "was cut off" not in await typed(made, "r")
 
 
 def test_spans_are_kept_apart() -> None:

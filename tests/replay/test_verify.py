@@ -1,4 +1,4 @@
-"""verify: it says nothing when all is well, and finds what somebody has planted."""
+"""verify: it reports no difference for a true history, and finds planted differences."""
 
 import json
 from dataclasses import replace
@@ -71,8 +71,10 @@ async def test_repetitions_on_the_stream_are_no_difference(open_store: OpenStore
     assert report.difference is None, report.lines()
 
 
-async def test_a_fact_that_names_another_workers_source_is_counted_and_said(open_store: OpenStore) -> None:
-    """It is no difference, and takes no number from that worker, whose own fact of the same number is folded."""
+async def test_a_fact_that_names_another_workers_source_is_counted_and_reported(
+    open_store: OpenStore,
+) -> None:
+    """It is not a difference, and does not use up a number of that worker: its own fact with the same number is folded."""
     history = busy()
     source = "worker:w2:life"
     for worker in ("w0", "w2"):
@@ -84,13 +86,13 @@ async def test_a_fact_that_names_another_workers_source_is_counted_and_said(open
     store = await projected(history, open_store())
     code, said = await typed(history, store, "verify")
     assert code == 0 and said[-1] == "no difference"
-    assert "1 facts name a source that is not theirs: forged, and counted for no source" in said
+    assert "1 facts claim a source other than their own: they are forged, and count for no source" in said
     code, (machine,) = await typed(history, store, "verify", "-o", "json")
     assert code == 0 and json.loads(machine)["forged"] == 1
 
 
 async def plant(store: AnyStore, url: str, table: str, column: str, value: Any, where: str) -> None:
-    """Change one row behind everybody's back."""
+    """Change one row without a fact on the journal."""
     if isinstance(store, MemoryStore):
         from controller.read_model import rows as projection
 
@@ -166,7 +168,7 @@ async def test_a_planted_change_of_a_kept_event_is_found(tester_url: str, open_s
     ("kept", "differs"),
     [({}, ""), ({"profile": None}, "body.profile"), ({"new": 1}, "body."), ({"pid": 1}, "body.pid")],
 )
-async def test_an_event_kept_by_an_older_version_lacks_what_was_added_since(
+async def test_an_event_stored_by_an_older_version_may_lack_later_optional_fields(
     tester_url: str, open_store: OpenStore, kept: dict[str, Any], differs: str
 ) -> None:
     history = busy()
@@ -201,7 +203,7 @@ async def test_an_event_kept_by_an_older_version_lacks_what_was_added_since(
         (["exact"], {"new": 1}, True),
     ],
 )
-async def test_a_row_of_an_older_version_lacks_what_was_added_since(
+async def test_a_row_of_an_older_version_may_lack_later_optional_fields(
     database_url: str, open_store: OpenStore, lacks: list[str], kept: dict[str, Any], differs: bool
 ) -> None:
     history = History()
@@ -219,7 +221,7 @@ async def test_a_row_of_an_older_version_lacks_what_was_added_since(
 async def test_verify_since_a_place_beyond_the_end_is_refused(open_store: OpenStore) -> None:
     history = busy()
     store = await projected(history, open_store())
-    with pytest.raises(NotYet, match=f"the journal ends at {len(history.events)}, not 99999"):
+    with pytest.raises(NotYet, match=f"the journal ends at {len(history.events)}, before 99999"):
         await typed(history, store, "verify", "--since", "99999")
 
 
@@ -245,7 +247,7 @@ async def test_a_decision_too_few_is_found(open_store: OpenStore) -> None:
     assert report.difference is not None and report.difference.found is None
 
 
-async def test_other_deciders_are_not_asked_again(open_store: OpenStore) -> None:
+async def test_decisions_of_other_deciders_versions_are_not_decided_again(open_store: OpenStore) -> None:
     history = busy()
     first = seq_of(history, "policy_adopted")
     event = history.events[first - 1]

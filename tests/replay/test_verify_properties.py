@@ -1,4 +1,4 @@
-"""Whatever happens to a fleet: what was projected is the fold, and deciding again says the very same."""
+"""For any history, the projection equals the fold, and deciding again gives identical decisions."""
 
 import asyncio
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def tell(history: History, told: list[tuple]) -> None:  # type: ignore[type-arg]
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(steps, max_size=40), st.integers(1, 9), st.integers(1, 10))
-def test_what_happens_is_projected_and_decided_again_alike(told: list, portion: int, every: int) -> None:  # type: ignore[type-arg]
+def test_any_history_is_projected_and_decided_again_identically(told: list, portion: int, every: int) -> None:  # type: ignore[type-arg]
     async def play() -> None:
         history, store = History().start(), MemoryStore(snapshot_every=every)
         tell(history, told)

@@ -1,4 +1,4 @@
-"""What if the policy had been another? The recorded observations, decided again."""
+"""What-if answers: recorded observations decided again under another policy."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ INTERVAL_S = 10.0
 WORKERS = ("w0", "w1", "w2", "w3")
 Bad = Callable[
     [str, float], str
-]  # of a worker, so many seconds after the start: why a canary fails; empty: it does not
+]  # (worker, seconds after the start) -> why its canary fails; empty if it passes
 
 
 def well(worker: str, at: float) -> str:
@@ -59,7 +59,7 @@ def lived(
     policy: FleetPolicy | None = None,
     also: Callable[[History, int], None] = lambda history, at: None,
 ) -> History:
-    """Return a fleet's life: each worker is asked every so often, one second apart from the next, and a half-open one at once."""
+    """Return the history of a fleet: each worker gets a canary every `interval_s`, a half-open one at once."""
     history = History(policy=policy or brisk())
     history.start(len(WORKERS))
     began, tried, due = history.now, 0, dict.fromkeys(WORKERS, 0.0)
@@ -71,7 +71,7 @@ def lived(
         for name in WORKERS:
             worker = history.fleet.workers.get(name)
             if worker is None or not worker.alive:
-                due[name] = at  # its next life is asked at once
+                due[name] = at  # its next instance gets a canary at once
                 continue
             trial = worker.breaker.position == "half_open" and worker.breaker.moved_by > tried
             if trial:
@@ -122,7 +122,7 @@ def the_one(answer: Comparison) -> FaultCompared:
 
 
 @pytest.mark.parametrize("reason", ["timeout", "token_mismatch", "exception"])
-async def test_decided_again_under_the_policy_that_was_in_force_history_is_what_it_was(reason: str) -> None:
+async def test_history_decided_again_under_the_same_policy_is_unchanged(reason: str) -> None:
     recording = await read(lived(between("w1", 40, 95, reason)))
     again = take(recording, CourseTerms())
     (fault,) = faults(recording)
@@ -130,10 +130,10 @@ async def test_decided_again_under_the_policy_that_was_in_force_history_is_what_
     assert fault.what == reason
     assert fared(fault, again.weights) == fared(fault, recording.weights)
     assert fared(fault, recording.weights).recovered is not None
-    assert not again.guessed, "all that was asked again was asked then"
+    assert not again.guessed, "every canary on this course was recorded"
 
 
-async def test_a_fleet_that_was_well_would_have_been_well_under_any_policy() -> None:
+async def test_a_healthy_fleet_stays_healthy_under_any_policy() -> None:
     answer = await answered(lived(), "health.failures_max=1", "breaker.failures_max=1", "canary.interval=2s")
     assert not answer.faults
     assert not answer.decisions
@@ -142,25 +142,25 @@ async def test_a_fleet_that_was_well_would_have_been_well_under_any_policy() -> 
 # --- the breaker's threshold and wait -------------------------------------------------------------------------------
 
 
-async def test_one_failure_that_is_enough_is_known_exactly() -> None:
-    """Three failed canaries took two intervals longer than one does."""
+async def test_a_threshold_of_one_failure_has_an_exact_answer() -> None:
+    """Three failed canaries took two intervals longer than one."""
     one = the_one(await answered(lived(between("w1", 40, 95)), "health.failures_max=1"))
     assert one.would["fenced"].exact
     assert one.recorded["fenced"] - one.would["fenced"].likely == pytest.approx(2 * INTERVAL_S, abs=0.1)
 
 
-async def test_of_a_fault_that_is_over_before_five_canaries_nobody_would_have_been_fenced() -> None:
+async def test_a_fault_shorter_than_five_canaries_would_not_have_been_fenced() -> None:
     answer = await answered(lived(between("w1", 40, 75)), "health.failures_max=5", "breaker.failures_max=5")
     one = the_one(answer)
     assert one.recorded["fenced"] < INFINITY
     assert one.would["fenced"].likely == INFINITY
     ejections = next(total for total in answer.totals if total.name == "ejections")
     assert (ejections.recorded, ejections.would.likely) == (1, 0)
-    assert any("before this part of history ends" in limit for limit in answer.limits)
+    assert any("before the recording ends" in limit for limit in answer.limits)
 
 
 @pytest.mark.parametrize("wait_s", [12.0, 45.0])
-async def test_another_wait_means_other_trials_whose_outcome_the_canaries_around_them_tell(
+async def test_trials_after_another_wait_are_estimated_from_nearby_canaries(
     wait_s: float,
 ) -> None:
     bad = between("w1", 40, 95)
@@ -178,7 +178,7 @@ async def test_another_wait_means_other_trials_whose_outcome_the_canaries_around
 @pytest.mark.parametrize("interval_s", [2.0, 5.0, 30.0])
 @pytest.mark.parametrize("begins", [41, 47])
 @pytest.mark.parametrize("reason", ["timeout", "token_mismatch"])
-async def test_what_another_interval_would_have_meant_lies_in_the_range_that_is_told(
+async def test_the_true_result_of_another_interval_lies_in_the_estimated_range(
     interval_s: float, begins: int, reason: str
 ) -> None:
     bad = between("w2", begins, begins + 100, reason)
@@ -192,7 +192,7 @@ async def test_what_another_interval_would_have_meant_lies_in_the_range_that_is_
         assert range_.low + told.fault.likely - 1 <= at <= range_.high + told.fault.likely + 1
 
 
-async def test_more_canaries_cost_what_they_cost() -> None:
+async def test_half_the_interval_sends_twice_the_canaries() -> None:
     totals = {one.name: one for one in (await answered(lived(), "canary.interval=5s")).totals}
     asked_ = totals["canaries asked"]
     assert asked_.would.likely == pytest.approx(2 * asked_.recorded)
@@ -210,10 +210,10 @@ async def test_fewer_answers_are_exposed_when_a_wrong_worker_is_noticed_earlier(
     exposed = next(total for total in answer.totals if total.name == "answers exposed")
     assert exposed.recorded == 10
     assert exposed.would.low < exposed.would.likely < 10
-    assert any("as many a second as were found then" in limit for limit in answer.limits)
+    assert any("estimated from the recorded rate of exposed answers" in limit for limit in answer.limits)
 
 
-# --- silence, and what follows from decisions -----------------------------------------------------------------------
+# --- silence, and consequences of decisions -----------------------------------------------------------------------
 
 
 def silent(history: History, at: int) -> None:
@@ -224,27 +224,25 @@ def silent(history: History, at: int) -> None:
         history.say(WorkerHeard(**life, observer="controller-1"), seconds=0.0)
 
 
-async def test_whoever_is_heard_again_sooner_than_he_counts_as_silent_is_not_called_so() -> None:
+async def test_a_silence_shorter_than_the_timeout_is_not_noticed() -> None:
     answer = await answered(lived(also=silent), "liveness.silent_after=15s")
     one = the_one(answer)
     assert one.recorded["fenced"] < INFINITY
     assert one.would["noticed"].likely == INFINITY
 
 
-async def test_silence_is_noticed_by_so_much_later() -> None:
+async def test_a_longer_silence_timeout_delays_detection_by_the_difference() -> None:
     one = the_one(await answered(lived(also=silent), "liveness.silent_after=6s"))
     assert one.would["fenced"].exact
     assert one.would["fenced"].likely - one.again["fenced"] == pytest.approx(3.0, abs=0.01)
 
 
-async def test_silences_that_nobody_recorded_are_said_to_be_unknown() -> None:
+async def test_unrecorded_silences_are_reported_as_unknown() -> None:
     answer = await answered(lived(also=silent), "liveness.silent_after=1s")
     assert any("silences shorter than 3 s were not recorded" in limit for limit in answer.limits)
 
 
-async def test_a_process_that_was_ended_because_it_was_held_for_dead_is_ended_when_it_would_have_been() -> (
-    None
-):
+async def test_a_process_ended_after_its_dead_decision_ends_after_the_new_decision() -> None:
     def dies(history: History, at: int) -> None:
         worker = history.fleet.workers["w1"]
         if at == 43:
@@ -267,7 +265,7 @@ async def test_a_process_that_was_ended_because_it_was_held_for_dead_is_ended_wh
     assert any(isinstance(e.fact, WorkerJoined) and e.fact.instance == "w1-b" for e in history.events)
     one = the_one(await answered(history, "health.dead_after=50s"))
     sooner = one.would["recovered"].likely - one.again["recovered"]
-    assert sooner == pytest.approx(20.0, abs=2.0), "it was held for dead after 30 s"
+    assert sooner == pytest.approx(20.0, abs=2.0), "it was decided DEAD after 30 s"
 
 
 def a_spare_joins(after: int) -> Callable[[History, int], None]:
@@ -285,7 +283,7 @@ def budgeted(share: float) -> FleetPolicy:
 
 
 def two_in_turn(worker: str, at: float) -> str:
-    """While w1 is out w2 has to be kept; when w1 is well again w2 may go, and nothing has happened to it then."""
+    """While w1 is out of service w2 must be kept; when w1 recovers w2 may leave service, without a new event about it."""
     return "timeout" if (worker == "w1" and 40 <= at < 83) or (worker == "w2" and 52 <= at < 160) else ""
 
 
@@ -298,19 +296,19 @@ def two_in_turn(worker: str, at: float) -> str:
     ],
     ids=["spare", "late spare", "budget"],
 )
-async def test_under_the_policy_that_was_in_force_every_worker_fares_as_it_did(history: History) -> None:
+async def test_under_the_same_policy_every_worker_has_the_same_weights(history: History) -> None:
     recording = await read(history)
     again = take(recording, CourseTerms())
     for name in recording.weights.steps:
         now, then = (
             list({step.at: step for step in taken.since(name, recording.start + 20)}.values())
             for taken in (again.weights, recording.weights)
-        )  # the last of what was decided at once
+        )  # the last of several decisions at the same time
         assert [step[1:] for step in now] == [step[1:] for step in then], name
         assert [step.at for step in now[1:]] == pytest.approx([step.at for step in then[1:]], abs=1.5), name
 
 
-async def test_whoever_has_lost_his_place_to_a_spare_is_fenced_all_the_same() -> None:
+async def test_a_worker_replaced_by_a_spare_counts_as_fenced() -> None:
     history = lived(between("w1", 40, 95, "token_mismatch"), also=a_spare_joins(1))
     assert any(isinstance(event.fact, SpareActivated) for event in history.events)
     recording = await read(history)
@@ -324,7 +322,7 @@ async def test_whoever_has_lost_his_place_to_a_spare_is_fenced_all_the_same() ->
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
-async def test_another_ejection_budget_keeps_as_many_in_service_as_it_would_have(share: float) -> None:
+async def test_another_ejection_budget_keeps_the_true_number_in_service(share: float) -> None:
     def bad(worker: str, at: float) -> str:
         return "timeout" if worker in ("w1", "w2", "w3") and 40 <= at < 120 else ""
 
@@ -342,8 +340,8 @@ async def test_another_ejection_budget_keeps_as_many_in_service_as_it_would_have
         assert out == [int(share * 4) if share < 1 else 3, int(share * 4) if share < 1 else 3, 2]
 
 
-async def test_what_comes_after_a_fault_is_over_does_not_count_as_its_recovery() -> None:
-    """Minutes later the same worker is slow for a while: that is no sign of the fault, and another matter."""
+async def test_events_after_the_end_of_a_fault_do_not_change_its_recovery() -> None:
+    """Minutes later the same worker is slow for a while: that does not belong to the fault."""
 
     def slows(history: History, at: int) -> None:
         if at == 222:
@@ -360,11 +358,11 @@ async def test_what_comes_after_a_fault_is_over_does_not_count_as_its_recovery()
     )
 
 
-async def test_where_nothing_would_have_been_sent_nothing_fails() -> None:
+async def test_requests_that_would_not_have_been_sent_do_not_fail() -> None:
     """Requests to a worker that canaries would have fenced at once do not open its breaker later."""
 
     def fails(history: History, at: int) -> None:
-        if 55 <= at <= 57:  # before it answers again, for then its trial is due at once
+        if 55 <= at <= 57:  # before it answers again, because then its trial is due at once
             history.say(
                 RequestFailed(
                     worker="w1", instance="w1-a", frontend="frontend-0", failures_in_a_row=at - 54, reason="engine_error",
@@ -383,11 +381,11 @@ async def test_where_nothing_would_have_been_sent_nothing_fails() -> None:
     ]
 
 
-# --- as a command ---------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------------------------
 
 
 async def said(history: History, *words: str) -> list[str]:
-    """Run the command as it would be typed, and return what it printed."""
+    """Run the command line, and return what it printed."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser.add_subparsers(required=True))
     lines: list[str] = []
@@ -406,7 +404,7 @@ async def test_the_answer_names_question_faults_and_limits_in_eighty_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = await said(history, "--set", "health.failures_max=1")
-    assert lines[0] == "what if health.failures_max had been 1, and not 3?"
+    assert lines[0] == "what if health.failures_max had been 1 instead of 3?"
     assert lines[1].startswith("1 fault, ")
     text = "\n".join(lines)
     assert "w1, 12:0" in text
@@ -414,20 +412,22 @@ async def test_the_answer_names_question_faults_and_limits_in_eighty_columns(
     assert all(len(line) <= 80 for one in lines for line in one.splitlines())
 
 
-async def test_what_lasts_is_said_in_seconds_and_what_is_a_share_is_not(history: History) -> None:
+async def test_durations_are_printed_with_a_unit_and_shares_without(history: History) -> None:
     lines = await said(history, "--set", "degradation.margin=0.1", "--set", "drain.margin=10s")
-    assert lines[0] == "what if degradation.margin had been 0.1, and not 0.05?"
-    assert lines[1] == "what if drain.margin had been 10 s, and not 5 s?"
+    assert lines[0] == "what if degradation.margin had been 0.1 instead of 0.05?"
+    assert lines[1] == "what if drain.margin had been 10 s instead of 5 s?"
 
 
-async def test_an_incident_is_a_part_of_history_of_its_own(history: History) -> None:
+async def test_an_incident_selects_its_part_of_history(history: History) -> None:
     (text,) = await said(history, "--set", "health.failures_max=1", "--incident", "incident-6", "-o", "json")
     document = json.loads(text)
     assert [one["incident"] for one in document["faults"]] == ["incident-6"]
     assert document["asked"] == [{"setting": "health.failures_max", "was": 3, "asked": 1}]
 
 
-async def test_a_policy_may_come_from_a_file_and_set_wins(history: History, tmp_path: Path) -> None:
+async def test_a_policy_may_come_from_a_file_and_set_takes_precedence(
+    history: History, tmp_path: Path
+) -> None:
     for name, text in (
         ("p.json", '{"health": {"failures_max": 2}, "breaker": {"wait_min": "7s"}, "golden": {}}'),
         ("p.toml", '[health]\nfailures_max = 2\n[breaker]\nwait_min = "7s"\n'),
@@ -436,7 +436,7 @@ async def test_a_policy_may_come_from_a_file_and_set_wins(history: History, tmp_
         what = asked(["health.failures_max=1"], str(tmp_path / name))
         assert what.values == {"health.failures_max": 1, "breaker.wait_min": 7.0}
     lines = await said(history, "--policy", str(tmp_path / "p.toml"))
-    assert lines[0] == "what if health.failures_max had been 2, and not 3?"
+    assert lines[0] == "what if health.failures_max had been 2 instead of 3?"
 
 
 async def test_a_sweep_is_a_table_json_or_a_page(history: History, tmp_path: Path) -> None:
@@ -452,64 +452,62 @@ async def test_a_sweep_is_a_table_json_or_a_page(history: History, tmp_path: Pat
     page = tmp_path / "sweep.html"
     await said(history, "--sweep", "canary.interval=1s..60s", "--points", "3", "-o", str(page))
     html = page.read_text()
-    assert "What if canary.interval were another?" in html
+    assert "What if canary.interval had another value?" in html
     assert "http://" not in html.split("<script>")[0]
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ([], "what is to be otherwise?"),
+        ([], "nothing to compare: give --set"),
         (
             ["--set", "breaker.wait=3"],
-            "there is no such setting. There are breaker.wait_min, breaker.wait_max",
+            "no such setting. Did you mean one of breaker.wait_min, breaker.wait_max",
         ),
-        (["--set", "breaker.wait_min"], "it is NAME=VALUE"),
+        (["--set", "breaker.wait_min"], "must be NAME=VALUE"),
         (["--set", "breaker.wait_min=soon"], "breaker.wait_min: "),
         (["--set", "health.failures_max=2.5"], "health.failures_max: "),
         (["--set", "health.suspicious_weight=3"], "suspicious_weight is 3.0: it must be between 0 and 1"),
-        (["--set", "golden.votes=3"], "is taken as it was recorded"),
-        (["--set", "canary.interval=0s"], "it must be a time above 0"),
+        (["--set", "golden.votes=3"], "are used as recorded"),
+        (["--set", "canary.interval=0s"], "it must be a duration above 0"),
         (
             ["--set", "canary.interval=1s", "-o", "page.html"],
-            "-o page.html: text, json, a file that ends in .json",
+            "-o page.html: must be text, json, a file name ending in .json",
         ),
         (
             ["--set", "canary.interval=1s", "--incident", "incident-6", "--since", "1"],
-            "leave --since and --until out",
+            "omit --since and --until",
         ),
         (
             ["--set", "canary.interval=1s", "--recorded", "health.failures_max=1"],
             "canary.interval or liveness",
         ),
         (["--policy", "/nowhere.json"], "/nowhere.json: No such file"),
-        (["--sweep", "canary.interval=1s"], "it is NAME=A..B"),
+        (["--sweep", "canary.interval=1s"], "must be NAME=A..B"),
         (["--sweep", "canary.interval=9s..1s"], "to a larger one"),
-        (["--sweep", "canary.interval=1s..9s", "--points", "1"], "from 2 to 60"),
-        (["--sweep", "health.failures_max=none..3"], "from a number or time above 0"),
+        (["--sweep", "canary.interval=1s..9s", "--points", "1"], "must be from 2 to 60"),
+        (["--sweep", "health.failures_max=none..3"], "from a number or duration above 0"),
     ],
 )
-async def test_a_question_that_makes_no_sense_is_told_so(
-    history: History, words: list[str], why: str
-) -> None:
+async def test_an_invalid_question_is_an_error(history: History, words: list[str], why: str) -> None:
     with pytest.raises(UsageError) as refused:
         await said(history, *words)
     assert why in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"breaker": 3}', '{"breaker": {"wait": 3}}'])
-async def test_a_file_that_is_no_policy_is_named(tmp_path: Path, text: str) -> None:
+async def test_an_invalid_policy_file_is_named_in_the_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(UsageError, match=r"p\.json"):
         asked([], str(tmp_path / "p.json"))
 
 
-async def test_of_a_time_in_which_nothing_happened_there_is_nothing_to_ask(history: History) -> None:
+async def test_a_period_without_events_is_an_error(history: History) -> None:
     with pytest.raises(NothingToAsk):
         await said(history, "--set", "canary.interval=1s", "--since", "1s")
 
 
-def test_a_sweep_takes_each_value_once_and_both_ends() -> None:
+def test_a_sweep_has_each_value_once_and_both_ends() -> None:
     assert sweep.swept("health.failures_max=1..3", 30, PolicyAsked()).values == [1, 2, 3]
     values = sweep.swept("breaker.wait_min=1s..100s", 3, PolicyAsked()).values
     assert values == [1.0, 10.0, 100.0]

@@ -1,4 +1,4 @@
-"""The parts of what-if: spells between canaries, who is asked when, what the deciders are spared, and the simulator's word."""
+"""The parts of what-if: spells, canary timing, incremental deciding, and simulated runs."""
 
 import random
 from itertools import pairwise
@@ -22,7 +22,7 @@ SCHEDULED, TRIAL = CHECKS.index("scheduled"), CHECKS.index("trial")
 
 
 def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozenset()) -> CanariesTold:
-    """Return what canaries said, in turn: `.` right, `~` right but slow, `x` wrong, `-` nothing."""
+    """Return canary results in turn: `.` correct, `~` correct but slow, `x` wrong, `-` no answer."""
     found = CanariesTold("w0", "w0-a", names=list(NAMES))
     life: dict[str, Any] = {
         "worker": "w0",
@@ -58,7 +58,7 @@ def test_a_spell_begins_after_the_last_good_canary_and_ends_before_the_next() ->
     assert spell.ended(0) == pytest.approx(30)
 
 
-def test_a_wrong_answer_is_its_canarys_alone_and_between_it_and_its_last_right_one_are_others() -> None:
+def test_a_wrong_answer_concerns_only_its_canary_and_other_canaries_lie_in_between() -> None:
     (spell,) = spells(told("......xx........"))  # c2, and then c3
     assert spell.asked == {2, 3}
     assert (spell.after, spell.first, spell.last, spell.before) == (30, 60, 70, 100), (
@@ -68,13 +68,13 @@ def test_a_wrong_answer_is_its_canarys_alone_and_between_it_and_its_last_right_o
     assert not spell.tells(1)
 
 
-def test_what_never_ends_goes_on_for_ever_but_where_the_shortest_is_asked_for() -> None:
+def test_an_endless_spell_lasts_for_ever_except_at_place_0() -> None:
     (spell,) = spells(told("..--"))
     assert spell.ended(1) == spell.ended(0.5) == float("inf")
     assert spell.ended(0) == pytest.approx(30)
 
 
-def test_one_slow_answer_among_quick_ones_is_most_likely_no_more_than_that() -> None:
+def test_a_single_slow_answer_is_most_likely_a_spell_of_one_canary() -> None:
     canaries = told("...~...")
     (spell,) = spells(canaries)
     assert spell.began(0.5) == canaries.sent[3]
@@ -85,7 +85,7 @@ def test_one_slow_answer_among_quick_ones_is_most_likely_no_more_than_that() -> 
 
 
 @given(st.text(alphabet=".x-", min_size=1, max_size=30), st.sampled_from((0.0, 0.5, 1.0)))
-def test_every_bad_canary_lies_in_a_spell_and_no_good_one_where_nobody_answers(
+def test_every_failed_canary_lies_in_a_spell_and_no_passed_one_in_a_mute_spell(
     answers: str, place: float
 ) -> None:
     canaries = told(answers)
@@ -102,11 +102,11 @@ def test_every_bad_canary_lies_in_a_spell_and_no_good_one_where_nobody_answers(
             assert MUTE not in there
 
 
-# --- who is asked when ----------------------------------------------------------------------------------------------
+# --- canary timing ----------------------------------------------------------------------------------------------
 
 
 def asked(asker: Asker, *, calm: bool, until: float = 1000.0) -> list[tuple[float, int]]:
-    """Return when canaries are asked, and what each says."""
+    """Return when canaries are sent, and the result of each."""
     found, at = [], 0.0
     while (question := asker.following(at, calm, False)) is not None and question.sent < until:
         if question.said != NOTHING:
@@ -116,16 +116,16 @@ def asked(asker: Asker, *, calm: bool, until: float = 1000.0) -> list[tuple[floa
     return found
 
 
-def test_as_they_were_canaries_are_asked_when_they_were_and_say_what_they_said() -> None:
+def test_recorded_canaries_keep_their_times_and_results() -> None:
     asker = Asker(told("..-."), 0.0, 10.0, None, 0.5)
     assert asked(asker, calm=False, until=40) == [(0, GOOD), (10, GOOD), (20, MUTE), (30, GOOD)]
 
 
-def test_of_a_calm_worker_only_what_is_not_right_is_looked_at() -> None:
+def test_a_calm_worker_gets_only_canaries_that_do_not_pass() -> None:
     assert asked(Asker(told("....-..."), 0.0, 10.0, None, 0.5), calm=True) == [(40, MUTE)]
 
 
-def test_asked_more_often_it_is_noticed_earlier_and_never_before_it_began() -> None:
+def test_a_shorter_interval_detects_earlier_and_never_before_the_beginning() -> None:
     canaries = told(".....-----...")
     first = {
         (every, place): next(at for at, said in asked(Asker(canaries, 0.0, 10.0, every, place), calm=True) if said == MUTE)
@@ -138,8 +138,8 @@ def test_asked_more_often_it_is_noticed_earlier_and_never_before_it_began() -> N
         assert first[lower, 0.5] <= first[higher, 0.5]
 
 
-def test_whoever_has_just_joined_is_asked_at_a_time_that_nobody_knows() -> None:
-    """Where a round of joining ended says nothing of when the next canary comes: later intervals, later noticed."""
+def test_after_a_join_a_longer_interval_never_detects_earlier() -> None:
+    """The end of the join round does not determine the next canary's time: longer intervals detect later."""
     canaries = told("....-----...", every=1.0)
     canaries.check[:4] = bytes([CHECKS.index("join")]) * 4
     first = [
@@ -149,7 +149,7 @@ def test_whoever_has_just_joined_is_asked_at_a_time_that_nobody_knows() -> None:
     assert first == sorted(first)
 
 
-def test_while_nobody_asked_it_would_have_answered_as_before_and_after() -> None:
+def test_without_recorded_canaries_results_follow_those_before_and_after() -> None:
     canaries = told("..--......")
     for kept in (canaries.at, canaries.sent):
         del kept[4:8]
@@ -158,14 +158,12 @@ def test_while_nobody_asked_it_would_have_answered_as_before_and_after() -> None
     found = asked(asker, calm=False, until=85)
     assert found[:4] == [(0, GOOD), (10, GOOD), (20, MUTE), (30, MUTE)]
     between = [(at, said) for at, said in found if 30 < at < 80]
-    assert [said for _, said in between] == [MUTE, MUTE, GOOD, GOOD], (
-        "it was well again halfway, as far as is known"
-    )
+    assert [said for _, said in between] == [MUTE, MUTE, GOOD, GOOD], "the estimated recovery is halfway"
     assert found[-1] == (80, GOOD)
 
 
-def test_after_a_trial_that_is_not_asked_here_canaries_go_on_at_their_interval() -> None:
-    """The one at 50 was put off by the trial at 45: without that it comes at 40."""
+def test_canaries_continue_at_their_interval_without_a_recorded_trial() -> None:
+    """The trial at 36 delayed the canary at 46: without the trial it comes at 40."""
     canaries = told("..----")
     canaries.sent[4], canaries.at[4] = 36.0, 36.05
     canaries.sent[5], canaries.at[5] = 46.0, 46.05
@@ -178,7 +176,7 @@ def test_after_a_trial_that_is_not_asked_here_canaries_go_on_at_their_interval()
     assert sent == [0, 10, 20, 30, 40, 50, 60]
 
 
-def test_who_joins_later_than_it_did_is_let_in_by_a_canary_of_then_and_asked_again_until_one_does() -> None:
+def test_a_later_join_is_admitted_by_a_canary_of_that_time_and_probed_until_one_passes() -> None:
     canaries = told("......")
     canaries.check[0] = CHECKS.index("join")
     later = Asker(canaries, 30.0, 10.0, None, 0.5)
@@ -191,27 +189,27 @@ def test_who_joins_later_than_it_did_is_let_in_by_a_canary_of_then_and_asked_aga
     assert at_once is not None and (at_once.check, at_once.guessed) == ("join", False)
 
 
-def test_a_trial_is_the_one_that_was_if_it_was_then() -> None:
+def test_a_trial_near_a_recorded_one_has_its_result() -> None:
     asker = Asker(told("..-.", trials=frozenset({2})), 0.0, 10.0, None, 0.5)
     question = asker.trial(19.5)
     assert (question.sent, question.said, question.guessed) == (20, MUTE, False)
 
 
-def test_a_trial_that_was_not_is_answered_as_the_canaries_around_it_were() -> None:
+def test_an_unrecorded_trial_has_the_result_of_the_canaries_around_it() -> None:
     for at, said in ((12.0, GOOD), (35.0, MUTE), (75.0, GOOD)):
         question = Asker(told("..-----..."), 0.0, 10.0, None, 0.5).trial(at)
         assert (question.said, question.guessed) == (said, True)
 
 
-def test_between_a_bad_canary_and_a_good_one_a_trial_passes_as_early_as_can_be_or_as_late() -> None:
+def test_between_a_failed_and_a_passed_canary_the_place_decides_a_trials_result() -> None:
     answers = told("..---....")
     assert [Asker(answers, 0.0, 10.0, None, place).trial(46.0).said for place in (0.0, 1.0)] == [GOOD, MUTE]
 
 
-# --- what the deciders are spared -----------------------------------------------------------------------------------
+# --- incremental deciding -----------------------------------------------------------------------------------
 
 
-def test_shares_of_the_same_fleet_are_reckoned_once_and_are_what_they_would_be_without() -> None:
+def test_cached_shares_give_the_same_decisions_as_without_a_cache() -> None:
     history, shares, dice = History().start(5), Shares(), random.Random(1)
     for n in range(200):
         worker = f"w{dice.randrange(5)}"
@@ -220,7 +218,7 @@ def test_shares_of_the_same_fleet_are_reckoned_once_and_are_what_they_would_be_w
         decided = settle(history.policy, fleet, now)
         assert settle(history.policy, fleet, now, None, shares) == decided, n
         assert (
-            settle(history.policy, fleet, now, [worker, *_others_with_something_to_say(history)], shares)
+            settle(history.policy, fleet, now, [worker, *_others_with_pending_changes(history)], shares)
             == decided
         ), n
         history.append(decided, through=len(history.events))
@@ -230,11 +228,11 @@ def test_shares_of_the_same_fleet_are_reckoned_once_and_are_what_they_would_be_w
         ]
         assert list(shares.of(history.fleet.workers).get("llama", [])) == expected
         assert shares.ranks("llama", history.fleet.workers) == Shares().ranks("llama", history.fleet.workers)
-        if dice.random() < 0.1:  # one of them comes back as another life, or one more comes
+        if dice.random() < 0.1:  # one of them returns as another instance, or a new one joins
             history.say(history.joined(f"w{dice.randrange(8)}", f"again-{n}"))
 
 
-def test_who_is_another_than_before_is_told_whatever_the_order_of_the_names() -> None:
+def test_changed_workers_are_found_in_any_order_of_names() -> None:
     fleet = History().start(3).fleet.workers
     other = replace(fleet["w1"], incident="i")
     assert changed_since(fleet, fleet) == []
@@ -245,17 +243,17 @@ def test_who_is_another_than_before_is_told_whatever_the_order_of_the_names() ->
     assert changed_since({"w9": fleet["w0"], **turned}, {**fleet, "w1": other}) == ["w1"]
 
 
-def _others_with_something_to_say(history: History) -> list[str]:
-    """Return workers for whom time alone may have made something due, or that are in doubt."""
+def _others_with_pending_changes(history: History) -> list[str]:
+    """Return workers that are in doubt, or for which time alone may have made a decision due."""
     return [name for name, one in history.fleet.workers.items() if not one.well]
 
 
-# --- the simulator's word -------------------------------------------------------------------------------------------
+# --- checks against simulated runs -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("question", ["one failure", "wait 40 s", "canary every 3 s", "silent after 2 s"])
-def test_a_second_run_by_the_other_policy_lies_within_what_was_told_of_the_first(question: str) -> None:
-    """Four faults and three figures each: twelve of a seed. `python -m benchmarks what_if` says how many of 1,200 do."""
+def test_a_second_run_under_the_other_policy_lies_within_the_predictions(question: str) -> None:
+    """Four faults and three figures each: twelve per seed. `python -m benchmarks what_if` counts how many of 1,200 hold."""
     values = QUESTIONS[question]
     found: list[Prediction] = predictions(0, values)
     outside = [one for one in found if not one.within(slack_s(values))]

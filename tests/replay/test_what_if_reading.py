@@ -1,4 +1,4 @@
-"""A long part of history is read by several processes, and is the same as if one had read it."""
+"""A long part of the journal is read by several processes, with the same result as by one."""
 
 import os
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ from events.observations import RequestFailed, RequestsServed
 
 
 def long_history() -> History:
-    """Return one with all that a stretch tells apart: canaries of several lives, requests, decisions, faults."""
+    """Return a history with all that a stretch distinguishes: canaries of several instances, requests, decisions, faults."""
     history = History().start(4)
     for n in range(6):
         history.corruption(f"w{n % 3}")
@@ -57,7 +57,7 @@ HISTORY = long_history()
 
 
 def whole(*parts: StretchRead) -> Recording:
-    """Return what these parts tell, one after another."""
+    """Return the recording of these consecutive parts."""
 
     async def told() -> AsyncIterator[StretchRead]:
         for part in parts:
@@ -80,25 +80,25 @@ def stretch(first: int, last: int, decided: int = 0) -> StretchRead:
 
 
 def plain(recording: Recording) -> dict[str, object]:
-    """Return all that is in a recording, comparable."""
+    """Return everything in a recording as comparable values."""
     found = {one.name: getattr(recording, one.name) for one in fields(recording)}
     weights = found.pop("weights")
     return {**found, "steps": dict(weights.steps), "gpus": weights.gpus}
 
 
 @given(st.sets(st.integers(1, len(HISTORY.events) - 1), max_size=4))
-def test_a_history_that_is_read_in_parts_is_the_same(cuts: set[int]) -> None:
+def test_a_history_read_in_parts_is_the_same(cuts: set[int]) -> None:
     bounds = [0, *sorted(cuts), len(HISTORY.events)]
     parts = [stretch(first, last) for first, last in pairwise(bounds)]
     assert plain(whole(*parts)) == plain(whole(stretch(0, len(HISTORY.events))))
 
 
-def test_what_a_history_tells_beside_the_canaries() -> None:
+def test_a_recording_keeps_requests_exposures_and_evidence() -> None:
     found = whole(stretch(0, 100), stretch(100, len(HISTORY.events)))
     assert found.served == {"w0": (36, 60.0)}
     assert len(found.exposed["w3"]) == 6
     kept = [one for one in found.happened if isinstance(one.fact, RequestsServed)]
-    assert 0 < len(kept) < 12  # those alone that may follow a failure, within ten minutes
+    assert 0 < len(kept) < 12  # only those within ten minutes after a failure
     failed_at = [one.at for one in found.happened if isinstance(one.fact, RequestFailed)]
     assert all(any(0 <= one.at - at < SERVED_AFTER_S for at in failed_at) for one in kept)
     wrong = [one for one in found.adverse["w2"] if one.what == "token_mismatch"]
@@ -107,9 +107,7 @@ def test_what_a_history_tells_beside_the_canaries() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.5, 1.0), (1.0, 0.5)])
-def test_what_is_known_of_a_prober_and_of_a_life_is_known_of_the_parts_together(
-    first: float, second: float
-) -> None:
+def test_prober_skew_and_canary_results_are_merged_across_parts(first: float, second: float) -> None:
     history = History()
     history.say(history.failed("w0"), history.passed("w0"))
     parts = []
@@ -122,14 +120,14 @@ def test_what_is_known_of_a_prober_and_of_a_life_is_known_of_the_parts_together(
     assert told.good == history.events[1].fact and len(told.facts) == 1
 
 
-def test_a_history_is_too_long_by_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_limit_applies_to_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controller.replay.whatif.stretch.EVENTS_MAX", 30)
     with pytest.raises(TooMuch, match="more than 30 events"):
         whole(stretch(0, 20), stretch(20, 40))
 
 
 @pytest.mark.servers
-async def test_processes_read_a_real_journal_side_by_side(nats_url: str) -> None:
+async def test_processes_read_a_real_journal_in_parallel(nats_url: str) -> None:
     journal = await NatsJournal.connect(nats_url, "controller:reads")
     last = await publish(nats_url, HISTORY.events)
     try:
@@ -143,6 +141,6 @@ async def test_processes_read_a_real_journal_side_by_side(nats_url: str) -> None
         await journal.close()
 
 
-def test_a_process_that_is_killed_is_said() -> None:
-    with pytest.raises(HelperGone, match="enough memory"), helpers(2) as pool:
+def test_a_killed_helper_process_is_reported() -> None:
+    with pytest.raises(HelperGone, match="out of memory"), helpers(2) as pool:
         list(pool.map(os._exit, [9]))

@@ -1,1 +1,1 @@
-"""`holdfast replay report`: one post-mortem as a page to look at, as Markdown, or as JSON."""
+"""`holdfast replay report`: a post-mortem as an HTML page, as Markdown or as JSON."""

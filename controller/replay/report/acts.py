@@ -1,4 +1,4 @@
-"""What operators did, and which faults were rehearsed, in the window of a post-mortem."""
+"""Operator commands and rehearsed faults in the window of a post-mortem."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from controller.replay.sentences import sentence
 from events.fact import Decision, Recorded
 from events.observations import ChaosInjected, CommandRefused, ScaleApplied, ScaleProposed
 
-PLANNED = (ScaleProposed, ScaleApplied)  # their `by` names what carries a proposal out
+PLANNED = (ScaleProposed, ScaleApplied)  # their `by` names the process that applies a proposal
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorAct:
-    """One act of an operator. `rehearsal`: a fault that was injected on purpose, or its end."""
+    """One command of an operator. `rehearsal` marks an injected fault or its end."""
 
     at: datetime
     seq: int
@@ -24,7 +24,7 @@ class OperatorAct:
 
 
 def acts(events: Iterable[Recorded]) -> list[OperatorAct]:
-    """Return the acts among these events, in order: each observation with a field `by`, and refused commands."""
+    """Return the operators' commands in these events, in order: observations with a field `by`, and refused commands."""
     return [
         OperatorAct(
             event.at,

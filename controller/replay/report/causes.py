@@ -1,4 +1,4 @@
-"""What led to what: events as trees, each below its cause."""
+"""Causal trees of events: each event below its cause."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,28 +6,28 @@ from typing import NamedTuple
 from controller.replay.find import cause, name
 from events.fact import Recorded
 
-NODES_MAX = 400  # shown: what comes beyond is counted
+NODES_MAX = 400  # nodes shown: further ones are only counted
 
 
 class CauseNode(NamedTuple):
     """An event in its tree."""
 
-    depth: int  # causes above it
+    depth: int  # number of causes above it
     event: Recorded
 
 
 class Causes(NamedTuple):
-    """The trees, one after another, each from its top down."""
+    """The causal trees, one after another, each from its root down."""
 
     nodes: Sequence[CauseNode]
-    left_out: int  # events that belong there, too
+    left_out: int  # further events that are not shown
 
 
 def causes(events: Sequence[Recorded]) -> Causes:
-    """Return the trees of all events that led to another one of them, or came of one."""
+    """Return the trees of all events that caused or were caused by another one of them."""
     named: dict[str, Recorded] = {}
     for event in events:
-        named.setdefault(name(event), event)  # a repetition is no other event
+        named.setdefault(name(event), event)  # a repetition is the same event
     below: dict[str, list[Recorded]] = {}
     tops: list[Recorded] = []
     for event in named.values():

@@ -1,4 +1,4 @@
-"""What a report says, before it is a page: everything is here, as JSON has it."""
+"""The content of a report, independent of its output format."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,11 +33,11 @@ class Report:
     breakers: Sequence[Stretch]
     causes: Causes
     hurt: Hurt
-    acts: Sequence[OperatorAct]  # of operators, rehearsals included
-    phases: Sequence[PhaseTimes]  # of an incident; else none
-    policy: dict[str, Any] | None  # in force at the end
-    unusual: Sequence[tuple[str, Any, Any]]  # of it: setting, value, default
-    cut: bool  # more has happened than is told
+    acts: Sequence[OperatorAct]  # operators' commands, including rehearsals
+    phases: Sequence[PhaseTimes]  # of the incident; empty without one
+    policy: dict[str, Any] | None  # policy in force at the end
+    unusual: Sequence[tuple[str, Any, Any]]  # settings that differ from the default: setting, value, default
+    cut: bool  # the window has more events than a report shows
 
     @property
     def start(self) -> datetime:
@@ -54,33 +54,33 @@ class Report:
         return f"The fleet from {self.start:%Y-%m-%d %H:%M:%S} to {self.end:%H:%M:%S} UTC"
 
     def summary(self) -> list[str]:
-        """Return three sentences: what happened, to whom, and how it was met."""
-        return [self._what(), _to_whom(self.hurt), self._how()]
+        """Return three sentences: what happened, the user impact, and the response."""
+        return [self._what(), _user_impact(self.hurt), self._how()]
 
     def _what(self) -> str:
         if (story := self.story) is not None:
             end = (
                 f"recovered {span(story.recovered_s)} after its incident was opened: {story.outcome}"
                 if story.recovered_s is not None
-                else "is not over yet"
+                else "has not recovered yet"
             )
             begun = f"{story.events[0].at:%Y-%m-%d %H:%M:%S} UTC"
             return f"At {begun} {about(story.subject)} failed ({story.symptom}); it {end}."
         opened = sum(isinstance(event.fact, IncidentOpened) for event in self.events)
         took = span((self.end - self.start).total_seconds())
-        return f"In these {took} the journal took {count(len(self.events), 'event')}, and {count(opened, 'incident')} opened."
+        return f"In these {took} the journal recorded {count(len(self.events), 'event')}, and {count(opened, 'incident')} opened."
 
     def _how(self) -> str:
         found = self.hurt
         took = [f"{one.phase} after {span(one.here_s)}" for one in self.phases if one.here_s is not None]
         said = f"It was {', '.join(took)}; " if took else ""
         share = f"{100 * found.least_capacity:.0f} %"
-        lacked = f"{found.gpu_s:.1f} GPU-seconds were missing, and at the least {share} of the fleet served."
+        lacked = f"{found.gpu_s:.1f} GPU-seconds were missing, and at least {share} of the fleet served throughout."
         return said + lacked if said else lacked[0].upper() + lacked[1:]
 
 
 def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
-    """Make the report of a part of history; `others`: the phases of the fleet's incidents, with which its own are compared."""
+    """Build the report of a window. `others` are the phases of other incidents, for comparison."""
     found = frames(window.order, window.events, window.start)
     story = window.story
     policy = window.order.shown.policy
@@ -101,8 +101,10 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
 
 
 def _told(window: ReportWindow) -> Sequence[Recorded]:
-    """Return the events that tell of users: all of the window's, or for an incident those that are about it. What a model's
-    users felt is told beside its incident, which is about capacity alone."""
+    """Return the events that show user impact: all of the window's, or those of its incident.
+
+    An incident of a model is about capacity alone, so the impact on the model's users is added from the window.
+    """
     if (story := window.story) is None:
         return window.events
     subject = story.subject
@@ -133,25 +135,25 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def _to_whom(found: Hurt) -> str:
+def _user_impact(found: Hurt) -> str:
     moved, exposed, lost = found.moved(), found.exposed(), found.lost()
     said = []
     if moved:
         gap = span(max(max(one.gaps_ms) for one in moved) / 1000)
-        said.append(f"{count(len(moved), 'request')} went on elsewhere (longest gap {gap})")
+        said.append(f"{count(len(moved), 'request')} migrated (longest gap {gap})")
     if exposed:
         tokens = count(found.tokens_exposed, "token")
         said.append(
-            f"{count(len(exposed), 'request')} {_be(len(exposed))} exposed to {tokens} of a convicted worker"
+            f"{count(len(exposed), 'request')} {_be(len(exposed))} exposed to {tokens} from a convicted worker"
         )
     if lost:
         said.append(f"{count(len(lost), 'request')} {_be(len(lost))} lost")
     if rejected := sum(found.rejected.values()):
-        said.append(f"{count(rejected, 'request')} {_be(rejected)} turned away")
+        said.append(f"{count(rejected, 'request')} {_be(rejected)} rejected")
     if not said:
-        return "No request moved, none was lost, and nobody got a token of a convicted worker."
-    nobody = "" if lost else "; none was lost"
-    return f"{'; '.join(said)}{nobody}."
+        return "No request migrated, none was lost, and none received a token from a convicted worker."
+    none_lost = "" if lost else "; none was lost"
+    return f"{'; '.join(said)}{none_lost}."
 
 
 def _be(number: int) -> str:
@@ -164,7 +166,7 @@ def _node(depth: int, event: Recorded) -> dict[str, Any]:
 
 
 def _event(event: Recorded) -> dict[str, Any]:
-    """Return an event; of a snapshot not its data, which is the whole fleet, packed."""
+    """Return an event as JSON types, without a snapshot's data, which is the whole fleet in packed form."""
     found = as_json(event) | {"routine": timeline.is_routine(event.fact)}
     if isinstance(event.fact, SnapshotKept):
         found["body"] = found["body"] | {"data": ""}
@@ -172,7 +174,7 @@ def _event(event: Recorded) -> dict[str, Any]:
 
 
 def _first(found: Report) -> int:
-    """Return the number of the frame at which an incident opened; 0 where there is none."""
+    """Return the index of the frame at which the incident opened; 0 without an incident."""
     if found.story is None:
         return 0
     opened = next(event.seq for event in found.story.events if isinstance(event.fact, IncidentOpened))
@@ -227,7 +229,7 @@ def plain(found: Report) -> dict[str, Any]:
         "causes_left_out": found.causes.left_out,
         "frames": [
             {"seq": one.seq, "at": one.at.isoformat(), "capacity": one.capacity, "levels": dict(one.levels),
-             "workers": {who: shown._asdict() if shown is not None else None for who, shown in one.workers.items()}}
+             "workers": {name: shown._asdict() if shown is not None else None for name, shown in one.workers.items()}}
             for one in found.frames
         ],
         "first_frame": _first(found),

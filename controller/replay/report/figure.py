@@ -1,9 +1,9 @@
-"""The lane picture, as Plotly draws it: traces and a layout, plain JSON types."""
+"""The swim-lane chart of a report as Plotly traces and layout, in plain JSON types."""
 
 from datetime import UTC, datetime
 from typing import Any
 
-COLORS = {  # Okabe and Ito's, which also those tell apart who see no red or green
+COLORS = {  # the Okabe-Ito palette, which is safe for color-blind readers
     "HEALTHY": "#009e73",
     "RAMPING": "#94d3bd",
     "CAPPED": "#56b4e9",
@@ -24,7 +24,7 @@ LANE_PX, LANES_LEAST_PX, CAPACITY_PX = 26, 120, 90
 
 
 def utc(millis: float) -> str:
-    """Return a time as Plotly shows it: it takes numbers for the viewer's own time of day, and text as it stands."""
+    """Format a time as text, because Plotly converts numbers to the viewer's time zone but shows text unchanged."""
     return datetime.fromtimestamp(millis / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
 
 

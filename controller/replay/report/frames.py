@@ -1,4 +1,4 @@
-"""The fleet as it was, at every event that changed what is shown of it: the fold itself, precomputed for a slider."""
+"""Precomputed states of the fleet for the report's slider: one per event that changes what is shown."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ class WorkerShown(NamedTuple):
     breaker: str
     reason: str
     incident: str
-    state: str  # its lane's colour: the health, or where that is well SPARE, RAMPING (on its way to its full weight), CAPPED
-    spare: bool  # it waits, and is to serve nobody
-    gpus: int  # that it runs on
+    state: str  # color of its lane: the health; for a healthy worker SPARE, RAMPING (towards its full weight) or CAPPED
+    spare: bool  # it waits as a spare and serves no requests
+    gpus: int  # number of its GPUs
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one event changed."""
+    """The changes by one event."""
 
     seq: int
     at: datetime
-    workers: Mapping[str, WorkerShown | None]  # None: it is no part of the fleet any more
-    levels: Mapping[str, int]  # degradation, by model
-    capacity: float  # of all workers that are no spares, the share that serves: weights, by their GPUs
+    workers: Mapping[str, WorkerShown | None]  # None: no longer part of the fleet
+    levels: Mapping[str, int]  # degradation level by model
+    capacity: float  # serving share of all workers except spares: mean weight, weighted by GPUs
 
 
 def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> list[Frame]:
-    """Fold events, and return what is shown before the first of them, at the time `at`, and whatever changes that."""
+    """Fold events, and return a frame of the initial state at time `at`, and one for each event that changes it."""
     fleet = order.shown
     shown = {name: shown_of(worker) for name, worker in fleet.workers.items()}
     levels = _levels(fleet)
@@ -65,7 +65,7 @@ def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> lis
 def _changed(
     before: Fleet, after: Fleet, shown: Mapping[str, WorkerShown], only: str | None
 ) -> Iterable[tuple[str, WorkerShown | None]]:
-    """Yield the workers that are shown otherwise; `only`: nobody else can be, since an observation is of one."""
+    """Yield the workers that are shown differently. `only` is the one worker that an observation can have changed."""
     if after.workers is before.workers:
         return
     if only is not None and only in after.workers:
@@ -85,7 +85,7 @@ def _levels(fleet: Fleet) -> dict[str, int]:
 
 
 def capacity(shown: Iterable[WorkerShown]) -> float:
-    """Return the share of these workers that serves: weights, by their GPUs; spares are left out."""
+    """Return the serving share of these workers: their mean weight, weighted by GPUs, without spares."""
     places = [(one.gpus, one.weight) for one in shown if not one.spare]
     whole = sum(gpus for gpus, _ in places)
     return sum(gpus * weight for gpus, weight in places) / whole if whole else 0.0
@@ -113,7 +113,7 @@ def shown_of(worker: Worker) -> WorkerShown:
 
 
 class Stretch(NamedTuple):
-    """So long something was so."""
+    """A span of time in which a worker had one value of a field."""
 
     worker: str
     what: str
@@ -122,7 +122,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(found: Sequence[Frame], end: datetime, field: str) -> list[Stretch]:
-    """Return for how long each worker had each value of a field of `WorkerShown`."""
+    """Return the spans in which each worker had each value of a field of `WorkerShown`."""
     begun: dict[str, tuple[str, datetime]] = {}
     told: list[Stretch] = []
     for frame in found:

@@ -1,4 +1,4 @@
-"""Who was hurt, and what did it cost?"""
+"""User impact and cost of an incident: affected requests, lost capacity, recomputed tokens."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,34 +20,38 @@ from events.observations import (
 
 @dataclass(slots=True)
 class Hurt:
-    """Users, and what they or the fleet paid."""
+    """The affected requests, and the cost to users and to the fleet."""
 
-    requests: list[RequestStory] = field(default_factory=list)  # to which something happened, in order
+    requests: list[RequestStory] = field(default_factory=list)  # affected requests, in order
     rejected: Counter[str] = field(default_factory=Counter)  # by reason
-    unknown: list[ExposureUnknown] = field(default_factory=list)  # who was answered by whom cannot be said
-    served: int = 0  # answers, of all workers
+    unknown: list[ExposureUnknown] = field(
+        default_factory=list
+    )  # it is unknown which requests the worker served
+    served: int = 0  # answers of all workers
     tokens_served: int = 0
-    tokens_again: int = 0  # of answers, read again as a prompt elsewhere; prompts come on top, and the journal does not know them
+    tokens_again: int = (
+        0  # answer tokens recomputed elsewhere; prompt tokens come on top, but are not on the journal
+    )
     tokens_exposed: int = 0
-    bytes_moved: int = 0  # of KV caches
-    gpu_s: float = 0.0  # in which GPUs that should have served did not, or not fully; spares do not count
-    least_capacity: float = 1.0  # share
+    bytes_moved: int = 0  # bytes of KV caches
+    gpu_s: float = 0.0  # GPU-seconds of missing service, without spares
+    least_capacity: float = 1.0  # minimum serving share of the fleet
 
     def moved(self) -> list[RequestStory]:
-        """Return those that went on elsewhere."""
+        """Return the requests that migrated."""
         return [one for one in self.requests if one.gaps_ms]
 
     def exposed(self) -> list[RequestStory]:
-        """Return those that hold tokens of a convicted worker."""
+        """Return the requests that hold tokens of a convicted worker."""
         return [one for one in self.requests if one.exposed]
 
     def lost(self) -> list[RequestStory]:
-        """Return those that could not be continued."""
+        """Return the requests that could not be continued."""
         return [one for one in self.requests if one.lost]
 
 
 def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Hurt:
-    """Return who was hurt in these events (at least one), and what the fleet lacked from the first of them on."""
+    """Return the user impact of these events (at least one), and the missing capacity from the first of them on."""
     found, by_request, seen = Hurt(), dict[str, list[Recorded]](), set[str]()
     for event in events:
         if event.id in seen:
@@ -78,8 +82,10 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
 
 
 def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:
-    """Return GPU-seconds out of service, and the least share of the fleet that served. A fleet that begins lacks nothing before
-    somebody serves."""
+    """Return the GPU-seconds out of service, and the minimum share of the fleet that served.
+
+    A starting fleet lacks nothing before its first worker serves.
+    """
     shown: dict[str, WorkerShown] = {}
     gpu_s, least, begun = 0.0, 1.0, bool(frames[0].workers)
     ends = [frame.at for frame in frames[1:]] + [end]

@@ -1,5 +1,7 @@
-"""What the picture of a report is drawn from: a lane for each worker to which something happened, one for the control plane,
-one for capacity. Times are milliseconds since 1970, by the stream's clock."""
+"""The data of a report's chart: lanes of the affected workers and the control plane, and capacity.
+
+Times are milliseconds since 1970, by the stream's clock.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,13 +23,13 @@ from events.observations import (
     SnapshotKept,
 )
 
-LANES_MAX = 60  # what has more is no picture
-PASSED_MAX = 1500  # canaries that passed: beyond that every second, third, … of them is drawn
-MOVES_TOGETHER_MS = 200  # streams that go from one worker to another within that are one arrow
+LANES_MAX = 60  # more would be unreadable
+PASSED_MAX = 1500  # passed canaries drawn; of more, only every second, third, …
+MOVES_TOGETHER_MS = 200  # moves between the same two workers within this time are one arrow
 
 
 def lanes(found: Report) -> dict[str, Any]:
-    """Return all of it as plain JSON types."""
+    """Return the chart's data as plain JSON types."""
     workers = concerned(found)
     shown = set(workers[:LANES_MAX])
     return {
@@ -55,12 +57,12 @@ def lanes(found: Report) -> dict[str, Any]:
 
 
 def millis(at: datetime) -> float:
-    """Return a time as browsers count it."""
+    """Return a time in milliseconds since 1970, as browsers use it."""
     return round(at.timestamp() * 1e3, 3)
 
 
 def concerned(found: Report) -> list[str]:
-    """Return the workers to which something happened, by name."""
+    """Return the affected workers, sorted by name."""
     lives = Counter(one.worker for one in found.states)
     told = {one.worker for one in found.states if one.what not in WELL or lives[one.worker] > 1}
     told |= {one.worker for one in found.breakers if one.what != "closed"}
@@ -71,7 +73,7 @@ def concerned(found: Report) -> list[str]:
 
 
 def _natural(text: str) -> tuple[str, int, str]:
-    """Sort w2 before w10."""
+    """Return a sort key that puts w2 before w10."""
     letters = text.rstrip("0123456789")
     return letters, int(text[len(letters) :] or 0), text
 

@@ -1,4 +1,4 @@
-"""A report as one file: a page that needs no network, or Markdown."""
+"""Renders a report as a self-contained HTML page or as Markdown."""
 
 import base64
 import gzip
@@ -8,11 +8,11 @@ from typing import Any
 from controller.replay.pages import asset, environment, plotly
 from controller.replay.report.figure import COLORS, figure
 
-ROWS_MAX = 1000  # of a table in the page; what comes beyond is in its data
+ROWS_MAX = 1000  # rows shown per table; further ones are only in the page's data
 
 
 def html(report: dict[str, Any], lanes: dict[str, Any]) -> str:
-    """Return a report as a page. Raise NoPlotly."""
+    """Return a report as an HTML page. Raise NoPlotly."""
     data = {
         "figure": figure(lanes),
         "frames": report["frames"],

@@ -1,7 +1,7 @@
-"""How long did it take: to notice, to fence, to recover? Of one incident, and of the fleet's others beside it.
+"""The phases of an incident (noticed, fenced, recovered), compared with those of other incidents.
 
-    noticed     from the first symptom (a fault that was played, or the event that the incident was opened for) to its opening
-    fenced      from the opening to the first decision by which nothing goes there any more
+    noticed     from the first symptom (an injected fault, or the event that the incident was opened for) to its opening
+    fenced      from the opening to the first decision after which the worker gets nothing new
     recovered   from the opening to the closing
 
 MTTD is the mean of the first, MTTR of the third.
@@ -20,13 +20,13 @@ from events.decisions import BreakerOpened, DrainStarted, HealthChanged, Inciden
 from events.fact import Decision, Recorded
 from events.observations import ChaosInjected
 
-REMEMBERED = 20_000  # events whose times are at hand for who names them as a cause
+REMEMBERED = 20_000  # number of recent events kept, to look up the times of causes
 NAMES = ("noticed", "fenced", "recovered")
 
 
 @dataclass(slots=True)
 class Phases:
-    """One incident's. Times are the stream's; None: not yet, or not known."""
+    """The phases of one incident. Times are the stream's; None: not reached yet, or unknown."""
 
     incident: str
     subject: str
@@ -36,7 +36,7 @@ class Phases:
     closed_at: datetime | None = None
 
     def seconds(self, phase: str) -> float | None:
-        """Return how long a phase took."""
+        """Return the duration of a phase in seconds; None if it is unknown or not complete."""
         start, end = {
             "noticed": (self.symptom_at, self.opened_at),
             "fenced": (self.opened_at, self.fenced_at),
@@ -47,7 +47,7 @@ class Phases:
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """How long one phase took here, and elsewhere."""
+    """The duration of one phase in this incident, and in others."""
 
     phase: str
     here_s: float | None
@@ -72,15 +72,15 @@ async def all_phases(batches: AsyncIterator[Sequence[Recorded]]) -> dict[str, Ph
 
 
 class _Found:
-    """What is found on the way."""
+    """Collects the phases while reading events."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Phases] = {}
-        self._times: OrderedDict[str, datetime] = OrderedDict()  # of events, by how others name them
-        self._played: dict[str, datetime] = {}  # faults that were played last, by worker
+        self._times: OrderedDict[str, datetime] = OrderedDict()  # of events, by the name that others refer to
+        self._played: dict[str, datetime] = {}  # time of the last injected fault, by worker
 
     def take(self, event: Recorded) -> None:
-        """Take an event in, in order."""
+        """Add an event, in order."""
         self._times[name(event)] = event.at
         if len(self._times) > REMEMBERED:
             self._times.popitem(last=False)
@@ -96,7 +96,7 @@ class _Found:
                 pass
 
     def _symptom(self, event: Recorded, subject: str) -> datetime | None:
-        """Return when it began: when a fault was played shortly before, or with the event that it was opened for."""
+        """Return the time of the first symptom: a fault injected shortly before, or the event that opened the incident."""
         played = self._played.pop(subject.partition("worker:")[2], None)
         if played is not None and event.at - played <= CHAOS_BEFORE:
             return played
@@ -114,7 +114,7 @@ def _take(found: dict[str, Phases], event: Recorded, fact: Decision) -> None:
 
 
 def fences(fact: Decision) -> bool:
-    """Say whether by this decision nothing new goes to a worker any more."""
+    """Return whether nothing new goes to the worker after this decision."""
     return isinstance(fact, BreakerOpened | DrainStarted) or (
         isinstance(fact, HealthChanged) and fact.weight == 0.0
     )

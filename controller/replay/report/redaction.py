@@ -1,7 +1,7 @@
-"""A report without names: who reads it learns what happened, and not to whom or where.
+"""Removes the names of requests, workers, hosts and people from a report.
 
-Names are found in the fleet as it was before, and in all events; each has one word in its place, everywhere. What says how things
-are (kinds, states, instants, numbers) stays as it is, whatever somebody has called a worker.
+Names are collected from the fleet before the window and from all events. Each is replaced by one pseudonym everywhere. Values
+that describe states (kinds, states, instants, numbers) stay, even if a worker happens to have the same name.
 """
 
 import re
@@ -29,23 +29,23 @@ _FIELDS = {
     "device": ("device",),
     "person": ("by", "who"),
 }
-OURS = {  # names that are everybody's
+OURS = {  # generic names that identify nothing
     *("controller", "planner", "projector", "frontend", "supervisor", "operator", "reader", "worker", "workers"),
     *("configured", "cpu", "cuda", "simulated", "sim", "gpu", "canary", "user", ""),
 }  # fmt: skip
-AS_IT_IS = {  # fields that say how things are
+AS_IT_IS = {  # fields that describe states and kinds
     *("kind", "health", "state", "breaker", "before", "after", "phase", "method", "cause", "check_type", "golden", "fault"),
     *("position", "subject_kind", "outcome", "action", "tier", "mode", "engine", "id", "name", "event", "causation"),
 }  # fmt: skip
 GONE = ("pid", "url", "tokenizer")
-NAMED = ("workers",)  # mappings whose keys are workers
+NAMED = ("workers",)  # mappings keyed by worker
 
 
 class Redaction:
-    """What is said in place of what."""
+    """The pseudonyms of a report's names."""
 
     def __init__(self, fleet: Fleet, events: Iterable[Recorded]) -> None:
-        """Find every name: of a fleet as it was, and in what happened then."""
+        """Collect every name from the fleet before the window and from its events."""
         self._words: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         for worker in (*fleet.workers.values(), *fleet.departed.values()):
@@ -93,18 +93,18 @@ class Redaction:
         return _WORD.sub(self._word, _PATH.sub("(path)", said))
 
     def _word(self, found: re.Match[str]) -> str:
-        """Return a word, or what stands in its place; of one with dots, such as a subject, each part."""
+        """Return a word or its pseudonym; in a word with dots, such as a subject, each part is replaced."""
         word = found[0]
         if word in self._words and not word.isdecimal():
             return self._words[word]
         return ".".join(part if part.isdecimal() else self._words.get(part, part) for part in word.split("."))
 
     def of(self, value: Any, field: str = "") -> Any:
-        """Return plain JSON types without them."""
+        """Return plain JSON types without names."""
         if isinstance(value, str):
             return value if field in AS_IT_IS or _INSTANT.fullmatch(value) else self.text(value)
         if isinstance(value, dict):
-            envelope = "body" in value  # an event: its source is a process
+            envelope = "body" in value  # an event: its source names a process
             return {
                 (self.text(key) if field in NAMED else key): None
                 if key in GONE or (envelope and key == "source")

@@ -1,10 +1,10 @@
 "use strict";
-// The page of a report: its picture, its slider, its list of events. Data: see controller/replay/report/page.py.
+// The page of a report: its chart, its slider and its list of events. For the data, see controller/replay/report/page.py.
 
-const SHOWN_MAX = 300; // events in the list at a time
+const SHOWN_MAX = 300; // events shown in the list at a time
 const byId = (id) => document.getElementById(id);
 
-const shownAt = (at) => new Date(at).toISOString().slice(0, 23).replace("T", " "); // as the picture has it: UTC, without a zone
+const shownAt = (at) => new Date(at).toISOString().slice(0, 23).replace("T", " "); // as in the chart: UTC, without a time zone
 const readAt = (text) => new Date(`${String(text).replace(" ", "T")}Z`).getTime();
 const clock = (at) => new Date(at).toISOString().slice(11, 23);
 
@@ -20,7 +20,7 @@ function element(name, text, more = {}) {
   return made;
 }
 
-// --- the picture
+// --- the chart
 
 function colors() {
   const style = getComputedStyle(document.documentElement);
@@ -56,9 +56,9 @@ function place(at) {
   cursor.style.height = `${full._size.h}px`;
 }
 
-// --- the slider: the fleet as it was at each event that changed it
+// --- the slider: the state of the fleet at each event that changed it
 
-const EVERY = 64; // frames of which the whole state is kept, so that a step back is as fast as one forward
+const EVERY = 64; // the full state is kept for every 64th frame, so that a step back is as fast as one forward
 
 class Past {
   constructor(frames) {
@@ -97,7 +97,7 @@ function slider(data) {
     for (const [worker, row] of rows) {
       const shown = state.get(worker);
       const said = shown ? [shown.health, String(Number(shown.weight.toFixed(3))), shown.breaker, shown.reason]
-        : ["not there", "", "", ""];
+        : ["absent", "", "", ""];
       said.forEach((text, n) => { if (row.cells[n + 1].textContent !== text) row.cells[n + 1].textContent = text; });
       row.cells[1].querySelector(".state")?.remove();
       const mark = element("span", "", { className: "state" });
@@ -106,7 +106,7 @@ function slider(data) {
     }
     const elsewhere = [...state].filter(([worker]) => !rows.has(worker)).length;
     const levels = Object.entries(frame.levels).filter(([, level]) => level > 0);
-    byId("others").textContent = `${elsewhere} more as usual; ${(100 * frame.capacity).toFixed(0)} % of the fleet serves` +
+    byId("others").textContent = `${elsewhere} more workers unaffected; ${(100 * frame.capacity).toFixed(0)} % of the fleet serves` +
       levels.map(([model, level]) => `; ${model} at degradation level ${level}`).join("");
     const said = `${clock(frame.at)} UTC, event ${frame.seq}`;
     byId("moment").textContent = said;

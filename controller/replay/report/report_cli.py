@@ -1,4 +1,4 @@
-"""`holdfast replay report`: which part of history, in which form, and where to."""
+"""The `holdfast replay report` command: selects a window of the journal and writes the report."""
 
 import argparse
 import json
@@ -31,26 +31,28 @@ USUAL = "report.html"
 
 def add_arguments(commands: Any) -> None:
     """Add the command to an argparse subparsers object."""
-    text = "a post-mortem to look at: one page that needs no network, or Markdown, or JSON"
+    text = "a post-mortem as one self-contained HTML page, as Markdown, or as JSON"
     command = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
     command.add_argument(
         "--incident",
         metavar="ID",
-        help="one incident, by its id or an event that led to it (default: the last one)",
+        help="the incident, by its id or by one of its events (default: the last one)",
     )
     command.add_argument(
-        "--since", metavar="WHEN", help=f"instead of an incident, all from here on: {moment.SAID}"
+        "--since", metavar="WHEN", help=f"instead of an incident, all events from here on: {moment.SAID}"
     )
-    command.add_argument("--until", metavar="WHEN", help="up to here (default: the end)")
     command.add_argument(
-        "--redact", action="store_true", help="without names of requests, workers, hosts, people"
+        "--until", metavar="WHEN", help="end of the window, with --since (default: the end of the journal)"
+    )
+    command.add_argument(
+        "--redact", action="store_true", help="replace the names of requests, workers, hosts and people"
     )
     command.add_argument(
         "-o",
         "--output",
         metavar="FILE",
         default=USUAL,
-        help=f"an .html, .md or .json file; `md` and `json` alone are printed (default: {USUAL})",
+        help=f"output file (.html, .md or .json); `md` or `json` alone prints to stdout (default: {USUAL})",
     )
     command.set_defaults(replay="report")
 
@@ -68,7 +70,7 @@ async def execute(
     form = args.output if args.output in FORMS.values() else FORMS.get(where.suffix.lower())
     if form is None or (args.output == form == "html"):
         raise UsageError(
-            f"-o {args.output}: a file that ends in .html, .md or .json, or `md` or `json` alone"
+            f"-o {args.output}: must be a file name ending in .html, .md or .json, or just `md` or `json`"
         )
     told = await _window(args, journal, store, archive, now)
     redaction = Redaction(told.order.shown, told.events) if args.redact else None
@@ -93,8 +95,7 @@ async def execute(
 async def _otherwise(
     told: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
 ) -> list[dict[str, Any]]:
-    """Return what other policies would have made of an incident of a worker; nothing where too much has happened around it, or
-    the journal does not tell of it any more."""
+    """Return the answers of other policies to a worker's incident; none if it is too large or no longer on the journal."""
     story = told.story
     if story is None or not story.subject.startswith("worker:"):
         return []
@@ -117,12 +118,12 @@ async def _window(
     args: argparse.Namespace, journal: Journal, store: StateStore | None, archive: Archive, now: datetime
 ) -> ReportWindow:
     if args.incident and (args.since or args.until):
-        raise UsageError("--incident is a part of history of its own: leave --since and --until out")
+        raise UsageError("--incident selects its own window: omit --since and --until")
     if args.incident:
         return await window.of_incident(journal, store, archive, args.incident)
     if args.since:
         until = moment.parse(args.until, now) if args.until else None
         return await window.between(journal, store, archive, moment.parse(args.since, now), until)
     if args.until:
-        raise UsageError("--until wants --since, too")
+        raise UsageError("--until requires --since")
     return await window.latest(journal, store, archive, now)

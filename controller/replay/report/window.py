@@ -1,4 +1,4 @@
-"""Which part of history does a report tell? All events of it, in order, and the fleet as it was before the first of them."""
+"""The window of a report: all its events, in order, and the fleet before the first of them."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from events.fact import Recorded
 from events.journal.port import Journal
 from events.order import Order
 
-EVENTS_MAX = 100_000  # of one report, from its beginning: a page that tells more is read by nobody
+EVENTS_MAX = 100_000  # maximum events of one report, from its beginning
 HISTORY_EVENTS = (
-    200_000  # back from the end of the journal: among them the last incident is looked for, and its like
+    200_000  # events searched back from the journal's end, for the last incident and others to compare
 )
-AROUND = timedelta(seconds=5)  # before an incident's first event, and behind its last one
-LATELY = timedelta(minutes=10)  # what is told where nothing is asked for and no incident is known
+AROUND = timedelta(seconds=5)  # before an incident's first event, and after its last one
+LATELY = timedelta(minutes=10)  # the default window if no incident is known
 
 
 class NothingToTell(HoldfastError):
@@ -28,12 +28,12 @@ class NothingToTell(HoldfastError):
 
 @dataclass(slots=True)
 class ReportWindow:
-    """The part that is told."""
+    """A window of the journal."""
 
-    events: list[Recorded]  # at least one, without a gap
-    order: Order[Fleet]  # folded to right before the first of them
-    story: Story | None  # of the incident that it is about, if it is about one
-    cut: bool = False  # more has happened in that time than one report tells
+    events: list[Recorded]  # at least one, without gaps
+    order: Order[Fleet]  # the fold right before the first of them
+    story: Story | None  # the incident that the window is about, if any
+    cut: bool = False  # the window has more events than one report shows
 
     @property
     def start(self) -> datetime:
@@ -54,7 +54,7 @@ async def of_incident(
 
 
 async def latest(journal: Journal, store: StateStore | None, archive: Archive, now: datetime) -> ReportWindow:
-    """Return the window of the last incident, or of the last minutes if none is known. Raise NothingToTell, NoLonger."""
+    """Return the window of the last incident, or the last minutes if there is none. Raise NothingToTell, NoLonger."""
     found, last = "", await journal.last_seq()
     async for batch in archive.select(after=max(0, last - HISTORY_EVENTS)):
         found = next((e.fact.incident for e in reversed(batch) if isinstance(e.fact, IncidentOpened)), found)
@@ -71,12 +71,14 @@ async def between(
     until: int | datetime | None,
     story: Story | None = None,
 ) -> ReportWindow:
-    """Return the window from one place in history to another, both included; None: to its end. Raise NothingToTell,
-    NoLonger, NotYet."""
+    """Return the window between two places in the journal, both included; `until` None means the journal's end.
+
+    Raise NothingToTell, NoLonger or NotYet.
+    """
     last = await journal.last_seq()
     first = await _first_since(archive, since) if isinstance(since, datetime) else since
     if first is None or first > last:
-        raise NothingToTell(f"nothing has happened since {since}. {NothingToTell.__doc__}")
+        raise NothingToTell(f"no event since {since}. {NothingToTell.__doc__}")
     first = max(1, first)
     order = await travel.order_at(journal, store, first - 1)
     events: list[Recorded] = []
@@ -86,7 +88,7 @@ async def between(
             break
         events.append(event)
     if not events:
-        raise NothingToTell(f"nothing happened between {since} and {until}. {NothingToTell.__doc__}")
+        raise NothingToTell(f"no event between {since} and {until}. {NothingToTell.__doc__}")
     return ReportWindow(events, order, story, cut)
 
 

@@ -1,1 +1,1 @@
-"""What would have happened under another policy? The recorded observations are decided again, by the same deciders."""
+"""What-if: decides recorded observations again with the same deciders under another policy."""

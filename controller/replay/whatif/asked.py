@@ -1,4 +1,4 @@
-"""What is asked: which policy instead, on which terms."""
+"""Parses and validates the policy changes of a what-if question (`--set`, `--policy`)."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from controller.replay.whatif.course import CourseTerms
 from events.errors import UsageError
 
 INTERVAL, SILENCE = "canary.interval", "liveness.silent_after"
-NOT_ASKED = ("golden", "incident")  # parts of the policy that make no difference to whom is noticed when
+NOT_ASKED = ("golden", "incident")  # parts of the policy that do not affect when a fault is noticed
 FILE_BYTES_MAX = 1_000_000
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -26,12 +26,12 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 @dataclass(frozen=True, slots=True)
 class PolicyAsked:
-    """Other values for some settings, by their names: plain JSON values, durations in seconds."""
+    """The changed settings, by name: plain JSON values, durations in seconds."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def terms(self, place: float = 0.5) -> CourseTerms:
-        """Return the terms on which history is decided."""
+        """Return the terms of a course under these settings."""
         own = {name: value for name, value in self.values.items() if name not in (INTERVAL, SILENCE)}
 
         def policy(adopted: Mapping[str, Any]) -> FleetPolicy:
@@ -40,7 +40,7 @@ class PolicyAsked:
         return CourseTerms(policy, self.values.get(INTERVAL), self.values.get(SILENCE), place)
 
     def also(self, name: str, value: Any) -> "PolicyAsked":
-        """Return this with one value more."""
+        """Return this with one more setting."""
         return PolicyAsked({**self.values, name: value})
 
 
@@ -52,7 +52,7 @@ def _with(written: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _durations() -> set[str]:
-    """Return the settings that are durations."""
+    """Return the names of the settings that are durations."""
     policy = FleetPolicy()
     parts = [(part.name, getattr(policy, part.name)) for part in fields(policy)]
     found = {
@@ -68,7 +68,7 @@ TIMES = _durations()
 
 
 def known() -> dict[str, Any]:
-    """Return everything that can be asked, by name, with its default; durations in seconds."""
+    """Return all settings that can be changed, by name, with their defaults; durations in seconds."""
     found: dict[str, Any] = {INTERVAL: 30.0, SILENCE: 3.0}
     for part, settings in dump(FleetPolicy()).items():
         if part not in NOT_ASKED:
@@ -79,22 +79,22 @@ def known() -> dict[str, Any]:
 
 
 def asked(sets: Sequence[str], file: str | None) -> PolicyAsked:
-    """Return what `--set NAME=VALUE` and `--policy FILE` ask for; the former wins. Raise UsageError."""
+    """Parse `--set NAME=VALUE` and `--policy FILE`; the former takes precedence. Raise UsageError."""
     values = _file(Path(file)) if file else {}
     for one in sets:
         name, is_, value = one.partition("=")
         if not is_ or not value:
-            raise UsageError(f"--set {one}: it is NAME=VALUE, as in --set canary.interval=10s")
+            raise UsageError(f"--set {one}: must be NAME=VALUE, such as --set canary.interval=10s")
         values[_name(name.strip(), "--set")] = value_of(value.strip())
     return checked(PolicyAsked(values))
 
 
 def checked(what: PolicyAsked) -> PolicyAsked:
-    """Return it, if it makes sense. Raise UsageError."""
+    """Return the question if its settings are valid. Raise UsageError."""
     for name in (INTERVAL, SILENCE):
         value = what.values.get(name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
-            raise UsageError(f"{name} is {value!r}: it must be a time above 0, such as 10s")
+            raise UsageError(f"{name} is {value!r}: it must be a duration above 0, such as 10s")
     own = {name: value for name, value in what.values.items() if name not in (INTERVAL, SILENCE)}
     try:
         TypeAdapter(FleetPolicy).validate_python(_with(dump(FleetPolicy()), own))
@@ -107,21 +107,21 @@ def checked(what: PolicyAsked) -> PolicyAsked:
 
 
 def _name(given: str, where: str) -> str:
-    """Return the name of a setting, however it was written."""
+    """Return the canonical name of a setting."""
     name, names = given.removeprefix("controller.").removeprefix("policy."), known()
     for one in (name, name.removesuffix("_s")):
         if one in names or one.startswith("degradation.slos."):
             return one
     if name.partition(".")[0] in NOT_ASKED:
         raise UsageError(
-            f"{where} {given}: what is right, and what is an incident, is taken as it was recorded"
+            f"{where} {given}: goldens and incidents are used as recorded, and cannot be changed"
         )
     near = get_close_matches(name, names, 3, 0.5) or sorted(names)
-    raise UsageError(f"{where} {given}: there is no such setting. There are {', '.join(near)}")
+    raise UsageError(f"{where} {given}: no such setting. Did you mean one of {', '.join(near)}")
 
 
 def value_of(text: str) -> Any:
-    """Return a value as plain JSON, a duration in seconds. Raise UsageError."""
+    """Parse a value to plain JSON, a duration to seconds."""
     if duration := _DURATION.fullmatch(text):
         return float(duration[1]) * _UNITS[duration[2]]
     try:
@@ -131,26 +131,28 @@ def value_of(text: str) -> Any:
 
 
 def _file(path: Path) -> dict[str, Any]:
-    """Return the settings of a file: JSON or TOML, by parts, as `holdfast replay report -o json` has the policy."""
+    """Read the settings of a JSON or TOML file, grouped by part, as `holdfast replay report -o json` prints a policy."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
-            raise UsageError(f"--policy {path}: larger than {FILE_BYTES_MAX:,} bytes: that is no policy")
+            raise UsageError(f"--policy {path}: larger than {FILE_BYTES_MAX:,} bytes")
         text = path.read_text(encoding="utf-8")
         written = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
     except OSError as error:
         raise UsageError(f"--policy {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise UsageError(f"--policy {path}: neither JSON nor (as .toml) TOML: {error}") from None
+        raise UsageError(
+            f"--policy {path}: neither valid JSON nor (with the suffix .toml) valid TOML: {error}"
+        ) from None
     if not isinstance(written, dict):
         raise UsageError(
-            f"--policy {path}: it is an object of parts, as in {{'breaker': {{'wait_min': 10}}}}"
+            f"--policy {path}: must be an object of parts, such as {{'breaker': {{'wait_min': 10}}}}"
         )
     found: dict[str, Any] = {}
     for part, settings in written.items():
         if part in NOT_ASKED:
-            continue  # a policy that was taken from a report has these as well
+            continue  # a policy copied from a report contains these as well
         if not isinstance(settings, dict):
-            raise UsageError(f"--policy {path}: {part} is {settings!r}, and must be an object of settings")
+            raise UsageError(f"--policy {path}: {part} is {settings!r}, but must be an object of settings")
         for name, value in settings.items():
             given = _name(f"{part}.{name}", f"--policy {path}:")
             found[given] = value_of(value) if isinstance(value, str) else value

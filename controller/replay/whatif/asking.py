@@ -1,8 +1,8 @@
-"""When is a worker asked again, and what does it say? The canaries of one life, as they were, or as often as one likes.
+"""The canaries of one worker instance on a course: as recorded, or at another interval.
 
-As they were, each is what it was; where nobody was asked for long, and would be now, the spells tell what would have been said.
-As often as one likes, all is told by the spells. `place` is where in its gap each spell begins and ends, and where between two
-canaries that is: 0, it is noticed as soon as can be; 1, as late; 0.5, halfway.
+As recorded, each canary keeps its result. Where none was sent for a long time, but would be on this course, the spells give
+the result. At another interval, the spells give all results. `place` says where in its gap each spell begins and ends, and
+when the next canary comes after that: 0 is the earliest possible detection, 1 the latest, 0.5 halfway.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,31 +17,33 @@ from events.frozen import replace
 from events.observations import CanaryFailed, CanaryPassed, CanaryResult, CanarySlow, CheckType
 
 TRIAL, JOIN = CHECKS.index("trial"), CHECKS.index("join")
-GAP = 3.0  # intervals without a canary: nobody asked
-JITTER = 0.1  # of an interval, either way
-NEAR_S = 2.0  # before a trial: one that was asked then is this one
-SOON_S = 6.0  # and behind it
-JOIN_AGAIN_S = 2.0  # until one that did not let it in is asked again
-LOOK_S = 1.0  # after a trial that was: whether it is tried here as well is known by then
-NOTHING = 255  # a canary says: none is asked yet, look again
+GAP = 3.0  # intervals without a canary after which probing is considered paused
+JITTER = 0.1  # share of an interval, either way
+NEAR_S = 2.0  # a recorded trial this long before a trial counts as the same one
+SOON_S = 6.0  # and this long after it
+JOIN_AGAIN_S = 2.0  # seconds until a failed join canary is sent again
+LOOK_S = (
+    1.0  # seconds after a recorded trial, by which it is known whether this course has that trial as well
+)
+NOTHING = 255  # pseudo-result: no canary is sent yet, look again
 INFINITY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One canary on its way."""
+    """One canary in flight."""
 
     sent: float
-    at: float  # when the journal takes what came of it
+    at: float  # when its result reaches the journal
     canary: int
     said: int
-    fact: CanaryFailed | CanarySlow | None  # what came of it; None: it was right
+    fact: CanaryFailed | CanarySlow | None  # its result; None: it passed
     check: CheckType
-    guessed: bool  # nobody asked then
+    guessed: bool  # no canary was recorded at that time
 
 
 class Asker:
-    """The canaries of one life of a worker, on one course."""
+    """The canaries of one worker instance on one course."""
 
     def __init__(
         self, told: CanariesTold, start: float, recorded_s: float, interval_s: float | None, place: float
@@ -51,26 +53,25 @@ class Asker:
         self._every = (interval_s or recorded_s) * (1.0 + JITTER * (2 * place - 1))
         self._gap = GAP * recorded_s
         self._anew = interval_s is not None
-        self._free = self._anew  # it is asked otherwise than it was
-        self._tried = set[int]()  # places of trials that are asked here as well
+        self._free = self._anew  # its canaries deviate from the recorded ones
+        self._tried = set[int]()  # recorded trials that this course has as well
         self._place = place
         self._edges = sorted({spell.began(place) for spell in self._found})
         self._bad = sorted(told.facts)
         joined = told.at[0] if len(told) and told.check[0] == JOIN else start
-        self._later = max(0.0, start - joined)  # than it joined
-        self._next = 0  # of what was asked
+        self._later = max(0.0, start - joined)  # seconds by which it joins later than recorded
+        self._next = 0  # index of the next recorded canary
         early = JOIN_AGAIN_S if self._later else 0.0
-        self._last = start - early  # when it was asked last, or could have been
+        self._last = start - early  # when its last canary was sent, or could have been
         self._turn = 0
-        self._then = (0, start, 0)  # the same, after the one that is asked next
+        self._then = (0, start, 0)  # the same three values after the next canary
 
-    # --- when -------------------------------------------------------------------------------------------------------
+    # --- timing -------------------------------------------------------------------------------------------------------
 
     def following(self, after: float, calm: bool, joining: bool) -> Question | None:
-        """Return the next canary that is asked after `after`; of a worker that is calm the next that is not simply right.
-        `joining`: none has let it in yet.
+        """Return the next canary that is sent after `after`; for a calm worker, the next one that does not simply pass.
 
-        Nothing has been asked before `asked` says so."""
+        `joining`: no canary has admitted the worker yet. The canary counts as sent only once `asked` is called."""
         before = (self._next, self._last, self._turn)
         self._free = self._anew or (self._free and not calm)
         if joining and self._later:
@@ -84,11 +85,11 @@ class Asker:
         return found
 
     def asked(self) -> None:
-        """Take the one that `following` has returned last for asked."""
+        """Mark the canary that `following` returned last as sent."""
         self._next, self._last, self._turn = self._then
 
     def _joining(self, after: float) -> Question | None:
-        """Return the next of those by which it was let in: these do not depend on the interval."""
+        """Return the next of the recorded join canaries, which do not depend on the interval."""
         told = self.told
         while self._next < len(told) and told.check[self._next] == JOIN:
             place, self._next = self._next, self._next + 1
@@ -99,7 +100,7 @@ class Asker:
         return None
 
     def _at_once(self, after: float) -> Question | None:
-        """Return a canary that lets it in, where it joins later than it did."""
+        """Return a join canary for a worker that joins later than recorded."""
         sent = max(after, self._last + JOIN_AGAIN_S)
         if sent >= self.told.end + self._later:
             return None
@@ -111,7 +112,7 @@ class Asker:
         if after > last + every:
             last += int((after - last) / every) * every
         sent = max(last + every, after)
-        if calm and not self._there(last):  # when it is asked next is not known better than that
+        if calm and not self._there(last):  # the time of the next canary is not known more exactly
             edge = self._edge(last)
             if edge == INFINITY:
                 return None
@@ -127,7 +128,7 @@ class Asker:
         return self._edges[place] if place < len(self._edges) else INFINITY
 
     def _face(self, edge: float) -> None:
-        """Turn to the canary that is asked first when wrong answers begin."""
+        """Advance to the canary that is sent first when wrong answers begin."""
         spell = next((s for s in self._found if s.asked and s.began(self._place) == edge), None)
         if spell is None:
             return
@@ -157,7 +158,7 @@ class Asker:
         return self._was(place)
 
     def _untried(self, after: float, place: int) -> Question | None:
-        """Return what comes after a trial that was, and may not be here: then what followed it would not have been asked then."""
+        """Return what follows a recorded trial that may not happen here: later recorded canaries would not have been sent."""
         look_at = self.told.sent[place] + LOOK_S
         if after < look_at:
             return Question(look_at, look_at, 0, NOTHING, None, "scheduled", False)
@@ -165,7 +166,7 @@ class Asker:
         return self._slot(after, False)
 
     def _unasked(self, after: float, place: int) -> Question | None:
-        """Return a canary for a time in which nobody asked."""
+        """Return a canary for a time in which none was recorded."""
         told = self.told
         before = told.sent[place - 1] if place else self._last
         until = told.sent[place] if place < len(told) else told.end
@@ -177,10 +178,10 @@ class Asker:
         self._last = sent
         return self._ask(sent, "scheduled")
 
-    # --- what -------------------------------------------------------------------------------------------------------
+    # --- results -------------------------------------------------------------------------------------------------------
 
     def trial(self, at: float) -> Question:
-        """Return a trial that is asked for at a time: the one that was, or what it would have said."""
+        """Return the trial requested at a time: the recorded one, or an estimated one."""
         told = self.told
         near = bisect_left(told.sent, at - NEAR_S)
         while near < len(told) and told.sent[near] <= at + SOON_S:
@@ -195,7 +196,7 @@ class Asker:
         return self._ask(at, "trial")
 
     def _chosen(self, at: float) -> int:
-        """Return the canary before the one that a trial asks: where only some are answered wrongly, nobody knows which it is."""
+        """Return the canary before the one that a trial sends; if only some are answered wrongly, it is unknown which."""
         some = {canary for s in self._there(at) for canary in s.asked}
         rest = set(range(len(self.told.names))) - some
         of = {0.0: rest, 1.0: some}.get(self._place, set())
@@ -236,10 +237,10 @@ class Asker:
 
 
 def result(worker: Worker, told: CanariesTold, question: Question, sent_under: int) -> CanaryResult:
-    """Return what a canary says."""
+    """Return the fact that reports a canary's result."""
     joined, took = worker.joined, (question.at - question.sent) * 1e3
     like = question.fact or told.good
-    if like is None:  # of this life no canary has ever said anything else
+    if like is None:  # no canary of this instance was ever recorded with another result
         like = CanaryPassed(
             worker=joined.worker, instance=joined.instance, canary_key=joined.canary_key, canary="", check_type="scheduled",
             sent_under=0, sent_at=instant(question.sent), latency_ms=took,
@@ -254,7 +255,7 @@ def result(worker: Worker, told: CanariesTold, question: Question, sent_under: i
 
 
 def calm(worker: Worker) -> bool:
-    """Say whether right answers say nothing new of a worker, and time alone changes nothing about it."""
+    """Return whether passed canaries change nothing about a worker, and time alone changes nothing either."""
     health, state = worker.health, worker.breaker
     quiet = not (
         health.canaries.failures or health.slowness.reports or health.disputed or health.charges.convictions
@@ -271,5 +272,5 @@ def calm(worker: Worker) -> bool:
 
 
 def is_asked(worker: Worker) -> bool:
-    """Say whether canaries are put to it: one that drains is asked when somebody wants it back."""
+    """Return whether canaries are sent to it: a draining worker gets them only after a resume request."""
     return worker.health.status is not HealthStatus.DRAINING or worker.health.exit.resumed

@@ -1,8 +1,8 @@
-"""What would have been different? Each fault, and all of them together: as recorded, decided again, and under what is asked.
+"""Compares recorded history, the same history decided again, and history under another policy.
 
-Decided again under the policy that was in force, history is nearly what it was; what differs there is what deciding again cannot
-tell. Under what is asked each time is a range where something had to be guessed: `PLACES` courses, from the shortest trouble that
-agrees with what was seen to the longest.
+Decided again under the policy that was in force, history is nearly as recorded; the differences show the limits of the method.
+Under another policy each time is a range where something had to be estimated. It comes from the courses in `PLACES`, from the
+shortest fault that agrees with the observations to the longest.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from events.decisions import (
 )
 from events.fact import Decision
 
-PLACES = (0.0, 0.5, 1.0)  # the one in the middle is the likely one
+PLACES = (0.0, 0.5, 1.0)  # the middle one is the likely one
 LIKELY = len(PLACES) // 2
 MEASURES = ("noticed", "fenced", "recovered")
 INFINITY = float("inf")
@@ -42,7 +42,7 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure of what would have been. Infinity: not before history ends, or the worker's next fault."""
+    """The estimate of a figure. Infinity: not before the recording ends or the worker's next fault begins."""
 
     low: float
     likely: float
@@ -50,7 +50,7 @@ class Estimate:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing about it had to be guessed."""
+        """Whether nothing had to be estimated."""
         return self.low == self.high
 
     def as_json(self) -> dict[str, float | None]:
@@ -61,7 +61,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class FaultCompared:
-    """One fault: how many seconds after it began, as far as is known, what happened."""
+    """One fault, and the seconds from its estimated beginning to each phase."""
 
     fault: FaultSeen
     recorded: dict[str, float]
@@ -71,7 +71,7 @@ class FaultCompared:
 
 @dataclass(frozen=True, slots=True)
 class TotalCompared:
-    """One figure of all that time."""
+    """One figure over the whole recording."""
 
     name: str
     unit: str
@@ -82,7 +82,7 @@ class TotalCompared:
 
 @dataclass(frozen=True, slots=True)
 class DecisionsCompared:
-    """Decisions of one kind about one subject: how many there are decided again, and would be."""
+    """The number of equal decisions about one subject, decided again and under the other policy."""
 
     kind: str
     subject: str
@@ -93,18 +93,18 @@ class DecisionsCompared:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The whole answer."""
+    """The answer to a what-if question."""
 
     recording: Recording
     asked: PolicyAsked
-    changed: list[tuple[str, Any, Any]]  # setting, as it was, as is asked
+    changed: list[tuple[str, Any, Any]]  # setting, recorded value, changed value
     faults: list[FaultCompared]
     totals: list[TotalCompared]
-    decisions: list[DecisionsCompared]  # that differ
+    decisions: list[DecisionsCompared]  # decisions that differ in number
     limits: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON. Times of faults are seconds since 1970, what became of them seconds since they began."""
+        """Return plain JSON. Fault times are seconds since 1970; phases are seconds since the fault began."""
         return {
             "from": self.recording.start,
             "to": self.recording.end,
@@ -134,7 +134,7 @@ def _finite(times: dict[str, float]) -> dict[str, float | None]:
 
 
 def compare(recording: Recording, asked: PolicyAsked, *, incident: str = "") -> Comparison:
-    """Return the answer. `incident`: only the fault for which this one was opened is told of, if it is known."""
+    """Compare the recording with the other policy. With `incident`, show only the fault that opened it, if known."""
     found = faults(recording)
     told = [one for one in found if one.incident == incident] if incident else found
     again, *courses = take_all(recording, [CourseTerms(), *(asked.terms(place) for place in PLACES)])
@@ -178,11 +178,11 @@ def _seconds(fault: FaultSeen, what: Fared) -> dict[str, float]:
 
 
 def estimate(figures: Sequence[float]) -> Estimate:
-    """Return what these courses come to."""
+    """Return the estimate from one figure per course."""
     return Estimate(min(figures), figures[len(figures) // 2], max(figures))
 
 
-# --- all of it ------------------------------------------------------------------------------------------------------
+# --- totals ------------------------------------------------------------------------------------------------------
 
 
 def totals(
@@ -192,7 +192,7 @@ def totals(
     again: CourseTaken,
     courses: Sequence[CourseTaken],
 ) -> list[TotalCompared]:
-    """Return the figures of the whole time."""
+    """Return the figures over the whole recording."""
     start, end = recording.start, recording.end
     ways = (recording.weights, again.weights, *(one.weights for one in courses))
     figures = [
@@ -209,8 +209,11 @@ def totals(
 
 
 def _exposed(recording: Recording, found: Iterable[FaultSeen], weights: Weights) -> float:
-    """Return how many answers a worker began that answered wrongly, before nothing went there any more: as many a second as it
-    was found to have answered, or as it serves usually. Who was never fenced began them until he was well again."""
+    """Return the number of wrong answers that workers began before they were fenced.
+
+    The rate is that of the exposed answers found in the recording, or else the worker's usual rate. A worker that was
+    never fenced began them until it recovered.
+    """
     total = 0.0
     for fault in found:
         if not fault.wrong:
@@ -248,14 +251,14 @@ def _canaries(recording: Recording, asked: PolicyAsked, courses: int) -> list[fl
 
 
 def _decisions(again: Iterable[Decision], would: Iterable[Decision]) -> list[DecisionsCompared]:
-    """Return the decisions of which there would be more, or fewer."""
+    """Return the decisions that would occur more or less often."""
     ours, theirs = Counter(map(_essence, again)), Counter(map(_essence, would))
     differing = sorted(key for key in ours | theirs if ours[key] != theirs[key] and key is not None)
     return [DecisionsCompared(*key, again=ours[key], would=theirs[key]) for key in differing]
 
 
 def _essence(decision: Decision) -> tuple[str, str, str] | None:
-    """Return what a decision comes to, wherever and whenever it is made."""
+    """Return what a decision does, regardless of when it is made."""
     if isinstance(decision, Absorbed | IncidentClosed | GoldenAgreed | GoldenRetired):
         return None
     subject = decision.worker if isinstance(decision, WorkerDecision) else str(getattr(decision, "model", ""))
@@ -281,42 +284,42 @@ def _essence(decision: Decision) -> tuple[str, str, str] | None:
 def limits(
     recording: Recording, asked: PolicyAsked, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
 ) -> list[str]:
-    """Return what has to be known of the answer."""
+    """Return the limitations of the answer, as sentences."""
     said = [
-        "requests went where they were sent then: what would have failed elsewhere is not known, and where nothing would have "
-        "been sent nothing fails"
+        "requests are assumed to go where they were sent: failures elsewhere are unknown, and where no request would have been "
+        "sent, none fails"
     ]
     guessed = {name for one in courses for name in one.guessed}
     if guessed:
-        who = ", ".join(sorted(guessed)[:4]) + (" and others" if len(guessed) > 4 else "")
+        names = ", ".join(sorted(guessed)[:4]) + (" and others" if len(guessed) > 4 else "")
         said.append(
-            f"{count(len(guessed), 'worker')} would have been asked when nobody did ({who}): what was asked before and after "
-            "says what would have been answered; ranges go from the shortest trouble that agrees with it to the longest"
+            f"{count(len(guessed), 'worker')} would have been probed when no canary was recorded ({names}): the results are "
+            "estimated from the canaries before and after; ranges go from the shortest fault that agrees with them to the longest"
         )
     if INTERVAL in asked.values:
-        said.append(f"canaries came every {recording.interval_s:.3g} s or so, as the journal has them")
+        said.append(f"recorded canaries came about every {recording.interval_s:.3g} s")
         said.append(
             "a worker that was wrong for less than a round of its canaries may have been missed; it is missed here as well"
         )
     silence = asked.values.get(SILENCE)
     if silence is not None and silence < recording.silence_s:
         said.append(
-            f"silences shorter than {recording.silence_s:g} s were not recorded: how many more workers would have been called "
-            f"silent after {silence:g} s is not known"
+            f"silences shorter than {recording.silence_s:g} s were not recorded: it is unknown how many more workers would have "
+            f"been reported silent after {silence:g} s"
         )
     if any(one.wrong for one in found):
         said.append(
-            "answers exposed would be as many a second as were found then, or as the worker serves usually"
+            "exposed answers are estimated from the recorded rate of exposed answers, or from the worker's usual rate"
         )
     version = recording.fleet.deciders_version or DECIDERS_VERSION
     if not OLDEST <= version <= DECIDERS_VERSION:
         said.append(
-            f"deciders of version {version} have decided then, {DECIDERS_VERSION} decides now: compare with `again`"
+            f"the recording was decided by deciders version {version}, this release uses {DECIDERS_VERSION}: compare with `again`"
         )
     if any(
         value == INFINITY
         for one in found
         for value in _seconds(one, fared(one, courses[LIKELY].weights)).values()
     ):
-        said.append("“–” is not before this part of history ends, or before the worker's next fault")
+        said.append("“–” means: not before the recording ends, or before the worker's next fault")
     return said

@@ -1,5 +1,4 @@
-"""Which facts of the world follow from what was decided, or from how long somebody waited? On another course they come at
-another time."""
+"""Facts that depend on decisions or timeouts, and therefore occur at other times on another course."""
 
 from collections.abc import Iterator
 
@@ -17,11 +16,11 @@ from events.observations import (
 
 Successions = dict[
     tuple[str, str], list[tuple[float, Happened]]
-]  # by life; seconds after it was held for dead
+]  # by instance: seconds after it was decided DEAD, and the fact
 
 
 def shifted(recording: Recording, silence_s: float | None) -> Iterator[Happened]:
-    """Yield the facts of the world in their order, where a worker counts as silent after so many seconds."""
+    """Yield the observations in order, as they would be with another silence timeout in seconds."""
     if silence_s is None:
         yield from recording.happened
         return
@@ -44,11 +43,14 @@ def shifted(recording: Recording, silence_s: float | None) -> Iterator[Happened]
 
 
 def successions(recording: Recording, facts: list[Happened]) -> tuple[list[Happened], Successions]:
-    """Return the facts without those that follow from somebody being held for dead, and these, by life: how many seconds after
-    that his process began to end, was gone, and the next one joined."""
+    """Split off the facts that follow from an instance's DEAD decision.
+
+    Return the other facts, and those by instance: the seconds after the decision at which its process began to end, was gone, and
+    its successor joined.
+    """
     rest: list[Happened] = []
     found: Successions = {}
-    ended: dict[str, tuple[str, str]] = {}  # by worker, the life that was held for dead and is gone
+    ended: dict[str, tuple[str, str]] = {}  # by worker: the instance that was decided DEAD and is gone
     for one in facts:
         fact, life = one.fact, None
         if isinstance(fact, WorkerJoined):
@@ -66,7 +68,7 @@ def successions(recording: Recording, facts: list[Happened]) -> tuple[list[Happe
 
 
 def emptied(recording: Recording) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Return of each life when its drains began, and when it was empty then."""
+    """Return for each instance when its drains began, and when each was finished."""
     began: dict[tuple[str, str], list[float]] = {}
     for decision in recording.decided:
         if isinstance(decision, DrainStarted):

@@ -1,4 +1,4 @@
-"""Work that is done by several processes of this host at once, each from a copy of what there is."""
+"""Parallel work in forked processes of this host, each with a copy of the parent's memory."""
 
 import os
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from events.errors import HoldfastError
 
 
 class HelperGone(HoldfastError):
-    """A process that was to do a part of the work has ended before it was done: is there enough memory?"""
+    """A helper process ended before its work was done: the host may be out of memory."""
 
 
 def cores() -> int:
-    """Return how many processes can compute at once."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
 @contextmanager
 def helpers(most: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield so many processes at most, forked when they are given something to do. Raise HelperGone."""
+    """Yield a pool of at most `most` processes, forked when they get work. Raise HelperGone."""
     try:
         with ProcessPoolExecutor(most, get_context("fork")) as pool:
             yield pool

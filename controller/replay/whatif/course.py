@@ -1,7 +1,7 @@
-"""A course that history could have taken: the facts of the world, decided by the deciders under a policy, from a time on.
+"""One course of history: recorded observations, decided again by the deciders under a policy.
 
-What was decided then is left out; what follows from decisions follows from the new ones: a breaker's trial is asked when that
-half-opens, a drained worker reports that it is empty, requests fail nowhere where none are sent.
+The recorded decisions are left out. Their consequences follow from the new decisions instead: a trial canary is sent when a
+breaker half-opens here, a draining worker reports when it is empty, and requests fail nowhere if none are sent.
 """
 
 from bisect import bisect_right
@@ -56,16 +56,16 @@ from events.observations import (
 )
 from events.versions import InForce
 
-EMPTY_S = 2.0  # until a drained worker has nothing left, where nobody has seen it
-SENT_S = 1.0  # before it fails a request was sent
-ABOUT_GOLDENS = (GoldenProposed, GoldenDisputed, *GIVEN)  # these concern many workers
+EMPTY_S = 2.0  # seconds until a draining worker is empty, if not recorded
+SENT_S = 1.0  # seconds between sending a request and its failure
+ABOUT_GOLDENS = (GoldenProposed, GoldenDisputed, *GIVEN)  # facts that concern many workers
 FAR = (
     HealthChanged,
     SpareActivated,
     SpareReleased,
     GoldenRetired,
     GoldenAgreed,
-)  # these may change other workers
+)  # decisions that may change other workers
 ROUTINE = (CanaryResult, RequestsServed, RequestFailed)
 
 PolicyOf = Callable[[Mapping[str, Any]], FleetPolicy]
@@ -73,55 +73,56 @@ PolicyOf = Callable[[Mapping[str, Any]], FleetPolicy]
 
 @dataclass(frozen=True, slots=True)
 class CourseTerms:
-    """Under which terms a course is decided. `place` is where in its gap everything lies that nobody has seen: 0, for the
-    shortest trouble; 1, for the longest; 0.5, halfway."""
+    """The terms of a course. `place` is where in its gap every unobserved time lies.
 
-    policy: PolicyOf = load  # of what was adopted then
-    interval_s: float | None = None  # between canaries of a worker; None: as they were
-    silence_s: float | None = None  # until a worker counts as silent; None: as it was
+    0 gives the shortest fault, 1 the longest, 0.5 the middle."""
+
+    policy: PolicyOf = load  # maps the adopted policy to the policy of the course
+    interval_s: float | None = None  # between canaries of a worker; None: as recorded
+    silence_s: float | None = None  # until a worker counts as silent; None: as recorded
     place: float = 0.5
 
 
 @dataclass(slots=True)
 class CourseTaken:
-    """What came of it."""
+    """The result of a course."""
 
     decided: list[Decision]
     weights: Weights
-    guessed: set[str] = field(default_factory=set)  # workers, of whom something had to be guessed
+    guessed: set[str] = field(default_factory=set)  # workers for which something had to be estimated
 
 
 def take(recording: Recording, terms: CourseTerms) -> CourseTaken:
-    """Decide a part of history again."""
+    """Decide a recording again."""
     course = _Course(recording, terms)
     course.run()
     return CourseTaken(course.decided, course.weights, course.guessed)
 
 
 class Agenda:
-    """What is to be done when."""
+    """The queue of scheduled actions of a course."""
 
     def __init__(self) -> None:
-        self.numbers = count()  # in which what is due at the same time is done
+        self.numbers = count()  # order of actions due at the same time
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
 
     @property
     def next_at(self) -> float:
-        """When the next thing is to be done; infinity: nothing is."""
+        """The time of the next action; infinity if there is none."""
         return self._queue[0][0] if self._queue else float("inf")
 
     def add(self, at: float, act: Callable[[float], None]) -> None:
-        """Do something at a time."""
+        """Schedule an action at a time."""
         heappush(self._queue, (at, next(self.numbers), act))
 
     def act(self) -> None:
-        """Do what is next."""
+        """Run the next action."""
         at, _, act = heappop(self._queue)
         act(at)
 
 
 class _Course:
-    """One course, as far as it has come."""
+    """The state of one course while it runs."""
 
     def __init__(self, recording: Recording, terms: CourseTerms) -> None:
         self.decided: list[Decision] = []
@@ -134,31 +135,31 @@ class _Course:
         self._moved: tuple[list[float], list[int]] = (
             [float("-inf")],
             [recording.fleet.number],
-        )  # when, and its number
+        )  # times and numbers of the decisions on this course
         self._said = (
             [at for at, _ in recording.numbers],
             [number for _, number in recording.numbers],
-        )  # as it was
-        self._changed = set[str]()  # workers, since it was decided last
+        )  # times and numbers of the recorded decisions
+        self._changed = set[str]()  # workers changed since the last decision
         self._doubted = set[
             str
-        ]()  # workers that doubt alone keeps out of service, or that are kept there all the same
-        self._dues: list[tuple[datetime, str]] = []  # when time alone may make something due of a worker
+        ]()  # workers kept out of service by doubt alone, or kept in service by the ejection budget
+        self._dues: list[tuple[datetime, str]] = []  # when time alone may make a decision about a worker due
         self._shares = Shares()
         self._askers: dict[tuple[str, str], Asker] = {}
         self._agenda = Agenda()
         self._awaited: dict[
             str, tuple[str, int]
-        ] = {}  # of each worker, its life and which canary is the next
-        self._trials: dict[str, int] = {}  # of each worker, the half-opening whose trial was asked last
+        ] = {}  # by worker: its instance and the number of its next canary
+        self._trials: dict[str, int] = {}  # by worker: the half-opening for which a trial was sent last
         self._emptied = emptied(recording)
         self._successions: Successions = {}
         self._due: datetime | None = None
 
-    # --- time -------------------------------------------------------------------------------------------------------
+    # --- main loop -------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Take the whole course."""
+        """Run the whole course."""
         recording = self._recording
         moved, end = list(shifted(recording, self._terms.silence_s)), recording.end
         facts, self._successions = successions(recording, moved)
@@ -181,14 +182,14 @@ class _Course:
                 place += 1
 
     def _concerned(self, now: datetime) -> set[str]:
-        """Return whose machines may have something to say: who has changed, whose time has come, and who is in doubt."""
+        """Return the workers that may have decisions due: changed, timed out, or in doubt."""
         found = self._changed | self._doubted
         while self._dues and self._dues[0][0] <= now:
             found.add(heappop(self._dues)[1])
         return found & self._fleet.workers.keys()
 
     def _remember(self, name: str, now: datetime) -> None:
-        """Note when time alone will make something due of a worker about which all has been decided."""
+        """Record when time alone makes the next decision about a worker due."""
         worker, policy = self._fleet.workers.get(name), self._policy
         if worker is None:
             self._doubted.discard(name)
@@ -208,15 +209,15 @@ class _Course:
             self._doubted.discard(name)
 
     def _next_due(self, now: datetime) -> datetime | None:
-        """Return when time alone makes something due next, of workers or of models."""
+        """Return when time alone makes the next decision due, of workers or models."""
         levels = (level_due_at(self._policy.degradation, state) for state in self._fleet.models.values())
         times = [time for time in levels if time is not None and time > now]
         return min([*times, *(due for due, _ in self._dues[:1])], default=None)
 
-    # --- the world --------------------------------------------------------------------------------------------------
+    # --- observations --------------------------------------------------------------------------------------------------
 
     def _happens(self, happened: Happened) -> None:
-        """Take one fact of the world, as it would have been here."""
+        """Apply one recorded fact, adapted to this course."""
         at, fact = happened.at, happened.fact
         if isinstance(fact, PolicyAdopted):
             self._policy = self._terms.policy(fact.policy)
@@ -229,7 +230,7 @@ class _Course:
             self._moved[0].append(at)
             self._moved[1].append(fact.number)
         elif isinstance(fact, DrainFinished):
-            return  # it says so whenever it drains
+            return  # `_drains` reports this for each drain of the course
         elif isinstance(fact, RequestFailed | RequestPoisonous | RequestsServed):
             fact = replace(fact, routed_under=self._number_here(fact.routed_under, at))
         self._absorb(at, fact, happened.id)
@@ -237,7 +238,7 @@ class _Course:
             self._ask(fact.worker, at)
 
     def _number_here(self, there: int, at: float) -> int:
-        """Return how far somebody had read here who had read up to a decision there, and whose request fails at `at`."""
+        """Map a recorded decision number to this course, for a request that fails at `at` and was routed under it."""
         times, numbers = self._said
         place = bisect_right(numbers, there)
         known = times[place - 1] if place else float("-inf")
@@ -269,10 +270,10 @@ class _Course:
         ):
             self._settle(now, self._concerned(now))
         if was is not None and worker is not None and calm(was) and not calm(worker):
-            self._ask(name, at)  # it was not to be asked for long
+            self._ask(name, at)  # no canary was scheduled for it soon
 
     def _speaks(self, worker: Worker, now: datetime) -> bool:
-        """Say whether a fact that one worker alone concerns may have made something due."""
+        """Return whether a fact that concerns only this worker may have made a decision due."""
         policy = self._policy
         return bool(
             worker.budgeted
@@ -283,8 +284,10 @@ class _Course:
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _settle(self, now: datetime, among: set[str] | None, force: InForce | None = None) -> None:
-        """Decide all that is due, and do what follows from it. `among`: of these workers alone anything can be. `force`: what is
-        in force from now on; None: what is."""
+        """Make all due decisions and schedule their consequences.
+
+        `among` limits them to these workers; None means all. `force` is what is in force from now on; None leaves it unchanged.
+        """
         before, at = self._fleet.workers, now.timestamp()
         decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares, force)
         fleet, touched, others = self._fleet, set[str](), set[str]()
@@ -319,7 +322,7 @@ class _Course:
             self._due = self._next_due(now)
 
     def _drains(self, at: float, decision: DrainStarted) -> None:
-        """Let a worker that drains say when it is empty."""
+        """Schedule a draining worker's report that it is empty."""
         seen = self._emptied.get((decision.worker, decision.instance), [])
         was = next((done for started, done in seen if abs(started - at) < 1.0 and done >= at), None)
         place = self._terms.place
@@ -332,7 +335,7 @@ class _Course:
         self._agenda.add(empty, lambda when: self._absorb(when, fact, ""))
 
     def _succeeds(self, at: float, decision: HealthChanged) -> None:
-        """Let whoever is held for dead be ended, and his successor come, as soon after that as it was."""
+        """Schedule the end of a dead instance's process and its successor, with the recorded delays."""
         life = (decision.worker, decision.instance)
         for later, happened in self._successions.pop(life, ()):
             moved = replace(happened, at=at + later)
@@ -341,7 +344,7 @@ class _Course:
             self._agenda.add(moved.at, lambda _, moved=moved: self._happens(moved))  # type: ignore[misc]
 
     def _tries(self, at: float, worker: Worker) -> None:
-        """Ask for the trial of a breaker that is half-open."""
+        """Send the trial canary of a half-open breaker."""
         name, state = worker.joined.worker, worker.breaker
         if state.position != "half_open" or self._trials.get(name) == state.moved_by:
             return
@@ -362,7 +365,7 @@ class _Course:
         return known
 
     def _ask(self, name: str, at: float) -> None:
-        """Wait for the next canary of a worker."""
+        """Schedule a worker's next canary."""
         worker = self._fleet.workers.get(name)
         if worker is None or not worker.alive or not is_asked(worker):
             self._awaited.pop(name, None)
@@ -376,7 +379,7 @@ class _Course:
 
     def _turn(self, name: str, turn: tuple[str, int], asker: Asker, question: Question) -> None:
         if self._awaited.get(name) != turn:
-            return  # something has happened since: it was put otherwise
+            return  # its next canary has been rescheduled since
         if question.said != NOTHING:
             asker.asked()
             self._answered(name, turn[0], question)

@@ -1,4 +1,4 @@
-"""Several courses of the same history: each knows nothing of the others, so every core takes one."""
+"""Runs several independent courses of the same history in parallel, one per core."""
 
 import gc
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from controller.replay.whatif.cores import cores, helpers
 from controller.replay.whatif.course import CourseTaken, CourseTerms, take
 from controller.replay.whatif.recording import Recording
 
-FORKED_FROM = 20_000  # events: what is shorter is decided sooner than a process is there
-_task: tuple[Recording, Sequence[CourseTerms]] | None = None  # as it was when the processes were forked
+FORKED_FROM = 20_000  # events; a shorter recording takes less time than starting a process
+_task: tuple[Recording, Sequence[CourseTerms]] | None = None  # inherited by the forked processes
 
 
 def take_all(recording: Recording, terms: Sequence[CourseTerms]) -> list[CourseTaken]:
-    """Decide a part of history on each of these terms. Raise HelperGone."""
+    """Decide a recording again on each of these terms. Raise HelperGone."""
     if recording.events < FORKED_FROM or cores() == 1 or len(terms) == 1:
         return [take(recording, one) for one in terms]
     global _task
     _task = recording, terms
-    gc.freeze()  # what a process only reads it need not copy
+    gc.freeze()  # keeps the children from copying memory that they only read
     try:
         with helpers(min(cores(), len(terms))) as pool:
             return list(pool.map(_take, range(len(terms))))

@@ -1,7 +1,7 @@
-"""Which faults were there, and what became of each on a course: when was it noticed, fenced, over?
+"""The faults in a recording, and when each was noticed, fenced and recovered on a course.
 
-A fault is what spoke against one worker (canaries, requests, silence, devices), until for a while nothing did. It is the same on
-every course: what differs is what was made of it.
+A fault is a series of evidence against one worker (canaries, requests, silence, devices) without a long pause. It is the same
+on every course; only the reactions differ.
 """
 
 from dataclasses import dataclass
@@ -11,35 +11,35 @@ from controller.replay.whatif.spells import Spell, spells
 from controller.replay.whatif.stretch import WRONG, Adverse
 from controller.replay.whatif.weights import Weights
 
-APART_S, APART_CANARIES = 30.0, 4.0  # without anything that speaks against it: the next is another fault
-BEFORE_S = 0.5  # by which a first sign may come onto the journal before what it is a sign of
-DOUBT_ONLY = "requests: "  # how what begins that requests alone have told
+APART_S, APART_CANARIES = 30.0, 4.0  # without evidence for this long, the next evidence is another fault
+BEFORE_S = 0.5  # seconds by which a reaction may be recorded before its evidence
+DOUBT_ONLY = "requests: "  # prefix of evidence that comes from requests alone
 
 
 @dataclass(frozen=True, slots=True)
 class FaultSeen:
-    """One fault of one worker. Seconds since 1970."""
+    """One fault of one worker. Times are seconds since 1970."""
 
     worker: str
-    what: str  # the first thing that spoke against it
-    began: tuple[float, float]  # between these
-    first: float  # when the first thing spoke against it
-    last: float  # when the last one did
-    over: float  # when nothing does any more, at the latest
-    until: float  # the next fault of this worker begins, or history ends
-    wrong: bool  # it answered wrongly
-    certain: bool  # more than failed requests spoke against it
-    incident: str  # that was opened for it; empty: none was
+    what: str  # the first evidence against it
+    began: tuple[float, float]  # earliest and latest beginning
+    first: float  # time of the first evidence
+    last: float  # time of the last evidence
+    over: float  # latest end of the fault
+    until: float  # beginning of this worker's next fault, or the end of the recording
+    wrong: bool  # it gave wrong answers
+    certain: bool  # there was other evidence than failed requests
+    incident: str  # the incident opened for it; empty if none
 
     @property
     def likely(self) -> float:
-        """When it began, as far as is known."""
+        """The estimated beginning."""
         return (self.began[0] + self.began[1]) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Fared:
-    """What became of a fault on a course: seconds since 1970; None: not before history ends, or the worker's next fault."""
+    """The phases of a fault on a course, in seconds since 1970; None: not before the recording ends or the next fault begins."""
 
     noticed: float | None
     fenced: float | None
@@ -47,7 +47,7 @@ class Fared:
 
 
 def faults(recording: Recording) -> list[FaultSeen]:
-    """Return all faults, by when they began."""
+    """Return all faults, by the time of their first evidence."""
     apart = max(APART_S, APART_CANARIES * recording.interval_s)
     found: list[FaultSeen] = []
     known: dict[str, list[Spell]] = {}
@@ -103,7 +103,7 @@ def _fault(
 
 
 def fared(fault: FaultSeen, weights: Weights) -> Fared:
-    """Return what became of a fault."""
+    """Return the phases of a fault."""
     start = fault.began[0] - BEFORE_S
     noticed = fenced = recovered = None
     for step in weights.since(fault.worker, start):
@@ -113,15 +113,17 @@ def fared(fault: FaultSeen, weights: Weights) -> Fared:
         if not step.well:
             noticed = at if noticed is None else noticed
             fenced = at if fenced is None and step.fenced else fenced
-            recovered = None if at <= fault.over else recovered  # what comes later is another matter
+            recovered = None if at <= fault.over else recovered  # later changes do not belong to this fault
         elif noticed is not None and recovered is None:
             recovered = at
     return Fared(noticed, fenced, recovered)
 
 
 def false_ejections(found: list[FaultSeen], weights: Weights, start: float, end: float) -> int:
-    """Return how often a worker was taken out of service though at most requests had failed there: no canary, no device and no
-    silence spoke against it."""
+    """Return how often a worker was taken out of service without evidence other than failed requests.
+
+    Other evidence is a canary, a device or silence.
+    """
     certain: dict[str, list[FaultSeen]] = {}
     for fault in found:
         if fault.certain:
@@ -139,7 +141,7 @@ def false_ejections(found: list[FaultSeen], weights: Weights, start: float, end:
 
 
 def ejections(weights: Weights, start: float, end: float) -> int:
-    """Return how often a worker that served was taken out of service."""
+    """Return how often a serving worker was taken out of service."""
     count = 0
     for name in weights.steps:
         served = False

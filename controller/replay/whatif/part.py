@@ -1,4 +1,4 @@
-"""Which part of history is decided again?"""
+"""Selects the part of the journal that is decided again."""
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime, timedelta
@@ -13,14 +13,14 @@ from controller.runtime.history import history
 from events.fact import Recorded
 from events.journal.port import Journal
 
-BEFORE = timedelta(seconds=60)  # an incident: so much is read besides,
-AFTER = timedelta(minutes=10)  # and behind it, since another policy may take longer
+BEFORE = timedelta(seconds=60)  # recorded time to read before an incident
+AFTER = timedelta(minutes=10)  # and after it, since another policy may take longer
 
 
 async def of_incident(
     journal: Journal, store: StateStore | None, archive: Archive, story: Story
 ) -> Recording | None:
-    """Return the part around one incident. Raise TooMuch, NoLonger."""
+    """Read the part around one incident. Raise TooMuch, NoLonger."""
     first, last = story.events[0].at, story.events[-1].at
     return await between(journal, store, archive, first - BEFORE, last + max(AFTER, 2 * (last - first)))
 
@@ -32,7 +32,7 @@ async def between(
     since: int | datetime,
     until: int | datetime | None,
 ) -> Recording | None:
-    """Return a part of history, both ends included; None: nothing has happened there. Raise TooMuch, NoLonger, NotYet."""
+    """Read a part of the journal, both ends included; None if it has no events. Raise TooMuch, NoLonger, NotYet."""
     last = await journal.last_seq()
     first: int | None = since if isinstance(since, int) else None
     if isinstance(since, datetime):
@@ -42,7 +42,7 @@ async def between(
     if first is None or first > last:
         return None
     if isinstance(since, int) and 1 < first <= await journal.first_seq():
-        order = order_from(await oldest(journal, first - 1))  # what came before was dropped
+        order = order_from(await oldest(journal, first - 1))  # earlier events were dropped
     else:
         order = await travel.order_at(journal, store, max(1, first) - 1)
     end = min(last, until) if isinstance(until, int) else last

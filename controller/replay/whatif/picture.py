@@ -1,4 +1,4 @@
-"""A sweep as a picture, as Plotly draws it: what it costs against what it saves."""
+"""The chart of a sweep as Plotly data: costs and benefits over the values of a setting."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ COLUMNS = 2
 
 
 def figure(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
-    """Return `data` and `layout` as Plotly takes them: a panel for each figure, the band from the least to the most."""
+    """Return `data` and `layout` for Plotly: a panel per figure, with a band from the lowest to the highest estimate."""
     data: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
         "showlegend": False, "height": 900,

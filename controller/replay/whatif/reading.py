@@ -1,4 +1,4 @@
-"""How is a long part of history read? By as many processes as there are cores, each a stretch of it, over its own connection."""
+"""Reads a long part of the journal in parallel, one process per core, each over its own connection."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -10,15 +10,18 @@ from controller.runtime.history import history
 from events.fact import Recorded
 from events.journal.port import Journal, Reopen
 
-SHARED_FROM = 100_000  # events: what is shorter is read sooner than a process is there
-STRETCHES = 3  # of each core: what the first hold is folded while the last are read
+SHARED_FROM = 100_000  # events; a shorter part takes less time than starting a process
+STRETCHES = 3  # per core: the first are folded while the last are read
 
 
 async def stretches(
     journal: Journal, after: int, until: int, decided: int, processes: int | None = None
 ) -> AsyncIterator[StretchRead]:
-    """Yield all that lies between two sequences, the last included, stretch by stretch; without the decisions up to `decided`.
-    `processes` read it; None: one for each core, if it is long. Raise TooMuch, JournalUnavailable, HelperGone."""
+    """Yield the events in (after, until], stretch by stretch, without the decisions up to `decided`.
+
+    `processes` processes read them; None means one per core if the part is long.
+    Raise TooMuch, JournalUnavailable, HelperGone.
+    """
     reopen = journal.reopen()
     several = processes or (cores() if until - after >= SHARED_FROM else 1)
     if reopen is None or several == 1:
@@ -42,7 +45,7 @@ async def stretches(
 
 
 async def in_one(batches: AsyncIterator[Sequence[Recorded]], decided: int = 0) -> AsyncIterator[StretchRead]:
-    """Yield all that these events hold, as one stretch. Raise TooMuch."""
+    """Read these events as one stretch. Raise TooMuch."""
     found = StretchRead(decided)
     async for batch in batches:
         for event in batch:

@@ -1,7 +1,7 @@
-"""What the world did, apart from what was decided: a part of history, in the form in which it is decided again and again.
+"""A recorded part of history without its decisions, in a form that can be decided again repeatedly.
 
-Good canaries are nearly all of it, and say nothing new of a worker that is well: they are kept as numbers (`stretch`), and
-become facts again where somebody asks (`asking`). Of what was decided only the times stay, and how the weights went.
+Passed canaries are nearly all of it, and say nothing new about a healthy worker. They are kept as numbers (`stretch`), and
+become facts again when they are needed (`asking`). Of the recorded decisions only the times and the weights are kept.
 """
 
 from collections import defaultdict
@@ -39,16 +39,19 @@ from events.observations import (
     WorkerSilent,
 )
 
-USUAL_INTERVAL_S, USUAL_SILENCE_S = 30.0, 3.0  # as the settings have them, where history does not tell
-LATE_S = 1.5  # by which an observer may see it later
-LEAST_GAPS = 8  # between canaries, from which their interval is known
+USUAL_INTERVAL_S, USUAL_SILENCE_S = (
+    30.0,
+    3.0,
+)  # default settings, if they cannot be inferred from the recording
+LATE_S = 1.5  # seconds by which an observer may be late
+LEAST_GAPS = 8  # gaps between canaries needed to infer their interval
 
-GIVEN = (GoldenAgreed, GoldenRetired)  # what is right is no question of policy here
+GIVEN = (GoldenAgreed, GoldenRetired)  # goldens are used as recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One fact of the world, as it is fed to another course. Times are seconds since 1970 by the stream."""
+    """One recorded fact that is fed to a course. Times are seconds since 1970, by the stream's clock."""
 
     at: float
     fact: Fact
@@ -57,29 +60,31 @@ class Happened:
 
 @dataclass(slots=True)
 class Recording:
-    """A part of history."""
+    """A recorded part of history."""
 
-    fleet: Fleet  # before the first event
+    fleet: Fleet  # the fleet before the first event
     start: float
     end: float
     events: int
     happened: list[Happened]  # in the stream's order
     canaries: dict[tuple[str, str], CanariesTold]  # by worker and instance
     adverse: dict[str, list[Adverse]]  # by worker
-    weights: Weights  # as they were
+    weights: Weights  # the recorded weights
     decided: list[Decision]
     numbers: list[tuple[float, int]]  # when each decision was recorded, and its number
-    incidents: dict[str, list[tuple[float, str]]]  # that opened, by worker
-    exposed: dict[str, list[float]]  # when an answer was found to be exposed, by worker
-    served: dict[str, tuple[int, float]]  # answers, and the seconds in which they were counted, by worker
-    interval_s: float  # between canaries of a worker, as it was
-    silence_s: float  # after which a worker was called silent, as it was
-    dead: dict[tuple[str, str], float]  # when a life was held for dead
-    late_s: float  # by which a decision came after it was due by time alone
+    incidents: dict[str, list[tuple[float, str]]]  # time and id of the incidents that opened, by worker
+    exposed: dict[str, list[float]]  # times at which answers were found to be exposed, by worker
+    served: dict[
+        str, tuple[int, float]
+    ]  # number of answers, and the seconds over which they were counted, by worker
+    interval_s: float  # recorded interval between canaries of a worker
+    silence_s: float  # recorded silence timeout
+    dead: dict[tuple[str, str], float]  # when an instance was decided DEAD
+    late_s: float  # usual delay of decisions that became due by time alone
 
     @property
     def policy(self) -> Mapping[str, Any]:
-        """The policy with which it begins, as it was adopted."""
+        """The policy adopted at the beginning."""
         if self.fleet.policy is not None:
             return self.fleet.policy
         adopted = (one.fact.policy for one in self.happened if isinstance(one.fact, PolicyAdopted))
@@ -87,8 +92,10 @@ class Recording:
 
 
 async def recorded(fleet: Fleet, parts: AsyncIterator[StretchRead]) -> Recording | None:
-    """Return what these parts of history tell, one after another, from the fleet before the first of them on; None if nothing has
-    happened. Raise TooMuch."""
+    """Build a recording from consecutive stretches, starting with the fleet before the first; None if they have no events.
+
+    Raise TooMuch.
+    """
     folding = _Folding(fleet)
     async for part in parts:
         folding.take(part)
@@ -96,7 +103,7 @@ async def recorded(fleet: Fleet, parts: AsyncIterator[StretchRead]) -> Recording
 
 
 class _Folding:
-    """What has been read so far, and the fleet as it was shown."""
+    """Collects what has been read so far, and folds the fleet as it was shown."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = self._shown = fleet
@@ -109,12 +116,12 @@ class _Folding:
         self._failed_at: dict[str, float] = {}
         self._silences: list[float] = []
         self._dead: dict[tuple[str, str], float] = {}
-        self._ends: dict[tuple[str, str], float] = {}  # of lives
+        self._ends: dict[tuple[str, str], float] = {}  # end of each instance
         self._late = _Lateness()
         self._weights = Weights(fleet)
 
     def take(self, part: StretchRead) -> None:
-        """Take in what follows."""
+        """Add the next stretch."""
         self._gathered.add(part)
         for event in part.rest:
             at, fact = event.at.timestamp(), event.fact
@@ -132,9 +139,9 @@ class _Folding:
         if isinstance(fact, GIVEN):
             self._happened.append(Happened(at, fact, event.id))
         if isinstance(fact, IncidentOpened):
-            kind, _, who = fact.subject.partition(":")
+            kind, _, name = fact.subject.partition(":")
             if kind == "worker":
-                self._incidents[who].append((at, fact.incident))
+                self._incidents[name].append((at, fact.incident))
         if isinstance(fact, HealthChanged) and fact.after is HealthStatus.DEAD:
             self._dead[fact.worker, fact.instance] = at
         self._late.decided(at, fact)
@@ -168,7 +175,7 @@ class _Folding:
                 pass
 
     def _fold(self, at: float, event: Recorded, fact: Fact) -> None:
-        """Follow the weights. They move with decisions; of canaries and requests nothing has to be known for that."""
+        """Fold an event and note changed weights. Weights change by decisions only, so canaries and requests are skipped."""
         self._shown = evolve(self._shown, event)
         if isinstance(fact, SpareActivated | SpareReleased):
             for name, worker in self._shown.workers.items():
@@ -177,13 +184,13 @@ class _Folding:
             self._weights.note(at, fact.worker, self._shown.workers.get(fact.worker))
 
     def _over(self, worker: str, instance: str, at: float) -> None:
-        """End a life, unless it has ended because it was held for dead: on another course it may go on."""
+        """End an instance, unless it ended because it was decided DEAD: on another course it may live longer."""
         life = (worker, instance)
         if life not in self._dead:
             self._ends[life] = min(self._ends.get(life, at), at)
 
     def whole(self) -> Recording | None:
-        """Return all that was read."""
+        """Return the recording; None if nothing was read."""
         found = self._gathered
         if found.start is None:
             return None
@@ -215,26 +222,26 @@ class _Folding:
 
 
 class _Lateness:
-    """By how much decisions come after they are due by time alone: of breakers it is known when that is."""
+    """The delay of decisions after they are due by time alone, measured on breakers, for which the due time is known."""
 
     def __init__(self) -> None:
         self._retry_at: dict[str, float] = {}
         self._late: list[float] = []
 
     def decided(self, at: float, fact: Decision) -> None:
-        """Take a decision."""
+        """Add a decision."""
         if isinstance(fact, BreakerOpened):
             self._retry_at[fact.worker] = fact.retry_at.timestamp()
         elif isinstance(fact, BreakerHalfOpened) and fact.worker in self._retry_at:
             self._late.append(max(0.0, at - self._retry_at.pop(fact.worker)))
 
     def usual(self) -> float:
-        """Return it, in seconds."""
+        """Return the median delay in seconds."""
         return median(self._late) if self._late else 0.0
 
 
 def _interval(lives: Iterable[CanariesTold]) -> float:
-    """Return the usual time from one scheduled canary of a worker to the next."""
+    """Return the usual time between scheduled canaries of a worker, in seconds."""
     gaps = [
         told.sent[n] - told.sent[n - 1]
         for told in lives
@@ -245,11 +252,11 @@ def _interval(lives: Iterable[CanariesTold]) -> float:
 
 
 def _silence(seconds: Sequence[float]) -> float:
-    """Return after how long a worker was called silent: the usual time, if these were called so soon after that."""
+    """Return the silence timeout: the default if the shortest recorded silence is close to it, else that silence."""
     least = min(seconds, default=USUAL_SILENCE_S)
     return USUAL_SILENCE_S if USUAL_SILENCE_S <= least < USUAL_SILENCE_S + LATE_S else least
 
 
 def instant(at: float) -> datetime:
-    """Return a time as facts have it."""
+    """Convert a time to a datetime, as facts use it."""
     return datetime.fromtimestamp(at, UTC)

@@ -1,9 +1,9 @@
-"""How was a worker between the canaries that were put to it? A spell is a time in which it answered badly.
+"""Spells: the times in which a worker answered canaries badly.
 
     good ✓         ✗ ✗ ✗        ✓ good
-           └─ began ─┘   └─ ended ─┘       each anywhere in its gap: `place` says where, 0 the first that is possible, 1 the last
+           └─ began ─┘   └─ ended ─┘       each anywhere in its gap; `place` says where: 0 the earliest possible, 1 the latest
 
-A wrong answer belongs to its canary: others may be right all the while. No answer, or a slow one, belongs to all of them.
+A wrong answer belongs to its canary: others may be right meanwhile. A missing or slow answer belongs to all canaries.
 """
 
 from dataclasses import dataclass, replace
@@ -14,25 +14,25 @@ from events.observations import CanaryFailed, CanarySlow
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """One time in which a worker answered badly. Seconds since 1970."""
+    """One time in which a worker answered badly. Times are seconds since 1970."""
 
-    after: float  # it was well then, or had not been asked
-    first: float  # the first bad answer was asked for
-    last: float  # the last one
-    before: float  # it was well again; infinity: not before its life was over
+    after: float  # last good answer before it, or the first canary
+    first: float  # when the first canary with a bad answer was sent
+    last: float  # when the last one was sent
+    before: float  # the next good answer; infinity: none before the instance ended
     said: int  # SLOW, WRONG or MUTE
-    asked: frozenset[int]  # the canaries that tell of it; empty: all
+    asked: frozenset[int]  # the canaries that were answered badly; empty: all
     fact: CanaryFailed | CanarySlow  # the first bad answer
-    took: float  # seconds until the journal had it
+    took: float  # seconds until the journal recorded it
 
     def began(self, place: float) -> float:
-        """Return when it began."""
+        """Return when it began, for a place in the gap."""
         if self.momentary and place < 1:
             return self.first
         return self.after + (self.first - self.after) * place
 
     def ended(self, place: float) -> float:
-        """Return when it was over. What has no end goes on for ever, but where the first moment is asked for."""
+        """Return when it ended. One without an end lasts for ever, except at place 0."""
         if self.momentary and place < 1:
             return self.first + self.took
         if self.before == float("inf"):
@@ -41,16 +41,16 @@ class Spell:
 
     @property
     def momentary(self) -> bool:
-        """Whether one slow answer among quick ones is all that is known of it: most likely no more than that was slow."""
+        """Whether it is a single slow answer among quick ones: most likely nothing else was slow."""
         return self.said == SLOW and self.first == self.last
 
     def tells(self, canary: int) -> bool:
-        """Say whether this canary is answered badly."""
+        """Return whether this canary is answered badly."""
         return not self.asked or canary in self.asked
 
 
 def spells(told: CanariesTold) -> list[Spell]:
-    """Return the spells of one life, by when they began."""
+    """Return the spells of one instance, by their beginning."""
     general = [*_runs(told, range(len(told)), MUTE), *_runs(told, range(len(told)), SLOW)]
     wrong = [run for canary in range(len(told.names)) for run in _wrong(told, canary)]
     return sorted([*general, *_joined(wrong)], key=lambda one: one.first)
@@ -93,7 +93,7 @@ def _spell(
 
 
 def _joined(wrong: list[Spell]) -> list[Spell]:
-    """Return spells of several canaries that overlap as one: one cause makes all of them wrong."""
+    """Merge overlapping spells of several canaries into one: one cause makes all of them wrong."""
     found: list[Spell] = []
     for one in sorted(wrong, key=lambda one: one.first):
         if found and one.after < found[-1].before and one.first < found[-1].before:

@@ -1,7 +1,7 @@
-"""What a stretch of history holds: what canaries said as numbers, requests as counts, and the rest as it is, to be folded.
+"""A stretch of the journal: canary results as numbers, requests as counts, other events unchanged.
 
-Good canaries are nearly all of it, and none of them is folded: so that several processes can each read a part (`reading`), and
-only the rest is taken in order by one (`recording`).
+Passed canaries are nearly all of a journal, and need no folding. Several processes can therefore each read a part (`reading`),
+and one process folds only the rest in order (`recording`).
 """
 
 from array import array
@@ -39,10 +39,10 @@ from events.observations import (
     WorkerSlowCleared,
 )
 
-EVENTS_MAX = 5_000_000  # of one question
-SERVED_AFTER_S = 600.0  # after a failed request: so long good ones may matter
+EVENTS_MAX = 5_000_000  # maximum events of one what-if question
+SERVED_AFTER_S = 600.0  # seconds after a failed request in which served ones may matter
 
-GOOD, SLOW, WRONG, MUTE = range(4)  # what a canary said: right, right but slow, a wrong answer, none
+GOOD, SLOW, WRONG, MUTE = range(4)  # result of a canary: correct, correct but slow, wrong, no answer
 WRONG_REASONS = ("token_mismatch", "logit_drift", "non_finite")
 OF_THE_WORLD = (
     DeviceFaulted, DeviceRecovered, DrainFinished, DrainRequested, EngineFaulted, GoldenDisputed, GoldenProposed,
@@ -53,34 +53,34 @@ TAKEN_IN_ORDER = (Decision, *OF_THE_WORLD)
 
 
 class TooMuch(HoldfastError):
-    """A question of what if is of one part of history: narrow it with --since and --until, or ask for one --incident."""
+    """A what-if question covers a limited part of history: narrow it with --since and --until, or select an --incident."""
 
 
 @dataclass(slots=True)
 class CanariesTold:
-    """What canaries said of one life of a worker, oldest first."""
+    """The canary results of one worker instance, oldest first."""
 
     worker: str
     instance: str
-    at: "array[float]" = field(default_factory=lambda: array("d"))  # when the journal took it
+    at: "array[float]" = field(default_factory=lambda: array("d"))  # when the journal recorded it
     sent: "array[float]" = field(
         default_factory=lambda: array("d")
-    )  # when it was asked, by the stream's clock
+    )  # when it was sent, by the stream's clock
     said: bytearray = field(default_factory=bytearray)
-    check: bytearray = field(default_factory=bytearray)  # a place in CHECKS
-    asked: "array[int]" = field(default_factory=lambda: array("H"))  # a place in `names`
-    names: list[str] = field(
-        default_factory=list
-    )  # of the canaries, in the order in which they were first asked
-    facts: dict[int, CanaryFailed | CanarySlow] = field(default_factory=dict)  # all but the good ones
-    good: CanaryPassed | None = None  # one of the good ones
-    end: float = float("inf")  # of this life
+    check: bytearray = field(default_factory=bytearray)  # index in CHECKS
+    asked: "array[int]" = field(default_factory=lambda: array("H"))  # index in `names`
+    names: list[str] = field(default_factory=list)  # the canaries, in the order in which they were first sent
+    facts: dict[int, CanaryFailed | CanarySlow] = field(
+        default_factory=dict
+    )  # all except passed ones, by index
+    good: CanaryPassed | None = None  # one of the passed ones
+    end: float = float("inf")  # end of this instance
 
     def __len__(self) -> int:
         return len(self.at)
 
     def add(self, later: "CanariesTold") -> None:
-        """Take in what the same life said afterwards."""
+        """Append later results of the same instance."""
         place = len(self)
         self.names += [name for name in later.names if name not in self.names]
         asked = [self.names.index(name) for name in later.names]
@@ -98,7 +98,7 @@ CHECKS: tuple[CheckType, ...] = ("scheduled", "confirm", "trial", "join")
 
 @dataclass(slots=True)
 class Adverse:
-    """Something that speaks against a worker."""
+    """A piece of evidence against a worker."""
 
     at: float
     what: str
@@ -106,23 +106,25 @@ class Adverse:
 
 @dataclass(slots=True)
 class StretchRead:
-    """A stretch of history, in the stream's order; of its decisions those up to the sequence `decided` are left out."""
+    """A stretch of the journal, in the stream's order, without the decisions up to the sequence `decided`."""
 
     decided: int = 0
     events: int = 0
     start: float | None = None  # seconds since 1970, by the stream
     end: float = 0.0
     canaries: dict[tuple[str, str], CanariesTold] = field(default_factory=dict)  # by worker and instance
-    askers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # who asked each canary
-    skew: dict[str, float] = field(default_factory=dict)  # of a prober's clock against the stream's, at least
+    askers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # the source of each canary result
+    skew: dict[str, float] = field(
+        default_factory=dict
+    )  # minimum offset of a prober's clock against the stream's
     wrong: dict[str, list[Adverse]] = field(default_factory=lambda: defaultdict(list))  # by worker
-    exposed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # when, by worker
-    served: dict[str, tuple[int, float]] = field(default_factory=dict)  # answers, and seconds, by worker
-    rest: list[Recorded] = field(default_factory=list)  # what is taken in order
+    exposed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # times, by worker
+    served: dict[str, tuple[int, float]] = field(default_factory=dict)  # answers and seconds, by worker
+    rest: list[Recorded] = field(default_factory=list)  # events to be folded in order
     _failed_at: dict[str, float] = field(default_factory=dict)
 
     def take(self, event: Recorded) -> None:
-        """Take one event in. Raise TooMuch."""
+        """Add one event. Raise TooMuch."""
         fact = event.fact
         if event.seq <= self.decided and isinstance(fact, Decision):
             return
@@ -135,7 +137,9 @@ class StretchRead:
         elif isinstance(fact, RequestsServed):
             count, seconds = self.served.get(fact.worker, (0, 0.0))
             self.served[fact.worker] = (count + fact.count, seconds + fact.window_s)
-            failed_at = self._failed_at.get(fact.worker, self.start)  # or before: who folds it knows
+            failed_at = self._failed_at.get(
+                fact.worker, self.start
+            )  # or before the stretch: known when folding
             if at - failed_at < SERVED_AFTER_S:
                 self.rest.append(event)
         elif isinstance(fact, TAKEN_IN_ORDER):
@@ -175,7 +179,7 @@ class StretchRead:
         self.skew[source] = min(self.skew.get(source, late), late)
 
     def add(self, later: "StretchRead") -> None:
-        """Take in what follows this stretch, but for `rest`: who adds them has taken that. Raise TooMuch."""
+        """Append the stretch that follows this one, except its `rest`, which the caller has folded. Raise TooMuch."""
         self._count(later.events)
         if later.start is not None:
             self.start, self.end = later.start if self.start is None else self.start, later.end

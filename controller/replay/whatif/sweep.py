@@ -1,4 +1,4 @@
-"""The same question for many values of one setting: what does it cost, and what does it save?"""
+"""Sweeps: one what-if question for many values of one setting."""
 
 import re
 from collections.abc import Iterator
@@ -21,31 +21,31 @@ _RANGE = re.compile(r"([^=]+)=(.+?)\.\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """A setting and the values that it is to have."""
+    """A setting and the values to try."""
 
     name: str
     values: list[float]
-    asked: PolicyAsked  # besides
+    asked: PolicyAsked  # other changed settings
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """What one value comes to."""
+    """The figures for one value."""
 
     value: float
-    figures: dict[str, Estimate]  # of all that time, by name
+    figures: dict[str, Estimate]  # figures over the whole recording, by name
 
 
 def swept(text: str, points: int, besides: PolicyAsked) -> Swept:
-    """Return what `--sweep NAME=A..B` asks for: values from A to B, each by the same factor above the last. Raise UsageError."""
+    """Parse `--sweep NAME=A..B`: values from A to B in a geometric progression. Raise UsageError."""
     parts = _RANGE.fullmatch(text)
     if parts is None:
-        raise UsageError(f"--sweep {text}: it is NAME=A..B, as in --sweep canary.interval=1s..60s")
+        raise UsageError(f"--sweep {text}: must be NAME=A..B, such as --sweep canary.interval=1s..60s")
     if not 2 <= points <= POINTS_MAX:
-        raise UsageError(f"--points {points}: from 2 to {POINTS_MAX}")
+        raise UsageError(f"--points {points}: must be from 2 to {POINTS_MAX}")
     low, high = value_of(parts[2]), value_of(parts[3])
     if not (isinstance(low, int | float) and isinstance(high, int | float) and 0 < low < high):
-        raise UsageError(f"--sweep {text}: from a number or time above 0 to a larger one")
+        raise UsageError(f"--sweep {text}: must go from a number or duration above 0 to a larger one")
     (name,) = asked([f"{parts[1]}={parts[2]}"], None).values
     whole = isinstance(low, int) and isinstance(high, int)
     steps = [exp(log(low) + (log(high) - log(low)) * n / (points - 1)) for n in range(points)]
@@ -56,7 +56,7 @@ def swept(text: str, points: int, besides: PolicyAsked) -> Swept:
 
 
 def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], list[str]]:
-    """Return what each value comes to, and what has to be known of that."""
+    """Return the figures for each value, and their limitations."""
     found = faults(recording)
     each = [asked_for.asked.also(asked_for.name, value) for value in asked_for.values]
     again, *all_ = take_all(
@@ -77,7 +77,10 @@ def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], lis
 
 
 def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str) -> float:
-    """Return the mean time from a fault's beginning, of those that were fenced then; who is not within this part, at its end."""
+    """Return the mean time from a fault's beginning, over the faults that were fenced in the recording.
+
+    A fault that did not reach the phase counts up to its end in the recording.
+    """
     times = []
     for fault in found:
         if fared(fault, recording.weights).fenced is None:
@@ -88,7 +91,7 @@ def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str)
 
 
 def as_json(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
-    """Return it as plain JSON."""
+    """Return the sweep as plain JSON."""
     return {
         "setting": asked_for.name,
         "besides": dict(asked_for.asked.values),
@@ -99,7 +102,7 @@ def as_json(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
 
 
 def lines(asked_for: Swept, points: list[SweepPoint]) -> Iterator[str]:
-    """Yield it as a table of 80 columns."""
+    """Yield the sweep as a table of 80 columns."""
     yield f"  {asked_for.name:>20}{'fenced':>11}{'recovered':>11}{'exposed':>9}{'GPU s':>11}{'canaries':>11}"
     yield f"  {'':>20}{'s':>11}{'s':>11}{'answers':>9}{'missing':>11}{'asked':>11}"
     for one in points:

@@ -1,14 +1,14 @@
-"""A sweep as a page that needs no network."""
+"""Renders a sweep as a self-contained HTML page."""
 
 from typing import Any
 
 from controller.replay.pages import asset, environment, plotly
 
-STYLE = ("controller.replay.report", "report.css")  # all pages of history look alike
+STYLE = ("controller.replay.report", "report.css")  # shared by all report pages
 
 
 def html(document: dict[str, Any], picture: dict[str, Any], asked: list[str]) -> str:
-    """Return what the values of a setting come to as a page. Raise NoPlotly."""
+    """Return the sweep as an HTML page. Raise NoPlotly."""
     return (
         environment(__package__, escape=True)
         .get_template("sweep.html.jinja")

@@ -1,4 +1,4 @@
-"""An answer in words, for terminals from 80 columns on."""
+"""Formats a what-if answer as text for terminals of 80 or more columns."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -22,17 +22,17 @@ FAULTS_SHOWN, DECISIONS_SHOWN = 20, 12  # -o json has all
 def lines(answer: Comparison) -> Iterator[str]:
     """Yield the answer, line by line."""
     for name, was, now in answer.changed:
-        yield f"what if {name} had been {setting(name, now)}, and not {setting(name, was)}?"
+        yield f"what if {name} had been {setting(name, now)} instead of {setting(name, was)}?"
     yield f"{count(len(answer.faults), 'fault')}, {period(answer.recording)}"
     yield ""
-    yield f"  {'all of it':<25}{'recorded':>10}{'again':>10}  would be"
+    yield f"  {'totals':<25}{'recorded':>10}{'again':>10}  would be"
     for total in answer.totals:
         yield _total(total)
     for fault in answer.faults[:FAULTS_SHOWN]:
         yield ""
         yield from _fault(fault)
     if len(answer.faults) > FAULTS_SHOWN:
-        yield f"  and {count(len(answer.faults) - FAULTS_SHOWN, 'fault')} more: -o json has all"
+        yield f"  and {count(len(answer.faults) - FAULTS_SHOWN, 'fault')} more: use -o json for all"
     yield ""
     yield from _decisions(answer)
     yield ""
@@ -41,7 +41,7 @@ def lines(answer: Comparison) -> Iterator[str]:
 
 
 def period(recording: Recording) -> str:
-    """Return of which part of history something is said."""
+    """Describe the recorded period: number of events, duration, dates."""
     lasted = span(recording.end - recording.start)
     days = f"{instant(recording.start):%Y-%m-%d} {_time(recording.start)} to {_time(recording.end)} UTC"
     return f"{count(recording.events, 'event')} in {lasted}, {days}"
@@ -71,7 +71,7 @@ def _decisions(answer: Comparison) -> Iterator[str]:
         words = " ".join(filter(None, (one.kind, one.subject, one.what)))
         yield f"    {_cut(words, 40):<40}{one.again:>7}{one.would:>10}"
     if len(answer.decisions) > DECISIONS_SHOWN:
-        yield f"    and {len(answer.decisions) - DECISIONS_SHOWN} more: -o json has all"
+        yield f"    and {len(answer.decisions) - DECISIONS_SHOWN} more: use -o json for all"
 
 
 def _cut(text: str, most: int) -> str:
@@ -92,7 +92,7 @@ def _number(value: float) -> str:
 
 
 def setting(name: str, value: Any) -> str:
-    """Return a setting's value as one says it."""
+    """Format a setting's value for reading."""
     return span(value) if name in TIMES and isinstance(value, int | float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of every incident: would it have been over sooner with more canaries, with less patience, with a shorter wait?"""
+"""The what-if questions that a report answers for every incident: canaries, failures, breaker wait."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from controller.replay.whatif.comparison import Comparison, compare
 from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.text import setting
 
-SOONER = 3.0  # times as many canaries
+SOONER = 3.0  # times as many canaries as recorded
 
 
 def usual(recording: Recording) -> list[PolicyAsked]:
-    """Return the questions, such as make a difference to the policy that was in force."""
+    """Return the questions that differ from the policy that was in force."""
     was = load(recording.policy)
     found = [PolicyAsked({INTERVAL: float(f"{recording.interval_s / SOONER:.2g}")})]
     if was.health.failures_max > 1:
@@ -23,7 +23,7 @@ def usual(recording: Recording) -> list[PolicyAsked]:
 
 
 def answers(recording: Recording, incident: str) -> list[dict[str, Any]]:
-    """Return the answers as plain JSON; none where the journal knows of no fault for which the incident was opened."""
+    """Return the answers as plain JSON; none if no fault is known for which the incident was opened."""
     found: list[dict[str, Any]] = []
     for asked in usual(recording):
         answer = compare(recording, asked, incident=incident)

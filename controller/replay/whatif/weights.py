@@ -1,4 +1,4 @@
-"""Which share of the traffic had each worker, and when? What is asked of a course of history, whoever has decided it."""
+"""The traffic weights of each worker over time, as recorded or on a course."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -11,21 +11,21 @@ from events.decisions import HealthStatus
 
 
 class WeightStep(NamedTuple):
-    """From here on a worker is so."""
+    """The state of a worker from one time on."""
 
     at: float  # seconds since 1970
     weight: float  # share of the traffic, 0 to 1
     status: HealthStatus
-    spare: bool  # it waits, and is to serve nobody
+    spare: bool  # it waits as a spare and serves no requests
 
     @property
     def well(self) -> bool:
-        """Whether nobody doubts it."""
+        """Whether it is in full service, or a healthy spare."""
         return self.status is HealthStatus.HEALTHY and (self.weight >= 1.0 or self.spare)
 
     @property
     def fenced(self) -> bool:
-        """Whether nothing goes there, for another reason than that it is a spare that is well."""
+        """Whether it gets no requests, except as a healthy spare."""
         return self.weight == 0.0 and not (self.spare and self.status is HealthStatus.HEALTHY)
 
 
@@ -33,7 +33,7 @@ AT = attrgetter("at")
 
 
 class Weights:
-    """The steps of every worker that has changed, oldest first."""
+    """The changes of every worker, oldest first."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.steps: dict[str, list[WeightStep]] = defaultdict(list)
@@ -42,7 +42,7 @@ class Weights:
             self.note(float("-inf"), name, worker)
 
     def note(self, at: float, name: str, worker: Worker | None) -> None:
-        """Take how a worker is now; None: it is no part of the fleet any more."""
+        """Record a worker's current state; None: it is no longer part of the fleet."""
         steps = self.steps[name]
         if worker is None:
             steps.append(WeightStep(at, 0.0, HealthStatus.DEAD, True))
@@ -54,18 +54,18 @@ class Weights:
             steps.append(step)
 
     def was(self, name: str, at: float) -> WeightStep | None:
-        """Return how a worker was; None: it was not there yet."""
+        """Return a worker's state at a time; None: it had not joined yet."""
         steps = self.steps.get(name, [])
         place = bisect_right(steps, at, key=AT)
         return steps[place - 1] if place else None
 
     def since(self, name: str, at: float) -> list[WeightStep]:
-        """Return how a worker was at a time, and all that followed."""
+        """Return a worker's state at a time, and all later ones."""
         steps = self.steps.get(name, [])
         return steps[max(0, bisect_right(steps, at, key=AT) - 1) :]
 
     def stretches(self, name: str, start: float, end: float) -> Iterator[tuple[float, float, WeightStep]]:
-        """Yield from when to when a worker was how, between two times."""
+        """Yield a worker's states between two times, each with its beginning and end."""
         steps = self.steps.get(name, [])
         for place, step in enumerate(steps):
             until = steps[place + 1].at if place + 1 < len(steps) else end
@@ -74,7 +74,7 @@ class Weights:
                 yield first, last, step
 
     def missing(self, start: float, end: float) -> float:
-        """Return how many GPU-seconds of those that were to serve did not, between two times. Whoever is dead has left."""
+        """Return the GPU-seconds of missing service between two times. Dead workers count as having left."""
         return sum(
             (last - first) * (1.0 - step.weight) * self.gpus[name]
             for name in self.steps

@@ -1,4 +1,4 @@
-"""`holdfast replay what-if`: which part of history, decided by which other policy."""
+"""The `holdfast replay what-if` command."""
 
 import argparse
 import json
@@ -21,8 +21,9 @@ from events.errors import HoldfastError, UsageError
 from events.journal.port import Journal
 
 ABOUT = (
-    "what would have happened under another policy: the recorded observations are decided again, beside what was decided. "
-    "Settings are named as in docs/settings.md, such as breaker.wait_min, health.failures_max, canary.interval"
+    "what would have happened under another policy: decides the recorded observations again and compares the result "
+    "with what was decided. Settings are named as in docs/settings.md, such as breaker.wait_min, health.failures_max, "
+    "canary.interval"
 )
 
 
@@ -39,36 +40,40 @@ def add_arguments(commands: Any) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="one setting, such as canary.interval=10s",
-    )
-    command.add_argument("--policy", metavar="FILE", help="several, by parts: JSON, or TOML as .toml")
-    command.add_argument(
-        "--incident", metavar="ID", help="of one incident, by its id or an event that led to it"
+        help="change one setting, such as canary.interval=10s (repeatable)",
     )
     command.add_argument(
-        "--since", metavar="WHEN", help=f"from here on (default: all that is held): {moment.SAID}"
+        "--policy", metavar="FILE", help="change several settings by part, from a JSON or .toml file"
     )
-    command.add_argument("--until", metavar="WHEN", help="up to here (default: the end)")
     command.add_argument(
-        "--sweep", metavar="NAME=A..B", help="for many values of one setting, such as canary.interval=1s..60s"
+        "--incident", metavar="ID", help="decide one incident again, by its id or by one of its events"
+    )
+    command.add_argument(
+        "--since",
+        metavar="WHEN",
+        help=f"start of the recording (default: the journal's first event): {moment.SAID}",
+    )
+    command.add_argument("--until", metavar="WHEN", help="end of the recording (default: the journal's end)")
+    command.add_argument(
+        "--sweep", metavar="NAME=A..B", help="try many values of one setting, such as canary.interval=1s..60s"
     )
     command.add_argument(
         "--points",
         metavar="N",
         type=int,
         default=sweeps.POINTS,
-        help=f"of a sweep (default: {sweeps.POINTS})",
+        help=f"number of values in a sweep (default: {sweeps.POINTS})",
     )
     command.add_argument(
         "--recorded",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help=f"how {INTERVAL} or {SILENCE} was set then, where the journal does not tell",
+        help=f"value of {INTERVAL} or {SILENCE} at that time, if it cannot be inferred from the journal",
     )
     command.add_argument(
         "-o", "--output", metavar="FORM", default="text",
-        help="text, json, or a file: .json, and of a sweep .html (default: text)",
+        help="text, json, or an output file (.json; .html for a sweep) (default: text)",
     )  # fmt: skip
     command.set_defaults(replay="what-if")
 
@@ -81,14 +86,13 @@ async def execute(
     now: datetime,
     say: Callable[[str], None],
 ) -> None:
-    """Print or write one answer. Raise UsageError, NothingToAsk, TooMuch, CannotWrite, NoPlotly, and what
-    `controller.replay.travel` raises."""
+    """Print or write one answer.
+
+    Raise UsageError, NothingToAsk, TooMuch, CannotWrite, NoPlotly, and what `controller.replay.travel` raises."""
     what = asked(args.set, args.policy)
     sweep = sweeps.swept(args.sweep, args.points, what) if args.sweep else None
     if sweep is None and not what.values:
-        raise UsageError(
-            "what is to be otherwise? Say so with --set NAME=VALUE, --policy FILE, or --sweep NAME=A..B"
-        )
+        raise UsageError("nothing to compare: give --set NAME=VALUE, --policy FILE or --sweep NAME=A..B")
     form = _form(args.output, sweep is not None)
     recording, incident = await _recording(args, journal, store, archive, now)
     _as_it_was(recording, args.recorded)
@@ -107,8 +111,8 @@ def _form(output: str, sweep: bool) -> str:
     forms = ("text", "json", "html") if sweep else ("text", "json")
     form = output if output in ("text", "json") else Path(output).suffix.lower().removeprefix(".")
     if form not in forms or (form == "text" and output != "text"):
-        page = ", a file that ends in .html" if sweep else ""
-        raise UsageError(f"-o {output}: text, json, a file that ends in .json{page}")
+        page = ", a file name ending in .html" if sweep else ""
+        raise UsageError(f"-o {output}: must be text, json, a file name ending in .json{page}")
     return form
 
 
@@ -127,7 +131,7 @@ def _sweep(
     about = [period(recording)]
     besides = asked_for.asked.values
     if besides:
-        about.append(f"besides: {', '.join(f'{name} {value}' for name, value in besides.items())}")
+        about.append(f"other settings: {', '.join(f'{name} {value}' for name, value in besides.items())}")
     if form == "json":
         _out(json.dumps(document, indent=1), output, form, say)
         return
@@ -143,9 +147,9 @@ def _sweep(
 async def _recording(
     args: argparse.Namespace, journal: Journal, store: StateStore | None, archive: Archive, now: datetime
 ) -> tuple[Recording, str]:
-    """Return the part of history that is asked about, and the incident, if it is one."""
+    """Read the part of the journal in question, and return it with its incident, if it is one."""
     if args.incident and (args.since or args.until):
-        raise UsageError("--incident is a part of history of its own: leave --since and --until out")
+        raise UsageError("--incident selects its own part of history: omit --since and --until")
     incident, found = "", None
     if args.incident:
         incident = await timeline.incident_of(archive, journal, args.incident)
@@ -156,18 +160,18 @@ async def _recording(
         until = moment.parse(args.until, now) if args.until else None
         found = await part.between(journal, store, archive, since, until)
     if found is None:
-        raise NothingToAsk(f"nothing has happened there. {NothingToAsk.__doc__}")
+        raise NothingToAsk(f"no event in this part of the journal. {NothingToAsk.__doc__}")
     return found, incident
 
 
 def _as_it_was(recording: Recording, given: Sequence[str]) -> None:
-    """Take how it was set then from who knows it."""
+    """Apply the recorded settings that the user gave with `--recorded`."""
     for one in given:
         name, _, text = one.partition("=")
         value = value_of(text)
         if name not in (INTERVAL, SILENCE) or not isinstance(value, int | float) or value <= 0:
             raise UsageError(
-                f"--recorded {one}: {INTERVAL} or {SILENCE}, and a time above 0, such as {INTERVAL}=30s"
+                f"--recorded {one}: must be {INTERVAL} or {SILENCE} with a duration above 0, such as {INTERVAL}=30s"
             )
         if name == INTERVAL:
             recording.interval_s = float(value)
