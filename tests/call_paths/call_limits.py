@@ -1,6 +1,6 @@
-"""How many files a way may run in, and how many pairs of these may call each other both ways."""
+"""Limits per path: the number of files, and of pairs of files that call each other both ways."""
 
-# (files, two-way pairs), as measured. They go down to the targets, and never up.
+# (files, two-way pairs), as measured. They may only be lowered, towards the targets.
 LIMITS = {
     "completion": (55, 0),
     "conviction": (65, 0),

@@ -1,17 +1,17 @@
-"""Records which of our files call which while a way through the system runs.
+"""Records which of the project's files call which while a path through the system runs.
 
-`sys.setprofile` reports each call. An edge goes from the nearest calling function of ours to the called one. Functions of the
-standard library, of dependencies and of tests in between are passed over, and so are lambdas. The event loop hides no call:
+`sys.setprofile` reports each call. An edge goes from the nearest calling function of the project to the called one. Functions
+of the standard library, of dependencies and of tests in between are skipped, and so are lambdas. The event loop hides no call:
 
 - a callback (`call_soon`, `call_later`, `call_at`, `call_soon_threadsafe`, `add_reader`, `run_in_executor`, the done callback of
   a future) and the first step of a task count as called by the file that scheduled them;
 - the getter of an `asyncio.Queue` counts as called by the putter of the item, the waiter of an `asyncio.Event` by its setter.
 
-A coroutine that resumes because what it awaits has completed counts as returned to, not as called. Comprehensions and imports of
-modules do not count.
+A coroutine that resumes because an awaited operation has completed counts as returned to, not as called. Comprehensions and
+module imports do not count.
 
-Timers that were set before the recording (or `hold_timers`) run after it: heartbeats and other periodic work never fall into a
-recording by chance. Nor does what the garbage collector closes: generators that earlier tests in this process have left.
+Timers that were set before the recording (or before `hold_timers`) run after it, so heartbeats and other periodic work never
+appear in a recording by chance. Generators that earlier tests left to the garbage collector do not appear either.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ HANDLE = (
 PUT, GET = asyncio.Queue.put_nowait.__code__, asyncio.Queue.get_nowait.__code__
 SET, WAIT = asyncio.Event.set.__code__, asyncio.Event.wait.__code__
 PATCHED = ("call_soon", "call_soon_threadsafe", "call_at", "add_reader", "run_in_executor")
-REST_S = 0.05  # the way's outcome is there: what it has scheduled for now still belongs to it
+REST_S = 0.05  # the path's result is there, but callbacks that it scheduled still belong to it
 
 Callback = Callable[..., Any]
 
@@ -55,14 +55,14 @@ class Way:
 
 
 class _Scheduled(threading.local):
-    """Which file has scheduled what runs in this thread."""
+    """The file that scheduled what runs in this thread."""
 
     caller = ""
-    waker = ""  # the file that has set the event for which the resumed task waits
+    waker = ""  # the file that set the event for which the resumed task waits
 
 
 class CallRecorder:
-    """Records a way in the running event loop and in the threads that start while it is installed."""
+    """Records a path in the running event loop, and in threads that start while it is installed."""
 
     def __init__(self, root: Path = ROOT, folders: Sequence[str] = OURS) -> None:
         self.way = Way()
@@ -72,11 +72,13 @@ class CallRecorder:
         self._scheduled = _Scheduled()
         self._recording = self._holding = False
         self._held: list[Callable[[], object]] = []
-        self._putters: defaultdict[int, deque[str]] = defaultdict(deque)  # of a queue's items, by its id
+        self._putters: defaultdict[int, deque[str]] = defaultdict(
+            deque
+        )  # putters of a queue's items, by the queue's id
 
     @contextmanager
     def installed(self) -> Iterator["CallRecorder"]:
-        """Wrap what the loop defers."""
+        """Wrap the loop's methods that defer calls."""
         real = {name: getattr(self._loop, name) for name in PATCHED}
 
         def call_soon(callback: Callback, *args: Any, **more: Any) -> Any:
@@ -85,7 +87,9 @@ class CallRecorder:
         def call_soon_threadsafe(callback: Callback, *args: Any, **more: Any) -> Any:
             return real["call_soon_threadsafe"](self._deferred(callback, args), *args, **more)
 
-        def call_at(when: float, callback: Callback, *args: Any, **more: Any) -> Any:  # by `call_later`, too
+        def call_at(
+            when: float, callback: Callback, *args: Any, **more: Any
+        ) -> Any:  # also called by `call_later`
             return real["call_at"](when, self._timer(self._deferred(callback, args)), *args, **more)
 
         def add_reader(fd: Any, callback: Callback, *args: Any) -> None:
@@ -107,12 +111,12 @@ class CallRecorder:
                 del vars(self._loop)[name]
 
     def hold_timers(self) -> None:
-        """Run the timers that are set by now after the recording."""
+        """Delay timers that are already set until after the recording."""
         self._holding = True
 
     @asynccontextmanager
     async def recording(self) -> AsyncIterator[Way]:
-        """Record until the context ends, and what is scheduled by then."""
+        """Record until the context ends, including what was scheduled by then."""
         gc.collect()
         gc.disable()
         self._recording = self._holding = True
@@ -139,7 +143,7 @@ class CallRecorder:
         return run
 
     def _deferred(self, callback: Callback, args: Sequence[object]) -> Callback:
-        """Return the callback with a memory of the file that has scheduled it."""
+        """Return the callback, bound to the file that scheduled it."""
         if not self._recording:
             return callback
         resumes = getattr(callback, "__name__", "") == "task_wakeup"
@@ -150,7 +154,7 @@ class CallRecorder:
             sets_event = sets_event or frame.f_code is SET
             caller, frame = self._file(frame.f_code), frame.f_back
         if not caller and not completes:
-            caller = self._scheduled.caller  # asyncio has deferred once more what was deferred
+            caller = self._scheduled.caller  # asyncio deferred an already deferred callback
         waker = caller if sets_event else ""
         caller = "" if resumes else caller
 
@@ -185,7 +189,7 @@ class CallRecorder:
             self.way.edges.setdefault((caller, called), set()).add(function)
 
     def _caller(self, called: FrameType) -> str:
-        """Return the nearest calling file of ours, or else the one that has scheduled what runs."""
+        """Return the nearest calling file of the project, or else the one that scheduled what runs."""
         frame = called.f_back
         while frame is not None and frame.f_code is not HANDLE:
             if file := self._file(frame.f_code):
@@ -194,6 +198,6 @@ class CallRecorder:
         return self._scheduled.caller
 
     def _file(self, code: CodeType) -> str:
-        """Return the file of a function, from the project's root; empty: it is a lambda, or not ours."""
+        """Return a function's file relative to the project's root; empty for a lambda or foreign code."""
         ours = code.co_filename.startswith(self._ours) and code.co_name != "<lambda>"
         return code.co_filename[len(self._root) :] if ours else ""

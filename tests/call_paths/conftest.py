@@ -1,4 +1,4 @@
-"""Records ways, and prints them as a table: `make call-paths`, `make call-paths WAY=drain`."""
+"""Records the paths, and prints them as a table: `make call-paths`, `make call-paths WAY=drain`."""
 
 import os
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ RECORDED = pytest.StashKey[dict[str, Way]]()
 
 @pytest.fixture
 async def recorder(request: pytest.FixtureRequest) -> AsyncIterator[CallRecorder]:
-    """Records the way after which the test is named."""
+    """Records the path that the test is named after."""
     with CallRecorder().installed() as recorder:
         yield recorder
     name = request.node.name.removeprefix("test_").replace("_", "-")
@@ -24,7 +24,7 @@ async def recorder(request: pytest.FixtureRequest) -> AsyncIterator[CallRecorder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what was recorded."""
+    """Print the recorded paths."""
     recorded = config.stash.get(RECORDED, {})
     if not recorded:
         return
@@ -41,7 +41,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def listed(way: Way) -> list[str]:
-    """Return a way's files, calls between files, and pairs that call each other both ways, as lines of text."""
+    """Return a path's files, calls between files, and pairs that call each other both ways, as lines of text."""
     lines = ["", "files", *(f"  {name}" for name in sorted(way.files)), "", "calls"]
     lines += [f"  {caller} -> {called}" for caller, called in sorted(way.edges)]
     lines += ["", "two-way pairs"]

@@ -1,4 +1,4 @@
-"""A whole fleet in this process: a journal in memory, the leading controller, a frontend, workers with the simulated engine."""
+"""A whole fleet in one process: in-memory journal, leading controller, frontend, simulated workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +32,7 @@ from workers.engines.simulated.sequence import EngineShape
 SHAPE = EngineShape(context_tokens=2048, kv_blocks=512)
 LEASE_S = 1000.0  # renewals are held during a recording
 COMMAND_S = 5.0
-MOVING = {"setup_s": 0.0, "max_migration_time_ms": 10_000.0}  # a busy machine takes its time
+MOVING = {"setup_s": 0.0, "max_migration_time_ms": 10_000.0}  # generous, for a busy machine
 
 
 @dataclass
@@ -46,7 +46,7 @@ class FleetInProcess:
     operations: ControlOperations
 
     def follow(self, view: FleetView, batch: Sequence[Recorded]) -> None:
-        """Hand a batch to the frontend, as its process does."""
+        """Pass a batch to the frontend, as its process does."""
         self.commands.heard(batch)
         alive = [worker.joined for worker in view.fleet.workers.values() if worker.alive]
         self.kit.plane.want({joined.worker: Address.of(joined) for joined in alive})
@@ -70,7 +70,7 @@ class FleetInProcess:
         return worker
 
     def convict(self, worker: RealWorker) -> None:
-        """Let the frontend read that a canary has failed twice, and what the controller has decided."""
+        """Let the frontend read a twice failed canary, and the controller's decision about it."""
         now, seq = datetime.now(UTC), self.view.seq
         failed = CanaryFailed(
             **self._canary(worker), check_type="scheduled", reason="token_mismatch", confirmed=True,
@@ -85,7 +85,7 @@ class FleetInProcess:
         self.follow(self.view, batch)
 
     def _canary(self, worker: RealWorker) -> dict[str, Any]:
-        """Return what the results of a worker's canaries have in common."""
+        """Return the common fields of a worker's canary results."""
         return {
             "worker": worker.name,
             "instance": worker.instance,
@@ -97,7 +97,7 @@ class FleetInProcess:
         }
 
     async def drain(self, name: str) -> Answer | None:
-        """Carry out `holdfast drain`, as the controller that has received it."""
+        """Execute `holdfast drain` as the controller that received it."""
         deadline = datetime.now(UTC) + timedelta(seconds=COMMAND_S)
         command = Command("command-1", deadline, "drain", name, "operator")
 
@@ -108,7 +108,7 @@ class FleetInProcess:
 
 
 async def _no_store() -> None:
-    """Return how far the state store is: there is none."""
+    """Return the state store's position: there is no store."""
 
 
 @asynccontextmanager

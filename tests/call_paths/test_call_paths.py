@@ -1,6 +1,6 @@
-"""Six ways through the system: the files that each runs in, and the pairs of these that call each other both ways.
+"""Six paths through the system: their files, and the pairs of files that call each other both ways.
 
-`make call-paths` prints the table. The tests are frozen: a way must not become smaller by another test of it.
+`make call-paths` prints the table. The tests are frozen: a path must not become smaller because its test changes.
 
 | way | from | to |
 |---|---|---|
@@ -11,7 +11,7 @@
 | projection | a fact is observed | its rows are in Postgres |
 | what-if | a parsed `holdfast replay what-if` | its answer is printed |
 
-All processes of a way are one here. The journal is in memory, and the canary's answers are made by a double.
+All processes of a path are one process here. The journal is in memory, and a test double gives the canary's answers.
 """
 
 import argparse
@@ -49,23 +49,23 @@ from events.observations import RequestMigrated
 
 PROMPT = [300 + n for n in range(40)]
 TOKENS = 48
-MOVES_AFTER = 8  # tokens: from then on the first worker takes its time
-BUSY = 8  # so busy the second worker looks at first
+MOVES_AFTER = 8  # tokens after which the first worker becomes slow
+BUSY = 8  # initial load that the second worker appears to have
 LEASE_S = 1000.0
-CALM_S = 60.0  # of the virtual clock: goldens are agreed, and latencies are known
+CALM_S = 60.0  # virtual seconds until goldens are agreed and latencies are known
 STEP_S = 0.05
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """The worker that a stream is to leave."""
+    """The worker that a stream will leave."""
 
     fleet: FleetInProcess
     worker: RealWorker
 
 
 def assert_within_limits(name: str, way: Way) -> None:
-    """See that a way has not grown."""
+    """Assert that a path has not grown."""
     files, pairs = LIMITS[name]
     assert len(way.files) <= files, "\n".join(sorted(way.files))
     assert len(way.pairs) <= pairs, way.pairs
@@ -92,7 +92,7 @@ async def stream_that_leaves(recorder: CallRecorder, method: str) -> AsyncIterat
             fleet.kit.stream(model="m", prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True)
         )
         await first.due.wait()
-        first.cut_after = None  # it stays slow, and the test's own part in its output is over
+        first.cut_after = None  # it stays slow; the test no longer intervenes in its output
         async with recorder.recording():
             yield Leaving(fleet, first)
             await running
@@ -101,26 +101,26 @@ async def stream_that_leaves(recorder: CallRecorder, method: str) -> AsyncIterat
 
 
 async def test_conviction(recorder: CallRecorder) -> None:
-    for each in (CallRecorder(), recorder):  # the first one warms what is kept for the process
+    for each in (CallRecorder(), recorder):  # the first run warms the caches of the process
         async with stream_that_leaves(each, "reprefill") as leaving:
             leaving.fleet.convict(leaving.worker)
     assert_within_limits("conviction", recorder.way)
 
 
 async def test_drain(recorder: CallRecorder) -> None:
-    for each in (CallRecorder(), recorder):  # the first one warms what is kept for the process
+    for each in (CallRecorder(), recorder):  # the first run warms the caches of the process
         async with stream_that_leaves(each, "transfer") as leaving:
             await leaving.fleet.drain(leaving.worker.name)
     assert_within_limits("drain", recorder.way)
 
 
 async def vocabulary(tokenizer: str) -> Vocabulary:
-    """Return any worker's tokenizer."""
+    """Return the tokenizer of any worker."""
     return Vocabulary(lambda text: [1, *text.encode()], 2048)
 
 
 class CanaryWorld:
-    """A controller in virtual time, before workers that a double plays."""
+    """A controller in virtual time, with a test double for the workers."""
 
     def __init__(self) -> None:
         self.clock = clock = VirtualClock()
@@ -156,7 +156,7 @@ class CanaryWorld:
         return worker.health.status.value if worker is not None else ""
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Let time pass until a condition holds."""
+        """Advance time until a condition holds."""
         end = self.clock.monotonic() + LEASE_S
         while not condition():
             assert self.clock.monotonic() < end, "not in time"
@@ -220,5 +220,5 @@ async def test_what_if(recorder: CallRecorder) -> None:
     lines.clear()
     async with recorder.recording() as way:
         await ask()
-    assert lines[0] == "what if health.failures_max had been 1, and not 3?"
+    assert lines[0] == "what if health.failures_max had been 1 instead of 3?"
     assert_within_limits("what-if", way)

@@ -1,4 +1,4 @@
-"""The recorder: which calls between two files it sees, whatever defers them."""
+"""The call recorder sees every call between two files, however it is deferred."""
 
 import asyncio
 import importlib.util
@@ -170,7 +170,7 @@ FORTH, BACK = ("ours/caller.py", "ours/called.py"), ("ours/called.py", "ours/cal
         (_future, set()),  # it returns
     ],
 )
-async def test_a_call_is_seen_whatever_defers_it(
+async def test_a_call_is_recorded_however_it_is_deferred(
     modules: list[Any], tmp_path: Path, act: Callable[[Any, Any], Awaitable[None]], edges: set[Any]
 ) -> None:
     with CallRecorder(tmp_path, ["ours"]).installed() as recorder:
@@ -180,9 +180,7 @@ async def test_a_call_is_seen_whatever_defers_it(
     assert way.pairs == ([BACK] if BACK in edges else [])
 
 
-async def test_a_timer_that_was_set_before_runs_after_the_recording(
-    modules: list[Any], tmp_path: Path
-) -> None:
+async def test_a_timer_set_before_the_recording_runs_after_it(modules: list[Any], tmp_path: Path) -> None:
     called = modules[1]
     runs: list[bool] = []
 
@@ -199,11 +197,11 @@ async def test_a_timer_that_was_set_before_runs_after_the_recording(
     assert runs == [True]
 
 
-async def test_what_the_garbage_collector_closes_is_no_call(modules: list[Any], tmp_path: Path) -> None:
+async def test_closing_by_the_garbage_collector_is_not_a_call(modules: list[Any], tmp_path: Path) -> None:
     called = modules[1]
 
     def leave() -> None:
-        """Leave a suspended generator in a cycle, as a test that has ended does."""
+        """Leave a suspended generator in a cycle, as a finished test does."""
         cycle: list[Any] = []
         generator = called.left(cycle)
         next(generator)

@@ -1,4 +1,4 @@
-"""Reads which fields a body may have, and writes docs/api.md's tables of them:
+"""Generates the field tables of docs/api.md from the request body models:
 
 python tests/docs/api_page.py
 """
@@ -58,7 +58,7 @@ def _where(chat: bool, completions: bool) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return `page` with its tables made anew."""
+    """Return `page` with its tables generated again."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""Draws the layers of the import contracts, and writes them into docs/architecture.md:
+"""Draws the layers of the import contracts into docs/architecture.md:
 
 python tests/docs/architecture_page.py
 """
@@ -16,7 +16,7 @@ PICTURED = ("controller", "controller.frontend", "workers")
 
 
 def layers(container: str) -> list[str]:
-    """Return a package's layers from the contracts, the highest first; · between those that must not know each other."""
+    """Return a package's layers from the contracts, the highest first; · separates layers that must not import each other."""
     contracts = configparser.ConfigParser()
     contracts.read(ROOT / ".importlinter")
     for section in contracts.values():
@@ -28,7 +28,7 @@ def layers(container: str) -> list[str]:
 
 
 def picture() -> str:
-    """Return one column for each package, each line above what it may import."""
+    """Return one column for each package; each line may import the lines below it."""
     columns = [[name, "", *layers(name)] for name in PICTURED]
     widths = [max(map(len, column)) + 4 for column in columns]
     rows = zip_longest(*columns, fillvalue="")
@@ -38,7 +38,7 @@ def picture() -> str:
 
 
 def renewed(page: str) -> str:
-    """Return `page` with its picture drawn anew. Raise ValueError if it lacks the marks."""
+    """Return `page` with its diagram drawn again. Raise ValueError if it lacks the marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,4 +1,4 @@
-// What AsyncAPI's own parser has to say of a document, as JSON: node asyncapi_diagnostics.cjs FOLDER_OF_THE_PARSER DOCUMENT
+// Prints the diagnostics of AsyncAPI's own parser as JSON: node asyncapi_diagnostics.cjs PARSER_FOLDER DOCUMENT
 const { readFileSync } = require("node:fs");
 const { createRequire } = require("node:module");
 const [folder, file] = process.argv.slice(2);

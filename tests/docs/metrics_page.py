@@ -1,4 +1,4 @@
-"""Reads every metric of the product from its registries, and writes docs/metrics.md's tables:
+"""Generates the tables of docs/metrics.md from the product's metric registries:
 
 python tests/docs/metrics_page.py
 """
@@ -28,7 +28,7 @@ END = "<!-- end of generated -->"
 
 @dataclass(frozen=True)
 class Entry:
-    """One metric as somebody who scrapes sees it."""
+    """One metric as exposed to a scrape."""
 
     name: str
     type: str
@@ -42,7 +42,7 @@ def roles() -> dict[str, list[Entry]]:
     controller.registry.register(FleetCollector(Fleet, None, dict))
     projector = ProjectorMetrics(CollectorRegistry())
     worker = CollectorRegistry()
-    journal = MemoryJournal(MemoryStream(), "nobody")
+    journal = MemoryJournal(MemoryStream(), "metrics-page")
     worker.register(WorkerMetrics([], journal))
     frontend, planner = FrontendMetrics().registry, PlannerMetrics(CollectorRegistry()).registry
     for speaks in (frontend, planner):
@@ -80,7 +80,7 @@ def tables() -> str:
 
 
 def renewed(page: str) -> str:
-    """Return `page` with its tables made anew."""
+    """Return `page` with its tables generated again."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""Reads every setting of every role, and writes docs/settings.md's tables:
+"""Generates the tables of docs/settings.md from the settings of every role:
 
 python tests/docs/settings_page.py
 """
@@ -25,7 +25,7 @@ from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 BEGIN = "<!-- generated: settings (python tests/docs/settings_page.py) -->"
 END = "<!-- end of generated -->"
-UP = {  # flags of `up` that set several settings, or are named otherwise
+UP = {  # flags of `up` that set several settings, or have another name
     "controller.canary.interval_s": "--canary-interval",
     "controller.policy.breaker.wait_min": "--breaker-wait",
     "controller.policy.breaker.backoff": "--breaker-backoff",
@@ -62,7 +62,7 @@ def entries(role: str) -> Iterator[Entry]:
 
 
 def _below(value: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield (place, default, what it says) of every setting below a value."""
+    """Yield (place, default, description) of every setting below a value."""
     notes = notes_of(type(value))
     for name in fields_of(type(value)):
         below, place = getattr(value, name), f"{path}{name}"
@@ -85,7 +85,7 @@ def _of_worker() -> Iterator[Entry]:
 
 
 def _offered(add: Any) -> dict[str, tuple[list[str], str]]:
-    """Return what a parser offers: by where the value goes, the flags and what they say."""
+    """Return a parser's options by destination: the flags and their help."""
     parser = argparse.ArgumentParser()
     add(parser)
     # argparse shows its actions nowhere else
@@ -102,7 +102,7 @@ def _code(flags: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a default as it would be written into the environment; empty: none."""
+    """Return a default as written into the environment; empty: none."""
     if value is None or value in ("", (), {}):
         return ""
     if isinstance(value, timedelta):
@@ -145,7 +145,7 @@ def tables() -> str:
 
 
 def renewed(page: str) -> str:
-    """Return `page` with its tables made anew."""
+    """Return `page` with its tables generated again."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"

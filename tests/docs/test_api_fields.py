@@ -1,4 +1,4 @@
-"""docs/api.md says of every field of a body what becomes of it."""
+"""docs/api.md documents how every field of a body is handled."""
 
 from api_page import PAGE, renewed
 
@@ -6,7 +6,7 @@ from controller.frontend.http.routes import ROUTES
 from controller.frontend.openai.request_models import ChatBody, CompletionBody
 
 
-def test_the_tables_are_what_the_bodies_and_the_lists_of_refused_and_ignored_fields_say() -> None:
+def test_the_tables_match_the_bodies_and_the_lists_of_refused_and_ignored_fields() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert renewed(page) == page, "run `python tests/docs/api_page.py`"
 
@@ -16,6 +16,6 @@ def test_the_page_names_every_path() -> None:
     assert not [route for route in ROUTES if f"`{route.method} {route.path}`" not in page]
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_description() -> None:
     for model in (ChatBody, CompletionBody):
         assert not [name for name, field in model.model_fields.items() if not field.description]

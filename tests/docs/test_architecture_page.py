@@ -1,4 +1,4 @@
-"""docs/architecture.md: the picture is the contracts' layers, and the walks go where the imports go."""
+"""docs/architecture.md: the diagram shows the contracts' layers, and the walks follow the imports."""
 
 import ast
 import re
@@ -23,16 +23,16 @@ class Step(NamedTuple):
     """One file of a walk, and how it is reached from another one."""
 
     walk: str
-    before: str  # the file that it is reached from; "": the walk begins here
+    before: str  # the file that it is reached from; "" at the beginning of a walk
     arrow: str
     file: str
-    name: str  # what both know of each other, where neither imports the other
-    by: str  # the file that this is defined in
-    its: bool  # the one before is such a thing, not this one
+    name: str  # the shared definition, if neither imports the other
+    by: str  # the file with that definition
+    its: bool  # the previous file implements it, not this one
 
 
 def steps() -> list[Step]:
-    """Return every step of every walk. A dash hangs below the number before it."""
+    """Return every step of every walk. A dash belongs to the number before it."""
     found = []
     for walk, text in re.findall(
         r"^### (.+?)\n(.*?)(?=^##)", PAGE.partition("## Five walks\n")[2], re.MULTILINE | re.DOTALL
@@ -53,7 +53,7 @@ def graph() -> grimp.ImportGraph:
 
 
 def imports(importer: str, imported: str) -> bool:
-    """Say whether a file imports another one, itself or by what it imports."""
+    """Return whether a file imports another one, directly or indirectly."""
     a, b = (
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in (importer, imported)
     )
@@ -61,12 +61,12 @@ def imports(importer: str, imported: str) -> bool:
 
 
 def path_of(module: str) -> str:
-    """Return the file of a module of ours."""
+    """Return the file of a project module."""
     return module.replace(".", "/") + ".py"
 
 
 def methods(file: str, name: str) -> set[str]:
-    """Return the methods of a class, without properties, with those that it inherits from classes of ours."""
+    """Return the methods of a class without properties, including those inherited from project classes."""
     tree = ast.parse((ROOT / file).read_text())
     homes = {
         alias.name: path_of(node.module)
@@ -89,7 +89,7 @@ def methods(file: str, name: str) -> set[str]:
 
 
 def offers(file: str, promised: set[str]) -> bool:
-    """Say whether a class of this file has all these methods."""
+    """Return whether a class of this file has all these methods."""
     return any(
         promised <= methods(file, name)
         for name in re.findall(r"^class (\w+)", (ROOT / file).read_text(), re.MULTILINE)
@@ -97,7 +97,7 @@ def offers(file: str, promised: set[str]) -> bool:
 
 
 def defined(file: str, name: str) -> bool:
-    """Say whether a file defines this name at its top."""
+    """Return whether a file defines this name at its top level."""
     return (
         re.search(rf"^(?:class {name}\b|{name}\b.* = )", (ROOT / file).read_text(), re.MULTILINE) is not None
     )
@@ -113,7 +113,7 @@ def test_there_are_five_walks_and_every_line_of_them_is_a_step() -> None:
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: f"{step.walk}-{step.file}")
-def test_a_walk_goes_where_the_imports_go(step: Step) -> None:
+def test_a_walk_follows_the_imports(step: Step) -> None:
     for file in (step.file, step.by):
         assert not file or (ROOT / file).exists(), file
     before, file, by = step.before, step.file, step.by
@@ -124,7 +124,7 @@ def test_a_walk_goes_where_the_imports_go(step: Step) -> None:
     elif step.arrow == "←":
         assert imports(file, before)
     else:
-        assert by, f"{step.arrow} says in brackets what both ends know"
+        assert by, f"{step.arrow} must give in parentheses the definition that both ends share"
         assert imports(before, by) and imports(file, by)
         assert not step.name or defined(by, step.name)
     if step.arrow == "⇢":
@@ -132,5 +132,5 @@ def test_a_walk_goes_where_the_imports_go(step: Step) -> None:
         assert not promised or offers(before if step.its else file, promised), f"no {step.name}"
 
 
-def test_the_picture_is_the_contracts() -> None:
+def test_the_diagram_matches_the_contracts() -> None:
     assert renewed(PAGE) == PAGE, "run `python tests/docs/architecture_page.py`"

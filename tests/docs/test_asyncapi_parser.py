@@ -1,4 +1,4 @@
-"""docs/asyncapi.yaml is read by AsyncAPI's own parser, which is the Studio's, without a complaint."""
+"""AsyncAPI's own parser, which the Studio uses, accepts docs/asyncapi.yaml without diagnostics."""
 
 import json
 import shutil
@@ -15,15 +15,13 @@ INSTALLED = ROOT / ".asyncapi"
 DOCUMENT = ROOT / "docs" / "asyncapi.yaml"
 ERROR = 0  # a severity
 LISTED = {"asyncapi-latest-version"}
-"""What it may say: FastStream writes AsyncAPI 3.0.0, and there is 3.1.0."""
+"""The accepted diagnostics: FastStream writes AsyncAPI 3.0.0, and 3.1.0 exists."""
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return the channels that the parser finds, and its diagnostics; skip where it is not installed."""
+    """Return the channels that the parser finds, and its diagnostics; skip if it is not installed."""
     if shutil.which("node") is None or not (INSTALLED / ".installed").exists():
-        pytest.skip(
-            "AsyncAPI's parser is not installed: `make asyncapi` brings it, where Node.js and npm are there"
-        )
+        pytest.skip("AsyncAPI's parser is not installed: run `make asyncapi`, which needs Node.js and npm")
     script = Path(__file__).with_name("asyncapi_diagnostics.cjs")
     done = subprocess.run(
         ["node", script, INSTALLED, file], capture_output=True, text=True, timeout=120, check=False
@@ -33,7 +31,7 @@ def read(file: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_parser_has_nothing_to_say_against_the_document() -> None:
+def test_the_parser_accepts_the_document() -> None:
     found = read(DOCUMENT)
     said = [
         f"{one['code']} at {'.'.join(map(str, one['path']))}: {one['message']}"
@@ -45,7 +43,7 @@ def test_the_parser_has_nothing_to_say_against_the_document() -> None:
     assert {address.rpartition(".")[2] for address in found["channels"]} >= kinds
 
 
-def test_it_would_say_so(tmp_path: Path) -> None:
+def test_the_parser_rejects_a_broken_document(tmp_path: Path) -> None:
     (broken := tmp_path / "broken.yaml").write_text(
         DOCUMENT.read_text().replace("action: send", "action: shout", 1)
     )

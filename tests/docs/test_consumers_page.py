@@ -1,4 +1,4 @@
-"""The programs of docs/consumers.md run, as the broker's user `reader`, and go on where they stopped."""
+"""The programs of docs/consumers.md run as the broker's user `reader`, and resume where they stopped."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.servers
 
 
 def program(name: str) -> str:
-    """Return one of the page's."""
+    """Return one of the page's programs."""
     (found,) = re.findall(
         rf"^<!-- a test runs this program: {name} -->\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
     )
@@ -38,7 +38,7 @@ def program(name: str) -> str:
 
 @pytest.fixture
 async def url(tmp_path: Path) -> AsyncIterator[str]:
-    """A broker that lets in whom it knows, and holds everybody to what he may."""
+    """A broker that admits only known users, each with its permissions."""
     seeds = tmp_path / "seeds"
     BrokerUsers(seeds).make([])
     server = await start_nats(tmp_path / "nats", users=configuration(permissions.users([]), seeds))
@@ -47,7 +47,7 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
 
 
 def environment(url: str) -> dict[str, str]:
-    """Return what `holdfast nats reader` says, as the programs are told it."""
+    """Return the environment of the programs, from the output of `holdfast nats reader`."""
     done = run_command(("nats", "reader", "-o", "json"), {"HOLDFAST_NATS_URL": url})
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -56,7 +56,7 @@ def environment(url: str) -> dict[str, str]:
 
 
 async def lines(file: Path, url: str, wanted: int, *words: str) -> Sequence[str]:
-    """Run a program until it has printed so many lines, then kill it as a crash would."""
+    """Run a program until it has printed `wanted` lines, then kill it like a crash."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(file), *words),
         env={**os.environ, **environment(url)},
@@ -86,7 +86,7 @@ def failed(worker: str) -> CanaryFailed:
     )  # fmt: skip
 
 
-async def test_with_nats_py_it_goes_on_where_it_stopped(url: str, tmp_path: Path) -> None:
+async def test_the_nats_py_program_resumes_where_it_stopped(url: str, tmp_path: Path) -> None:
     text, file = program("nats-py"), tmp_path / "consumer.py"
     assert len([line for line in text.splitlines() if line.strip()]) <= 21
     file.write_text(text)
@@ -106,7 +106,7 @@ async def test_with_nats_py_it_goes_on_where_it_stopped(url: str, tmp_path: Path
     assert fresh == later[: len(fresh)] and fresh
 
 
-async def test_the_typed_program_prints_what_it_was_asked_for(url: str, tmp_path: Path) -> None:
+async def test_the_typed_program_prints_the_selected_events(url: str, tmp_path: Path) -> None:
     (file := tmp_path / "pager.py").write_text(program("follow"))
     journal = await NatsJournal.connect(as_user(url, "controller"), "test:docs", tmp_path / "spool")
     clients = await NatsJournal.connect(as_user(url, "frontend"), "test:clients", tmp_path / "other")
@@ -130,7 +130,7 @@ async def test_the_typed_program_prints_what_it_was_asked_for(url: str, tmp_path
     ]
 
 
-async def test_nothing_is_remembered_without_a_name_and_the_broker_lets_that_be(
+async def test_a_consumer_without_a_name_starts_from_the_beginning_each_time(
     url: str, tmp_path: Path
 ) -> None:
     journal = await NatsJournal.connect(as_user(url, "controller"), "test:docs", tmp_path / "spool")
@@ -147,7 +147,7 @@ async def test_nothing_is_remembered_without_a_name_and_the_broker_lets_that_be(
         await journal.close()
 
 
-async def test_with_faststream(url: str, tmp_path: Path) -> None:
+async def test_the_faststream_program_prints_opened_breakers(url: str, tmp_path: Path) -> None:
     (file := tmp_path / "breakers.py").write_text(program("faststream"))
     journal = await NatsJournal.connect(as_user(url, "controller"), "controller:docs", tmp_path / "spool")
     try:

@@ -1,4 +1,4 @@
-"""docs/corrections.md has a line for each correction that anything cites, and names what holds it."""
+"""docs/corrections.md has a line for each cited correction, and names the test that covers it."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ ROW = re.compile(r"^\| <a id=\"([nb]\d+)\"></a>([NB]\d+) \| .+ \| .+ \| `(\w+)` 
 
 
 def readers() -> list[Path]:
-    """Return the files that may cite: the source, the tests, the pages."""
+    """Return the files that may cite corrections: the source, the tests, the pages."""
     code = [
         path for root in ("controller", "workers", "events", "tests") for path in (ROOT / root).rglob("*.py")
     ]
@@ -20,7 +20,7 @@ def readers() -> list[Path]:
 
 
 def cited(text: str) -> set[str]:
-    """Return the ids in brackets, (N6) or (B7–B10, B13), and those in the names of tests."""
+    """Return the ids in parentheses, (N6) or (B7–B10, B13), and those in the names of tests."""
     found = {
         f"{kind.upper()}{int(n)}"
         for name in TEST.findall(text)
@@ -41,13 +41,13 @@ def test_brackets_lists_and_ranges_are_citations() -> None:
     assert cited("def test_n10_n11_a_table() -> None:") == {"N10", "N11"}
 
 
-def test_every_correction_that_is_cited_has_its_line_and_every_line_is_cited() -> None:
+def test_every_cited_correction_has_a_line_and_every_line_is_cited() -> None:
     lines = [name for _, name, _ in ROW.findall(PAGE)]
     assert len(lines) == len(set(lines)) == PAGE.count("<a id="), "a line for each, in the form of the others"
     everything = set().union(*(cited(path.read_text()) for path in readers()))
-    assert {"missing": everything - set(lines), "nobody's": set(lines) - everything} == {
+    assert {"missing": everything - set(lines), "uncited": set(lines) - everything} == {
         "missing": set(),
-        "nobody's": set(),
+        "uncited": set(),
     }
 
 
@@ -55,7 +55,7 @@ def test_each_anchor_is_its_id() -> None:
     assert [(anchor, name) for anchor, name, _ in ROW.findall(PAGE) if anchor != name.lower()] == []
 
 
-def test_what_holds_a_correction_is_there() -> None:
+def test_the_test_of_each_correction_exists() -> None:
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for _, name, test in ROW.findall(PAGE):
         numbered = f"{name[0].lower()}{int(name[1:]):02}"

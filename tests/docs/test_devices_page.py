@@ -1,4 +1,4 @@
-"""The page about devices says of each Xid and each fault class what the code does."""
+"""docs/devices.md lists for each Xid and each fault class the action that the code takes."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 ROW = re.compile(r"^\| `?(\w+)`? \| (.+) \| (\w+) \|$", re.MULTILINE)
 
 
-def test_the_tables_are_those_of_the_code() -> None:
+def test_the_tables_match_the_code() -> None:
     documented = {
         key: (text, action) for key, text, action in ROW.findall(PAGE.read_text()) if action != "class"
     }

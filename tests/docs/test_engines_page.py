@@ -1,4 +1,4 @@
-"""Whoever starts a fleet or reads docs/engines.md is offered every engine that a worker has."""
+"""`holdfast up` and docs/engines.md offer every engine of the worker."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
 
 
 def engines() -> set[str]:
-    """Return the engines that a worker can be started with."""
+    """Return the engines of the worker."""
     hint = WorkerSettings.__annotations__["engine"]
     return set(re.findall(r"'(\w+)'", str(hint).partition("Meta")[0]))
 

@@ -1,4 +1,4 @@
-"""docs/events.md, docs/asyncapi.yaml and docs/schemas are what the code says."""
+"""docs/events.md, docs/asyncapi.yaml and docs/schemas match the code."""
 
 import gzip
 import json
@@ -50,13 +50,13 @@ def test_a_recorded_sample_of_each_kind_passes_its_schema_and_nothing_else_does(
 @pytest.mark.parametrize(
     "release", sorted(RELEASES.glob("*/journal.jsonl.gz")), ids=lambda one: one.parent.name
 )
-def test_what_a_release_has_written_passes_the_schemas_of_today(release: Path) -> None:
+def test_events_written_by_a_release_pass_the_current_schemas(release: Path) -> None:
     with gzip.open(release, "rt") as lines:
         messages = [json.loads(line) for line in lines]
     schemas = {name: Draft202012Validator(json.loads(text)) for name, text in write_docs.schemas().items()}
     for message in messages:
         if "ce-type" not in message["headers"]:
-            continue  # no event: readers skip it
+            continue  # not an event: readers skip it
         kind = message["headers"]["ce-type"].removeprefix("holdfast.")
         body = message["body"]
         schemas[f"v1/{kind}.json"].validate(json.loads(body) if isinstance(body, str) else body)
@@ -75,15 +75,15 @@ def test_every_kind_is_on_both_pages_with_every_field() -> None:
             assert f"| `{field.name}` |" in page
 
 
-def test_what_fields_consist_of_is_on_the_page() -> None:
+def test_the_types_of_fields_are_on_the_page() -> None:
     page = (DOCS / "events.md").read_text()
     types = {name for e in catalogue.entries() for f in e.fields for name in re.findall(r"[A-Z]\w+", f.type)}
     for name in types - {"Literal", "None", "Any"}:
         assert f"#### {name}\n" in page, f"a field is a {name}: {AGAIN}"
 
 
-def test_what_a_field_counts_or_measures_is_said() -> None:
-    """By its note, or by the unit at the end of its name."""
+def test_every_number_has_a_unit_or_a_note() -> None:
+    """A note, or a unit at the end of the field's name."""
     silent = {
         f"{entry.kind}.{field.name}"
         for entry in catalogue.entries()
@@ -93,7 +93,7 @@ def test_what_a_field_counts_or_measures_is_said() -> None:
     assert silent == set()
 
 
-def test_every_observation_has_somebody_who_says_it() -> None:
+def test_every_observation_has_an_emitter() -> None:
     kinds = {entry.kind for entry in catalogue.entries() if not entry.decided}
     assert set(catalogue.EMITTERS) == kinds
 
@@ -108,7 +108,7 @@ def test_the_operators_subjects_are_in_the_document() -> None:
     assert "fleet.decided.health_changed" in addresses
 
 
-def test_a_page_without_its_marks_is_refused() -> None:
+def test_a_page_without_its_marks_is_an_error() -> None:
     with pytest.raises(ValueError, match="lacks"):
         write_docs.renewed("# Events\n")
 

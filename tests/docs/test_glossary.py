@@ -1,4 +1,4 @@
-"""docs/glossary.md names what exists, and every class that was given one of the field's words."""
+"""docs/glossary.md names only what exists, and includes every class named with an established term."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ PEERS = (
     "virtual machines",
     "mutation testing",
 )
-# Classes that took the place of words of our own: a newcomer who knows a peer looks for them.
+# Classes with established names from the field, which readers of peer projects look for.
 FIELDS_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -61,15 +61,15 @@ def test_every_module_and_class_that_the_page_names_exists() -> None:
         assert not name or any(name in classes(file) for file in files), f"{module}:{name}"
 
 
-def test_every_class_with_a_word_of_the_field_is_on_the_page() -> None:
+def test_every_class_with_an_established_name_is_on_the_page() -> None:
     files = [path for root in ("controller", "workers", "events") for path in (ROOT / root).rglob("*.py")]
     here = {name for path in files for name in classes(path)}
     found = {name for _, name in named()}
     assert (here & FIELDS_WORDS) - found == set()
-    assert len(here & FIELDS_WORDS) > 55, "renamed? then the page and this list want the new name"
+    assert len(here & FIELDS_WORDS) > 55, "after a rename, change the page and this list"
 
 
-def test_every_word_says_what_it_is_and_what_the_peers_call_it() -> None:
+def test_every_word_has_a_meaning_and_the_peers_terms() -> None:
     assert len(rows()) > 80
     assert len(rows()) == len(re.findall(r"^\| (?!word|-)", PAGE, re.MULTILINE)), "four cells a row"
     for word, means, _, peers in rows():
@@ -77,7 +77,7 @@ def test_every_word_says_what_it_is_and_what_the_peers_call_it() -> None:
         assert peers == "–" or any(peer in peers for peer in PEERS), f"{word}: {peers}"
 
 
-def test_words_of_the_code_are_in_the_code() -> None:
+def test_code_words_exist_in_the_code() -> None:
     code = "\n".join(
         path.read_text()
         for root in ("controller", "workers", "events")

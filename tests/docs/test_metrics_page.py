@@ -5,12 +5,12 @@ import re
 from metrics_page import PAGE, renewed, roles
 
 
-def test_the_tables_are_what_the_registries_say() -> None:
+def test_the_tables_match_the_registries() -> None:
     page = PAGE.read_text()
     assert renewed(page) == page, "run `python tests/docs/metrics_page.py`"
 
 
-def test_every_metric_says_what_it_is_and_belongs_to_one_of_three_families() -> None:
+def test_every_metric_has_a_description_and_a_known_prefix() -> None:
     for entries in roles().values():
         for entry in entries:
             assert len(entry.text) > 8, entry
@@ -25,7 +25,7 @@ def test_no_metric_is_exposed_twice_with_different_labels() -> None:
             assert known == (entry.labels, entry.type), f"{entry.name} of {role}"
 
 
-def test_what_the_prose_names_exists() -> None:
+def test_metrics_named_in_the_text_exist() -> None:
     names = {entry.name for entries in roles().values() for entry in entries}
     prose = PAGE.read_text().partition("## All of them")[0]
     for name in re.findall(r"\b(?:dynamo|holdfast)_[a-z_]+[a-z]\b", prose):

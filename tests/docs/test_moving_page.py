@@ -1,4 +1,4 @@
-"""docs/moving.md repeats numbers of the code: they must be the same."""
+"""docs/moving.md repeats numbers of the code, which must be equal."""
 
 import re
 from dataclasses import fields
@@ -30,7 +30,7 @@ def test_the_page_shows_the_table_of_links() -> None:
         assert (arrives, latency_us) == (round(spec.rate / 1e9), round(spec.latency_s * 1e6, 1))
 
 
-def test_the_page_shows_what_transfers_take() -> None:
+def test_the_page_shows_transfer_times() -> None:
     links: list[LinkName] = ["nvswitch", "nvlink_direct", "pcie_gen5", "infiniband", "pcie_gen4"]
     ways = [*map(Lane, links), Lane("tcp", sharers=8)]
     for tokens, *shown in rows("The two times"):

@@ -1,4 +1,4 @@
-"""A reader who follows a page's link, path or command arrives somewhere."""
+"""Links, paths and commands on the pages lead to existing targets."""
 
 import re
 from pathlib import Path
@@ -16,24 +16,24 @@ PAGES = [
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)#?([^)\s]*)\)")
 FOLDER = re.compile(r"`((?:benchmarks|controller|docs|events|migrations|tests|workers)/[\w/.-]*)`")
-BARE = re.compile(r"`(\w+\.py)`")  # a module that the page names without its folder
+BARE = re.compile(r"`(\w+\.py)`")  # a module named without its folder
 TARGET = re.compile(r"(?:^|`)make ([a-z][\w-]*)", re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:benchmarks|controller|events|workers)[\w.]*)")
 
 
 def sources() -> list[Path]:
-    """Return every module of ours and of the tests."""
+    """Return every module of the project and of the tests."""
     roots = ("benchmarks", "controller", "events", "migrations", "tests", "workers")
     return [path for root in roots for path in (ROOT / root).rglob("*.py")]
 
 
 def targets() -> set[str]:
-    """Return what can be made."""
+    """Return the targets of the Makefile."""
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what a link may name in a page: its headings, as GitHub spells them, and its own anchors."""
+    """Return the anchors of a page: its headings, as GitHub spells them, and explicit anchors."""
     text = page.read_text()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     spelt = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -41,7 +41,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_a_page_points_to_is_there(page: Path) -> None:
+def test_every_link_path_and_command_of_a_page_exists(page: Path) -> None:
     text = page.read_text()
     for file, anchor in LINK.findall(text):
         target = page.parent / file if file else page
@@ -66,7 +66,7 @@ def test_every_benchmark_that_a_page_names_can_be_run(page: Path) -> None:
     assert set(re.findall(r"python -m benchmarks (\w+)", page.read_text())) <= BENCHMARKS.keys()
 
 
-def test_every_page_is_named_by_the_readme_or_by_a_page_that_is() -> None:
+def test_every_page_is_reachable_from_the_readme() -> None:
     found: set[str] = set()
     waiting = ["README.md"]
     while waiting:

@@ -1,4 +1,4 @@
-"""A newcomer can take the README in: short lines, short paragraphs, short tables, five sections, and the rest behind links."""
+"""The README stays short: short lines, paragraphs and tables, five sections, the rest behind links."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ LINE_MAX, PARAGRAPH_LINES_MAX, TABLE_ROWS_MAX = 112, 5, 15  # columns, lines, ro
 
 
 def blocks() -> list[list[str]]:
-    """The README without its pictures and commands to copy: paragraphs, items of lists and tables."""
+    """Return the README without diagrams and commands to copy, as paragraphs, list items and tables."""
     prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
     items = re.sub(r"^(- |\d+\. )", r"\n\1", prose, flags=re.MULTILINE)
     return [block.splitlines() for block in re.split(r"\n\s*\n", items) if block.strip()]

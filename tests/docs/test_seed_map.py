@@ -1,4 +1,4 @@
-"""docs/seed-map.md says where each class of the seeds lives here; every target must exist."""
+"""docs/seed-map.md maps each class of the seeds to this project; every target must exist."""
 
 import importlib
 import re

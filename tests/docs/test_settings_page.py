@@ -9,23 +9,23 @@ from controller.config.sections import section
 from controller.config.variables import SECTIONS
 
 
-def test_the_tables_are_what_the_settings_say() -> None:
+def test_the_tables_match_the_settings() -> None:
     page = PAGE.read_text()
     assert renewed(page) == page, "run `python tests/docs/settings_page.py`"
 
 
 @pytest.mark.parametrize("role", [*SECTIONS, "worker"])
-def test_every_setting_says_what_it_is(role: str) -> None:
+def test_every_setting_has_a_description(role: str) -> None:
     assert not [entry.variable for entry in entries(role) if len(entry.says) < 4]
 
 
 @pytest.mark.parametrize("role", SECTIONS)
-def test_no_setting_is_left_out(role: str) -> None:
+def test_no_setting_is_missing(role: str) -> None:
     known = {name.replace(".", "__").upper() for name, _ in flatten(section(role)(), role)}
     assert {entry.variable.removeprefix("HOLDFAST_") for entry in entries(role)} == known
 
 
-def test_a_seeds_name_stands_for_a_setting_that_there_is() -> None:
+def test_a_seeds_name_maps_to_an_existing_setting() -> None:
     known = {name for role in SECTIONS for name, _ in flatten(section(role)(), role)}
     for place, own in ALIASES.items():
         if "*" not in place:

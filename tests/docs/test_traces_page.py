@@ -1,4 +1,4 @@
-"""docs/traces.md repeats flags and figures of the code: they must be the same."""
+"""docs/traces.md repeats flags and figures of the code, which must be equal."""
 
 import argparse
 import re
@@ -38,7 +38,7 @@ def test_the_page_names_every_knob_and_its_default() -> None:
     assert shown == expected | {"--seed": "0"}
 
 
-def test_the_page_names_every_flag_and_none_that_is_not_there() -> None:
+def test_the_page_names_exactly_the_existing_flags() -> None:
     known = {flag for command in ("analyze", "synthesize", "fit", "replay") for flag in flags_of(command)}
     named = set(re.findall(r"(--[a-z][a-z-]+)", PAGE))
     assert known - {"--help", "--output"} <= named
@@ -50,7 +50,7 @@ def test_the_page_shows_every_flag_of_replay() -> None:
     assert shown == flags_of("replay") - {"--help", "--output", "--plot", "--block-size", "--skip-bad"}
 
 
-def test_the_page_shows_what_was_published() -> None:
+def test_the_page_shows_the_published_figures() -> None:
     shown = {row[0]: row[1:] for row in rows("Profiles", "figure")}
     assert {name: float(cells[0].replace(",", "")) for name, cells in shown.items()} == chat.PUBLISHED
     for name, cells in shown.items():
