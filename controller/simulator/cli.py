@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cli(args: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    if wrong := _wrong(args):
-        print(f"holdfast simulate: {wrong}", file=sys.stderr)
+    if problem := _usage_error(args):
+        print(f"holdfast simulate: {problem}", file=sys.stderr)
         return EXIT_USAGE
     if args.scenario is not None:
         from controller.simulator.stories import group_failure
@@ -111,7 +111,7 @@ def command(
     return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{flags}"
 
 
-def _wrong(args: argparse.Namespace) -> str:
+def _usage_error(args: argparse.Namespace) -> str:
     for flag, (least, most, what) in RANGES.items():
         value = getattr(args, flag)
         if not least <= value <= most:

@@ -194,7 +194,7 @@ class Simulation(SimulatedWorld):
             machines=self.machines,
             frontends=lambda: [f for f in self.frontends if f.up],
             scenario=self.scenario,
-            tell=self.watch.tell,
+            notify=self.watch.notify,
             decided=self.watch.appended,
         )
 
@@ -221,7 +221,7 @@ class Simulation(SimulatedWorld):
             tally=self.tally,
             stepped=self.watch.stepped,
             stored=lambda: self.projector.stored,
-            told=self.demand.told,
+            traffic_reports=self.demand.traffic_reports,
         )
         return SimulatedFrontend(name, self.surroundings, traffic, chance, underway, request_chance)
 

@@ -32,7 +32,7 @@ def test_without_reported_lineage_old_goldens_are_outvoted_and_all_workers_retur
     played = world(NOT_TOLD)
     result = played.run()
     assert result.violation is None
-    assert result.faults["weights"] and not played.faults.updates.tells
+    assert result.faults["weights"] and not played.faults.updates.reports_lineage
     facts = [event.fact for event in played.broker.events]
     assert any(isinstance(fact, GoldenRetired) and fact.outvoted_by for fact in facts)
 
@@ -41,7 +41,7 @@ def test_with_reported_lineage_the_first_updated_workers_are_held_and_none_is_co
     played = world(TOLD)
     result = played.run()
     assert result.violation is None
-    assert result.faults["weights"] and played.faults.updates.tells
+    assert result.faults["weights"] and played.faults.updates.reports_lineage
     facts = [event.fact for event in played.broker.events]
     assert any(isinstance(fact, HealthChanged) and fact.reason == "new_lineage" for fact in facts)
     assert not any(isinstance(fact, GoldenRetired) and fact.outvoted_by for fact in facts)

@@ -118,7 +118,7 @@ def quiescence(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:
     last = run[-1].fact
     assert isinstance(last, Decision)
     more = watch.seams.settle(watch.policy, watch.reference.settled, last.decided_at)
-    return f"after decision {last.number} , more is due at once: {_kinds(more)}" if more else None
+    return f"after decision {last.number}, more is due at once: {_kinds(more)}" if more else None
 
 
 def _kinds(decisions: Sequence[Decision]) -> str:
@@ -276,10 +276,10 @@ def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
     """Return the ratio of a model's capacity to its objective if all expected workers had full weight."""
     ladder, workers = watch.policy.degradation, watch.shown[-1].workers.values()
     slo = ladder.slo(fact.model)
-    mine = [(w.joined.profile, 1.0) for w in workers if w.joined.model == fact.model and w.expected]
+    serving = [(w.joined.profile, 1.0) for w in workers if w.joined.model == fact.model and w.expected]
     if slo is None or not slo.slo_throughput_rps:
         return 0.0
-    full = fleet_capacity(mine, attainable(slo, mine), latency=fact.knobs.latency)
+    full = fleet_capacity(serving, attainable(slo, serving), latency=fact.knobs.latency)
     return full.effective_capacity_rps / slo.slo_throughput_rps
 
 
@@ -306,7 +306,7 @@ def _updated(watch: InvariantWatch, fact: HealthChanged) -> bool:
     _, found = watch.ledger.observation(fact.cause)
     if isinstance(found, CanaryFailed):
         canary = int(found.canary[1:])
-        return found.got in {machine.right_answer(canary, mine) for mine in weights.ever}
+        return found.got in {machine.right_answer(canary, number) for number in weights.ever}
     fleet = watch.shown[-1]  # an earlier fact convicts it, and this one only triggered the decision
     charges = fleet.workers[fact.worker].health.charges
     goldens = [
@@ -338,9 +338,9 @@ def ejection_budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | Non
     """Doubt takes no more workers of a model out of service than the ejection budget allows."""
     settled, share = watch.reference.settled, watch.policy.budget.max_ejection_share
     for model in watch.world.scenario.models:
-        mine = [worker for worker in settled.workers.values() if worker.joined.model == model]
-        counted = sum(worker.counts for worker in mine)
-        out = sum(worker.in_doubt and not worker.routable for worker in mine)
+        of_model = [worker for worker in settled.workers.values() if worker.joined.model == model]
+        counted = sum(worker.counts for worker in of_model)
+        out = sum(worker.in_doubt and not worker.routable for worker in of_model)
         if out > share * counted + 1e-9:
             return f"{model}: {out} of {counted} are out of service because of doubt alone"
     return None
@@ -353,8 +353,8 @@ def lateness_keeps_one(watch: InvariantWatch, run: Sequence[Recorded]) -> str | 
     Lateness means slow answers, and timeouts while the engine still makes progress.
     """
     for model in watch.world.scenario.models:
-        mine = [one for one in watch.entries() if one.model == model and not one.forgotten]
-        if mine and all(entry.out_by_lateness for entry in mine):
-            names = ", ".join(sorted(entry.worker for entry in mine))
+        entries = [one for one in watch.entries() if one.model == model and not one.forgotten]
+        if entries and all(entry.out_by_lateness for entry in entries):
+            names = ", ".join(sorted(entry.worker for entry in entries))
             return f"{model}: {names} are out of service, but all of them were only late"
     return None

@@ -15,34 +15,38 @@ def folds_agree(watch: InvariantWatch, replica: Replica, batch: Sequence[Recorde
     seq = replica.seq
     if seq < replica.order.position.decided:  # it has not yet read what its snapshot had already absorbed
         return None
-    mine = replica.order.shown
+    fold = replica.order.shown
     last, true = watch.compared.get(replica.name), watch.shown[seq]
-    watch.compared[replica.name] = (replica, mine, true)
-    if watch.agreed.get(seq) is mine:  # another process holds the same object
+    watch.compared[replica.name] = (replica, fold, true)
+    if watch.agreed.get(seq) is fold:  # another process holds the same object
         return None
     known = (last[1], last[2]) if last is not None and last[0] is replica else None
-    found = differs(mine, true, known, f"{replica.name} at {seq}")
+    found = differs(fold, true, known, f"{replica.name} at {seq}")
     if found is None:
-        watch.agreed[seq] = mine
+        watch.agreed[seq] = fold
     return found
 
 
-def differs(mine: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, name: str) -> str | None:
+def differs(actual: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, name: str) -> str | None:
     """Describe the first difference of two fleets; None if they are equal.
 
     Parts that are the same objects as in `known` were compared before and are skipped.
     """
-    if mine.number != true.number or mine.policy != true.policy or mine.workers.keys() != true.workers.keys():
-        return f"{name}: number {mine.number} for {true.number}, workers {sorted(mine.workers)} for {sorted(true.workers)}"
+    if (
+        actual.number != true.number
+        or actual.policy != true.policy
+        or actual.workers.keys() != true.workers.keys()
+    ):
+        return f"{name}: number {actual.number} for {true.number}, workers {sorted(actual.workers)} for {sorted(true.workers)}"
     was, should = (known[0].workers, known[1].workers) if known is not None else ({}, {})
-    for worker_name, worker in mine.workers.items():
-        wanted = true.workers[worker_name]
-        if worker is wanted or (was.get(worker_name) is worker and should.get(worker_name) is wanted):
+    for worker_name, worker in actual.workers.items():
+        expected = true.workers[worker_name]
+        if worker is expected or (was.get(worker_name) is worker and should.get(worker_name) is expected):
             continue
-        if worker != wanted:
-            return f"{name}: {worker_name} is {worker}, should be {wanted}"
+        if worker != expected:
+            return f"{name}: {worker_name} is {worker}, should be {expected}"
     for part in ("awaited", "departed", "goldens", "models", "incidents"):
-        one, other = getattr(mine, part), getattr(true, part)
+        one, other = getattr(actual, part), getattr(true, part)
         if known is not None and getattr(known[0], part) is one and getattr(known[1], part) is other:
             continue
         if one is not other and one != other:

@@ -172,7 +172,7 @@ class CheckLedger:
     incidents: dict[str, datetime] = field(default_factory=dict)
     observed: dict[str, tuple[int, WorkerObservation]] = field(default_factory=dict)  # id: sequence, fact
     numbers: dict[str, int] = field(default_factory=dict)  # of each source's last fact
-    told: dict[str, datetime] = field(
+    reported_until: dict[str, datetime] = field(
         default_factory=dict
     )  # by model: end of the last minute of which traffic was reported
     # By model: sequence and number.
@@ -191,7 +191,7 @@ class CheckLedger:
                 self._observe(event, fact, news)
             case TrafficReported():
                 end = fact.minute + timedelta(minutes=1)
-                self.told[fact.model] = max(end, self.told.get(fact.model, end))
+                self.reported_until[fact.model] = max(end, self.reported_until.get(fact.model, end))
             case ScaleSet():
                 self.scales_set.setdefault(fact.model, []).append((event.seq, fact.workers))
             case ScaleProposed():

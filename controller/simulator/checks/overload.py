@@ -20,9 +20,9 @@ def room_is_used(watch: InvariantWatch) -> str | None:
         underway = frontend.underway if frontend.life else None
         if underway is None or not underway.crowded:
             continue
-        wanted = {one.model for one in underway.waiting() if frontend.up and one.attempt == 1}
+        waiting_for = {one.model for one in underway.waiting() if frontend.up and one.attempt == 1}
         for machine in machines.values():
-            idle = machine.model in wanted and underway.could_take(machine)
+            idle = machine.model in waiting_for and underway.could_serve(machine)
             since = steady.lasts_since("idle", frontend.name, machine.instance, so=idle)
             if watch.kernel.now - since > IDLE:
                 return f"{machine.instance} has room, and a request waits at {frontend.name}"

@@ -52,8 +52,8 @@ def planner_needs_traffic(watch: InvariantWatch, fact: ScaleProposed) -> str | N
     if fact.why not in ("up", "down"):
         return None
     ledger = watch.ledger
-    told = ledger.told.get(fact.model, EPOCH)
-    silent_s = (watch.kernel.now - since_start(told)) / SECOND
+    reported_until = ledger.reported_until.get(fact.model, EPOCH)
+    silent_s = (watch.kernel.now - since_start(reported_until)) / SECOND
     if silent_s <= _policy(watch).unknown_s + TOLD_S:
         return None
     return f"{fact.model}: {fact.why} to {fact.after}, but no traffic was reported for {silent_s:.0f} s"
@@ -67,12 +67,12 @@ def planner_obeys_operator(watch: InvariantWatch, fact: ScaleProposed) -> str | 
     """
     ledger = watch.ledger
     known = [n for seq, n in ledger.scales_set.get(fact.model, ()) if seq <= fact.position]
-    wanted = known[-1] if known else None
-    if (fact.why == "operator") is not (wanted is not None):
-        return f"{fact.model}: to {fact.after} ({fact.why}), an operator has set {wanted}"
-    if wanted is None or fact.after == min(wanted, _policy(watch).workers_max):
+    set_size = known[-1] if known else None
+    if (fact.why == "operator") is not (set_size is not None):
+        return f"{fact.model}: to {fact.after} ({fact.why}), an operator has set {set_size}"
+    if set_size is None or fact.after == min(set_size, _policy(watch).workers_max):
         return None
-    return f"{fact.model}: to {fact.after}, an operator has set {wanted}"
+    return f"{fact.model}: to {fact.after}, an operator has set {set_size}"
 
 
 @invariant("recorded", ScaleProposed)

@@ -7,7 +7,11 @@ from controller.frontend.request import events as on
 from controller.simulator.checks.request_ledger import MachineStep, RequestLedger
 from controller.simulator.checks.watch import InvariantWatch, invariant
 from controller.simulator.world.kernel import SECOND
-from controller.simulator.world.requests.live_requests import LiveRequests, PlayedRequest, SimulatedStream
+from controller.simulator.world.requests.live_requests import (
+    LiveRequests,
+    LiveSimulatedRequest,
+    SimulatedStream,
+)
 
 SLACK_S = 3.0  # one tick per second, and a worker that has just joined
 GIVEN_UP = ("budget_exhausted", "no_worker", "all_workers_failed", "over_cap", "guided_decoding")
@@ -129,7 +133,9 @@ def request_state(watch: InvariantWatch, step: MachineStep) -> str | None:
 
 
 @invariant("said")
-def request_tokens(watch: InvariantWatch, request: PlayedRequest, stream: SimulatedStream) -> str | None:
+def request_tokens(
+    watch: InvariantWatch, request: LiveSimulatedRequest, stream: SimulatedStream
+) -> str | None:
     """No token that a client has received is lost, repeated or altered."""
     accepted, shown = request.accepted, request.shown
     positions = [token if token >= 0 else -1 - token for token in accepted]
@@ -141,7 +147,9 @@ def request_tokens(watch: InvariantWatch, request: PlayedRequest, stream: Simula
 
 
 @invariant("said")
-def request_reads(watch: InvariantWatch, request: PlayedRequest, stream: SimulatedStream) -> str | None:
+def request_reads(
+    watch: InvariantWatch, request: LiveSimulatedRequest, stream: SimulatedStream
+) -> str | None:
     """No token is read from an abandoned attempt."""
     if request.state.phase == "done" or stream is not request.stream:
         return f"{stream.key[1]} sends a token of {request.request}, which has left it"
@@ -149,7 +157,7 @@ def request_reads(watch: InvariantWatch, request: PlayedRequest, stream: Simulat
 
 
 @invariant("ended")
-def request_whole(watch: InvariantWatch, request: PlayedRequest, frontend: LiveRequests) -> str | None:
+def request_whole(watch: InvariantWatch, request: LiveSimulatedRequest, frontend: LiveRequests) -> str | None:
     """A complete answer has all its tokens, and no ended request remains at a worker."""
     state, shown = request.state, request.shown
     if request in frontend.requests or any(stream.open for stream in request.streams):
@@ -174,7 +182,7 @@ def request_resumes(watch: InvariantWatch) -> str | None:
             and any(
                 machine.model == request.model
                 and (machine.name, machine.instance) not in ledger.tried
-                and underway.could_take(machine)
+                and underway.could_serve(machine)
                 for machine in machines.values()
             )
         )
@@ -199,7 +207,7 @@ def request_waits(watch: InvariantWatch) -> str | None:
     return None
 
 
-def _live(watch: InvariantWatch) -> Iterator[tuple[LiveRequests, PlayedRequest, RequestLedger]]:
+def _live(watch: InvariantWatch) -> Iterator[tuple[LiveRequests, LiveSimulatedRequest, RequestLedger]]:
     for frontend in watch.world.frontends:
         underway = frontend.underway if frontend.up else None
         if isinstance(underway, LiveRequests):

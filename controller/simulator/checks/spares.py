@@ -40,8 +40,8 @@ def places_fit(watch: InvariantWatch, event: Recorded, fact: SpareActivated | Sp
 def _read(watch: InvariantWatch, event: Recorded) -> Mapping[str, Worker]:
     """Return the workers as the deciding controller knew them: what it had read, and its own batch up to this event."""
     unread = reversed(watch.world.broker.events[event.through : event.seq - 1])
-    mine = [*takewhile(lambda one: isinstance(one.fact, Decision) and one.through == event.through, unread)]
-    return reduce(watch.seams.evolve, reversed(mine), watch.shown[event.through]).workers
+    batch = [*takewhile(lambda one: isinstance(one.fact, Decision) and one.through == event.through, unread)]
+    return reduce(watch.seams.evolve, reversed(batch), watch.shown[event.through]).workers
 
 
 def _ready(worker: Worker) -> bool:
@@ -65,10 +65,10 @@ def places_once(watch: InvariantWatch, event: Recorded, fact: Fact) -> str | Non
         return f"the places of {', '.join(twice)} are taken twice"
     machines = watch.world.machines
     for model in watch.world.scenario.models:
-        there = sum(not one.spare.kept for one in known.values() if one.joined.model == model)
-        wanted = sum(not one.hardware.spare for one in machines.values() if one.model == model)
-        if there > wanted:
-            return f"{there} workers of {model} hold a place, but there are only {wanted} places"
+        places = sum(not one.spare.kept for one in known.values() if one.joined.model == model)
+        expected = sum(not one.hardware.spare for one in machines.values() if one.model == model)
+        if places > expected:
+            return f"{places} workers of {model} hold a place, but there are only {expected} places"
     return None
 
 

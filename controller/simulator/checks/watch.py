@@ -150,7 +150,7 @@ class InvariantWatch:
         """Handle an event that the journal has stored."""
         fact = event.fact
         if isinstance(fact, Decision):
-            self.tell("before", event, fact)
+            self.notify("before", event, fact)
         self.ledger.write(event)
         if isinstance(fact, PolicyAdopted):
             known = self.world.scenario.policies
@@ -165,7 +165,7 @@ class InvariantWatch:
         self.shown.append(self.reference.absorb(event))
         if isinstance(fact, Decision):
             self.decided = event
-        self.tell("recorded", event, fact)
+        self.notify("recorded", event, fact)
 
     def appended(self, source: str) -> None:
         """Handle an append that reached the broker, whether it was stored or rejected."""
@@ -174,24 +174,24 @@ class InvariantWatch:
             run = run[1:]
         self.run_began = self.world.broker.last_seq
         if run:
-            self.tell("appended", run)
+            self.notify("appended", run)
 
     def stepped(self, request: SimulatedRequest, event: Any, effects: Any) -> None:
         """Handle an event that the request machine has applied; its effects are applied next."""
         ledger = self.requests.get(request) or self.requests.setdefault(request, RequestLedger(request.state))
         step = MachineStep(ledger, request, event, effects)
-        self.tell("stepped", step)
+        self.notify("stepped", step)
         ledger.write(step, self.kernel.now / SECOND)
 
     def tick(self) -> None:
         """Handle the passing of a second."""
         self.kernel.after(SECOND, self.tick)
         self.steadiness.look()
-        self.tell("tick")
+        self.notify("tick")
 
     def end(self) -> None:
         """Handle the end of the run."""
-        self.tell("end")
+        self.notify("end")
 
     def out_of_order(self, error: OutOfOrder) -> Violation:
         """Return the violation for a journal that a fold rejected because its numbers are not consecutive."""
@@ -210,7 +210,7 @@ class InvariantWatch:
 
     # --- internal -------------------------------------------------------------------------------------------------
 
-    def tell(self, on: On, *args: Any) -> None:
+    def notify(self, on: On, *args: Any) -> None:
         """Check the invariants of a hook with its arguments; the last one is the fact, if there is one."""
         self._reached[on] += 1
         for found in self._by_hook[on]:

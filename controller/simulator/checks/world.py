@@ -78,10 +78,8 @@ def heard_is_not_silent(watch: InvariantWatch, machine: Machine, instance: str) 
 
 @invariant("tick")
 def corruption_fenced(watch: InvariantWatch) -> str | None:
-    """A corrupt worker is out of service within canaries × interval, retries and slack.
-
-    The exception is a worker that serves because no other worker of its model does.
-    """
+    """A corrupt worker is out of service within canaries × interval, retries and slack, unless no other worker of its model
+    serves."""
     machines, steady = watch.world.machines, watch.steadiness
     bound = int(CANARIES * watch.world.scenario.interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
     for machine in machines.values():
@@ -119,9 +117,9 @@ def canaries_leave_one(watch: InvariantWatch) -> str | None:
     """No model is left without a serving worker because of canaries alone, or of a new lineage alone."""
     steady, workers = watch.steadiness, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
-        mine = [worker for worker in workers if worker.joined.model == model]
-        suspects = [w.joined.worker for w in mine if w.suspect and w.health.limit > 0.0]
-        unserved = bool(suspects) and not any(worker.routable for worker in mine)
+        of_model = [worker for worker in workers if worker.joined.model == model]
+        suspects = [w.joined.worker for w in of_model if w.suspect and w.health.limit > 0.0]
+        unserved = bool(suspects) and not any(worker.routable for worker in of_model)
         since = steady.lasts_since("canaries alone", model, so=unserved)
         if steady.overdue(since):
             return (
@@ -177,10 +175,15 @@ def full_capacity(watch: InvariantWatch) -> str | None:
     steady, policy, workers = watch.steadiness, watch.policy.degradation, watch.shown[-1].workers.values()
     for model in watch.world.scenario.models:
         level, slo = watch.ledger.levels[model], policy.slo(model)
-        mine = [w for w in workers if w.joined.model == model and w.expected]
+        expected = [w for w in workers if w.joined.model == model and w.expected]
         ratio = 0.0
-        if slo is not None and slo.slo_throughput_rps and mine and all(w.carries == 1.0 for w in mine):
-            capacity = fleet_capacity([(worker.joined.profile, 1.0) for worker in mine], slo)
+        if (
+            slo is not None
+            and slo.slo_throughput_rps
+            and expected
+            and all(w.carries == 1.0 for w in expected)
+        ):
+            capacity = fleet_capacity([(worker.joined.profile, 1.0) for worker in expected], slo)
             ratio = capacity.effective_capacity_rps / slo.slo_throughput_rps
         carried = ratio >= policy.entries[0] - ROUNDING
         since = steady.lasts_since("full capacity", model, so=carried and level > 0)

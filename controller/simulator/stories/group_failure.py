@@ -60,7 +60,7 @@ SEVENTY_B = Profile(
 )
 
 
-class PlayedPlane(ConnectedWorkers):
+class SimulatedRequestPlane(ConnectedWorkers):
     """The simulated request plane of one frontend and the engines behind it. Prompts are computed one after another."""
 
     def __init__(self, kernel: Kernel, machines: dict[str, Machine]) -> None:
@@ -88,8 +88,8 @@ class PlayedPlane(ConnectedWorkers):
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         self._last += 1
         self._streams[self._last] = (worker, sink)
-        takes = int(len(request.tokens) / SEVENTY_B.prefill_tokens_per_s * SECOND)
-        done = max(self._kernel.now, self._free_at.get(worker, 0)) + takes
+        duration = int(len(request.tokens) / SEVENTY_B.prefill_tokens_per_s * SECOND)
+        done = max(self._kernel.now, self._free_at.get(worker, 0)) + duration
         self._free_at[worker] = done
         self._kernel.after(done - self._kernel.now, self.emit, self._last)
         return self._last
@@ -122,7 +122,7 @@ class GroupFailure(Simulation):
         self.requests: list[LiveRequest] = []
         self.load: Counter[str] = Counter()  # tokens to compute again, by group
         self._levels: list[int] = []  # before, after the failure, and at the end
-        self._plane = PlayedPlane(self.kernel, self.machines)
+        self._plane = SimulatedRequestPlane(self.kernel, self.machines)
         outbox = SimulatedOutbox(self.broker, "frontend:f1")
 
         def observe(fact: Observation, *, traceparent: str = "") -> None:
@@ -156,12 +156,12 @@ class GroupFailure(Simulation):
         """The highest load of one group as a multiple of the even load."""
         return most_over_even(self.load, GROUPS - 1 + min(self.spares, 1))
 
-    async def tell(self) -> str:
+    async def play(self) -> str:
         """Play the scenario, and return the transcript."""
         with quiet():
             self.begin()
             await self._until(FAILS_AT - SECOND)
-            self._ask()
+            self._start_requests()
             await self._until(FAILS_AT, MS)
             self._look_at_level()
             self._strike()
@@ -169,8 +169,8 @@ class GroupFailure(Simulation):
             self._look_at_level()
             await self._until(self.scenario.end_at)
             self._look_at_level()
-        told = [*_heading(self.provisioned, self.spares), *self._lines(), "", *self._spread()]
-        return "\n".join([*told, *(["", *self._beside_the_seeds()] if self.spares else [])]) + "\n"
+        lines = [*_heading(self.provisioned, self.spares), *self._lines(), "", *self._spread()]
+        return "\n".join([*lines, *(["", *self._beside_the_seeds()] if self.spares else [])]) + "\n"
 
     async def _until(self, until: int, step: int = 100 * MS) -> None:
         """Let time pass. The director resends requests that lost their worker at the end of the loop's turn."""
@@ -178,7 +178,7 @@ class GroupFailure(Simulation):
             self.kernel.run(min(until, self.kernel.now + step))
             await asyncio.sleep(0)
 
-    def _ask(self) -> None:
+    def _start_requests(self) -> None:
         """Start the requests at the group that will fail. Each has received at least one token when it does."""
         endpoints, driver = self.director.table.endpoints, self.director.driver
         endpoint = next(endpoint for endpoint in endpoints.values() if endpoint.worker == FAILED)
@@ -191,8 +191,8 @@ class GroupFailure(Simulation):
     def _strike(self) -> None:
         group = self.machines[FAILED]
         group.standing.retired = True  # until it is replaced
-        group.say(DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
-        self.kernel.after(MS, group.fall)
+        group.observe(DeviceFaulted, device=f"GPU {FAILED_GPU}", fault_class="xid", code=XID)
+        self.kernel.after(MS, group.shut_down)
         self.kernel.after(NEW_GROUP_AFTER, self._replace, group)
         self.kernel.after(20 * MS, self._count)
 
@@ -269,7 +269,7 @@ class GroupFailure(Simulation):
 
 def transcript(provisioned: float, spares: int = 0) -> str:
     """Return the transcript for a fleet provisioned at this multiple of its SLO, with `spares` spare groups."""
-    return asyncio.run(GroupFailure(provisioned, spares).tell())
+    return asyncio.run(GroupFailure(provisioned, spares).play())
 
 
 def _matters(fact: Fact) -> bool:

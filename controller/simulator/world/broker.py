@@ -47,7 +47,7 @@ class Network:
             return int(chance.random() * self.slow_max) + MS
         return int(MS + chance.random() * 4 * MS)
 
-    def loses(self) -> bool:
+    def drops(self) -> bool:
         """Return whether a message is lost."""
         return self.loss > 0 and self.chance.random() < self.loss
 

@@ -14,7 +14,7 @@ from controller.simulator.world.broker import LEASE_TTL
 from controller.simulator.world.kernel import MS, SECOND
 from controller.simulator.world.liveness import SimulatedObserver
 from controller.simulator.world.prober import SimulatedProber
-from controller.simulator.world.process import PlayedProcess
+from controller.simulator.world.process import SimulatedProcess
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.surroundings import Surroundings
 from events.decisions import HealthStatus
@@ -23,7 +23,7 @@ from events.fact import Decision, Recorded
 APPEND_DEADLINE = 2 * SECOND
 
 
-class SimulatedController(PlayedProcess):
+class SimulatedController(SimulatedProcess):
     """A host that runs controller processes, one after another."""
 
     def __init__(self, name: str, surroundings: Surroundings, chance: Random, skew: int) -> None:
@@ -75,13 +75,13 @@ class SimulatedController(PlayedProcess):
         if self.up and not self.paused:
             self.paused = True
             self.replica.follower.open = False
-            self._later(duration, self._go_on)
+            self._later(duration, self._resume)
 
     def clock(self) -> datetime:
         """Return this controller's own time, which is off by its skew."""
         return self._kernel.instant() + self.skew
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self.paused = False
         self.observer.disconnected()
         follower = self.replica.follower
@@ -115,9 +115,9 @@ class SimulatedController(PlayedProcess):
 
     def _renew(self, now: int) -> None:
         broker = self.surroundings.broker
-        if broker.up and not broker.network.loses():
-            mine = broker.lease(self.name) == self.name
-            if mine:
+        if broker.up and not broker.network.drops():
+            acquired = broker.lease(self.name) == self.name
+            if acquired:
                 self._believed_until = now + LEASE_TTL - 500 * MS
                 if not self.leading:
                     self.leading, self._must_read = True, broker.last_seq
@@ -130,7 +130,7 @@ class SimulatedController(PlayedProcess):
         return self._must_read is not None and self.replica.seq >= self._must_read and self.replica.whole
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.surroundings.tell("absorbed", replica, batch)
+        self.surroundings.notify("absorbed", replica, batch)
         if self.leading and not self.paused:
             self._decide()
             if any(e.source != self.outbox.source for e in batch):
@@ -169,7 +169,7 @@ class SimulatedController(PlayedProcess):
     def _send(self, batch: tuple[Decision, ...], through: int, after: int) -> None:
         surroundings, network = self.surroundings, self.surroundings.broker.network
         self._sent = sent = object()
-        if not network.loses():
+        if not network.drops():
             surroundings.kernel.after(network.delay(), self._arrive, self.life, sent, batch, through, after)
         surroundings.kernel.after(APPEND_DEADLINE, self._unknown, sent)
 
@@ -181,7 +181,7 @@ class SimulatedController(PlayedProcess):
         source = f"{self.name}.{life}"
         landed = broker.append(batch, source=source, through=through, after=after)
         self.surroundings.decided(source)
-        if not broker.mute and not broker.network.loses():
+        if not broker.mute and not broker.network.drops():
             self._kernel.after(broker.network.delay(), self._answered, sent, landed, broker.last_seq)
 
     def _answered(self, sent: object, landed: bool, last_seq: int) -> None:
@@ -209,8 +209,8 @@ class SimulatedController(PlayedProcess):
                 continue
             status = worker.health.status
             drains = status is HealthStatus.DRAINING or worker.drain.active
-            wanted = drains and not worker.health.exit.resumed
-            if wanted and not machine.draining:
+            should_drain = drains and not worker.health.exit.resumed
+            if should_drain and not machine.draining:
                 machine.drain()
-            elif not wanted and machine.draining and status is not HealthStatus.DEAD:
+            elif not should_drain and machine.draining and status is not HealthStatus.DEAD:
                 machine.resume()

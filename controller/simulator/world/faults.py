@@ -81,14 +81,14 @@ class FaultInjector:
         for controller in world.controllers:
             controller.start()
             controller.hold_append = False
-            controller.prober.go_on()
+            controller.prober.resume()
         for frontend in world.frontends:
             frontend.start()
             frontend.slow_down(0)
         world.projector.start()
         for planner in world.planners:
             planner.start()
-        world.demand.keep_quiet(0)
+        world.demand.suppress_reports(0)
 
     def _make_well(self, machine: Machine) -> None:
         self._repair_now(machine)

@@ -104,7 +104,7 @@ class FleetFaults:
         if controller.up:
             prober = controller.prober
             prober.stalled = True
-            self._kernel.after(seconds_drawn(self._chance, 20, 180), prober.go_on)
+            self._kernel.after(seconds_drawn(self._chance, 20, 180), prober.resume)
 
     def _frontend_lag(self) -> None:
         frontend = self._chance.choice(self._world.frontends)
@@ -145,7 +145,7 @@ class FleetFaults:
     def _untold(self) -> None:
         """Stop all traffic reports from frontends for a while."""
         demand = self._world.demand
-        demand.keep_quiet(self._kernel.now + seconds_drawn(self._chance, 60, 480))
+        demand.suppress_reports(self._kernel.now + seconds_drawn(self._chance, 60, 480))
 
     def _set_scale(self) -> None:
         """Let an operator set a model's number of workers for a while."""

@@ -39,7 +39,7 @@ class SimulatedObserver:
         self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
 
     def disconnected(self) -> None:
-        """Note that the bus was unreachable: a worker that was quiet meanwhile is not thereby silent."""
+        """Note that the bus was unreachable: a worker that was quiet meanwhile does not count as silent."""
         self.since = None
 
     def listen(self, machines: Mapping[str, Machine]) -> None:
@@ -71,5 +71,5 @@ class SimulatedObserver:
         """Publish what the observer found (as a journal)."""
         if isinstance(fact, WorkerSilent):
             surroundings = self._surroundings
-            surroundings.tell("accused", surroundings.machines[fact.worker], fact.instance)
+            surroundings.notify("accused", surroundings.machines[fact.worker], fact.instance)
         return self._outbox.observe(fact)

@@ -75,7 +75,7 @@ class SimulatedWeights:
 
     loaded: int = 0
     after_start: int = 0  # the weights that the next process loads
-    told: bool = False  # the engine reports them as its lineage
+    reported: bool = False  # the engine reports them as its lineage
     ever: set[int] = field(default_factory=lambda: {0})
 
     def load(self) -> None:
@@ -86,7 +86,7 @@ class SimulatedWeights:
     @property
     def lineage(self) -> str:
         """The lineage that the engine reports; empty if it reports none."""
-        return f"weights={self.loaded}" if self.told else ""
+        return f"weights={self.loaded}" if self.reported else ""
 
 
 @dataclass(slots=True)
@@ -165,14 +165,14 @@ class Machine:
         self.joined = _joined(self)
         self.outbox.observe(self.joined)
         for fault_class, weight in self.condition.limits.items():
-            self._say_limit(fault_class, weight)
+            self._report_limit(fault_class, weight)
 
     def _name_instance(self) -> None:
         self.instance = f"{self.name}.{self.life}"
 
-    def say(self, kind: type[WorkerObservation], **said: Any) -> None:
+    def observe(self, kind: type[WorkerObservation], **fields: Any) -> None:
         """Observe something about the current process."""
-        self.outbox.observe(kind(worker=self.name, instance=self.instance, **said))
+        self.outbox.observe(kind(worker=self.name, instance=self.instance, **fields))
 
     def announce_again(self) -> None:
         """Register a second time, as a worker does after it reconnects to its broker."""
@@ -187,7 +187,7 @@ class Machine:
             self.spool = self.outbox.crash()
             self.broken(self)
 
-    def takes(self, request: object) -> bool:
+    def accept(self, request: object) -> bool:
         """Accept a request, or reject it because the worker is full. Return whether it was accepted."""
         hardware, held = self.hardware, self.standing.held
         if hardware.waiting is None:
@@ -201,14 +201,14 @@ class Machine:
         """Stop gracefully, as on SIGTERM: announce the shutdown, drain, leave."""
         if not self.up or self.condition.hung:
             return
-        self.say(ShutdownBegan, mode="graceful", grace_s=20.0)
+        self.observe(ShutdownBegan, mode="graceful", grace_s=20.0)
         self.draining = True
         self.kernel.after(self.chance.randrange(1, 15) * SECOND, self._leave, self.life)
 
-    def fall(self) -> None:
+    def shut_down(self) -> None:
         """Shut down at once on its own initiative, and report it."""
         if self.up and not self.condition.hung:
-            self.say(ShutdownBegan, mode="self_initiated", grace_s=0.0)
+            self.observe(ShutdownBegan, mode="self_initiated", grace_s=0.0)
             self._left("self_initiated", 1)
 
     def limit(self, fault_class: str, weight: float | None) -> None:
@@ -218,13 +218,13 @@ class Machine:
         else:
             self.condition.limits[fault_class] = weight
         if self.up:
-            self._say_limit(fault_class, weight)
+            self._report_limit(fault_class, weight)
 
-    def _say_limit(self, fault_class: str, weight: float | None) -> None:
+    def _report_limit(self, fault_class: str, weight: float | None) -> None:
         if weight is None:
-            self.say(DeviceRecovered, device="gpu0", fault_class=fault_class)
+            self.observe(DeviceRecovered, device="gpu0", fault_class=fault_class)
         else:
-            self.say(DeviceFaulted, device="gpu0", fault_class=fault_class, fatal=False, weight=weight)
+            self.observe(DeviceFaulted, device="gpu0", fault_class=fault_class, fatal=False, weight=weight)
 
     def drain(self) -> None:
         """Stop accepting new requests, as commanded."""
@@ -267,7 +267,7 @@ class Machine:
         standing, condition = self.standing, self.condition
         if self.life == life and self.up and self.draining and not (standing.drained or condition.hung):
             standing.drained = True
-            self.say(DrainFinished, completed=0, migrated=0)
+            self.observe(DrainFinished, completed=0, migrated=0)
 
     def _leave(self, life: int) -> None:
         if self.life != life or not self.up:
@@ -279,7 +279,7 @@ class Machine:
         self._left("graceful", 0)
 
     def _left(self, mode: str, exit: int) -> None:
-        self.say(WorkerLeft, mode=mode, exit=exit)
+        self.observe(WorkerLeft, mode=mode, exit=exit)
         self.up = False
         self.standing.held.clear()
         self.broken(self)

@@ -21,13 +21,13 @@ class Operators:
         self._world, self._kernel = world, world.kernel
         self._chance = chance
         self.drained: dict[str, str] = {}  # worker: the instance that was drained
-        self._believed: set[str] = set()  # instances resumed although their own worker's golden convicts them
+        self._resumed: set[str] = set()  # instances resumed although their own worker's golden convicts them
 
     def drain(self, machine: Machine) -> None:
         """Drain a worker; later resume it, stop it, or leave it drained."""
         name, instance = machine.name, machine.instance
         deadline_s = self._chance.choice((None, 5.0, 20.0, 60.0))
-        self._say(DrainRequested(worker=name, instance=instance, deadline_s=deadline_s, by="operator"))
+        self._publish(DrainRequested(worker=name, instance=instance, deadline_s=deadline_s, by="operator"))
         self.drained[name] = instance
         what = self._chance.random()
         delay = self._chance.randrange(1, 60) * SECOND
@@ -38,7 +38,7 @@ class Operators:
 
     def resume(self, machine: Machine, instance: str) -> None:
         """Request that a worker resumes."""
-        self._say(ResumeRequested(worker=machine.name, instance=instance, by="operator"))
+        self._publish(ResumeRequested(worker=machine.name, instance=instance, by="operator"))
 
     def resume_all(self) -> None:
         """Resume everything that was drained, and restart workers with disputed answers to a canary.
@@ -52,39 +52,39 @@ class Operators:
         for name, worker in self._world.believed().workers.items():
             if worker.health.disputed:
                 self._world.machines[name].stop()
-        self._believe()
+        self._resume_unjustly_convicted()
 
-    def _believe(self) -> None:
+    def _resume_unjustly_convicted(self) -> None:
         """Resume each worker convicted only by an unconfirmed golden of its own earlier instance: no vote can decide it."""
-        self._kernel.after(LOOKS, self._believe)
+        self._kernel.after(LOOKS, self._resume_unjustly_convicted)
         for name, worker in self._world.believed().workers.items():
             machine, instance = self._world.machines[name], worker.joined.instance
-            if worker.health.charges.own_goldens and instance not in self._believed:
-                self._believed.add(instance)
+            if worker.health.charges.own_goldens and instance not in self._resumed:
+                self._resumed.add(instance)
                 self.resume(machine, instance)
 
     def scale(self, model: str) -> None:
         """Set the number of a model's workers, and release it to the planner some time later."""
         workers = self._chance.randint(1, self._world.scenario.workers)
-        self._say(ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
+        self._publish(ScaleSet(model=model, workers=workers, by="operator", reason="a trial"))
         later = self._chance.randrange(60, 600) * SECOND
         self._kernel.after(later, self.release, model)
 
     def release(self, model: str) -> None:
         """Release a model's size to the planner."""
-        self._say(ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
+        self._publish(ScaleSet(model=model, workers=None, by="operator", reason="it is over"))
 
     def _stop(self, machine: Machine, instance: str) -> None:
         if machine.instance == instance:
             machine.stop()
 
-    def _say(self, fact: Observation, tries: int = 5) -> None:
+    def _publish(self, fact: Observation, tries: int = 5) -> None:
         for controller in self._world.controllers:
             if controller.up and not controller.paused:
                 controller.outbox.observe(fact)
                 return
         if tries:
-            self._kernel.after(5 * SECOND, self._say, fact, tries - 1)
+            self._kernel.after(5 * SECOND, self._publish, fact, tries - 1)
 
 
 class SimulatedSupervisor:

@@ -69,7 +69,7 @@ class SimulatedOutbox:
         self._busy = True
         self._turn += 1
         network, kernel = self._broker.network, self._broker.kernel
-        if not network.loses():
+        if not network.drops():
             kernel.after(network.delay(), self._arrive, self._waiting[0], self._turn)
         kernel.after(RETRY_AFTER, self._give_up, self._turn)
 
@@ -78,7 +78,7 @@ class SimulatedOutbox:
         if not broker.up or not self.reachable:
             return
         broker.store(message)
-        if not broker.mute and not broker.network.loses():
+        if not broker.mute and not broker.network.drops():
             broker.kernel.after(broker.network.delay(), self._acknowledged, message, turn)
 
     def _acknowledged(self, message: BrokerMessage, turn: int) -> None:

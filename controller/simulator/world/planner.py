@@ -14,7 +14,7 @@ from controller.planner.planner import Planner, PlannerDuties
 from controller.ports import LATEST, PLANNED_BY
 from controller.read_model.rows import COLUMNS, worker_row
 from controller.simulator.world.kernel import SECOND, KernelClock
-from controller.simulator.world.process import PlayedProcess
+from controller.simulator.world.process import SimulatedProcess
 from controller.simulator.world.projector import SimulatedProjector
 from controller.simulator.world.scenario import SimulatedPlanning
 from controller.simulator.world.surroundings import Surroundings
@@ -31,7 +31,7 @@ def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
     return forecast(history, ahead, {"constant": constant, "moving_average": moving_average})
 
 
-class SimulatedPlanner(PlayedProcess):
+class SimulatedPlanner(SimulatedProcess):
     """A host that runs planner processes, one after another."""
 
     def __init__(
@@ -63,7 +63,7 @@ class SimulatedPlanner(PlayedProcess):
     def _tick(self) -> None:
         broker = self.surroundings.broker
         self._later(EVERY, self._tick)
-        if broker.up and not broker.network.loses() and self._projector.rows is not None:
+        if broker.up and not broker.network.drops() and self._projector.rows is not None:
             self._look()
 
     def _look(self) -> None:
@@ -76,19 +76,19 @@ class SimulatedPlanner(PlayedProcess):
         assert projector.rows is not None
         workers, names = projector.rows.workers, COLUMNS["workers"]
         rows = [dict(zip(names, worker_row(worker), strict=True)) for worker in workers.values()]
-        seen = planner.look(rows, projector.stored_seq, self._clock.now(), now_s)
-        seen = replace(seen, proposals=planner.decide(seen))
-        for model, found in planner.capacities(seen).items():
-            if (fact := planner.tells(model, found, seen)) is not None:
+        outlook = planner.look(rows, projector.stored_seq, self._clock.now(), now_s)
+        outlook = replace(outlook, proposals=planner.decide(outlook))
+        for model, found in planner.capacities(outlook).items():
+            if (fact := planner.tells(model, found, outlook)) is not None:
                 self.outbox.observe(fact)
-        for _, proposed in planner.due(seen):
-            surroundings.tell("proposed", proposed)
+        for _, proposed in planner.due(outlook):
+            surroundings.notify("proposed", proposed)
             self._propose(proposed, planner.last_proposed(proposed.model))
 
     def _propose(self, fact: ScaleProposed, after: int) -> None:
         held, self.hold = self.hold, 0
         kernel, network = self.surroundings.kernel, self.surroundings.broker.network
-        if not network.loses():
+        if not network.drops():
             kernel.after(held + network.delay(), self._arrive, fact, self.source, after)
 
     def _arrive(self, fact: ScaleProposed, source: str, after: int) -> None:

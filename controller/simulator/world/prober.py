@@ -85,7 +85,7 @@ class SimulatedProber:
     stalled: bool = False
     turns: dict[str, ProberTurn] = field(default_factory=dict)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """End the stall. Earlier probes stay unanswered."""
         if self.stalled:
             self.stalled = False
@@ -179,9 +179,9 @@ class SimulatedProber:
             turn.due = now
 
     def _send(self, turn: ProberTurn, probe: SimulatedProbe) -> None:
-        self.kernel.after(self._takes(probe), self._answered, turn, probe)
+        self.kernel.after(self._duration(probe), self._answered, turn, probe)
 
-    def _takes(self, probe: SimulatedProbe) -> int:
+    def _duration(self, probe: SimulatedProbe) -> int:
         machine = self.machines[probe.worker]
         if not machine.up or machine.instance != probe.instance:
             return 5 * MS
@@ -262,10 +262,10 @@ class SimulatedProber:
 
     def _passed(self, turn: ProberTurn, probe: SimulatedProbe, machine: Machine) -> None:
         self._plan(turn, probe.joining, passed=True)
-        usual = ANSWER_AFTER / MS
-        common = _common(probe, machine, usual * machine.condition.slow)
+        baseline_ms = ANSWER_AFTER / MS
+        common = _common(probe, machine, baseline_ms * machine.condition.slow)
         if machine.condition.slow >= SLOW_FROM:
-            self.outbox.observe(CanarySlow(**common, baseline_ms=usual))
+            self.outbox.observe(CanarySlow(**common, baseline_ms=baseline_ms))
         else:
             self.outbox.observe(CanaryPassed(**common))
 

@@ -8,7 +8,7 @@ from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.surroundings import Surroundings
 
 
-class PlayedProcess:
+class SimulatedProcess:
     """The host. Calls scheduled with `_later` run in the process that scheduled them, or not at all."""
 
     def __init__(self, name: str, surroundings: Surroundings, chance: Random) -> None:

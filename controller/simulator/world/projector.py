@@ -5,14 +5,14 @@ from random import Random
 
 from controller.deciders.fleet import Fleet
 from controller.simulator.world.kernel import MS
-from controller.simulator.world.process import PlayedProcess
+from controller.simulator.world.process import SimulatedProcess
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Stored
 from controller.simulator.world.surroundings import Surroundings
 from events.fact import Recorded
 
 
-class SimulatedProjector(PlayedProcess):
+class SimulatedProjector(SimulatedProcess):
     """A host that runs projector processes over one state store, which outlives them."""
 
     def __init__(self, surroundings: Surroundings, chance: Random) -> None:
@@ -34,7 +34,7 @@ class SimulatedProjector(PlayedProcess):
         self.replica.close()
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.surroundings.tell("absorbed", replica, batch)
+        self.surroundings.notify("absorbed", replica, batch)
         self._waiting.extend(batch)
         self._commit()
 

@@ -28,15 +28,15 @@ class RollingUpdates:
         self._note = note
         self._newest: dict[str, int] = {}  # weights by model
         self._over = False
-        self.tells = False
+        self.reports_lineage = False
         if chance.randrange(WORLDS) == 0:
             self._plan()
 
     def _plan(self) -> None:
         """Choose whether engines report their lineage, and when each model gets new weights."""
-        self.tells = coin(self._chance)
+        self.reports_lineage = coin(self._chance)
         for machine in self._world.machines.values():
-            machine.standing.weights.told = self.tells
+            machine.standing.weights.reported = self.reports_lineage
         for model in self._world.scenario.models:
             for _ in range(self._chance.randint(1, UPDATES_MAX)):
                 at = int(self._world.scenario.heal_at * (0.1 + 0.8 * self._chance.random()))
@@ -50,10 +50,10 @@ class RollingUpdates:
         self._newest[model] = newest = self._newest.get(model, 0) + 1
         self.struck["weights"] = self.struck.get("weights", 0) + 1
         gap, restart = self._chance.choice((5, 25, 60)) * SECOND, coin(self._chance)
-        self._note(f"new weights {newest} of {model}, {'told' if self.tells else 'not told'}")
+        self._note(f"new weights {newest} of {model}, {'told' if self.reports_lineage else 'not told'}")
         self._chance.shuffle(machines)
         for place, machine in enumerate(machines):
-            self._kernel.after(place * gap, self._renew, machine, newest, restart or self.tells)
+            self._kernel.after(place * gap, self._renew, machine, newest, restart or self.reports_lineage)
 
     def _renew(self, machine: Machine, weights: int, restart: bool) -> None:
         if self._over:
@@ -68,7 +68,7 @@ class RollingUpdates:
     def fit(self, machine: Machine) -> None:
         """Give a new machine the newest weights of its model."""
         weights = machine.standing.weights
-        weights.told, weights.after_start = self.tells, self._newest.get(machine.model, 0)
+        weights.reported, weights.after_start = self.reports_lineage, self._newest.get(machine.model, 0)
 
     def heal(self) -> None:
         """Update all workers of a model to its newest weights."""
@@ -77,7 +77,7 @@ class RollingUpdates:
             weights = machine.standing.weights
             weights.after_start = self._newest.get(machine.model, 0)
             if weights.loaded != weights.after_start:
-                if self.tells:
+                if self.reports_lineage:
                     machine.stop()
                 else:
                     weights.load()

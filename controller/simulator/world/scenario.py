@@ -179,8 +179,8 @@ def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> Simulate
         step_max=chance.choice((1, 8)),
     )
     parts = (0.0, 0.2, 0.5, 1.0, 1.5)
-    usual = REQUESTS * workers
-    load = drawn(chance, heal_at, (4, 12), tuple(usual * part for part in parts)).then(heal_at, usual)
+    normal = REQUESTS * workers
+    load = drawn(chance, heal_at, (4, 12), tuple(normal * part for part in parts)).then(heal_at, normal)
     return SimulatedPlanning(planners=chance.choice((1, 2, 2)), policy=policy, load=load)
 
 

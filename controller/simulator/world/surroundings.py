@@ -35,7 +35,7 @@ class Surroundings:
     machines: Mapping[str, Machine]
     frontends: Callable[[], Iterable[Linked]]
     scenario: Scenario
-    tell: Callable[..., None]  # checks the invariants of a hook
+    notify: Callable[..., None]  # checks the invariants of a hook
     decided: Callable[[str], None]  # called when an append reached the broker
 
     def replica(

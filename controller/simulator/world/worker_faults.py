@@ -65,7 +65,7 @@ class WorkerFaults:
     def _error(self, machine: Machine) -> None:
         machine.condition.erring = True
         if machine.up and self._chance.random() < 0.3:
-            machine.say(EngineFaulted, reason="CUDA error", fatal=coin(self._chance))
+            machine.observe(EngineFaulted, reason="CUDA error", fatal=coin(self._chance))
         self._later(seconds_drawn(self._chance, 10, 200), self._over, machine, "erring")
 
     def _corrupt(self, machine: Machine) -> None:
@@ -114,9 +114,9 @@ class WorkerFaults:
             return
         fatal = self._chance.random() < 0.7
         machine.condition.device = "xid"
-        machine.say(DeviceFaulted, device="gpu0", fault_class="xid", code="79", fatal=fatal)
+        machine.observe(DeviceFaulted, device="gpu0", fault_class="xid", code="79", fatal=fatal)
         if fatal and coin(self._chance):  # its process runs on the device and fails with it
-            machine.fall()
+            machine.shut_down()
         self._kernel.after(seconds_drawn(self._chance, 30, 400), self.repair, machine)
 
     def repair(self, machine: Machine) -> None:
@@ -127,7 +127,7 @@ class WorkerFaults:
             self._kernel.after(10 * SECOND, self.repair, machine)
             return
         machine.condition.device = ""
-        machine.say(DeviceRecovered, device="gpu0", fault_class="xid", code="79")
+        machine.observe(DeviceRecovered, device="gpu0", fault_class="xid", code="79")
 
     def _throttle(self, machine: Machine) -> None:
         """Throttle its clocks in a few random steps, and then restore them."""

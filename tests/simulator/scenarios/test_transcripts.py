@@ -34,13 +34,13 @@ def test_n18_with_a_spare_all_sixteen_groups_serve_again_at_once_and_the_level_s
     assert transcript(1.0, spares=1) == expected
     assert "after the failure NONE" in expected
     failure = GroupFailure(1.0, spares=1)
-    asyncio.run(failure.tell())
+    asyncio.run(failure.play())
     assert failure.first(SpareActivated, "g6") < SECOND, "in the first document it is restored after 61 s"
 
 
 def test_n15_what_is_computed_again_lies_within_one_and_a_half_times_the_even_spread() -> None:
     failure = GroupFailure(1.067)
-    asyncio.run(failure.tell())
+    asyncio.run(failure.play())
     assert failure.load.total() > 23 * 2048 and failure.most_over_even <= 1.5
 
 

@@ -30,18 +30,18 @@ class SimulatedScaling:
         self.outbox = SimulatedOutbox(world.broker, "scaling.1")
         self._world, self._kernel, self._supervisor = world, world.kernel, supervisor
         self._make, self._chance = make, chance
-        self._follower = Follower(world.broker, 0, self._hear)
+        self._follower = Follower(world.broker, 0, self._read)
 
-    def _hear(self, batch: Sequence[Recorded]) -> None:
-        wanted = {
+    def _read(self, batch: Sequence[Recorded]) -> None:
+        latest = {
             event.fact.model: (event.id, event.fact)
             for event in batch
             if isinstance(event.fact, ScaleProposed) and event.fact.by == SUPERVISOR
         }
-        for proposal, fact in wanted.values():
-            self._carry_out(proposal, fact)
+        for proposal, fact in latest.values():
+            self._apply_proposal(proposal, fact)
 
-    def _carry_out(self, proposal: str, fact: ScaleProposed) -> None:
+    def _apply_proposal(self, proposal: str, fact: ScaleProposed) -> None:
         ok = self._chance.random() >= FAILS
         if ok:
             self._scale(fact.model, fact.after)
@@ -55,16 +55,16 @@ class SimulatedScaling:
     def _scale(self, model: str, after: int) -> None:
         workers = self._world.believed().workers
         kept = {name for name, worker in workers.items() if worker.spare.kept}
-        there = [
+        current = [
             machine
             for machine in self._world.machines.values()
             if machine.model == model and not machine.standing.retired and machine.name not in kept
             and (machine.name in workers or not machine.hardware.spare)
         ]  # fmt: skip
-        for _ in range(after - len(there)):
+        for _ in range(after - len(current)):
             machine = self._make(model)
             self._kernel.after(self._chance.randrange(1, 20) * SECOND, machine.start)
-        for machine in there[after:]:  # the newest
+        for machine in current[after:]:  # the newest
             machine.standing.retired = True
             machine.stop()
             self._kernel.after(GRACE, self._end, machine)

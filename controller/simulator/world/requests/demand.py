@@ -16,11 +16,11 @@ class SimulatedDemand:
 
     def __init__(self, scenario: Scenario, kernel: Kernel) -> None:
         self._scenario, self._kernel = scenario, kernel
-        self._untold_until = 0
+        self._suppressed_until = 0
 
-    def keep_quiet(self, until: int) -> None:
+    def suppress_reports(self, until: int) -> None:
         """Suppress all traffic reports until a time."""
-        self._untold_until = until
+        self._suppressed_until = until
 
     def per_second(self, now: int) -> float:
         """Return the requests per second of one frontend."""
@@ -29,10 +29,10 @@ class SimulatedDemand:
             return scenario.requests_per_second
         return crowd.times.at(now) * scenario.workers * crowd.batch / ANSWER_S / scenario.frontends
 
-    def told(self, frontend: str, minute: int) -> Iterator[TrafficReported]:
+    def traffic_reports(self, frontend: str, minute: int) -> Iterator[TrafficReported]:
         """Yield a frontend's reports of a minute, counted from the beginning: its share of the load, give or take 10 %."""
         scenario, planning = self._scenario, self._scenario.planning
-        if planning is None or self._kernel.now < self._untold_until:
+        if planning is None or self._kernel.now < self._suppressed_until:
             return
         for model in scenario.models:
             part = planning.load.at(minute * MINUTE) / scenario.frontends

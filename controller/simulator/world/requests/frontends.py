@@ -8,7 +8,7 @@ from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.simulator.world.kernel import MINUTE, MS, SECOND
 from controller.simulator.world.machines import Machine
-from controller.simulator.world.process import PlayedProcess
+from controller.simulator.world.process import SimulatedProcess
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.requests.traffic import SimulatedTraffic
 from controller.simulator.world.requests.underway import RequestsUnderWay
@@ -21,7 +21,7 @@ TICK = 2 * SECOND
 WINDOW_S = 30.0  # reporting window
 
 
-class SimulatedFrontend(PlayedProcess):
+class SimulatedFrontend(SimulatedProcess):
     """A host that runs frontend processes, one after another."""
 
     def __init__(
@@ -55,7 +55,7 @@ class SimulatedFrontend(PlayedProcess):
         self.replica.follower.lag = self.lag
         self._later(self._chance.randrange(TICK), self._tick)
         self._later(self._gap(), self._arrive)
-        self._later(MINUTE - kernel.now % MINUTE, self._tell, kernel.now // MINUTE)
+        self._later(MINUTE - kernel.now % MINUTE, self._report_traffic, kernel.now // MINUTE)
 
     def _end(self) -> None:
         """End the process. Its streams break with it."""
@@ -103,7 +103,7 @@ class SimulatedFrontend(PlayedProcess):
                 RequestsRejected(frontend=self.name, model=model, count=1, reason=reason, tier=tier)
             )
             return
-        self.underway.take_in(f"{self.source}-{self._arrived}", model, tier)
+        self.underway.admit(f"{self.source}-{self._arrived}", model, tier)
 
     def _sheds(self, model: str, tier: str) -> str:
         seams = self.surroundings.seams
@@ -117,7 +117,7 @@ class SimulatedFrontend(PlayedProcess):
     # --- the journal --------------------------------------------------------------------------------------------
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.surroundings.tell("absorbed", replica, batch)
+        self.surroundings.notify("absorbed", replica, batch)
         for event in batch:
             if isinstance(event.fact, BreakerClosed):
                 self.breakers.reset((event.fact.worker, event.fact.instance))
@@ -131,10 +131,10 @@ class SimulatedFrontend(PlayedProcess):
         self._later(TICK, self._tick)
         self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
 
-    def _tell(self, minute: int) -> None:
+    def _report_traffic(self, minute: int) -> None:
         """Report the traffic of the minute that has ended."""
-        self._later(MINUTE, self._tell, minute + 1)
-        for fact in self.traffic.told(self.name, minute):
+        self._later(MINUTE, self._report_traffic, minute + 1)
+        for fact in self.traffic.traffic_reports(self.name, minute):
             self.outbox.observe(fact)
 
     def _now(self) -> float:

@@ -62,7 +62,7 @@ class SimulatedStream:
 
 
 @dataclass(slots=True, eq=False)
-class PlayedRequest(SimulatedRequest):
+class LiveSimulatedRequest(SimulatedRequest):
     """A request with its answer, as its frontend and its client have it."""
 
     holds_back: int = 0  # newest tokens that are held back from its client
@@ -99,15 +99,15 @@ class LiveRequests(RequestsUnderWay):
 
     def __init__(self, frontend: RequestSender, chance: Random) -> None:
         super().__init__(frontend, chance, crowded=True)
-        self.live: dict[SimulatedRequest, PlayedRequest] = {}
+        self.live: dict[SimulatedRequest, LiveSimulatedRequest] = {}
         self._convicted: set[Key] = set()
-        self._kernel.after(SECOND, self._look_again)
+        self._kernel.after(SECOND, self._tick)
 
     def unanswered(self) -> int:
         """Return the number of requests that have had no answer yet."""
         return len(self.live) if self.open else 0
 
-    def _new(self, id: str, model: str, tier: str) -> PlayedRequest:
+    def _new(self, id: str, model: str, tier: str) -> LiveSimulatedRequest:
         chance, now = self._chance, self._kernel.now
         terms = RequestTerms(
             prompt_tokens=chance.randint(1, 100),
@@ -118,7 +118,7 @@ class LiveRequests(RequestsUnderWay):
             on_corruption=chance.choice(POLICIES),
             first_token_s=60.0,
         )
-        request = PlayedRequest(
+        request = LiveSimulatedRequest(
             id, model, RequestState(terms, now / SECOND), tier, self._table.urgency(tier), now,
             holds_back=chance.choice((0, 0, 2, ANSWER_MAX)), poisonous=chance.random() < 0.01,
         )  # fmt: skip
@@ -179,13 +179,13 @@ class LiveRequests(RequestsUnderWay):
                 return self._transfer(live, effect) or super()._apply(live, effect)
         return None
 
-    def _over(self, request: PlayedRequest) -> None:
+    def _over(self, request: LiveSimulatedRequest) -> None:
         del self.live[request]
         if (queued := self._queued.get(request)) is not None:
             self._remove(queued, served=False)
-        self._surroundings.tell("ended", request, self)
+        self._surroundings.notify("ended", request, self)
 
-    def _judge(self, request: PlayedRequest, failure: Failure, *, begun: bool) -> Suspicion:
+    def _judge(self, request: LiveSimulatedRequest, failure: Failure, *, begun: bool) -> Suspicion:
         if failure.kind.blames:
             self._blame(request, failure.reason)
         else:
@@ -196,7 +196,7 @@ class LiveRequests(RequestsUnderWay):
         fell = not begun and failure.reason == "disconnected"
         return Suspicion.SUSPECT if fell else Suspicion.NONE
 
-    def _unjudged(self, request: PlayedRequest, *, has_output: bool) -> None:
+    def _unjudged(self, request: LiveSimulatedRequest, *, has_output: bool) -> None:
         self._breakers.unjudged(request.endpoint.key, request.sent, has_output=has_output)
 
     # --- sending ------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class LiveRequests(RequestsUnderWay):
         super()._begin(request, endpoint)
 
     def _send(self, request: SimulatedRequest) -> None:
-        assert isinstance(request, PlayedRequest)
+        assert isinstance(request, LiveSimulatedRequest)
         accepted = request.accepted
         wrong = any(token < 0 for token in accepted)
         machine, key = self.machine(request), request.endpoint.key
@@ -234,15 +234,15 @@ class LiveRequests(RequestsUnderWay):
         super()._send(request)
 
     def _serve(self, request: SimulatedRequest, machine: Machine) -> None:
-        assert isinstance(request, PlayedRequest)
+        assert isinstance(request, LiveSimulatedRequest)
         self._emit_later(request, request.stream)
 
-    def _emit_later(self, request: PlayedRequest, stream: SimulatedStream) -> None:
+    def _emit_later(self, request: LiveSimulatedRequest, stream: SimulatedStream) -> None:
         longer = LONGER if stream.machine.hardware.waiting is not None else 1.0
-        takes = (0.1 + 1.5 * self._chance.random()) * stream.machine.condition.slow * longer
-        self._kernel.after(int(takes * SECOND), self._emit, request, stream)
+        duration = (0.1 + 1.5 * self._chance.random()) * stream.machine.condition.slow * longer
+        self._kernel.after(int(duration * SECOND), self._emit, request, stream)
 
-    def _emit(self, request: PlayedRequest, stream: SimulatedStream) -> None:
+    def _emit(self, request: LiveSimulatedRequest, stream: SimulatedStream) -> None:
         """Send the worker's next tokens, if it can."""
         if not self.open or not stream.open or not stream.decodes:
             return
@@ -268,21 +268,21 @@ class LiveRequests(RequestsUnderWay):
             stream.open = False
             self.feed(request, on.Finished("length"))
 
-    def _take(self, request: PlayedRequest, stream: SimulatedStream, tokens: Sequence[int]) -> None:
+    def _take(self, request: LiveSimulatedRequest, stream: SimulatedStream, tokens: Sequence[int]) -> None:
         """Accept tokens: those of a stream that is not cancelled are read."""
         if not request.state.has_output:
             self.feed(request, on.FirstToken())
         request.accepted += tokens
         request.givers += [stream.key] * len(tokens)
         request.show(request.holds_back)
-        self._surroundings.tell("said", request, stream)
+        self._surroundings.notify("said", request, stream)
         if request.target is not None and request.state.transfer is not None:
             self._advance(request, kv.SourceSaid())
 
     # --- failures and moves -----------------------------------------------------------------------------------------
 
     def _progress(self, request: SimulatedRequest) -> AnswerProgress:
-        assert isinstance(request, PlayedRequest)
+        assert isinstance(request, LiveSimulatedRequest)
         return AnswerProgress(len(request.accepted), len(request.shown))
 
     def _cut(self, request: SimulatedRequest) -> None:
@@ -309,14 +309,14 @@ class LiveRequests(RequestsUnderWay):
             if self._table.drains(request.endpoint):
                 self._move(request, "drain")
 
-    def _expose(self, request: PlayedRequest, endpoint: Endpoint) -> None:
+    def _expose(self, request: LiveSimulatedRequest, endpoint: Endpoint) -> None:
         key, at = endpoint.key, request.state.attempt
         carried = at is not None and key in request.stream.sources
         here = at is not None and at.server.key == key and bool(endpoint.suspect)
         first = request.givers.index(key)
         self.feed(request, on.Exposed(first, key, carried, here, self._progress(request)))
 
-    def _move(self, request: PlayedRequest, cause: PlannedCause) -> None:
+    def _move(self, request: LiveSimulatedRequest, cause: PlannedCause) -> None:
         """Move a request on purpose: with its KV cache, by its tokens alone, or (preempted) after a pause."""
         state, chance = request.state, self._chance
         if not state.has_output or state.transfer is not None or stays(state.terms, len(request.accepted)):
@@ -336,27 +336,29 @@ class LiveRequests(RequestsUnderWay):
         else:
             self._ask(request, target)
 
-    def _leave_on_purpose(self, request: PlayedRequest, cause: PlannedCause, target: Key | None) -> None:
+    def _leave_on_purpose(
+        self, request: LiveSimulatedRequest, cause: PlannedCause, target: Key | None
+    ) -> None:
         move = self._planned(request, Failure(cause, ""))
         self.feed(request, on.MovedOnPurpose(move, target))
 
-    def _planned(self, request: PlayedRequest, why: Failure, carried: Carried | None = None) -> Move:
+    def _planned(self, request: LiveSimulatedRequest, why: Failure, carried: Carried | None = None) -> Move:
         source, now = Server(request.endpoint.key), self._kernel.now / SECOND
         return Move(why, why, source, now, len(request.accepted), carried)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
-    def _resume(self, request: PlayedRequest) -> None:
+    def _resume(self, request: LiveSimulatedRequest) -> None:
         if request.state.phase == "preempted" and self._chance.random() < 0.3:
             self.feed(request, on.NoneLeft())
         else:
             self.feed(request, on.Resumed())
 
-    def _look_again(self) -> None:
+    def _tick(self) -> None:
         """Every second, retry parked requests, end those that have waited too long, and move some at random."""
         if not self.open:
             return
-        self._kernel.after(SECOND, self._look_again)
+        self._kernel.after(SECOND, self._tick)
         for request in [*self.live.values()]:
             if request.state.phase != "new":
                 self.feed(request, on.Tick())
@@ -367,7 +369,7 @@ class LiveRequests(RequestsUnderWay):
 
     # --- KV transfers -----------------------------------------------------------------------------------------------
 
-    def _ask(self, request: PlayedRequest, target: Endpoint) -> None:
+    def _ask(self, request: LiveSimulatedRequest, target: Endpoint) -> None:
         """Ask a worker to take over a request with its KV cache."""
         source, machine = request.stream, self._traffic.machines[target.worker]
         request.target = SimulatedStream(machine, target.key, 0, False, source, decodes=False)
@@ -375,18 +377,18 @@ class LiveRequests(RequestsUnderWay):
         self.feed(request, on.TransferBegun())
         self._kernel.after(20 * MS, self._reserved, request, request.target)
 
-    def _advance(self, request: PlayedRequest, event: kv.Event) -> None:
-        said = tuple(request.accepted[request.asked_at :])
-        self.feed(request, on.TransferAdvanced(event, said))
+    def _advance(self, request: LiveSimulatedRequest, event: kv.Event) -> None:
+        tokens = tuple(request.accepted[request.asked_at :])
+        self.feed(request, on.TransferAdvanced(event, tokens))
 
-    def _reserved(self, request: PlayedRequest, target: SimulatedStream) -> None:
+    def _reserved(self, request: LiveSimulatedRequest, target: SimulatedStream) -> None:
         if self.open and request.target is target:
-            there = target.machine.reachable(self._name) and target.machine.instance == target.key[1]
+            reachable = target.machine.reachable(self._name) and target.machine.instance == target.key[1]
             declined = kv.MigrationDeclined("target", "no room")
-            taken = there and self._chance.random() < 0.9
+            taken = reachable and self._chance.random() < 0.9
             self._advance(request, kv.TargetReserved() if taken else declined)
 
-    def _committed(self, request: PlayedRequest, target: SimulatedStream) -> None:
+    def _committed(self, request: LiveSimulatedRequest, target: SimulatedStream) -> None:
         """Handle that the target has the KV cache. The source's last tokens may still be in transit."""
         source = target.after
         if not self.open or request.target is not target or source is None:
@@ -397,12 +399,12 @@ class LiveRequests(RequestsUnderWay):
         left = request.state.terms.max_tokens - 1 - source.position
         late = source.tokens(max(0, min(left, 2)))
         target.position, target.wrong, target.decodes = source.position, source.wrong, True
-        said = (*request.accepted[request.asked_at :], *late)
-        self._advance(request, kv.TargetCommitted(said))
+        tokens = (*request.accepted[request.asked_at :], *late)
+        self._advance(request, kv.TargetCommitted(tokens))
         if late and source.open:
             self._take(request, source, late)
 
-    def _transfer(self, request: PlayedRequest, effect: do.Effect) -> on.Event | None:
+    def _transfer(self, request: LiveSimulatedRequest, effect: do.Effect) -> on.Event | None:
         target = request.target
         if target is None:
             return None
@@ -426,7 +428,7 @@ class LiveRequests(RequestsUnderWay):
                 request.target = None
         return None
 
-    def _adopt(self, request: PlayedRequest, target: SimulatedStream) -> None:
+    def _adopt(self, request: LiveSimulatedRequest, target: SimulatedStream) -> None:
         """Read the target's stream from now on."""
         endpoint, state = request.target_at, request.state
         assert state.last is not None
@@ -436,5 +438,5 @@ class LiveRequests(RequestsUnderWay):
         self.requests[request] = None
         request.sent_times += 1
         request.streams.append(target)
-        target.machine.takes(request)
+        target.machine.accept(request)
         self._emit_later(request, target)

@@ -88,7 +88,9 @@ class SimulatedTraffic:
     tally: ClientTally
     stepped: Callable[..., None]  # request, event, effects
     stored: Callable[[], Stored | None]
-    told: Callable[[str, int], Iterable[TrafficReported]]  # traffic reports of a minute, by its number
+    traffic_reports: Callable[
+        [str, int], Iterable[TrafficReported]
+    ]  # traffic reports of a minute, by its number
     refused: set[tuple[str, int, str]] = field(
         default_factory=set
     )  # request, attempt, instance that had no room

@@ -114,7 +114,7 @@ class RequestsUnderWay:
         """Return the best tier among the queued requests, 0 being the best; None if none is queued."""
         return min((one.tier for line in self._queue.lines(model) for one in line), default=None)
 
-    def could_take(self, machine: Machine) -> bool:
+    def could_serve(self, machine: Machine) -> bool:
         """Return whether one more request could go to this worker: it serves, its breaker allows it, and it has room."""
         endpoint = self._table.endpoints.get((machine.name, machine.instance))
         if endpoint is None or not endpoint.routable or not machine.reachable(self._name) or machine.draining:
@@ -174,7 +174,7 @@ class RequestsUnderWay:
 
     # --- the queue -----------------------------------------------------------------------------------------------
 
-    def take_in(self, id: str, model: str, tier: str) -> None:
+    def admit(self, id: str, model: str, tier: str) -> None:
         """Serve an admitted request. In a crowd it is queued, and sent at once only if no request is ahead of it."""
         request = self._new(id, model, tier)
         if not self.crowded:
@@ -187,7 +187,7 @@ class RequestsUnderWay:
 
     def _wait(self, request: SimulatedRequest, wait: int) -> None:
         request.waits, request.latest = True, self._kernel.now + wait
-        self._kernel.after(wait, self._late, request, request.latest)
+        self._kernel.after(wait, self._expire, request, request.latest)
 
     def _push(self, request: SimulatedRequest, queued: QueuedRequest) -> None:
         queued.number = next(self._numbers)
@@ -202,7 +202,7 @@ class RequestsUnderWay:
             self._wait(request, REROUTE)
         self._push(request, QueuedRequest(request.model, sent_back=True))
         if self._kernel.now > request.latest:
-            self._late(request, request.latest)
+            self._expire(request, request.latest)
 
     def _remove(self, queued: QueuedRequest, *, served: bool) -> None:
         if queued.number in self._in_line:
@@ -214,13 +214,15 @@ class RequestsUnderWay:
         if not self.open:
             return
         for queued in self._queue.sent_back(model):
-            if self._goes(self._in_line[queued.number]):
+            if self._dispatch(self._in_line[queued.number]):
                 self._remove(queued, served=True)
         for line in self._queue.lines(model):
-            while (head := line.head(self._kernel.now / SECOND)) and self._goes(self._in_line[head.number]):
+            while (head := line.head(self._kernel.now / SECOND)) and self._dispatch(
+                self._in_line[head.number]
+            ):
                 self._remove(head, served=True)
 
-    def _goes(self, request: SimulatedRequest) -> bool:
+    def _dispatch(self, request: SimulatedRequest) -> bool:
         """Send a queued request, or end it if there is no worker. Return False if all workers are busy."""
         phase = request.state.phase
         self.feed(
@@ -229,7 +231,7 @@ class RequestsUnderWay:
         )
         return request.state.phase not in ("queued", "parked")
 
-    def _late(self, request: SimulatedRequest, latest: int) -> None:
+    def _expire(self, request: SimulatedRequest, latest: int) -> None:
         """End a request that has waited until its timeout."""
         queued = self._queued.get(request)
         if not self.open or not self._seams.leaves_late() or queued is None or request.latest != latest:
@@ -296,7 +298,7 @@ class RequestsUnderWay:
         request.endpoint = endpoint
         endpoint.begin()
         self.requests[request] = None
-        self._surroundings.tell("routed", self._frontend, request)
+        self._surroundings.notify("routed", self._frontend, request)
         request.sent_times += 1
         self._send(request)
         if state.move is not None and state.move is not request.reported:
@@ -333,15 +335,15 @@ class RequestsUnderWay:
             kernel.after(CONNECT_DEADLINE, self.failed, request, "stalled", sent)
         elif machine.draining:
             kernel.after(5 * MS, self.failed, request, "engine_shutdown", sent)
-        elif not machine.takes(request):
+        elif not machine.accept(request):
             kernel.after(5 * MS, self._turned_away, request, sent)
         else:
             self._serve(request, machine)
 
     def _serve(self, request: SimulatedRequest, machine: Machine) -> None:
-        takes = int((0.5 + 8 * self._chance.random()) * machine.condition.slow * SECOND)
-        takes = int(takes * (LONGER if self.crowded else 1.0))
-        self._kernel.after(min(takes, 60 * SECOND), self._answered, request, request.sent_times)
+        duration = int((0.5 + 8 * self._chance.random()) * machine.condition.slow * SECOND)
+        duration = int(duration * (LONGER if self.crowded else 1.0))
+        self._kernel.after(min(duration, 60 * SECOND), self._answered, request, request.sent_times)
 
     def _gone(self, request: SimulatedRequest, sent: int) -> bool:
         """Return whether a request has left the worker that it was sent to as its `sent`-th dispatch."""
@@ -395,7 +397,7 @@ class RequestsUnderWay:
         self._breakers.served(
             endpoint.key, TOKENS, 5 * step_s, step_s, under, sent, model=endpoint.joined.model
         )
-        self._surroundings.tell("judged", self._frontend, request, before, self._breaker(request))
+        self._surroundings.notify("judged", self._frontend, request, before, self._breaker(request))
 
     def _breaker(self, request: SimulatedRequest) -> Breaker:
         return self._breakers.outcomes(request.endpoint.key).breaker
@@ -403,7 +405,7 @@ class RequestsUnderWay:
     def _blame(self, request: SimulatedRequest, reason: str) -> None:
         before = self._breaker(request)
         self._breakers.failed(request.endpoint.key, reason, request.routed_under, request.sent)
-        self._surroundings.tell("judged", self._frontend, request, before, self._breaker(request))
+        self._surroundings.notify("judged", self._frontend, request, before, self._breaker(request))
 
     def failed(self, request: SimulatedRequest, reason: str, sent: int | None = None) -> None:
         """Fail the current attempt of a request. `sent` is the number of the dispatch, if the request may have left it since."""
