@@ -25,12 +25,12 @@ from events.errors import HoldfastError
 from events.journal.port import Journal
 
 FINDING = 3
-NOTHING_SAID = (
+NO_EVENTS = (
     "the journal has no event about request {}: it was answered by the first worker that it was sent to, which was not "
     "convicted; or its frontend ended before anything happened to it; or it never arrived"
 )
-Say = Callable[[str], None]
-Command = Callable[[argparse.Namespace, Journal, HistoryStore | None, Say], Awaitable[int]]
+Echo = Callable[[str], None]
+Command = Callable[[argparse.Namespace, Journal, HistoryStore | None, Echo], Awaitable[int]]
 
 
 class NeedsStore(HoldfastError):
@@ -43,12 +43,12 @@ def add_arguments(commands: Any) -> None:
     command.add_argument("--incident", metavar="ID", help="one incident, from its first symptom to recovery")
     command.add_argument("--worker", metavar="W", help="only events about this worker")
     command.add_argument("--request", metavar="ID", help="only events about this request")
-    command.add_argument("--since", metavar="WHEN", help=moment.SAID)
+    command.add_argument("--since", metavar="WHEN", help=moment.FORMATS)
     command.add_argument(
         "--all", action="store_true", help="include routine events: passed canaries, served requests"
     )
     command = _command(commands, "at", "the state of the fleet at a past moment")
-    command.add_argument("when", metavar="TIME|SEQ", help=moment.SAID)
+    command.add_argument("when", metavar="TIME|SEQ", help=moment.FORMATS)
     command = _command(commands, "why", "the causes of an event, back to the first observation")
     command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
     report_cli.add_arguments(commands)
@@ -58,7 +58,9 @@ def add_arguments(commands: Any) -> None:
         "verify",
         "fold and decide the journal again and compare with the store (exit status 3: a difference)",
     )
-    command.add_argument("--since", metavar="WHEN", help=f"start at the last snapshot before: {moment.SAID}")
+    command.add_argument(
+        "--since", metavar="WHEN", help=f"start at the last snapshot before: {moment.FORMATS}"
+    )
     _command(commands, "rebuild", "project the whole journal into a new projection, then replace the old one")
 
 
@@ -83,12 +85,12 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 async def execute(
-    args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say = print
+    args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo = print
 ) -> int:
     """Run one replay command and return its exit code. Without a store, only the journal is read."""
     if args.output == "text":
-        return await _COMMANDS[args.replay](args, journal, store, lambda line: say(fitted(line)))
-    return await _COMMANDS[args.replay](args, journal, store, say)
+        return await _COMMANDS[args.replay](args, journal, store, lambda line: echo(fitted(line)))
+    return await _COMMANDS[args.replay](args, journal, store, echo)
 
 
 def _archive(journal: Journal, store: HistoryStore | None) -> Archive:
@@ -99,104 +101,106 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
-async def _timeline(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+async def _timeline(
+    args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo
+) -> int:
     archive = _archive(journal, store)
     if args.incident:
-        return await _story(args, journal, archive, say)
+        return await _story(args, journal, archive, echo)
     since = moment.parse(args.since, _now()) if args.since else None
     day = None
     async for event in timeline.events(
         archive, worker=args.worker, request=args.request, since=since, routine=args.all
     ):
         if args.output == "json":
-            say(json.dumps(as_json(event)))
+            echo(json.dumps(as_json(event)))
         else:
-            say(sentences.line(event, date=event.at.date() != day))
+            echo(sentences.line(event, date=event.at.date() != day))
         day = event.at.date()
     if day is None and args.output == "text":
         named = f"request {args.request}" if args.request else f"worker {args.worker}" if args.worker else ""
         about = f" about {named}" if named else ""
-        say(f"the journal holds nothing to show{about}{f' since {args.since}' if since else ''}")
+        echo(f"the journal holds nothing to show{about}{f' since {args.since}' if since else ''}")
     return 0
 
 
-async def _request(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+async def _request(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
     archive = _archive(journal, store)
     found = [one async for one in timeline.events(archive, request=args.request, routine=True)]
     story = request_story.told(args.request, found)
     cut = story.cut = await request_story.cut(story, archive, await journal.last_seq())
-    said = story.lines() or [NOTHING_SAID.format(args.request)]
+    lines = story.lines() or [NO_EVENTS.format(args.request)]
     if args.output == "json":
-        say(json.dumps({"request": story.request, "says": said, "model": story.model, "workers": story.workers,
+        echo(json.dumps({"request": story.request, "says": lines, "model": story.model, "workers": story.workers,
                         "gaps_ms": story.gaps_ms, "put_off": story.put_off, "exact": story.exact,
                         "exposed": [asdict(one) for one in story.exposed], "lost": story.lost,
                         "lost_tokens": story.lost_tokens,
                         "cut": asdict(cut) | {"ended": cut.ended.isoformat()} if cut else None,
                         "events": [as_json(one) for one in found]}, indent=1))  # fmt: skip
         return 0
-    for line in said:
-        say(line)
+    for line in lines:
+        echo(line)
     for n, event in enumerate(found):
-        say(f"  {sentences.line(event, date=n == 0)}")
+        echo(f"  {sentences.line(event, date=n == 0)}")
     return 0
 
 
-async def _story(args: argparse.Namespace, journal: Journal, archive: Archive, say: Say) -> int:
+async def _story(args: argparse.Namespace, journal: Journal, archive: Archive, echo: Echo) -> int:
     story = await timeline.story(
         journal, archive, await timeline.incident_of(archive, journal, args.incident)
     )
     if args.output == "json":
-        told = [as_json(event) for event in story.events]
-        say(json.dumps({"incident": story.incident, "subject": story.subject, "symptom": story.symptom,
+        events = [as_json(event) for event in story.events]
+        echo(json.dumps({"incident": story.incident, "subject": story.subject, "symptom": story.symptom,
                         "closed": story.closed, "outcome": story.outcome, "lasted_s": story.recovered_s,
                         "recovered_s": story.recovered_s,
-                        "events": told}, indent=1))  # fmt: skip
+                        "events": events}, indent=1))  # fmt: skip
         return 0
-    say(story.headline())
+    echo(story.headline())
     for n, event in enumerate(story.events):
-        say(f"  {sentences.line(event, date=n == 0)}")
+        echo(f"  {sentences.line(event, date=n == 0)}")
     return 0
 
 
-async def _at(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+async def _at(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
     found = await travel.at(journal, store, moment.parse(args.when, _now()))
     if args.output == "json":
-        say(json.dumps(travel.describe(found), indent=1))
+        echo(json.dumps(travel.describe(found), indent=1))
         return 0
     for line in travel.lines(found):
-        say(line)
+        echo(line)
     return 0
 
 
-async def _why(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+async def _why(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
     chain = await why(journal, store, args.event)
     if args.output == "json":
-        say(json.dumps([as_json(event) for event in chain], indent=1))
+        echo(json.dumps([as_json(event) for event in chain], indent=1))
     else:
         for line in why_lines(chain):
-            say(line)
+            echo(line)
     return 0
 
 
-async def _report(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
-    await report_cli.execute(args, journal, store, _archive(journal, store), _now(), say)
+async def _report(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
+    await report_cli.execute(args, journal, store, _archive(journal, store), _now(), echo)
     return 0
 
 
-async def _what_if(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
-    await whatif_cli.execute(args, journal, store, _archive(journal, store), _now(), say)
+async def _what_if(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
+    await whatif_cli.execute(args, journal, store, _archive(journal, store), _now(), echo)
     return 0
 
 
-async def _verify(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+async def _verify(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
     if store is None:
         raise NeedsStore
     report = await verify(journal, store, since=await _sequence(args.since, journal, store))
     if args.output == "json":
-        say(json.dumps(report.as_json(), indent=1, default=str))
+        echo(json.dumps(report.as_json(), indent=1, default=str))
     else:
         for line in report.lines():
-            say(line)
+            echo(line)
     return FINDING if report.difference else 0
 
 
@@ -214,18 +218,18 @@ async def _sequence(text: str | None, journal: Journal, store: HistoryStore) -> 
     return await journal.last_seq()
 
 
-async def _rebuild(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+async def _rebuild(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, echo: Echo) -> int:
     if store is None:
         raise NeedsStore
     rebuilt = await rebuild(journal, store)
     if args.output == "json":
-        say(json.dumps(asdict(rebuilt)))
+        echo(json.dumps(asdict(rebuilt)))
         return 0
-    say(
+    echo(
         f"projected {rebuilt.events} events again, up to {rebuilt.position}, in {sentences.span(rebuilt.seconds)}"
     )
     if rebuilt.foreign:
-        say("the old projection belonged to another stream")
+        echo("the old projection belonged to another stream")
     return 0
 
 

@@ -5,7 +5,9 @@ from datetime import UTC, datetime, timedelta
 
 from events.errors import HoldfastError
 
-SAID = "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
+FORMATS = (
+    "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
+)
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 

@@ -113,12 +113,12 @@ class RecentEvents:
     def rates(self) -> str:
         """Return the service rates as one line of text."""
         rate = self.rate()
-        said = [f"{rate.answers:.1f} answers/s", f"{rate.tokens:,.0f} tokens/s"]
+        parts = [f"{rate.answers:.1f} answers/s", f"{rate.tokens:,.0f} tokens/s"]
         if rate.ttft_ms is not None:
-            said.append(f"first token {rate.ttft_ms:.0f} ms")
+            parts.append(f"first token {rate.ttft_ms:.0f} ms")
         if rate.refused:
-            said.append(f"{rate.refused:.1f} refused/s")
-        return "   ".join(said)
+            parts.append(f"{rate.refused:.1f} refused/s")
+        return "   ".join(parts)
 
 
 def _rate(served: Sequence[RequestsServed], rejected: Sequence[RequestsRejected]) -> ServedRate:

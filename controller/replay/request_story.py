@@ -65,27 +65,27 @@ class RequestStory:
         """Return a summary in a few lines; none if the journal has no events about the request."""
         if not self.events:
             return []
-        said = [f"request {self.request} ({self.model})"]
+        summary = [f"request {self.request} ({self.model})"]
         if self.workers:
-            said.append(f"  ran on {', then '.join(self.workers)}")
+            summary.append(f"  ran on {', then '.join(self.workers)}")
         if self.gaps_ms:
             longest = span(max(self.gaps_ms) / 1000)
             kept = "token for token" if self.exact else "approximately"
-            said.append(f"  migrated {count(len(self.gaps_ms), 'time')}, {kept}; longest gap {longest}")
+            summary.append(f"  migrated {count(len(self.gaps_ms), 'time')}, {kept}; longest gap {longest}")
         if self.put_off:
-            said.append(f"  was preempted {count(self.put_off, 'time')}")
-        said += [
+            summary.append(f"  was preempted {count(self.put_off, 'time')}")
+        summary += [
             f"  holds tokens {one.first}–{one.last} from {one.worker}, which was convicted"
             for one in self.exposed
         ]
         if self.lost:
-            said.append(f"  was lost after {count(self.lost_tokens, 'token')}: {self.lost}")
+            summary.append(f"  was lost after {count(self.lost_tokens, 'token')}: {self.lost}")
         if self.cut is not None:
-            said.append(
+            summary.append(
                 f"  was cut off when the frontend {self.cut.frontend} ended; it last reported at {self.cut.ended:%H:%M:%S} UTC. "
                 "Only an answer completed by then reached its client in full"
             )
-        return said
+        return summary
 
 
 async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | None:
@@ -96,8 +96,12 @@ async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | Non
     facts = [event for event in story.events if getattr(event.fact, "frontend", "")]
     if not facts or story.lost or getattr(facts[-1].fact, "finished", False):
         return None
-    frontend, source, begun = str(getattr(facts[-1].fact, "frontend", "")), facts[-1].source, facts[-1].at
-    reported, now = begun, begun
+    frontend, source, last_fact_at = (
+        str(getattr(facts[-1].fact, "frontend", "")),
+        facts[-1].source,
+        facts[-1].at,
+    )
+    reported, now = last_fact_at, last_fact_at
     async for batch in archive.select(after=facts[-1].seq):
         for event in batch:
             if event.seq > until:
@@ -108,7 +112,7 @@ async def cut(story: RequestStory, archive: Archive, until: int) -> CutOff | Non
             if now - reported > QUIET:
                 return CutOff(frontend, reported)
             reported = now
-            if reported - begun > ANSWERED_WITHIN:
+            if reported - last_fact_at > ANSWERED_WITHIN:
                 return None
     return CutOff(frontend, reported) if now - reported > QUIET else None
 
@@ -119,33 +123,33 @@ def told(request: str, events: Sequence[Recorded]) -> RequestStory:
     for event in events:
         match event.fact:
             case RequestMigrated(model=model, source=source, target=target, gap_ms=gap_ms, exact=exact):
-                _went(story, model, source, target, gap_ms, exact)
+                _add_move(story, model, source, target, gap_ms, exact)
             case RequestResumed(model=model, source=source, target=target, gap_ms=gap_ms, exact=exact):
-                _went(story, model, source, target, gap_ms, exact)
+                _add_move(story, model, source, target, gap_ms, exact)
             case RequestPreempted(model=model, worker=worker):
                 story.model, story.put_off = model, story.put_off + 1
-                _was_with(story, worker)
+                _add_worker(story, worker)
             case RequestExposed(model=model, worker=worker, first=first, last=last):
                 story.model = model
                 story.exposed.append(ExposedSpan(worker, first, last))
                 if not story.workers:
-                    _was_with(story, worker)
+                    _add_worker(story, worker)
             case RequestAbandoned(model=model, worker=worker, reason=reason, tokens=tokens):
                 story.model, story.lost, story.lost_tokens = model, reason, tokens
-                _was_with(story, worker)
+                _add_worker(story, worker)
             case _:
                 pass
     return story
 
 
-def _went(story: RequestStory, model: str, source: str, target: str, gap_ms: float, exact: bool) -> None:
+def _add_move(story: RequestStory, model: str, source: str, target: str, gap_ms: float, exact: bool) -> None:
     story.model = model
-    _was_with(story, source)
+    _add_worker(story, source)
     story.workers.append(target)
     story.gaps_ms.append(gap_ms)
     story.exact = story.exact and exact
 
 
-def _was_with(story: RequestStory, worker: str) -> None:
+def _add_worker(story: RequestStory, worker: str) -> None:
     if worker and story.workers[-1:] != [worker]:
         story.workers.append(worker)

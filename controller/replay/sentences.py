@@ -23,13 +23,13 @@ def line(event: Recorded, *, date: bool = False) -> str:
 
 def sentence(fact: Fact) -> str:
     """Return a fact as one sentence without a full stop."""
-    return safe(_said(fact, SENTENCES.get(type(fact))).replace("\n", " "))
+    return safe(_text(fact, SENTENCES.get(type(fact))).replace("\n", " "))
 
 
-def _said(fact: Fact, say: "str | Callable[[Any], str] | None") -> str:
-    if say is None:
+def _text(fact: Fact, template: "str | Callable[[Any], str] | None") -> str:
+    if template is None:
         return f"{fact.kind()}: {fact}"
-    return say.format(f=fact) if isinstance(say, str) else say(fact)
+    return template.format(f=fact) if isinstance(template, str) else template(fact)
 
 
 def span(seconds: float) -> str:
@@ -91,7 +91,7 @@ def _move_requested(f: o.MoveRequested) -> str:
     return f"{f.by or 'an operator'} asked for {f.worker}'s requests to move{f' to {f.to}' if f.to else ''}"
 
 
-def _for(reason: str) -> str:
+def _parenthesized(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
@@ -100,7 +100,7 @@ def _command_refused(f: o.CommandRefused) -> str:
     return f"{f.by or 'an operator'}'s {f.verb}{about} was refused: {f.why}"
 
 
-def _began(f: o.ShutdownBegan) -> str:
+def _shutdown_began(f: o.ShutdownBegan) -> str:
     if f.mode == "self_initiated":
         return f"{f.worker} is shutting itself down{f': {f.reason}' if f.reason else ''}"
     return f"{f.worker} began to shut down (grace period {span(f.grace_s)})"
@@ -132,14 +132,14 @@ def _chaos(f: o.ChaosInjected) -> str:
     return f"{f.by or 'a rehearsal'} {act}{f' ({f.detail})' if f.detail else ''}{lasts}"
 
 
-def _asked(f: o.CanaryResult | o.GoldenDisputed) -> str:
+def _probed(f: o.CanaryResult | o.GoldenDisputed) -> str:
     """Return the name of the probed worker, or of its DP rank: w0, DP rank 3 of w0."""
     return f.worker if f.rank is None else f"DP rank {f.rank} of {f.worker}"
 
 
 def _canary_failed(f: o.CanaryFailed) -> str:
     confirmed = ", confirmed" if f.confirmed else ""
-    text = f"{_asked(f)} failed a canary: {f.reason}{confirmed}"
+    text = f"{_probed(f)} failed a canary: {f.reason}{confirmed}"
     if f.reason == "token_mismatch":
         return f"{text} ({_difference(f.expected, f.got)})"
     if f.reason == "logit_drift" and f.distance is not None:
@@ -149,7 +149,7 @@ def _canary_failed(f: o.CanaryFailed) -> str:
 
 def _canary_passed(f: o.CanaryPassed) -> str:
     trial = {"trial": "its trial canary", "join": "one of its first canaries"}.get(f.check_type, "a canary")
-    return f"{_asked(f)} passed {trial} in {f.latency_ms:.0f} ms"
+    return f"{_probed(f)} passed {trial} in {f.latency_ms:.0f} ms"
 
 
 def _request_failed(f: o.RequestFailed) -> str:
@@ -211,12 +211,12 @@ def _proposed(f: o.ScaleProposed) -> str:
 
 
 def _busy_from(f: o.BusyThresholdsSet) -> str:
-    said = {
+    thresholds = {
         "KV blocks": f.active_decode_blocks,
         "prompt tokens to prefill": f.active_prefill_tokens,
         "prompt tokens to prefill per token of a step": f.active_prefill_tokens_frac,
     }
-    bounds = ", ".join(f"{what} above {value:g}" for what, value in said.items() if value is not None)
+    bounds = ", ".join(f"{what} above {value:g}" for what, value in thresholds.items() if value is not None)
     return f"{f.model}: workers count as busy with {bounds or 'the thresholds set before'} (reported by {f.frontend})"
 
 
@@ -228,16 +228,16 @@ def _level(f: d.DegradationChanged) -> str:
 
 
 def _knobs(k: d.Knobs) -> str:
-    said = [f"batches × {k.batch_size:g}", f"latency × {k.latency:g}"]
+    parts = [f"batches × {k.batch_size:g}", f"latency × {k.latency:g}"]
     if k.shed_tier is not None:
-        said.append(f"sheds {k.shed_tier} and below")
-    return ", ".join(said if k.accept_new else [*said, "accepts no new requests"])
+        parts.append(f"sheds {k.shed_tier} and below")
+    return ", ".join(parts if k.accept_new else [*parts, "accepts no new requests"])
 
 
 def _drained(f: o.DrainFinished) -> str:
     ends = {"completed": f.completed, "migrated": f.migrated, "cancelled": f.cancelled, "failed": f.failed}
-    said = ", ".join(f"{number} {how}" for how, number in ends.items() if number)
-    return f"{f.worker} has drained{said and f': {said}'}"
+    outcomes = ", ".join(f"{number} {how}" for how, number in ends.items() if number)
+    return f"{f.worker} has drained{outcomes and f': {outcomes}'}"
 
 
 def _breaker_move(move: o.BreakerMove) -> str:
@@ -246,10 +246,10 @@ def _breaker_move(move: o.BreakerMove) -> str:
 
 
 def _own_breakers(f: o.FrontendBreakersMoved) -> str:
-    said = ", ".join(map(_breaker_move, f.moves[:MOVES_SHOWN]))
+    moves = ", ".join(map(_breaker_move, f.moves[:MOVES_SHOWN]))
     if more := len(f.moves[MOVES_SHOWN:]) + f.dropped:
-        said += f" and {more} more"
-    return f"own breakers of {f.frontend} moved: {said or 'none'}"
+        moves += f" and {more} more"
+    return f"own breakers of {f.frontend} moved: {moves or 'none'}"
 
 
 def _cap(f: d.WeightCapped) -> str:
@@ -285,7 +285,7 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.SnapshotKept: lambda f: (
         f"part {f.part} of {f.parts} of a snapshot of the fleet, settled at event {f.decided}"
     ),
-    o.ShutdownBegan: _began,
+    o.ShutdownBegan: _shutdown_began,
     o.DrainFinished: _drained,
     o.DeviceFaulted: _device_faulted,
     o.DeviceRecovered: lambda f: f"{f.device} of {f.worker} recovered from {_fault(f)}",
@@ -293,14 +293,14 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.ChaosInjected: _chaos,
     o.CanaryPassed: _canary_passed,
     o.CanarySlow: lambda f: (
-        f"{_asked(f)} passed a canary slowly: {f.latency_ms:.0f} ms, baseline {f.baseline_ms:.0f} ms"
+        f"{_probed(f)} passed a canary slowly: {f.latency_ms:.0f} ms, baseline {f.baseline_ms:.0f} ms"
     ),
     o.CanaryFailed: _canary_failed,
     o.GoldenProposed: lambda f: f"{f.worker} proposed an answer to {f.canary}: {_tokens(f.tokens)}",
     o.GoldenDisputed: lambda f: (
-        f"{_asked(f)} contradicts the configured answer to {f.canary}, which no other worker has confirmed"
+        f"{_probed(f)} contradicts the configured answer to {f.canary}, which no other worker has confirmed"
         if f.proposed_by == CONFIGURED
-        else f"{_asked(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
+        else f"{_probed(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
     ),
     o.GoldenRequested: lambda f: (
         f"{f.by or 'an operator'} asked to {f.act} the goldens of "
@@ -341,9 +341,9 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     ),
     o.ScaleProposed: _proposed,
     o.ScaleSet: lambda f: (
-        f"{f.by} set {f.model} to {count(f.workers, 'worker')}{_for(f.reason)}"
+        f"{f.by} set {f.model} to {count(f.workers, 'worker')}{_parenthesized(f.reason)}"
         if f.workers is not None
-        else f"{f.by} released the number of {f.model} workers to the planner{_for(f.reason)}"
+        else f"{f.by} released the number of {f.model} workers to the planner{_parenthesized(f.reason)}"
     ),
     o.ScaleApplied: lambda f: (
         f"{f.by} {'scaled' if f.ok else 'could not scale'} {f.model} to {count(f.after, 'worker')}: {f.says}"

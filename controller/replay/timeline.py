@@ -33,13 +33,13 @@ CHAOS_BEFORE = timedelta(
     seconds=60
 )  # the story begins with a rehearsed fault if it was injected within this time before the first symptom
 LED_WITHIN = 5_000  # events to search for a decision caused by an event
-FELT_BEFORE = timedelta(
+IMPACT_BEFORE = timedelta(
     seconds=5
 )  # a migration within this time before the first symptom belongs to the story
-FELT_AFTER = timedelta(
+IMPACT_AFTER = timedelta(
     seconds=5
 )  # and one within this time after the end: a death is known before its streams continue
-_FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
+_IMPACT = (RequestMigrated, RequestAbandoned, RequestExposed)
 _NEXT = (
     ChaosInjected,
     IncidentOpened,
@@ -85,16 +85,16 @@ class Story:
         moved = [e.fact for e in self.events if isinstance(e.fact, RequestMigrated)]
         exposed = sum(isinstance(e.fact, RequestExposed) for e in self.events)
         lost = sum(isinstance(e.fact, RequestAbandoned) for e in self.events)
-        said = [f"{self.incident}: {sentences.about(self.subject)}, {self.symptom}"]
+        parts = [f"{self.incident}: {sentences.about(self.subject)}, {self.symptom}"]
         took = self.recovered_s
-        said.append(f"{self.outcome} after {sentences.span(took)}" if took is not None else "still open")
+        parts.append(f"{self.outcome} after {sentences.span(took)}" if took is not None else "still open")
         if moved:
             gap = max(fact.gap_ms for fact in moved)
-            said.append(
+            parts.append(
                 f"{sentences.count(len(moved), 'request')} migrated (longest gap {sentences.span(gap / 1000)})"
             )
-        said += [f"{n} {word}" for n, word in ((exposed, "exposed"), (lost, "lost")) if n]
-        return "; ".join(said)
+        parts += [f"{n} {word}" for n, word in ((exposed, "exposed"), (lost, "lost")) if n]
+        return "; ".join(parts)
 
 
 def is_routine(fact: Fact) -> bool:
@@ -138,10 +138,10 @@ async def story(journal: Journal, archive: Archive, incident: str) -> Story:
     symptom = (await why(journal, archive, str(opened.seq)))[-1]
     scene = await _scene(archive, opened.fact.subject, symptom, closed)
     causes = {cause(event) for event in [*carried, *scene]}
-    told = {event.seq: event for event in [symptom, *carried]}
-    told |= {e.seq: e for e in scene if not is_routine(e.fact) or name(e) in causes}
+    by_seq = {event.seq: event for event in [symptom, *carried]}
+    by_seq |= {e.seq: e for e in scene if not is_routine(e.fact) or name(e) in causes}
     outcome = closed.fact.outcome if closed and isinstance(closed.fact, IncidentClosed) else ""
-    ordered = [told[seq] for seq in sorted(told)]
+    ordered = [by_seq[seq] for seq in sorted(by_seq)]
     return Story(incident, opened.fact.subject, opened.fact.symptom, ordered, closed is not None, outcome)
 
 
@@ -160,7 +160,7 @@ async def _scene(
         here = [e for e in batch if not _came_from_another(e.fact, worker)]
         found += [e for e in here if closed is None or e.seq <= closed.seq]
         late += [e for e in here if closed and e.seq > closed.seq]
-        if closed and batch[-1].at > closed.at + FELT_AFTER:
+        if closed and batch[-1].at > closed.at + IMPACT_AFTER:
             break
     early = _prelude([e for e in found if e.seq < symptom.seq], symptom.at)
     during = [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, subject_name)]
@@ -174,12 +174,12 @@ def _came_from_another(fact: Fact, worker: str | None) -> bool:
 
 def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
     """Return the user impact of an incident after its end."""
-    told: list[Recorded] = []
+    impact: list[Recorded] = []
     for event in after:
-        if isinstance(event.fact, _NEXT) or event.at > end + FELT_AFTER:
+        if isinstance(event.fact, _NEXT) or event.at > end + IMPACT_AFTER:
             break
-        told += [event] if isinstance(event.fact, _FELT) else []
-    return told
+        impact += [event] if isinstance(event.fact, _IMPACT) else []
+    return impact
 
 
 def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
@@ -188,16 +188,16 @@ def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
     These are the last injected fault, if it was not healed long before, and the user impact since then: a frontend often notices
     a failure first. Without an injected fault, they are the user impact of the last moments.
     """
-    played: list[Recorded] = []
+    injected: list[Recorded] = []
     for event in before:
         if isinstance(event.fact, ChaosInjected):
             if event.fact.fault not in HEALING:
-                played = [event]
-            elif event.at < symptom - FELT_BEFORE:
-                played = []
-    start = played[0].at if played else symptom - FELT_BEFORE
-    felt = [e for e in before if isinstance(e.fact, RequestMigrated | RequestAbandoned) and e.at >= start]
-    return played + felt
+                injected = [event]
+            elif event.at < symptom - IMPACT_BEFORE:
+                injected = []
+    start = injected[0].at if injected else symptom - IMPACT_BEFORE
+    impact = [e for e in before if isinstance(e.fact, RequestMigrated | RequestAbandoned) and e.at >= start]
+    return injected + impact
 
 
 def _belongs(event: Recorded, kind: str, subject_name: str) -> bool:

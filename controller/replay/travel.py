@@ -78,10 +78,10 @@ async def _order(journal: Journal, store: StateStore | None, when: int | datetim
         if reach <= when if isinstance(when, int) else event.at <= when:
             found = snapshot
     if found is None:
-        tells = (
+        contents = (
             f"the first state that it contains is that of {begins}" if begins else "it contains no snapshot"
         )
-        raise NoLonger(f"the journal begins at {first}, and {tells}. {NoLonger.__doc__}")
+        raise NoLonger(f"the journal begins at {first}, and {contents}. {NoLonger.__doc__}")
     return order_from(found)
 
 
@@ -123,16 +123,16 @@ def lines(moment: Moment) -> list[str]:
     """Format a moment as lines of text."""
     fleet = moment.fleet
     when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC" if moment.at else ""
-    said = [f"at {moment.seq}{when}, after decision {moment.number}"]
+    output = [f"at {moment.seq}{when}, after decision {moment.number}"]
     for name, worker in sorted(fleet.workers.items()):
         why = f"  ({'; '.join(worker.reasons)})" if worker.reasons else ""
-        said.append(
+        output.append(
             f"  {name:<12} {worker.health.status.value:<10} breaker {worker.breaker.position:<9} "
             f"weight {worker.weight:<4g} {worker.joined.model}{why}"
         )
-    said += [f"  {name}: level {model.level}" for name, model in sorted(fleet.models.items())]
-    said += [
+    output += [f"  {name}: level {model.level}" for name, model in sorted(fleet.models.items())]
+    output += [
         f"  open: {i.id}, {i.subject}, {i.symptom}, since {i.opened_at:%H:%M:%S}"
         for i in fleet.incidents.values()
     ]
-    return said
+    return output

@@ -98,35 +98,35 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """Format the report as lines of text."""
-        said = [
+        output = [
             f"folded {self.folded} events from {self.since + 1}",
             f"decided {self.decided} decisions again, {'all but the last identical' if self.difference else 'all identical'}",
             f"compared {self.rows} rows and {self.audited} stored events at {self.position}",
         ]
         if self.difference is None or not self.difference.where.startswith("decision"):
-            said[-2] = f"decided {self.decided} decisions again, all identical"
+            output[-2] = f"decided {self.decided} decisions again, all identical"
         if self.begins > 1:
-            said.insert(0, f"the journal begins at {self.begins}: earlier events were dropped at its limits")
+            output.insert(
+                0, f"the journal begins at {self.begins}: earlier events were dropped at its limits"
+            )
         if self.skipped:
             of = ", ".join(map(str, sorted(self.skipped_versions))) or "none adopted"
             ours = f"{OLDEST} to {DECIDERS_VERSION}" if OLDEST < DECIDERS_VERSION else str(OLDEST)
-            said.append(
+            output.append(
                 f"did not decide {self.skipped} decisions again: deciders version {of}, this release decides by {ours}"
             )
         if self.foreign:
-            said.append(
+            output.append(
                 f"skipped {self.foreign} messages that are not events: see `holdfast journal inspect`"
             )
         if self.forged:
-            said.append(
-                f"{self.forged} facts claim a source other than their own: they are forged, and count for no source"
-            )
+            output.append(f"{self.forged} facts claim a foreign source: forged, and counted for no source")
         if self.lag:
-            said.append(f"the projector is {self.lag} events behind")
-        said.append(self.difference.text() if self.difference else "no difference")
+            output.append(f"the projector is {self.lag} events behind")
+        output.append(self.difference.text() if self.difference else "no difference")
         if self.difference is not None and (advice := self.difference.remedy()):
-            said.append(advice)
-        return said
+            output.append(advice)
+        return output
 
 
 class Differs(Exception):

@@ -29,13 +29,13 @@ async def why(journal: Journal, archive: Archive | None, reference: str) -> list
 
 def lines(chain: Sequence[Recorded]) -> list[str]:
     """Format a chain of causes as lines of text."""
-    said = []
+    output = []
     for depth, event in enumerate(chain):
         lead = f"{'  ' * depth}because " if depth else ""
-        said.append(f"{lead}{sentences.line(event, date=not depth)}  [{event.seq} {name(event)}]")
+        output.append(f"{lead}{sentences.line(event, date=not depth)}  [{event.seq} {name(event)}]")
     if cause(chain[-1]):
-        said.append(f"{'  ' * len(chain)}because of {cause(chain[-1])}, which the journal does not hold")
-    return said
+        output.append(f"{'  ' * len(chain)}because of {cause(chain[-1])}, which the journal does not hold")
+    return output
 
 
 def as_json(event: Recorded) -> dict[str, Any]:

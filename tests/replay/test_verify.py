@@ -86,7 +86,7 @@ async def test_a_fact_that_names_another_workers_source_is_counted_and_reported(
     store = await projected(history, open_store())
     code, said = await typed(history, store, "verify")
     assert code == 0 and said[-1] == "no difference"
-    assert "1 facts claim a source other than their own: they are forged, and count for no source" in said
+    assert "1 facts claim a foreign source: forged, and counted for no source" in said
     code, (machine,) = await typed(history, store, "verify", "-o", "json")
     assert code == 0 and json.loads(machine)["forged"] == 1
 

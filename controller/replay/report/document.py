@@ -64,8 +64,8 @@ class Report:
                 if story.recovered_s is not None
                 else "has not recovered yet"
             )
-            begun = f"{story.events[0].at:%Y-%m-%d %H:%M:%S} UTC"
-            return f"At {begun} {about(story.subject)} failed ({story.symptom}); it {end}."
+            began = f"{story.events[0].at:%Y-%m-%d %H:%M:%S} UTC"
+            return f"At {began} {about(story.subject)} failed ({story.symptom}); it {end}."
         opened = sum(isinstance(event.fact, IncidentOpened) for event in self.events)
         took = span((self.end - self.start).total_seconds())
         return f"In these {took} the journal recorded {count(len(self.events), 'event')}, and {count(opened, 'incident')} opened."
@@ -73,10 +73,10 @@ class Report:
     def _how(self) -> str:
         found = self.hurt
         took = [f"{one.phase} after {span(one.here_s)}" for one in self.phases if one.here_s is not None]
-        said = f"It was {', '.join(took)}; " if took else ""
+        phases = f"It was {', '.join(took)}; " if took else ""
         share = f"{100 * found.least_capacity:.0f} %"
         lacked = f"{found.gpu_s:.1f} GPU-seconds were missing, and at least {share} of the fleet served throughout."
-        return said + lacked if said else lacked[0].upper() + lacked[1:]
+        return phases + lacked if phases else lacked[0].upper() + lacked[1:]
 
 
 def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
@@ -91,7 +91,7 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
         stretches(found, window.end, "state"),
         stretches(found, window.end, "breaker"),
         causes(story.events if story is not None else window.events),
-        hurt(_told(window), found, window.end),
+        hurt(_impact_events(window), found, window.end),
         acts(window.events),
         compared(story, others) if story is not None else (),
         dict(policy) if policy is not None else None,
@@ -100,7 +100,7 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
     )
 
 
-def _told(window: ReportWindow) -> Sequence[Recorded]:
+def _impact_events(window: ReportWindow) -> Sequence[Recorded]:
     """Return the events that show user impact: all of the window's, or those of its incident.
 
     An incident of a model is about capacity alone, so the impact on the model's users is added from the window.
@@ -111,9 +111,9 @@ def _told(window: ReportWindow) -> Sequence[Recorded]:
     kind, _, model = subject.partition(":")
     if kind == "worker":
         return story.events
-    told = {event.seq: event for event in story.events}
-    told |= {event.seq: event for event in window.events if _of_users(event.fact, model)}
-    return [told[seq] for seq in sorted(told)]
+    by_seq = {event.seq: event for event in story.events}
+    by_seq |= {event.seq: event for event in window.events if _of_users(event.fact, model)}
+    return [by_seq[seq] for seq in sorted(by_seq)]
 
 
 def _of_users(fact: Fact, model: str) -> bool:
@@ -122,8 +122,10 @@ def _of_users(fact: Fact, model: str) -> bool:
 
 
 def _unusual(policy: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    usual = _flat(dump(FleetPolicy()))
-    return [(key, value, usual.get(key)) for key, value in _flat(policy).items() if value != usual.get(key)]
+    defaults = _flat(dump(FleetPolicy()))
+    return [
+        (key, value, defaults.get(key)) for key, value in _flat(policy).items() if value != defaults.get(key)
+    ]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -137,23 +139,23 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 def _user_impact(found: Hurt) -> str:
     moved, exposed, lost = found.moved(), found.exposed(), found.lost()
-    said = []
+    parts = []
     if moved:
         gap = span(max(max(one.gaps_ms) for one in moved) / 1000)
-        said.append(f"{count(len(moved), 'request')} migrated (longest gap {gap})")
+        parts.append(f"{count(len(moved), 'request')} migrated (longest gap {gap})")
     if exposed:
         tokens = count(found.tokens_exposed, "token")
-        said.append(
+        parts.append(
             f"{count(len(exposed), 'request')} {_be(len(exposed))} exposed to {tokens} from a convicted worker"
         )
     if lost:
-        said.append(f"{count(len(lost), 'request')} {_be(len(lost))} lost")
+        parts.append(f"{count(len(lost), 'request')} {_be(len(lost))} lost")
     if rejected := sum(found.rejected.values()):
-        said.append(f"{count(rejected, 'request')} {_be(rejected)} rejected")
-    if not said:
+        parts.append(f"{count(rejected, 'request')} {_be(rejected)} rejected")
+    if not parts:
         return "No request migrated, none was lost, and none received a token from a convicted worker."
     none_lost = "" if lost else "; none was lost"
-    return f"{'; '.join(said)}{none_lost}."
+    return f"{'; '.join(parts)}{none_lost}."
 
 
 def _be(number: int) -> str:
@@ -234,7 +236,7 @@ def plain(found: Report) -> dict[str, Any]:
         ],
         "first_frame": _first(found),
         "policy": found.policy,
-        "policy_unusual": [{"setting": key, "value": value, "default": usual} for key, value, usual in found.unusual],
+        "policy_unusual": [{"setting": key, "value": value, "default": default} for key, value, default in found.unusual],
         "cut": found.cut,
         "events": [_event(event) for event in found.events],
     }  # fmt: skip

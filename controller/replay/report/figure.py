@@ -66,32 +66,32 @@ def figure(lanes: dict[str, Any]) -> dict[str, Any]:
 def _states(lanes: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for state, color in COLORS.items():
-        mine = [one for one in lanes["states"] if one[1] == state]
-        if mine:
-            found.append(_bars(state, color, mine, 0.75))
+        matching = [one for one in lanes["states"] if one[1] == state]
+        if matching:
+            found.append(_bars(state, color, matching, 0.75))
     return found
 
 
 def _breakers(lanes: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for position, color in BREAKERS.items():
-        mine = [one for one in lanes["breakers"] if one[1] == position]
-        if mine:
-            found.append(_bars(f"breaker {position.replace('_', ' ')}", color, mine, 0.2))
+        matching = [one for one in lanes["breakers"] if one[1] == position]
+        if matching:
+            found.append(_bars(f"breaker {position.replace('_', ' ')}", color, matching, 0.2))
     return found
 
 
-def _bars(name: str, color: str, mine: list[list[Any]], width: float) -> dict[str, Any]:
+def _bars(name: str, color: str, spans: list[list[Any]], width: float) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
-        "y": [one[0] for one in mine],
-        "base": [utc(one[2]) for one in mine],
-        "x": [one[3] - one[2] for one in mine],
+        "y": [one[0] for one in spans],
+        "base": [utc(one[2]) for one in spans],
+        "x": [one[3] - one[2] for one in spans],
         "width": width,
         "marker": {"color": color, "line": {"width": 0}},
-        "customdata": [(one[3] - one[2]) / 1000 for one in mine],
+        "customdata": [(one[3] - one[2]) / 1000 for one in spans],
         "hovertemplate": f"%{{y}}: {name} for %{{customdata:.3g}} s<extra></extra>",
     }
 
@@ -99,15 +99,15 @@ def _bars(name: str, color: str, mine: list[list[Any]], width: float) -> dict[st
 def _canaries(lanes: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for outcome, (symbol, color, size) in CANARIES.items():
-        mine = [one for one in lanes["canaries"] if one[1] == outcome]
-        if mine:
+        matching = [one for one in lanes["canaries"] if one[1] == outcome]
+        if matching:
             found.append({
                 "type": "scatter",
                 "mode": "markers",
                 "name": f"canary {outcome}",
-                "x": [utc(one[2]) for one in mine],
-                "y": [one[0] for one in mine],
-                "text": [one[3] for one in mine],
+                "x": [utc(one[2]) for one in matching],
+                "y": [one[0] for one in matching],
+                "text": [one[3] for one in matching],
                 "marker": {"symbol": symbol, "color": color, "size": size, "line": {"width": 1, "color": "#ffffff"}},
                 "hovertemplate": "%{text}<extra></extra>",
             })  # fmt: skip
@@ -121,10 +121,10 @@ def _moves(lanes: dict[str, Any]) -> list[dict[str, Any]]:
     y: list[str | None] = []
     text: list[str | None] = []
     for at, source, target, count in lanes["moves"]:
-        said = f"{count} stream{'' if count == 1 else 's'} from {source} to {target}"
+        label = f"{count} stream{'' if count == 1 else 's'} from {source} to {target}"
         x += [utc(at), utc(at), None]
         y += [source, target, None]
-        text += [said, said, None]
+        text += [label, label, None]
     return [{
         "type": "scatter",
         "mode": "lines+markers",

@@ -123,17 +123,17 @@ class Stretch(NamedTuple):
 
 def stretches(found: Sequence[Frame], end: datetime, field: str) -> list[Stretch]:
     """Return the spans in which each worker had each value of a field of `WorkerShown`."""
-    begun: dict[str, tuple[str, datetime]] = {}
-    told: list[Stretch] = []
+    current: dict[str, tuple[str, datetime]] = {}
+    finished: list[Stretch] = []
     for frame in found:
         for name, one in frame.workers.items():
             value = getattr(one, field) if one is not None else None
-            before = begun.get(name)
+            before = current.get(name)
             if before is not None and before[0] == value:
                 continue
             if before is not None:
-                told.append(Stretch(name, before[0], before[1], frame.at))
-                del begun[name]
+                finished.append(Stretch(name, before[0], before[1], frame.at))
+                del current[name]
             if value is not None:
-                begun[name] = (value, frame.at)
-    return told + [Stretch(name, value, start, end) for name, (value, start) in begun.items()]
+                current[name] = (value, frame.at)
+    return finished + [Stretch(name, value, start, end) for name, (value, start) in current.items()]

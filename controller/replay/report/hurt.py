@@ -75,8 +75,8 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
                 pass
         if request := getattr(fact, "request", ""):
             by_request.setdefault(request, []).append(event)
-    told = (request_story.told(request, its) for request, its in by_request.items())
-    found.requests = [one for one in told if one.gaps_ms or one.exposed or one.lost or one.put_off]
+    stories = (request_story.told(request, its) for request, its in by_request.items())
+    found.requests = [one for one in stories if one.gaps_ms or one.exposed or one.lost or one.put_off]
     found.gpu_s, found.least_capacity = _missing(frames, events[0].at, end)
     return found
 
@@ -87,7 +87,7 @@ def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[f
     A starting fleet lacks nothing before its first worker serves.
     """
     shown: dict[str, WorkerShown] = {}
-    gpu_s, least, begun = 0.0, 1.0, bool(frames[0].workers)
+    gpu_s, least, serving = 0.0, 1.0, bool(frames[0].workers)
     ends = [frame.at for frame in frames[1:]] + [end]
     for frame, until in zip(frames, ends, strict=True):
         for name, one in frame.workers.items():
@@ -95,9 +95,9 @@ def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[f
                 shown.pop(name, None)
             else:
                 shown[name] = one
-        if not begun and frame.capacity == 0.0:
+        if not serving and frame.capacity == 0.0:
             continue
-        begun = True
+        serving = True
         lacks = sum(one.gpus * (1.0 - one.weight) for one in shown.values() if not one.spare)
         gpu_s += lacks * max(0.0, (until - max(frame.at, start)).total_seconds())
         if until >= start and shown:

@@ -64,12 +64,12 @@ def millis(at: datetime) -> float:
 def concerned(found: Report) -> list[str]:
     """Return the affected workers, sorted by name."""
     lives = Counter(one.worker for one in found.states)
-    told = {one.worker for one in found.states if one.what not in WELL or lives[one.worker] > 1}
-    told |= {one.worker for one in found.breakers if one.what != "closed"}
-    told |= {event.fact.worker for event in found.events if isinstance(event.fact, CanaryFailed)}
+    names = {one.worker for one in found.states if one.what not in WELL or lives[one.worker] > 1}
+    names |= {one.worker for one in found.breakers if one.what != "closed"}
+    names |= {event.fact.worker for event in found.events if isinstance(event.fact, CanaryFailed)}
     for one in found.hurt.requests:
-        told.update(one.workers)
-    return sorted(told, key=_natural)
+        names.update(one.workers)
+    return sorted(names, key=_natural)
 
 
 def _natural(text: str) -> tuple[str, int, str]:
@@ -89,8 +89,8 @@ def _stretches(found: Iterable[Stretch], shown: set[str]) -> list[list[Any]]:
 def _canaries(events: Sequence[Recorded], shown: set[str]) -> list[list[Any]]:
     passed = [e for e in events if isinstance(e.fact, CanaryPassed) and e.fact.worker in shown]
     every = -(-len(passed) // PASSED_MAX) if passed else 1
-    told = [event for event in events if isinstance(event.fact, CanarySlow | CanaryFailed)]
-    found = sorted([*passed[::every], *told], key=lambda event: event.seq)
+    notable = [event for event in events if isinstance(event.fact, CanarySlow | CanaryFailed)]
+    found = sorted([*passed[::every], *notable], key=lambda event: event.seq)
     return [
         [event.fact.worker, _outcome(event.fact), millis(event.at), sentences.sentence(event.fact)]
         for event in found

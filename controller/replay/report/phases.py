@@ -77,7 +77,7 @@ class _Found:
     def __init__(self) -> None:
         self.phases: dict[str, Phases] = {}
         self._times: OrderedDict[str, datetime] = OrderedDict()  # of events, by the name that others refer to
-        self._played: dict[str, datetime] = {}  # time of the last injected fault, by worker
+        self._injected: dict[str, datetime] = {}  # time of the last injected fault, by worker
 
     def take(self, event: Recorded) -> None:
         """Add an event, in order."""
@@ -87,7 +87,7 @@ class _Found:
         match event.fact:
             case ChaosInjected(worker=worker, fault=fault):
                 if fault not in HEALING:
-                    self._played[worker] = event.at
+                    self._injected[worker] = event.at
             case IncidentOpened(incident=incident, subject=subject):
                 self.phases[incident] = Phases(incident, subject, self._symptom(event, subject), event.at)
             case Decision() as fact:
@@ -97,9 +97,9 @@ class _Found:
 
     def _symptom(self, event: Recorded, subject: str) -> datetime | None:
         """Return the time of the first symptom: a fault injected shortly before, or the event that opened the incident."""
-        played = self._played.pop(subject.partition("worker:")[2], None)
-        if played is not None and event.at - played <= CHAOS_BEFORE:
-            return played
+        injected = self._injected.pop(subject.partition("worker:")[2], None)
+        if injected is not None and event.at - injected <= CHAOS_BEFORE:
+            return injected
         return self._times.get(cause(event))
 
 

@@ -83,14 +83,14 @@ class Redaction:
             number = self._counts[kind] = self._counts.get(kind, 0) + 1
             self._words[name] = f"{kind}-{number}"
 
-    def text(self, said: str) -> str:
+    def text(self, value: str) -> str:
         """Return a text without names, addresses, paths and process numbers."""
-        if said in self._words:
-            return self._words[said]
-        said = _PID.sub(r"\1 (number)", _ADDRESS.sub("(address)", said))
+        if value in self._words:
+            return self._words[value]
+        value = _PID.sub(r"\1 (number)", _ADDRESS.sub("(address)", value))
         if self._odd is not None:
-            said = self._odd.sub(lambda found: self._words[found[0]], said)
-        return _WORD.sub(self._word, _PATH.sub("(path)", said))
+            value = self._odd.sub(lambda found: self._words[found[0]], value)
+        return _WORD.sub(self._word, _PATH.sub("(path)", value))
 
     def _word(self, found: re.Match[str]) -> str:
         """Return a word or its pseudonym; in a word with dots, such as a subject, each part is replaced."""

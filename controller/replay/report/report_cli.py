@@ -39,7 +39,7 @@ def add_arguments(commands: Any) -> None:
         help="the incident, by its id or by one of its events (default: the last one)",
     )
     command.add_argument(
-        "--since", metavar="WHEN", help=f"instead of an incident, all events from here on: {moment.SAID}"
+        "--since", metavar="WHEN", help=f"instead of an incident, all events from here on: {moment.FORMATS}"
     )
     command.add_argument(
         "--until", metavar="WHEN", help="end of the window, with --since (default: the end of the journal)"
@@ -63,7 +63,7 @@ async def execute(
     store: StateStore | None,
     archive: Archive,
     now: datetime,
-    say: Callable[[str], None],
+    echo: Callable[[str], None],
 ) -> None:
     """Write or print one report. Raise UsageError, CannotWrite, NoPlotly, and what `controller.replay.report.window` raises."""
     began, where = time.perf_counter(), Path(args.output)
@@ -72,31 +72,31 @@ async def execute(
         raise UsageError(
             f"-o {args.output}: must be a file name ending in .html, .md or .json, or just `md` or `json`"
         )
-    told = await _window(args, journal, store, archive, now)
-    redaction = Redaction(told.order.shown, told.events) if args.redact else None
+    selected = await _window(args, journal, store, archive, now)
+    redaction = Redaction(selected.order.shown, selected.events) if args.redact else None
     last = await journal.last_seq()
-    others = await all_phases(archive.select(after=max(0, last - HISTORY_EVENTS))) if told.story else {}
-    otherwise = await _otherwise(told, journal, store, archive)
-    made = report(told, list(others.values()))
+    others = await all_phases(archive.select(after=max(0, last - HISTORY_EVENTS))) if selected.story else {}
+    otherwise = await _otherwise(selected, journal, store, archive)
+    made = report(selected, list(others.values()))
     document, drawn = plain(made) | {"otherwise": otherwise}, lanes(made)
     if redaction is not None:
         document, drawn = redaction.of(document), redaction.of(drawn)
     text = _text(form, document, drawn)
     if args.output == form:
-        say(text.rstrip("\n"))
+        echo(text.rstrip("\n"))
         return
     size = written(where, text)
     took = span(time.perf_counter() - began)
-    say(f"{where}: {count(len(told.events), 'event')}, {size}, in {took}")
+    echo(f"{where}: {count(len(selected.events), 'event')}, {size}, in {took}")
     for sentence in document["summary"]:
-        say(f"  {sentence}")
+        echo(f"  {sentence}")
 
 
 async def _otherwise(
-    told: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
+    selected: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
 ) -> list[dict[str, Any]]:
     """Return the answers of other policies to a worker's incident; none if it is too large or no longer on the journal."""
-    story = told.story
+    story = selected.story
     if story is None or not story.subject.startswith("worker:"):
         return []
     try:

@@ -46,19 +46,19 @@ class Asker:
     """The canaries of one worker instance on one course."""
 
     def __init__(
-        self, told: CanariesTold, start: float, recorded_s: float, interval_s: float | None, place: float
+        self, recorded: CanariesTold, start: float, recorded_s: float, interval_s: float | None, place: float
     ) -> None:
-        self.told = told
-        self._found = spells(told) if told.facts else []
+        self.told = recorded
+        self._found = spells(recorded) if recorded.facts else []
         self._every = (interval_s or recorded_s) * (1.0 + JITTER * (2 * place - 1))
         self._gap = GAP * recorded_s
-        self._anew = interval_s is not None
-        self._free = self._anew  # its canaries deviate from the recorded ones
+        self._interval_changed = interval_s is not None
+        self._free = self._interval_changed  # its canaries deviate from the recorded ones
         self._tried = set[int]()  # recorded trials that this course has as well
         self._place = place
         self._edges = sorted({spell.began(place) for spell in self._found})
-        self._bad = sorted(told.facts)
-        joined = told.at[0] if len(told) and told.check[0] == JOIN else start
+        self._bad = sorted(recorded.facts)
+        joined = recorded.at[0] if len(recorded) and recorded.check[0] == JOIN else start
         self._later = max(0.0, start - joined)  # seconds by which it joins later than recorded
         self._next = 0  # index of the next recorded canary
         early = JOIN_AGAIN_S if self._later else 0.0
@@ -73,7 +73,7 @@ class Asker:
 
         `joining`: no canary has admitted the worker yet. The canary counts as sent only once `asked` is called."""
         before = (self._next, self._last, self._turn)
-        self._free = self._anew or (self._free and not calm)
+        self._free = self._interval_changed or (self._free and not calm)
         if joining and self._later:
             found: Question | None = self._at_once(after)
         elif self._free:
@@ -90,13 +90,13 @@ class Asker:
 
     def _joining(self, after: float) -> Question | None:
         """Return the next of the recorded join canaries, which do not depend on the interval."""
-        told = self.told
-        while self._next < len(told) and told.check[self._next] == JOIN:
+        recorded = self.told
+        while self._next < len(recorded) and recorded.check[self._next] == JOIN:
             place, self._next = self._next, self._next + 1
-            self._last = told.sent[place]
-            self._turn = told.asked[place]
-            if told.at[place] > after:
-                return self._was(place)
+            self._last = recorded.sent[place]
+            self._turn = recorded.asked[place]
+            if recorded.at[place] > after:
+                return self._recorded_at(place)
         return None
 
     def _at_once(self, after: float) -> Question | None:
@@ -112,7 +112,7 @@ class Asker:
         if after > last + every:
             last += int((after - last) / every) * every
         sent = max(last + every, after)
-        if calm and not self._there(last):  # the time of the next canary is not known more exactly
+        if calm and not self._active_at(last):  # the time of the next canary is not known more exactly
             edge = self._edge(last)
             if edge == INFINITY:
                 return None
@@ -139,23 +139,23 @@ class Asker:
         self._turn = (min(spell.asked) - steps - 1) % names
 
     def _recorded(self, after: float, calm: bool) -> Question | None:
-        told = self.told
-        place = max(self._next, bisect_left(told.at, after if calm else after - 2 * LOOK_S))
+        recorded = self.told
+        place = max(self._next, bisect_left(recorded.at, after if calm else after - 2 * LOOK_S))
         if calm:
             bad = bisect_left(self._bad, place)
-            place = self._bad[bad] if bad < len(self._bad) else len(told)
-        while place < len(told) and (told.at[place] < after or told.check[place] == TRIAL):
-            if told.check[place] == TRIAL and not calm and place not in self._tried:
+            place = self._bad[bad] if bad < len(self._bad) else len(recorded)
+        while place < len(recorded) and (recorded.at[place] < after or recorded.check[place] == TRIAL):
+            if recorded.check[place] == TRIAL and not calm and place not in self._tried:
                 return self._untried(after, place)
             place += 1
         if not calm and (guess := self._unasked(after, place)):
             return guess
-        if place == len(told):
+        if place == len(recorded):
             self._next = place
             return None
         self._next = place + 1
-        self._last, self._turn = told.sent[place], told.asked[place]
-        return self._was(place)
+        self._last, self._turn = recorded.sent[place], recorded.asked[place]
+        return self._recorded_at(place)
 
     def _untried(self, after: float, place: int) -> Question | None:
         """Return what follows a recorded trial that may not happen here: later recorded canaries would not have been sent."""
@@ -167,9 +167,9 @@ class Asker:
 
     def _unasked(self, after: float, place: int) -> Question | None:
         """Return a canary for a time in which none was recorded."""
-        told = self.told
-        before = told.sent[place - 1] if place else self._last
-        until = told.sent[place] if place < len(told) else told.end
+        recorded = self.told
+        before = recorded.sent[place - 1] if place else self._last
+        until = recorded.sent[place] if place < len(recorded) else recorded.end
         if until - before < self._gap:
             return None
         sent = max(self._last, before, after - self._every) + self._every
@@ -182,12 +182,12 @@ class Asker:
 
     def trial(self, at: float) -> Question:
         """Return the trial requested at a time: the recorded one, or an estimated one."""
-        told = self.told
-        near = bisect_left(told.sent, at - NEAR_S)
-        while near < len(told) and told.sent[near] <= at + SOON_S:
-            if told.check[near] == TRIAL and not self._anew:
+        recorded = self.told
+        near = bisect_left(recorded.sent, at - NEAR_S)
+        while near < len(recorded) and recorded.sent[near] <= at + SOON_S:
+            if recorded.check[near] == TRIAL and not self._interval_changed:
                 self._tried.add(near)
-                was = self._was(near)
+                was = self._recorded_at(near)
                 return Question(
                     max(at, was.sent), max(at, was.at), was.canary, was.said, was.fact, "trial", False
                 )
@@ -197,49 +197,49 @@ class Asker:
 
     def _chosen(self, at: float) -> int:
         """Return the canary before the one that a trial sends; if only some are answered wrongly, it is unknown which."""
-        some = {canary for s in self._there(at) for canary in s.asked}
+        some = {canary for s in self._active_at(at) for canary in s.asked}
         rest = set(range(len(self.told.names))) - some
         of = {0.0: rest, 1.0: some}.get(self._place, set())
         return (min(of) - 1) % len(self.told.names) if some and of else self._turn
 
     def _ask(self, sent: float, check: CheckType) -> Question:
-        told = self.told
-        self._turn = (self._turn + 1) % max(1, len(told.names))
+        recorded = self.told
+        self._turn = (self._turn + 1) % max(1, len(recorded.names))
         spell = self._spell(sent, self._turn)
         if spell is None:
-            latency = told.good.latency_ms if told.good is not None else 0.0
+            latency = recorded.good.latency_ms if recorded.good is not None else 0.0
             return Question(sent, sent + latency / 1000, self._turn, GOOD, None, check, True)
         return Question(sent, sent + spell.took, self._turn, spell.said, spell.fact, check, True)
 
     def _spell(self, at: float, canary: int) -> Spell | None:
-        there = [spell for spell in self._there(at) if spell.tells(canary)]
-        for said in (MUTE, WRONG, SLOW):
-            for one in there:
-                if one.said == said:
+        active = [spell for spell in self._active_at(at) if spell.tells(canary)]
+        for result in (MUTE, WRONG, SLOW):
+            for one in active:
+                if one.said == result:
                     return one
         return None
 
-    def _there(self, at: float) -> list[Spell]:
+    def _active_at(self, at: float) -> list[Spell]:
         return [one for one in self._found if one.began(self._place) <= at < one.ended(self._place)]
 
-    def _was(self, place: int) -> Question:
-        told = self.told
-        fact = told.facts.get(place)
+    def _recorded_at(self, place: int) -> Question:
+        recorded = self.told
+        fact = recorded.facts.get(place)
         return Question(
-            told.sent[place],
-            told.at[place],
-            told.asked[place],
-            told.said[place],
+            recorded.sent[place],
+            recorded.at[place],
+            recorded.asked[place],
+            recorded.said[place],
             fact,
-            CHECKS[told.check[place]],
+            CHECKS[recorded.check[place]],
             False,
         )
 
 
-def result(worker: Worker, told: CanariesTold, question: Question, sent_under: int) -> CanaryResult:
+def result(worker: Worker, recorded: CanariesTold, question: Question, sent_under: int) -> CanaryResult:
     """Return the fact that reports a canary's result."""
     joined, took = worker.joined, (question.at - question.sent) * 1e3
-    like = question.fact or told.good
+    like = question.fact or recorded.good
     if like is None:  # no canary of this instance was ever recorded with another result
         like = CanaryPassed(
             worker=joined.worker, instance=joined.instance, canary_key=joined.canary_key, canary="", check_type="scheduled",
@@ -247,7 +247,7 @@ def result(worker: Worker, told: CanariesTold, question: Question, sent_under: i
         )  # fmt: skip
     return replace(
         like,
-        canary=told.names[question.canary] if told.names else "",
+        canary=recorded.names[question.canary] if recorded.names else "",
         check_type=question.check,
         sent_at=instant(question.sent),
         sent_under=sent_under,

@@ -136,13 +136,13 @@ def _finite(times: dict[str, float]) -> dict[str, float | None]:
 def compare(recording: Recording, asked: PolicyAsked, *, incident: str = "") -> Comparison:
     """Compare the recording with the other policy. With `incident`, show only the fault that opened it, if known."""
     found = faults(recording)
-    told = [one for one in found if one.incident == incident] if incident else found
+    shown = [one for one in found if one.incident == incident] if incident else found
     again, *courses = take_all(recording, [CourseTerms(), *(asked.terms(place) for place in PLACES)])
     return Comparison(
         recording,
         asked,
         _changed(recording, asked),
-        [_fault(one, recording.weights, again, courses) for one in told or found],
+        [_fault(one, recording.weights, again, courses) for one in shown or found],
         totals(recording, asked, found, again, courses),
         _decisions(again.decided, courses[LIKELY].decided),
         limits(recording, asked, found, courses),
@@ -232,9 +232,9 @@ def _seen(recording: Recording, fault: FaultSeen) -> float:
 
 
 def _rate(recording: Recording, fault: FaultSeen) -> float:
-    seen, fenced = _seen(recording, fault), fared(fault, recording.weights).fenced
-    if seen and fenced is not None and fenced > fault.likely:
-        return seen / (fenced - fault.likely)
+    exposed, fenced = _seen(recording, fault), fared(fault, recording.weights).fenced
+    if exposed and fenced is not None and fenced > fault.likely:
+        return exposed / (fenced - fault.likely)
     answers, _ = recording.served.get(fault.worker, (0, 0.0))
     serves = sum(
         last - first
@@ -245,7 +245,7 @@ def _rate(recording: Recording, fault: FaultSeen) -> float:
 
 
 def _canaries(recording: Recording, asked: PolicyAsked, courses: int) -> list[float]:
-    put = float(sum(len(told) for told in recording.canaries.values()))
+    put = float(sum(len(canaries) for canaries in recording.canaries.values()))
     more = recording.interval_s / asked.values[INTERVAL] if asked.values.get(INTERVAL) else 1.0
     return [put, put, *[put * more] * courses]
 
@@ -285,35 +285,35 @@ def limits(
     recording: Recording, asked: PolicyAsked, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
 ) -> list[str]:
     """Return the limitations of the answer, as sentences."""
-    said = [
+    notes = [
         "requests are assumed to go where they were sent: failures elsewhere are unknown, and where no request would have been "
         "sent, none fails"
     ]
     guessed = {name for one in courses for name in one.guessed}
     if guessed:
         names = ", ".join(sorted(guessed)[:4]) + (" and others" if len(guessed) > 4 else "")
-        said.append(
+        notes.append(
             f"{count(len(guessed), 'worker')} would have been probed when no canary was recorded ({names}): the results are "
             "estimated from the canaries before and after; ranges go from the shortest fault that agrees with them to the longest"
         )
     if INTERVAL in asked.values:
-        said.append(f"recorded canaries came about every {recording.interval_s:.3g} s")
-        said.append(
+        notes.append(f"recorded canaries came about every {recording.interval_s:.3g} s")
+        notes.append(
             "a worker that was wrong for less than a round of its canaries may have been missed; it is missed here as well"
         )
     silence = asked.values.get(SILENCE)
     if silence is not None and silence < recording.silence_s:
-        said.append(
+        notes.append(
             f"silences shorter than {recording.silence_s:g} s were not recorded: it is unknown how many more workers would have "
             f"been reported silent after {silence:g} s"
         )
     if any(one.wrong for one in found):
-        said.append(
+        notes.append(
             "exposed answers are estimated from the recorded rate of exposed answers, or from the worker's usual rate"
         )
     version = recording.fleet.deciders_version or DECIDERS_VERSION
     if not OLDEST <= version <= DECIDERS_VERSION:
-        said.append(
+        notes.append(
             f"the recording was decided by deciders version {version}, this release uses {DECIDERS_VERSION}: compare with `again`"
         )
     if any(
@@ -321,5 +321,5 @@ def limits(
         for one in found
         for value in _seconds(one, fared(one, courses[LIKELY].weights)).values()
     ):
-        said.append("“–” means: not before the recording ends, or before the worker's next fault")
-    return said
+        notes.append("“–” means: not before the recording ends, or before the worker's next fault")
+    return notes

@@ -237,10 +237,10 @@ class _Course:
         if isinstance(fact, WorkerJoined):
             self._ask(fact.worker, at)
 
-    def _number_here(self, there: int, at: float) -> int:
+    def _number_here(self, recorded_number: int, at: float) -> int:
         """Map a recorded decision number to this course, for a request that fails at `at` and was routed under it."""
         times, numbers = self._said
-        place = bisect_right(numbers, there)
+        place = bisect_right(numbers, recorded_number)
         known = times[place - 1] if place else float("-inf")
         next_ = times[place] if place < len(times) else float("inf")
         return self._number(min(next_, max(known, at - SENT_S)))
@@ -323,8 +323,8 @@ class _Course:
 
     def _drains(self, at: float, decision: DrainStarted) -> None:
         """Schedule a draining worker's report that it is empty."""
-        seen = self._emptied.get((decision.worker, decision.instance), [])
-        was = next((done for started, done in seen if abs(started - at) < 1.0 and done >= at), None)
+        recorded = self._emptied.get((decision.worker, decision.instance), [])
+        was = next((done for started, done in recorded if abs(started - at) < 1.0 and done >= at), None)
         place = self._terms.place
         if was is None:
             self.guessed.add(decision.worker)
@@ -358,9 +358,9 @@ class _Course:
         life = (worker.joined.worker, worker.joined.instance)
         known = self._askers.get(life)
         if known is None:
-            told = self._recording.canaries.get(life) or CanariesTold(*life)
+            canaries = self._recording.canaries.get(life) or CanariesTold(*life)
             terms = self._terms
-            known = Asker(told, at, self._recording.interval_s, terms.interval_s, terms.place)
+            known = Asker(canaries, at, self._recording.interval_s, terms.interval_s, terms.place)
             self._askers[life] = known
         return known
 
@@ -392,5 +392,5 @@ class _Course:
             return
         if question.guessed:
             self.guessed.add(name)
-        told = self._asker(worker, question.at).told
-        self._absorb(question.at, result(worker, told, question, self._number(question.sent)), "")
+        canaries = self._asker(worker, question.at).told
+        self._absorb(question.at, result(worker, canaries, question, self._number(question.sent)), "")

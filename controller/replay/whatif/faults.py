@@ -51,9 +51,9 @@ def faults(recording: Recording) -> list[FaultSeen]:
     apart = max(APART_S, APART_CANARIES * recording.interval_s)
     found: list[FaultSeen] = []
     known: dict[str, list[Spell]] = {}
-    for (worker, _), told in recording.canaries.items():
-        if told.facts:
-            known.setdefault(worker, []).extend(spells(told))
+    for (worker, _), canaries in recording.canaries.items():
+        if canaries.facts:
+            known.setdefault(worker, []).extend(spells(canaries))
     for worker, adverse in recording.adverse.items():
         groups = _groups(adverse, apart)
         for n, group in enumerate(groups):

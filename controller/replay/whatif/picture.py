@@ -35,14 +35,14 @@ def figure(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
 
 
 def _panel(values: list[float], figures: list[Estimate], number: str, text: str) -> list[dict[str, Any]]:
-    there = {"xaxis": f"x{number}", "yaxis": f"y{number}", "type": "scatter"}
+    axes = {"xaxis": f"x{number}", "yaxis": f"y{number}", "type": "scatter"}
     around = {
         "x": [*values, *reversed(values)],
         "y": [*(one.high for one in figures), *(one.low for one in reversed(figures))],
-        "fill": "toself", "fillcolor": BAND, "line": {"width": 0}, "hoverinfo": "skip", **there,
+        "fill": "toself", "fillcolor": BAND, "line": {"width": 0}, "hoverinfo": "skip", **axes,
     }  # fmt: skip
     likely = {
         "x": values, "y": [one.likely for one in figures], "mode": "lines+markers", "line": {"color": COLOR}, "name": text,
-        **there,
+        **axes,
     }  # fmt: skip
     return [around, likely]

@@ -194,10 +194,10 @@ class _Folding:
         found = self._gathered
         if found.start is None:
             return None
-        for life, told in found.canaries.items():
-            told.end = self._ends.get(life, told.end)
+        for life, canaries in found.canaries.items():
+            canaries.end = self._ends.get(life, canaries.end)
             for place, source in enumerate(found.askers[life]):
-                told.sent[place] = min(told.at[place], told.sent[place] + found.skew[source])
+                canaries.sent[place] = min(canaries.at[place], canaries.sent[place] + found.skew[source])
         for worker, adverse in found.wrong.items():
             self._adverse[worker] = sorted([*self._adverse[worker], *adverse], key=attrgetter("at"))
         return Recording(
@@ -243,10 +243,10 @@ class _Lateness:
 def _interval(lives: Iterable[CanariesTold]) -> float:
     """Return the usual time between scheduled canaries of a worker, in seconds."""
     gaps = [
-        told.sent[n] - told.sent[n - 1]
-        for told in lives
-        for n in range(1, min(len(told), 200))
-        if told.check[n] == 0 == told.check[n - 1] and told.said[n] == GOOD
+        canaries.sent[n] - canaries.sent[n - 1]
+        for canaries in lives
+        for n in range(1, min(len(canaries), 200))
+        if canaries.check[n] == 0 == canaries.check[n - 1] and canaries.said[n] == GOOD
     ]
     return median(gaps) if len(gaps) >= LEAST_GAPS else USUAL_INTERVAL_S
 

@@ -49,46 +49,53 @@ class Spell:
         return not self.asked or canary in self.asked
 
 
-def spells(told: CanariesTold) -> list[Spell]:
+def spells(recorded: CanariesTold) -> list[Spell]:
     """Return the spells of one instance, by their beginning."""
-    general = [*_runs(told, range(len(told)), MUTE), *_runs(told, range(len(told)), SLOW)]
-    wrong = [run for canary in range(len(told.names)) for run in _wrong(told, canary)]
+    general = [*_runs(recorded, range(len(recorded)), MUTE), *_runs(recorded, range(len(recorded)), SLOW)]
+    wrong = [run for canary in range(len(recorded.names)) for run in _wrong(recorded, canary)]
     return sorted([*general, *_joined(wrong)], key=lambda one: one.first)
 
 
-def _wrong(told: CanariesTold, canary: int) -> list[Spell]:
-    places = [n for n in range(len(told)) if told.asked[n] == canary and told.said[n] != MUTE]
-    return _runs(told, places, WRONG, frozenset({canary}))
+def _wrong(recorded: CanariesTold, canary: int) -> list[Spell]:
+    places = [n for n in range(len(recorded)) if recorded.asked[n] == canary and recorded.said[n] != MUTE]
+    return _runs(recorded, places, WRONG, frozenset({canary}))
 
 
 def _runs(
-    told: CanariesTold, places: range | list[int], said: int, asked: frozenset[int] = frozenset()
+    recorded: CanariesTold, places: range | list[int], result: int, canaries: frozenset[int] = frozenset()
 ) -> list[Spell]:
     """Return the runs of one kind of answer among these canaries."""
     found: list[Spell] = []
-    begun: int | None = None
-    well = told.sent[places[0]] if places else 0.0
+    first: int | None = None
+    well = recorded.sent[places[0]] if places else 0.0
     last = well
     for n in places:
-        if told.said[n] == said:
-            begun = n if begun is None else begun
-            last = told.sent[n]
+        if recorded.said[n] == result:
+            first = n if first is None else first
+            last = recorded.sent[n]
             continue
-        if begun is not None:
-            found.append(_spell(told, well, begun, last, told.sent[n], asked))
-            begun = None
-        well = told.sent[n]
-    if begun is not None:
-        found.append(_spell(told, well, begun, last, float("inf"), asked))
+        if first is not None:
+            found.append(_spell(recorded, well, first, last, recorded.sent[n], canaries))
+            first = None
+        well = recorded.sent[n]
+    if first is not None:
+        found.append(_spell(recorded, well, first, last, float("inf"), canaries))
     return found
 
 
 def _spell(
-    told: CanariesTold, after: float, begun: int, last: float, before: float, asked: frozenset[int]
+    recorded: CanariesTold, after: float, index: int, last: float, before: float, canaries: frozenset[int]
 ) -> Spell:
-    first = told.sent[begun]
+    first = recorded.sent[index]
     return Spell(
-        after, first, last, before, told.said[begun], asked, told.facts[begun], told.at[begun] - first
+        after,
+        first,
+        last,
+        before,
+        recorded.said[index],
+        canaries,
+        recorded.facts[index],
+        recorded.at[index] - first,
     )
 
 

@@ -83,12 +83,12 @@ class CanariesTold:
         """Append later results of the same instance."""
         place = len(self)
         self.names += [name for name in later.names if name not in self.names]
-        asked = [self.names.index(name) for name in later.names]
+        indices = [self.names.index(name) for name in later.names]
         self.at += later.at
         self.sent += later.sent
         self.said += later.said
         self.check += later.check
-        self.asked.extend(asked[one] for one in later.asked)
+        self.asked.extend(indices[one] for one in later.asked)
         self.facts |= {place + n: fact for n, fact in later.facts.items()}
         self.good = self.good or later.good
 
@@ -156,26 +156,26 @@ class StretchRead:
 
     def _canary(self, at: float, source: str, fact: CanaryResult) -> None:
         life = (fact.worker, fact.instance)
-        told = self.canaries.get(life)
-        if told is None:
-            told, self.askers[life] = CanariesTold(*life), []
-            self.canaries[life] = told
-        place = len(told.at)
-        told.at.append(at)
-        told.sent.append(sent := fact.sent_at.timestamp())
-        told.check.append(CHECKS.index(fact.check_type))
-        if fact.canary not in told.names:
-            told.names.append(fact.canary)
-        told.asked.append(told.names.index(fact.canary))
-        told.said.append(said := _said(fact))
+        recorded = self.canaries.get(life)
+        if recorded is None:
+            recorded, self.askers[life] = CanariesTold(*life), []
+            self.canaries[life] = recorded
+        place = len(recorded.at)
+        recorded.at.append(at)
+        recorded.sent.append(sent := fact.sent_at.timestamp())
+        recorded.check.append(CHECKS.index(fact.check_type))
+        if fact.canary not in recorded.names:
+            recorded.names.append(fact.canary)
+        recorded.asked.append(recorded.names.index(fact.canary))
+        recorded.said.append(result := _result_of(fact))
         if isinstance(fact, CanaryPassed):
-            told.good = told.good or fact
+            recorded.good = recorded.good or fact
         elif isinstance(fact, CanaryFailed | CanarySlow):
-            told.facts[place] = fact
-        if isinstance(fact, CanaryFailed) and said in (WRONG, MUTE):
+            recorded.facts[place] = fact
+        if isinstance(fact, CanaryFailed) and result in (WRONG, MUTE):
             self.wrong[fact.worker].append(Adverse(at, fact.reason))
         self.askers[life].append(source)
-        late = at - sent - (fact.latency_ms / 1000 if said < WRONG else 0.0)
+        late = at - sent - (fact.latency_ms / 1000 if result < WRONG else 0.0)
         self.skew[source] = min(self.skew.get(source, late), late)
 
     def add(self, later: "StretchRead") -> None:
@@ -183,12 +183,12 @@ class StretchRead:
         self._count(later.events)
         if later.start is not None:
             self.start, self.end = later.start if self.start is None else self.start, later.end
-        for life, told in later.canaries.items():
+        for life, recorded in later.canaries.items():
             if life in self.canaries:
-                self.canaries[life].add(told)
+                self.canaries[life].add(recorded)
                 self.askers[life] += later.askers[life]
             else:
-                self.canaries[life], self.askers[life] = told, later.askers[life]
+                self.canaries[life], self.askers[life] = recorded, later.askers[life]
         for source, late in later.skew.items():
             self.skew[source] = min(self.skew.get(source, late), late)
         for worker, (count, seconds) in later.served.items():
@@ -200,7 +200,7 @@ class StretchRead:
             self.exposed[worker] += times
 
 
-def _said(fact: CanaryResult) -> int:
+def _result_of(fact: CanaryResult) -> int:
     if isinstance(fact, CanaryPassed):
         return GOOD
     if isinstance(fact, CanaryFailed) and fact.reason != "latency_spike":

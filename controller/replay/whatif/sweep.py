@@ -63,7 +63,7 @@ def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], lis
         recording, [CourseTerms(), *(one.terms(place) for one in each for place in PLACES)]
     )
     points: list[SweepPoint] = []
-    said: list[str] = []
+    notes: list[str] = []
     for n, (value, asked_here) in enumerate(zip(asked_for.values, each, strict=True)):
         courses = all_[n * len(PLACES) : (n + 1) * len(PLACES)]
         figures = {one.name: one.would for one in totals(recording, asked_here, found, again, courses)}
@@ -72,8 +72,8 @@ def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], lis
                 [_mean(found, recording, one.weights, name) for one in courses]
             )
         points.append(SweepPoint(value, figures))
-        said = said or limits(recording, asked_here, found, courses)
-    return points, said
+        notes = notes or limits(recording, asked_here, found, courses)
+    return points, notes
 
 
 def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str) -> float:

@@ -25,8 +25,8 @@ def usual(recording: Recording) -> list[PolicyAsked]:
 def answers(recording: Recording, incident: str) -> list[dict[str, Any]]:
     """Return the answers as plain JSON; none if no fault is known for which the incident was opened."""
     found: list[dict[str, Any]] = []
-    for asked in usual(recording):
-        answer = compare(recording, asked, incident=incident)
+    for question in usual(recording):
+        answer = compare(recording, question, incident=incident)
         if [one.fault.incident for one in answer.faults] != [incident]:
             return []
         found.append(_row(answer))

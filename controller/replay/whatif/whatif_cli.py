@@ -51,7 +51,7 @@ def add_arguments(commands: Any) -> None:
     command.add_argument(
         "--since",
         metavar="WHEN",
-        help=f"start of the recording (default: the journal's first event): {moment.SAID}",
+        help=f"start of the recording (default: the journal's first event): {moment.FORMATS}",
     )
     command.add_argument("--until", metavar="WHEN", help="end of the recording (default: the journal's end)")
     command.add_argument(
@@ -84,7 +84,7 @@ async def execute(
     store: StateStore | None,
     archive: Archive,
     now: datetime,
-    say: Callable[[str], None],
+    echo: Callable[[str], None],
 ) -> None:
     """Print or write one answer.
 
@@ -97,14 +97,14 @@ async def execute(
     recording, incident = await _recording(args, journal, store, archive, now)
     _as_it_was(recording, args.recorded)
     if sweep is not None:
-        _sweep(recording, sweep, args.output, form, say)
+        _sweep(recording, sweep, args.output, form, echo)
         return
     answer = compare(recording, what, incident=incident)
     if form == "json":
-        _out(json.dumps(answer.as_json(), indent=1), args.output, form, say)
+        _out(json.dumps(answer.as_json(), indent=1), args.output, form, echo)
         return
     for line in lines(answer):
-        say(line)
+        echo(line)
 
 
 def _form(output: str, sweep: bool) -> str:
@@ -116,32 +116,32 @@ def _form(output: str, sweep: bool) -> str:
     return form
 
 
-def _out(text: str, output: str, form: str, say: Callable[[str], None]) -> None:
+def _out(text: str, output: str, form: str, echo: Callable[[str], None]) -> None:
     if output == form:
-        say(text)
+        echo(text)
         return
-    say(f"{output}: {written(Path(output), text + chr(10))}")
+    echo(f"{output}: {written(Path(output), text + chr(10))}")
 
 
 def _sweep(
-    recording: Recording, asked_for: sweeps.Swept, output: str, form: str, say: Callable[[str], None]
+    recording: Recording, asked_for: sweeps.Swept, output: str, form: str, echo: Callable[[str], None]
 ) -> None:
-    points, said = sweeps.sweep(recording, asked_for)
-    document = sweeps.as_json(asked_for, points) | {"limits": said}
+    points, notes = sweeps.sweep(recording, asked_for)
+    document = sweeps.as_json(asked_for, points) | {"limits": notes}
     about = [period(recording)]
     besides = asked_for.asked.values
     if besides:
         about.append(f"other settings: {', '.join(f'{name} {value}' for name, value in besides.items())}")
     if form == "json":
-        _out(json.dumps(document, indent=1), output, form, say)
+        _out(json.dumps(document, indent=1), output, form, echo)
         return
     if form == "html":
         from controller.replay.whatif import sweep_page
 
-        _out(sweep_page.html(document, figure(asked_for, points), about), output, form, say)
+        _out(sweep_page.html(document, figure(asked_for, points), about), output, form, echo)
         return
-    for line in (*about, "", *sweeps.lines(asked_for, points), "", *(f"  * {one}" for one in said)):
-        say(line)
+    for line in (*about, "", *sweeps.lines(asked_for, points), "", *(f"  * {one}" for one in notes)):
+        echo(line)
 
 
 async def _recording(
