@@ -1,1 +1,1 @@
-"""What decides over a fleet and stands before it: controller, projector, frontends, and the commands that people type."""
+"""The control side of a fleet: controller, projector, planner, notifier, frontends, commands."""

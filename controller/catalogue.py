@@ -1,7 +1,6 @@
-"""Which kinds of event are there, and what does each promise? Read from the dataclasses themselves, so never
-stale.
+"""Catalogue of event kinds, fields and emitters, derived from the dataclasses, so never stale.
 
-`controller.commands.write_docs` makes the documents of them.
+`controller.commands.write_docs` generates the documents from it.
 """
 
 import dataclasses
@@ -19,20 +18,20 @@ from events.subjects import DECIDED, OBSERVED
 EMITTERS: Mapping[str, str] = {
     "worker_joined": "the worker, once per instance",
     "worker_awaited": "the worker, before it joins: once per reason, and every two minutes",
-    "worker_left": "the worker as it ends; the supervisor when it was killed",
+    "worker_left": "the worker on exit; the supervisor if the worker was killed",
     "worker_silent": "the leading controller's liveness watch, once per silence",
     "worker_heard": "the leading controller's liveness watch, once per return",
-    "worker_lingered": "the leading controller's watch over the dead, once per instance",
-    "observer_blind": "the leading controller's liveness watch, once per blindness",
-    "intrusion_refused": "the supervisor (embedded broker), a controller or a frontend, once per sender and few seconds",
-    "drain_requested": "a controller, for an operator",
-    "resume_requested": "a controller, for an operator",
-    "move_requested": "a controller, for an operator",
-    "restart_requested": "a controller, for an operator",
-    "command_refused": "the controller that refused it, once per command; two that both read it late may both say so",
+    "worker_lingered": "the leading controller's watch on dead instances, once per instance",
+    "observer_blind": "the leading controller's liveness watch, once per blind period",
+    "intrusion_refused": "the supervisor (embedded broker), a controller or a frontend, at most every few seconds per sender",
+    "drain_requested": "a controller, on behalf of an operator",
+    "resume_requested": "a controller, on behalf of an operator",
+    "move_requested": "a controller, on behalf of an operator",
+    "restart_requested": "a controller, on behalf of an operator",
+    "command_refused": "the controller that refused it, once per command; twice if two controllers both read it late",
     "scale_set": "an operator, by `holdfast scale`",
     "event_quarantined": "an operator, by `holdfast journal quarantine`",
-    "snapshot_kept": "the leading controller, once per part of a snapshot: one each eighth of the journal's bounds",
+    "snapshot_kept": "the leading controller, once per part of a snapshot; one snapshot per eighth of the journal's bounds",
     "shutdown_began": "the worker, once per instance",
     "drain_finished": "the worker, once per drain",
     "device_faulted": "the worker's device watch, once per change",
@@ -44,35 +43,35 @@ EMITTERS: Mapping[str, str] = {
     "canary_failed": "the leading controller's canary loop, once per probe",
     "golden_proposed": "the leading controller's canary loop",
     "golden_disputed": "the leading controller's canary loop, once per probe",
-    "golden_requested": "a controller, for an operator",
-    "tokens_unlikely": "the leading controller's canary loop: per sampled canary, or once in ten minutes for users' tokens",
+    "golden_requested": "a controller, on behalf of an operator",
+    "tokens_unlikely": "the leading controller's canary loop: per sampled canary, or once every ten minutes for users' tokens",
     "requests_served": "a frontend, per worker and window with traffic",
     "request_failed": "a frontend, once per failure",
-    "request_suspected": "a frontend, once per request that was still unread on a worker that fell",
+    "request_suspected": "a frontend, once per request that a failed worker had not started to read",
     "request_poisonous": "a frontend, once per worker that the request failed on",
-    "worker_slow": "a frontend, while it lasts",
+    "worker_slow": "a frontend, repeatedly while the slowness lasts",
     "worker_slow_cleared": "a frontend, once per recovery",
     "request_migrated": "a frontend, once per migration",
-    "request_preempted": "a frontend, with --park, each time",
-    "request_resumed": "a frontend, once per answer that was put off and has gone on",
+    "request_preempted": "a frontend with --park, once per preemption",
+    "request_resumed": "a frontend, once per preempted answer that resumed",
     "request_abandoned": "a frontend, once per request",
     "requests_rejected": "a frontend, per window with rejections",
-    "traffic_reported": "a frontend, per model and minute, also where nothing came",
+    "traffic_reported": "a frontend, per model and minute, even without traffic",
     "capacity_reported": "the planner, per model: on each change, and once a minute",
-    "scale_proposed": "the planner, per change that it holds for right",
-    "scale_applied": "whoever carries it out, once per proposal: the planner by its hook, or the supervisor",
-    "busy_thresholds_set": "a frontend, for whoever has posted to its /busy_threshold",
+    "scale_proposed": "the planner, once per change that it proposes",
+    "scale_applied": "the executor of the change, once per proposal: the planner through its hook, or the supervisor",
+    "busy_thresholds_set": "a frontend, for each client that posts to its /busy_threshold",
     "request_exposed": "a frontend, per exposed request",
-    "exposure_unknown": "a frontend, per span that it cannot vouch for",
-    "panic_began": "a frontend, once per entry",
-    "panic_ended": "a frontend, once per exit",
-    "frontend_breakers_moved": "a frontend, once per second in which a breaker of its own moved",
+    "exposure_unknown": "a frontend, per span for which it cannot name the exposed requests",
+    "panic_began": "a frontend, on entering panic",
+    "panic_ended": "a frontend, on leaving panic",
+    "frontend_breakers_moved": "a frontend, once per second in which one of its local breakers changed",
 }
-"""Who says each observation, and how often. Decisions are all said by the leading controller."""
+"""Emitter of each observation, and how often it emits one. The leading controller emits all decisions."""
 
-NOTED = r"^    (\w+): (?:\(\n\s+)?[^#\n]+  # (.+)$"  # a field of a dataclass, with a comment behind it
+NOTED = r"^    (\w+): (?:\(\n\s+)?[^#\n]+  # (.+)$"  # a dataclass field with a trailing comment
 LEADER = "the leading controller, when it is due"
-SHAPES = (Profile, Topology, KvLayout, GoldenAnswer, Knobs, BreakerMove)  # what fields consist of
+SHAPES = (Profile, Topology, KvLayout, GoldenAnswer, Knobs, BreakerMove)  # types used as fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class FieldEntry:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """One kind of event."""
+    """The catalogue's description of one event kind."""
 
     kind: str
     fact: type[Fact]
@@ -98,17 +97,17 @@ class CatalogueEntry:
 
     @property
     def decided(self) -> bool:
-        """Whether it is a decision: else somebody observed it."""
+        """Whether the kind is a decision. Otherwise it is an observation."""
         return issubclass(self.fact, Decision)
 
 
 def entries() -> tuple[CatalogueEntry, ...]:
-    """Return every kind, observations before decisions, in the order in which they are written down."""
+    """Return every kind, observations before decisions, in order of declaration."""
     return tuple(_entry(kind, fact) for kind, fact in codec.KINDS.items())
 
 
 def subject_of(fact: type[Fact]) -> str:
-    """Return the subject pattern of a kind, its variable token in angle brackets."""
+    """Return the subject pattern of a kind, with its variable token in angle brackets."""
     if issubclass(fact, Decision):
         return f"{DECIDED}.{fact.kind()}"
     assert issubclass(fact, Observation)
@@ -124,7 +123,7 @@ def _entry(kind: str, fact: type[Fact]) -> CatalogueEntry:
 
 
 def fields_of(shape: type) -> Iterator[FieldEntry]:
-    """Yield the fields of a kind, or of a shape that fields consist of, each with the comment behind it."""
+    """Yield the fields of a kind, or of a type used as a field, each with its trailing comment."""
     notes = notes_of(shape)
     for f in dataclasses.fields(shape):
         optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
@@ -139,7 +138,7 @@ def _type_text(annotation: object) -> str:
 
 
 def notes_of(shape: type) -> dict[str, str]:
-    """Return the comment behind each field, of the kind and its bases; the formatter may have wrapped the type."""
+    """Return the trailing comment of each field of the class and its bases. The formatter may have wrapped the type."""
     found: dict[str, str] = {}
     for cls in reversed(shape.__mro__[:-1]):
         for match in re.finditer(NOTED, inspect.getsource(cls), re.MULTILINE):

@@ -1,6 +1,6 @@
-"""The `holdfast` command: reads arguments and composes a process. Imports wait until a command needs them.
+"""The `holdfast` command: parses arguments and runs one command or process. Imports are lazy.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a finding (`replay verify`, a projector whose store has lost rows).
+Exit codes: 0 success, 1 failure, 2 usage error, 3 finding (`replay verify`, or a projector that finds rows missing in its store).
 """
 
 import argparse
@@ -26,27 +26,27 @@ DRAWING = (
     "top",
     "status",
     "plan",
-)  # these move the cursor, and clean what they show themselves
-CLOSED = (*ROLES, "up", "demo")  # who write into a fleet's directory
+)  # these move the cursor and escape untrusted text themselves
+CLOSED = (*ROLES, "up", "demo")  # commands that write into a fleet's directory
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what was wrong in one sentence, and where help is: that of the command that was meant."""
+    """Argument parser that reports usage errors in one sentence, with the `--help` of the command that failed."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is not known here: argparse would leave it to the command above this one."""
+        """Reject unknown arguments here. argparse would pass them to the parent command's parser."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2, usage."""
+        """Print the error and exit with code 2 (usage)."""
         self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
 class VersionAction(argparse.Action):
-    """Prints which Holdfast this is, and ends."""
+    """Prints the version and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from importlib.metadata import version
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main(arguments)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # at the exit nobody could say any more that it failed
+                sys.stdout.flush()  # a failure during interpreter exit could not be reported
     except KeyboardInterrupt:  # also while a command's imports still run
         return INTERRUPTED
     except BrokenPipeError:  # `holdfast events | head`
@@ -71,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         if _wanted(arguments) in ROLES:
-            raise  # their log wants to know where
+            raise  # the role's log shows the traceback
         _hush()
         print(f"holdfast: {error}", file=sys.stderr)
         return 1
 
 
 def _hush() -> None:
-    """Send what is still to be printed nowhere: Python would try once more at the exit, and complain."""
+    """Redirect stdout to /dev/null. Python would flush again at exit and report a second error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -89,7 +89,7 @@ def _wanted(arguments: Sequence[str]) -> str | None:
 def _main(arguments: list[str]) -> int:
     wanted = _wanted(arguments)
     if wanted in COMMANDS:
-        with without("rich", "greenlet"):  # structlog would draw tracebacks with the one, and knows the other
+        with without("rich", "greenlet"):  # structlog imports both if they are installed
             import structlog  # noqa: F401
     parser = parser_for({wanted} if wanted else ())
     if not arguments:
@@ -101,24 +101,22 @@ def _main(arguments: list[str]) -> int:
 
         logs.quiet()
     if wanted in CLOSED:
-        os.umask(0o077)  # whatever they and their children write is their own user's alone
+        os.umask(0o077)  # files that they and their children create are private to the user
     if wanted in DRAWING or wanted in ROLES:
         return _guarded(args)
-    with safe_output():  # names and reasons of others reach no terminal as they are
+    with safe_output():  # names and reasons from workers and clients are untrusted
         return _guarded(args)
 
 
 def parser_for(names: Container[str]) -> Parser:
-    """Return the parser of all commands, with the flags of those of these names: each costs the imports behind it."""
+    """Return the parser of all commands. Only the commands in `names` get their flags, because flags cost imports."""
     parser = Parser(
         prog="holdfast",
-        description="Keeps the streams of an LLM inference fleet alive, and can say afterwards what happened and why.",
-        epilog="`holdfast COMMAND --help` shows a command's flags. Exit codes: 0 done, 1 failed, 2 usage, 3 a finding.",
+        description="Keeps the streams of an LLM inference fleet alive, and shows afterwards what happened and why.",
+        epilog="`holdfast COMMAND --help` shows a command's flags. Exit codes: 0 success, 1 failure, 2 usage error, 3 finding.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--version", action=VersionAction, nargs=0, help="say which version this is, and exit"
-    )
+    parser.add_argument("--version", action=VersionAction, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     for name, (text, prepare) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -147,18 +145,18 @@ def _say_why(error: HoldfastError) -> None:
 
 
 def data_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --data, which nearly every command has."""
+    """Add --data, which nearly every command accepts."""
     parser.add_argument(
         "--data",
         type=Path,
         default=Path(os.environ.get("HOLDFAST_DATA", ".holdfast")),
         metavar="DIR",
-        help="the fleet's data directory (default: .holdfast, or HOLDFAST_DATA)",
+        help="data directory of the fleet (default: .holdfast, or HOLDFAST_DATA)",
     )
 
 
 def _up(parser: argparse.ArgumentParser) -> Run:
-    with without("aiohttp"):  # nats-py wants it for WebSocket brokers
+    with without("aiohttp"):  # nats-py imports it for WebSocket brokers only
         from controller.processes import up, up_flags
 
     data_flag(parser)
@@ -189,7 +187,7 @@ def _worker(parser: argparse.ArgumentParser) -> Run:
     worker.add_arguments(parser)
 
     def run(args: argparse.Namespace) -> int:
-        worker.leave(worker.run_cli(args))  # even where an engine's thread is stuck in a step
+        worker.leave(worker.run_cli(args))  # exits even if an engine thread is stuck in a step
         return 0
 
     return run
@@ -316,7 +314,7 @@ def _model(parser: argparse.ArgumentParser) -> Run:
 
     kinds = parser.add_subparsers(title="models", metavar="KIND", required=True, parser_class=Parser)
     command = kinds.add_parser(
-        "tiny", help="a tiny seeded Llama, for tests and rehearsals", allow_abbrev=False
+        "tiny", help="create a tiny seeded Llama for tests and rehearsals", allow_abbrev=False
     )
     tiny.add_arguments(command)
     return tiny.run_cli
@@ -352,7 +350,7 @@ def _top(parser: argparse.ArgumentParser) -> Run:
 
 
 def _completion(parser: argparse.ArgumentParser) -> Run:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="for which shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to generate the script for")
 
     def run(args: argparse.Namespace) -> int:
         import shtab
@@ -364,47 +362,62 @@ def _completion(parser: argparse.ArgumentParser) -> Run:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
-    "up": ("run a whole fleet: broker, database, controller, projector, planner, frontends, workers", _up),
-    "demo": ("break a fleet under load in every way we know, and show what its users noticed", _demo),
-    "status": ("show the fleet as it is", _operator("status")),
-    "top": ("watch the fleet and what happens in it, on a terminal", _top),
-    "events": ("show the facts on the journal", _operator("events")),
-    "drain": ("give a worker nothing new; what it runs moves on, or finishes there", _operator("drain")),
-    "resume": ("take a drained worker back into service", _operator("resume")),
+    "up": (
+        "run a whole fleet on this host: broker, database, controller, projector, planner, frontends, workers",
+        _up,
+    ),
+    "demo": ("inject every known fault into a fleet under load, and show the impact on its users", _demo),
+    "status": ("show the current state of the fleet", _operator("status")),
+    "top": ("watch the fleet and its latest events in a terminal", _top),
+    "events": ("show the events on the journal", _operator("events")),
+    "drain": ("stop sending new requests to a worker; running ones finish there or move", _operator("drain")),
+    "resume": ("return a drained worker to service", _operator("resume")),
     "route": ("ask a frontend which worker would get a prompt, and why", _route),
-    "move": ("move what runs on a worker elsewhere, with its KV cache", _operator("move")),
-    "restart": ("let workers end in good order, one after another, and come back", _operator("restart")),
-    "chaos": ("break a worker on purpose, or heal it", _operator("chaos")),
-    "replay": ("what happened, how it was, and why: read the journal", _replay),
-    "request": ("what became of one request: where it was, how it moved, whose tokens it holds", _request),
-    "journal": ("what on the journal is no event, and what shall not count as one", _journal),
+    "move": (
+        "move the running requests of a worker to other workers, with their KV cache",
+        _operator("move"),
+    ),
+    "restart": ("restart workers gracefully, one after another", _operator("restart")),
+    "chaos": ("inject a fault into a worker, or heal it", _operator("chaos")),
+    "replay": ("show past events, past states and the reasons for decisions, from the journal", _replay),
+    "request": (
+        "show the history of one request: its workers, its moves, and which worker produced which tokens",
+        _request,
+    ),
+    "journal": ("inspect messages on the journal that are not events, and quarantine events", _journal),
     "golden": (
-        "show, approve, retire, record, export and import goldens: the right answers to canaries",
+        "show, approve, retire, record, export and import goldens: the expected answers to canaries",
         _golden,
     ),
-    "fleet": ("which kinds of facts and which deciders each process knows, and what is in force", _fleet),
-    "database": ("who may read and write the database, and how", _database),
-    "nats": ("who may say and hear what at a broker of one's own", _nats),
-    "webhooks": ("try a webhook, and see and send again what one has not taken", _webhooks),
-    "simulate": ("drive the deciders through faults in virtual time", _simulate),
-    "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
-    "plan": ("how many workers there should be, now or on a recorded day", _plan),
+    "fleet": (
+        "show which event kinds and decider versions each process supports, and which are in force",
+        _fleet,
+    ),
+    "database": ("manage the schema and the accounts of the database", _database),
+    "nats": ("print users and permissions for an external broker", _nats),
+    "webhooks": ("test a webhook, and list or resend events that a webhook did not accept", _webhooks),
+    "simulate": ("run the deciders through faults in virtual time", _simulate),
+    "trace": ("analyze recorded requests, generate similar ones, and replay them as load", _trace),
+    "plan": ("show how many workers each model should have, now or on a recorded day", _plan),
     "cost": ("compare transfer with re-prefill on your hardware, and estimate failures and spares", _cost),
     "scale": (
-        "set how many workers a model has, whatever the planner says, or leave that to it again",
+        "set the number of workers of a model, overriding the planner, or return control to the planner",
         _scale,
     ),
-    "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),
-    "model": ("make a model to run", _model),
+    "profile": (
+        "measure the speed of a running engine, so that simulated engines can reproduce it",
+        _profile,
+    ),
+    "model": ("create a model to run", _model),
     "settings": ("print every setting and its effective value", _settings),
-    "scrape-config": ("print a configuration of Prometheus for a fleet that runs", _scrape_config),
-    "completion": ("print what lets a shell complete commands and flags", _completion),
-    "controller": ("run the controller alone", _role("controller")),
-    "projector": ("run the projector alone", _role("projector")),
-    "planner": ("run the planner alone: how many workers each model should have", _role("planner")),
-    "notifier": ("run the notifier alone: it tells webhooks what happens", _role("notifier")),
-    "frontend": ("run a frontend alone", _role("frontend")),
-    "worker": ("run a worker alone", _worker),
+    "scrape-config": ("print a Prometheus configuration for a running fleet", _scrape_config),
+    "completion": ("print a shell completion script", _completion),
+    "controller": ("run a controller", _role("controller")),
+    "projector": ("run a projector", _role("projector")),
+    "planner": ("run a planner, which decides how many workers each model should have", _role("planner")),
+    "notifier": ("run a notifier, which sends events to webhooks", _role("notifier")),
+    "frontend": ("run a frontend", _role("frontend")),
+    "worker": ("run a worker", _worker),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How wide may a line be that people read? As wide as the terminal, or as COLUMNS says; 80 where there is neither."""
+"""Width of printed lines: that of the terminal, or COLUMNS if it is set; 80 if neither is known."""
 
 import shutil
 import textwrap
@@ -8,12 +8,12 @@ HANG = 4  # columns by which the rest of a line is indented
 
 
 def columns() -> int:
-    """Return how many columns there are."""
+    """Return the width of the output in columns."""
     return shutil.get_terminal_size((USUAL, 24)).columns
 
 
 def fitted(line: str, width: int | None = None, hang: int = HANG) -> str:
-    """Return a line so that it fits: what is too long goes on below, indented by `hang` more than the line is."""
+    """Return a line wrapped to `width` columns. Continuation lines are indented `hang` columns more than the line."""
     width = width or columns()
     if len(line) <= width:
         return line

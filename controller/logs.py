@@ -1,4 +1,4 @@
-"""Logs of a controller-side process: its own, and those of the libraries that it uses, in one form."""
+"""Logging setup of a controller-side process: its own log and its libraries' logs, in one format."""
 
 import logging
 
@@ -9,19 +9,19 @@ from events.process import logs
 CLIENTS_MISTAKES = (
     "aiohttp.http_exceptions",
     "aiohttp.web_protocol",
-)  # the modules of aiohttp's errors for them
+)  # modules of aiohttp's errors that a client causes
 
 
 def configure() -> None:
-    """Set structlog up for this process, and let what libraries log through it."""
+    """Configure structlog for this process, and route library logs through it."""
     logs.configure()
     logging.basicConfig(handlers=[_Libraries()], level=logging.WARNING, force=True)
 
 
 class _Libraries(logging.Handler):
-    """What libraries log, in our form.
+    """Logging handler that converts library log records to structlog events.
 
-    A request that is no HTTP is its client's mistake: one line, and never the error's own words, which quote it.
+    A malformed HTTP request is the client's mistake. It is logged in one line without the error's text, which quotes the request.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

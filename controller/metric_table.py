@@ -1,12 +1,12 @@
-"""Tables of metrics: a class whose body says what there is, and whose instances hold what counts it.
+"""Declarative metric tables: the class body declares the metrics, each instance holds the collectors.
 
     class Queues(MetricTable):
         waiting = gauge("holdfast_waiting", "Requests that wait.", "model")
 
     Queues(registry).waiting.labels("m").set(3)
 
-Rows are registered in the order in which they stand, which is the order of a scrape. What a row makes lies in its
-table's own `__dict__`, so that reading it costs what any attribute costs.
+Rows are registered in declaration order, which is the order of a scrape. A row's collector is stored in the table's own
+`__dict__`, so reading it costs no more than reading any attribute.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,32 +21,32 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class Row(Generic[M]):
-    """One metric: what it is called, what it says, by which labels, and what counts it."""
+    """Declaration of one metric: name, help text, labels and collector type."""
 
-    name: str  # as it is scraped; a counter's without `_total`
+    name: str  # as scraped; a counter's name without `_total`
     text: str
     labels: tuple[str, ...]
     make: Callable[["Row[M]"], M]
-    bounds: tuple[float, ...] = ()  # of a histogram's buckets, without the last, which has none
+    bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets, without +Inf
 
     @overload
     def __get__(self, table: None, owner: type) -> Self: ...
     @overload
     def __get__(self, table: object, owner: type) -> M: ...
     def __get__(self, table: object | None, owner: type) -> Self | M:
-        """Return the row itself: what it makes stands before it, in the table."""
+        """Return the row itself. On an instance, the collector in `__dict__` takes precedence over this descriptor."""
         return self
 
 
 class MetricTable:
-    """The metrics that the rows in a class's body declare, made anew for each instance."""
+    """Base class of metric tables. Each instance creates the metrics that the rows of its class declare."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Make each row's metric and register it. `registry` None: for one scrape, as families that are yielded.
+        """Create and register each row's metric. With `registry` None the table serves one scrape, as families to yield.
 
-        Raise ValueError if the registry has a metric of one of these names already.
+        Raise ValueError if the registry already has a metric of the same name.
         """
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # names that nobody asked for
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` series are not wanted
         for name, row in self.rows().items():
             made = row.make(row)
             vars(self)[name] = made
@@ -55,11 +55,11 @@ class MetricTable:
 
     @classmethod
     def rows(cls) -> dict[str, Row[Any]]:
-        """Return the rows by their attribute, in the order of a scrape."""
+        """Return the rows by attribute name, in the order of a scrape."""
         return {name: row for name, row in vars(cls).items() if isinstance(row, Row)}
 
     def end(self, value: str, *labels: str) -> None:
-        """End every series that has this value in one of these labels."""
+        """Remove every series that has this value in one of these labels."""
         for name, row in self.rows().items():
             for label in set(labels) & set(row.labels):
                 vars(self)[name].remove_by_labels({label: value})
@@ -70,17 +70,17 @@ class MetricTable:
 
 
 def counter(name: str, text: str, *labels: str) -> Row[Counter]:
-    """Declare what only grows."""
+    """Declare a counter, which only increases."""
     return Row(name, text, labels, lambda row: Counter(row.name, row.text, row.labels, registry=None))
 
 
 def gauge(name: str, text: str, *labels: str) -> Row[Gauge]:
-    """Declare what rises and falls."""
+    """Declare a gauge, which can rise and fall."""
     return Row(name, text, labels, lambda row: Gauge(row.name, row.text, row.labels, registry=None))
 
 
 def histogram(name: str, text: str, *labels: str, bounds: Sequence[float]) -> Row[Histogram]:
-    """Declare what is counted by size, in buckets up to each of `bounds`."""
+    """Declare a histogram with one bucket for each upper bound in `bounds`."""
 
     def make(row: Row[Histogram]) -> Histogram:
         return Histogram(row.name, row.text, row.labels, buckets=row.bounds, registry=None)
@@ -89,5 +89,5 @@ def histogram(name: str, text: str, *labels: str, bounds: Sequence[float]) -> Ro
 
 
 def scraped(name: str, text: str, *labels: str) -> Row[GaugeMetricFamily]:
-    """Declare a gauge that is filled when somebody scrapes, from what is known then."""
+    """Declare a gauge that is filled at scrape time."""
     return Row(name, text, labels, lambda row: GaugeMetricFamily(row.name, row.text, labels=row.labels))

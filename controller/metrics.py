@@ -1,11 +1,11 @@
-"""What a controller exposes: the fleet as it folds it, and its own work.
+"""Prometheus metrics of a controller: the state of the fleet, and the controller's own work.
 
-Every controller folds the same journal and so exposes the same fleet: aggregate over controllers with `max`, never
-with `sum`. What is a state of the fold is read from it at the scrape; what is counted is counted from the facts that
-arrive after the start, so that a restart does not count history again.
+Every controller folds the same journal and therefore exposes the same fleet. Aggregate over controllers with `max`, never with
+`sum`. State is read from the fold at scrape time. Counters count the facts that arrive after the start, so a restart does not
+count history again.
 
-`cardinality="compact"` (B29) writes "all" for the labels that multiply: the worker of a histogram or counter, and
-the two ends of a migration. Who needs the pairs reads the journal.
+`cardinality="compact"` (B29) writes "all" for the labels that multiply: the worker of a histogram or counter, and the two ends
+of a migration. The journal still has the pairs.
 """
 
 from collections import Counter
@@ -46,59 +46,65 @@ MIGRATION_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0
 BEAT_FRESH_S = 3.0
 OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
     "leader": ("1 while this controller holds the lease", "gauge"),
-    "lease_takeovers": ("Times that this controller took the lease over", "counter"),
-    "observer_blind": ("1 while more than half of the fleet is unheard and nobody is accused", "gauge"),
-    "workers_lingering": ("Dead instances whose process lives all the same: nobody has ended it", "gauge"),
+    "lease_takeovers": ("Times that this controller took over the lease", "counter"),
+    "observer_blind": (
+        "1 while more than half of the fleet is silent, so that no worker is declared silent",
+        "gauge",
+    ),
+    "workers_lingering": (
+        "Dead instances with a process that still runs, because it was not terminated",
+        "gauge",
+    ),
     "journal_position": ("Stream sequence of the last event that this controller has folded", "gauge"),
     "decisions": ("Decisions that this controller appended", "counter"),
-    "settles": ("Times that this controller asked the deciders what is due", "counter"),
-    "settle_seconds": ("Time that the deciders took", "counter"),
-    "appends": ("Appends of decisions that were tried; each is one fenced write", "counter"),
-    "appends_fenced": ("Appends that were refused because another controller had decided", "counter"),
-    "appends_unknown": ("Appends whose outcome stayed unknown; the controller reads again", "counter"),
-    "facts_observed": ("Facts that this process has said", "counter"),
-    "facts_acknowledged": ("Facts of this process that the journal has taken", "counter"),
-    "facts_retried": ("Facts that were sent again", "counter"),
+    "settles": ("Times that this controller ran the deciders", "counter"),
+    "settle_seconds": ("Seconds spent in the deciders", "counter"),
+    "appends": ("Attempts to append decisions; each is one fenced write", "counter"),
+    "appends_fenced": ("Appends that were rejected because another controller had decided", "counter"),
+    "appends_unknown": ("Appends with unknown outcome; the controller reads the journal again", "counter"),
+    "facts_observed": ("Facts that this process recorded", "counter"),
+    "facts_acknowledged": ("Facts of this process that the journal has acknowledged", "counter"),
+    "facts_retried": ("Facts that were published again", "counter"),
     "facts_dropped": (
-        "Facts that did not fit into the spool, lay there for a week, or that the broker will never take",
+        "Facts that were dropped: the spool was full, they were a week old, or the broker can never accept them",
         "counter",
     ),
     "facts_withheld": (
-        "Observations of kinds that are not in force in this fleet yet: they were not published",
+        "Observations that were not published, because their kind is not in force in this fleet yet",
         "counter",
     ),
     "journal_skipped": (
-        "Messages on the journal that are no events, and that this process has stepped over",
+        "Messages on the journal that are not events and that this process skipped",
         "counter",
     ),
     "journal_unknown": (
-        "Events of kinds that this process does not know, and that it has skipped: a newer release wrote them",
+        "Events that this process skipped because it does not know their kind: a newer release wrote them",
         "counter",
     ),
-    "spool_depth": ("Facts of this process that the journal has not taken yet", "gauge"),
-    "spool_bytes": ("About how many bytes those take", "gauge"),
+    "spool_depth": ("Facts of this process that the journal has not acknowledged yet", "gauge"),
+    "spool_bytes": ("Approximate size of those facts in bytes", "gauge"),
     "journal_reachable": ("1 while this process can write to the journal", "gauge"),
-    "journal_bytes": ("What the journal takes on the broker's disk", "gauge"),
+    "journal_bytes": ("Size of the journal on the broker's disk", "gauge"),
     "journal_max_bytes": (
-        "The most that it may take, after which its oldest events go; none: no bound",
+        "Size limit of the journal, beyond which the oldest events are dropped; absent without a limit",
         "gauge",
     ),
-    "journal_free_bytes": ("What is free on the broker's disk, where that is on this host", "gauge"),
+    "journal_free_bytes": ("Free space on the broker's disk, if the broker runs on this host", "gauge"),
     "journal_full_in_seconds": (
-        "Until the journal takes nothing more, if it grows as in the last day; none: it is too young to say, or its oldest "
-        "events go before",
+        "Seconds until the journal is full at the growth of the last day; absent while the journal is too young to tell, or if "
+        "its oldest events are dropped before",
         "gauge",
     ),
     "broker_certificate_ends_timestamp_seconds": (
-        "When the certificate ends that the broker shows, since 1970; none: it shows none",
+        "Expiry of the broker's certificate, in seconds since 1970; absent if the broker presents none",
         "gauge",
     ),
 }
-"""What the process says of itself at a scrape, under holdfast_. What is not known, None, is not shown."""
+"""Metrics of the process itself, read at scrape time and exported under holdfast_. A value of None is not exported."""
 
 
 class ControllerMetrics(MetricTable):
-    """The counted half: a `CanaryMeter`, and a listener of a FleetView."""
+    """The counted metrics. Implements `CanaryMeter` and listens to a FleetView."""
 
     checks = histogram(
         "dynamo_health_check_duration_seconds",
@@ -113,13 +119,13 @@ class ControllerMetrics(MetricTable):
     )  # fmt: skip
     migration_seconds = histogram(
         "dynamo_migration_duration_seconds",
-        "Time to migrate a single request: the gap that its client saw",
+        "Time to migrate a single request: the gap in its stream",
         "method",
         bounds=MIGRATION_S,
     )
     canary_failures = counter(
         "dynamo_canary_failures",
-        "Probes that found something wrong; a slow one counts as latency_spike",
+        "Failed canary probes; a slow one counts as latency_spike",
         "worker_id", "reason",
     )  # fmt: skip
     disputes = counter(
@@ -129,63 +135,64 @@ class ControllerMetrics(MetricTable):
     )
     tokens_unlikely = counter(
         "holdfast_tokens_unlikely",
-        "Findings that a worker draws tokens which are too unlikely, and that did not convict it: its sampler may be broken",
+        "Findings that a worker's sampled tokens are too unlikely, without convicting it; its sampler may be broken",
         "worker_id",
     )
     exposures_unknown = counter(
         "holdfast_exposure_unknown",
-        "Spans of a convicted worker of which a frontend cannot say whom it served: it has restarted, or its memory was full",
+        "Spans in which a frontend cannot name the requests of a convicted worker, because it restarted or its memory was full",
         "worker_id",
     )
     gpu_seconds = counter(
         "holdfast_canary_gpu_seconds",
-        "Device time taken by canaries: answering time × devices of the worker ÷ sequences in its batch",
+        "Device time used by canaries: answering time × devices of the worker ÷ sequences in its batch",
         "worker_id",
     )
     intrusions = counter(
         "holdfast_intrusions_refused",
-        "What somebody tried at the embedded broker and may not: it was refused",
+        "Attempts at the embedded broker that were refused for lack of permission",
     )
     names_taken = counter(
         "holdfast_worker_names_taken",
-        "Starts of workers that were refused because another live worker has the name",
+        "Worker starts that were refused because another live worker has the name",
     )
     lateness = gauge(
         "holdfast_canary_lateness_seconds",
-        "How long after its time the last probe began: the sweep keeps up while this is small",
+        "Delay of the last canary probe after its scheduled time; the sweep keeps up while this is small",
     )
 
     def __init__(self, cardinality: Cardinality = "full", registry: CollectorRegistry | None = None) -> None:
-        """Begin at zero, in a registry of its own if none is given."""
+        """Start all counters at zero, in a new registry unless one is given."""
         self.registry = registry or CollectorRegistry()
         super().__init__(self.registry)
         self._compact = cardinality == "compact"
-        self._known: set[str] = set()  # workers whose failure counters exist
+        self._known: set[str] = set()  # workers with failure counters
         for method in ("transfer", "reprefill"):
             self.migration_seconds.labels(method)
 
-    # --- what the canary loop measures ----------------------------------------------------------------------
+    # --- measured by the canary loop ------------------------------------------------------------------------
 
     def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
-        """Count one question and how long its answer took."""
+        """Count one probe and the time its answer took."""
         self.checks.labels(self._worker(worker), check_type).observe(seconds)
 
     def spent(self, worker: str, gpu_seconds: float) -> None:
-        """Count what a canary cost."""
+        """Count the device time that a canary used."""
         self.gpu_seconds.labels(self._worker(worker)).inc(gpu_seconds)
 
     def late(self, seconds: float) -> None:
-        """Say how late a probe began."""
+        """Set the delay of the last probe's start."""
         self.lateness.set(seconds)
 
     def _worker(self, worker: str) -> str:
         return ALL if self._compact else worker
 
-    # --- what the journal tells -----------------------------------------------------------------------------
+    # --- counted from the journal ---------------------------------------------------------------------------
 
     def know(self, fleet: Fleet) -> None:
-        """Begin every reason of every worker at 0: the increase of a counter that is born at 1 is lost (B26). The series of
-        who is no part of the fleet any more end."""
+        """Create the series of new workers with every reason at 0, and remove those of workers that left the fleet.
+
+        A counter that first appears at 1 would lose that increase (B26)."""
         for worker in fleet.workers.keys() - self._known:
             self._begin(worker)
         for worker in self._known - fleet.workers.keys():
@@ -201,13 +208,13 @@ class ControllerMetrics(MetricTable):
             self.canary_failures.labels(worker, reason)
 
     def count(self, batch: Sequence[Recorded]) -> None:
-        """Count facts. Call it for what arrives, not for history."""
+        """Count facts. Call it for new facts only, not for history."""
         for recorded in batch:
             fact = recorded.fact
             if isinstance(
                 fact, CanaryFailed | CanarySlow | GoldenDisputed | TokensUnlikely | ExposureUnknown
             ):
-                if fact.worker in self._known:  # else it is late: its series have ended
+                if fact.worker in self._known:  # otherwise it is late: the series are removed
                     self._found(fact)
             elif isinstance(fact, RequestMigrated):
                 ends = (ALL, ALL) if self._compact else (fact.source, fact.target)
@@ -236,37 +243,39 @@ class ControllerMetrics(MetricTable):
                 self.exposures_unknown.labels(fact.worker).inc()
 
     def render(self) -> bytes:
-        """Return everything in Prometheus' text form."""
+        """Return all metrics in the Prometheus text format."""
         return written(self.registry.collect())
 
 
 class FleetGauges(MetricTable):
-    """One scrape's view of the fleet."""
+    """The gauges of one scrape of the fleet."""
 
     status = scraped(
         "dynamo_worker_status",
         "Current health status (0=healthy, 1=suspicious, 2=unhealthy, 3=draining, 4=dead)",
         "worker_id", "tp_group",
     )  # fmt: skip
-    state = scraped("dynamo_worker_state", "1 for the state that the worker is in", "worker_id", "state")
+    state = scraped("dynamo_worker_state", "1 for the worker's current state", "worker_id", "state")
     breaker = scraped(
         "dynamo_circuit_breaker_state", "Circuit breaker state (0=closed, 1=open, 2=half_open)", "worker_id"
     )
-    weight = scraped("holdfast_worker_weight", "Share of traffic, 0 to 1; 0: not routable", "worker_id")
+    weight = scraped(
+        "holdfast_worker_weight", "Weight of a worker in routing, 0 to 1; 0 means not routable", "worker_id"
+    )
     suspect = scraped(
         "holdfast_worker_suspect",
-        "1 while canaries convict a worker that serves all the same, because no other worker of its model does",
+        "1 while a worker that canaries convict still serves, because no other worker of its model does",
         "worker_id",
     )
     skew = scraped(
         "holdfast_clock_skew_seconds",
-        "How far a worker's clock is ahead of this controller's; decides nothing",
+        "How far a worker's clock is ahead of this controller's; informational only",
         "worker_id",
     )
     registered = scraped("holdfast_workers_registered", "Workers that have joined and are not dead")
-    reporting = scraped("holdfast_workers_reporting", "Those of them whose heartbeat is fresh")
+    reporting = scraped("holdfast_workers_reporting", "Workers that are not dead and have a fresh heartbeat")
     awaited = scraped(
-        "holdfast_workers_awaited", "Workers whose process is there, and waits for its server or its model"
+        "holdfast_workers_awaited", "Worker processes that wait for their server or their model"
     )
     worst_level = scraped(
         "dynamo_degradation_level", "Current degradation level (0-4): the worst of all models"
@@ -275,20 +284,18 @@ class FleetGauges(MetricTable):
     capacity = scraped(
         "holdfast_model_routable_weight", "The sum of the weights of a model's workers", "model"
     )
-    spares = scraped("holdfast_spares_ready", "A model's spares that could take a place now", "model")
-    empty = scraped(
-        "holdfast_places_empty", "Workers of a model that are lost and that no spare has replaced", "model"
-    )
-    incidents = scraped("holdfast_incidents_open", "Incidents that are not over")
+    spares = scraped("holdfast_spares_ready", "Spares of a model that are ready to replace a worker", "model")
+    empty = scraped("holdfast_places_empty", "Lost workers of a model that no spare has replaced", "model")
+    incidents = scraped("holdfast_incidents_open", "Incidents that are open")
 
 
 class FleetCollector(Collector):
-    """The state half: the fold, the beats and the process's own numbers, read when somebody scrapes."""
+    """The state metrics: the fold, the heartbeats and the process's own numbers, read at scrape time."""
 
     def __init__(
         self, look: Callable[[], Fleet], beats: Beats | None, own: Callable[[], Mapping[str, float | None]]
     ) -> None:
-        """Read the fleet with `look`, and what the process says of itself (`OWN`) with `own`. Without `beats` nobody reports."""
+        """Read the fleet with `look` and the process's own numbers (`OWN`) with `own`. Without `beats`, no worker reports."""
         self._look = look
         self._beats = beats
         self._own = own

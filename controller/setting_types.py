@@ -1,4 +1,4 @@
-"""What settings are made of: models that refuse names they do not know, and the kinds of number in them."""
+"""Base model and number types of settings. Settings models reject unknown names."""
 
 import re
 from datetime import timedelta
@@ -15,7 +15,7 @@ def _size(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if not (found := _SIZE.fullmatch(value.strip())):
-        raise ValueError("a size is a number of bytes, or one with KiB, MiB, GiB or TiB")
+        raise ValueError("a size must be a number of bytes, or a number with KiB, MiB, GiB or TiB")
     return int(found[1]) << 10 * " KMGT".index((found[2] or " ").upper())
 
 
@@ -23,21 +23,21 @@ def _age(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if not (found := _AGE.fullmatch(value.strip())):
-        raise ValueError("an age is a number of seconds, or one with m, h or d behind it")
+        raise ValueError("an age must be a number of seconds, or a number followed by m, h or d")
     return timedelta(seconds=float(found[1]) * _SECONDS[found[2].lower()])
 
 
 Positive = Annotated[float, Field(gt=0)]
-# Products of a few of these are still numbers.
+# Bounded, so that products of a few of these stay finite.
 NotNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_size)]
-"""Bytes: a number, or such a text as "10GiB"."""
+"""Bytes: a number, or text such as "10GiB"."""
 Age = Annotated[timedelta, BeforeValidator(_age)]
-"""A duration: seconds, or such a text as "30d"."""
+"""A duration: seconds, or text such as "30d"."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Strict(BaseModel):
-    """A settings model that refuses names it does not know."""
+    """Base class of settings models. Rejects unknown names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

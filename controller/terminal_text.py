@@ -1,7 +1,8 @@
-"""Text that is safe on a terminal: names and reasons may come from a compromised worker or from a client.
+"""Escapes text for terminals: names and reasons may come from a compromised worker or a client.
 
-Control characters (C0 and C1), bidirectional controls, line separators and lone surrogates become `\\uXXXX`: they could clear the
-screen, reorder what is shown, answer for the operator, or set the terminal's title. In JSON that escape means the same character.
+Control characters (C0 and C1), bidirectional controls, line separators and lone surrogates become `\\uXXXX`. Unescaped, they
+could clear the screen, reorder what is shown, answer for the operator, or set the terminal's title. In JSON that escape means
+the same character.
 """
 
 import re
@@ -14,16 +15,16 @@ _BAD = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud8
 _unsafe = re.compile(f"[{_BAD}]")
 _unsafe_in_output = re.compile(
     f"(\x1b\\[[0-9;]{{0,32}}m)|(?![\n\t])[{_BAD}]"
-)  # colours are the commands' own
+)  # the commands' own colours are kept
 
 
 def safe(text: str) -> str:
-    """Return one line of text without anything that a terminal would obey."""
+    """Return one line of text with every character escaped that a terminal would interpret."""
     return text if text.isascii() and text.isprintable() else _unsafe.sub(_escape, text)
 
 
 def safe_values(value: Any) -> Any:
-    """Return a value as JSON has it, with every string in it safe, names too."""
+    """Return a JSON-like value with every string in it made safe, including names."""
     match value:
         case str():
             return safe(value)
@@ -37,18 +38,18 @@ def safe_values(value: Any) -> Any:
 
 
 class SafeStream:
-    """A text stream of which only lines, tabs and colours reach a terminal."""
+    """Text stream wrapper that passes only text, newlines, tabs and colours to a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text; return its length."""
+        """Write text. Return its length."""
         self._stream.write(_unsafe_in_output.sub(_escape_but_colors, text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write several texts."""
+        """Write several strings."""
         for line in lines:
             self.write(line)
 
@@ -58,7 +59,7 @@ class SafeStream:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Let nothing but safe text reach stdout and stderr."""
+    """Replace stdout and stderr with streams that escape unsafe text."""
     with ExitStack() as stack:
         if sys.stdout is not None:
             stack.enter_context(redirect_stdout(cast(TextIO, SafeStream(sys.stdout))))
