@@ -1,1 +1,1 @@
-"""What a person types to a fleet that runs: one module a command or a family of them."""
+"""The commands for a running fleet, one module per command or family of commands."""

@@ -1,4 +1,4 @@
-"""`holdfast cost`: transfer against re-prefill on your own hardware, and what failures cost a fleet of it."""
+"""`holdfast cost`: compares transfer with re-prefill on your hardware; estimates failures and spares."""
 
 import argparse
 import json
@@ -19,17 +19,17 @@ GIB = 1 << 30
 
 
 def prepare(parser: argparse.ArgumentParser) -> Run:
-    """Add the flags; return what runs the command."""
+    """Add the flags. Return the function that runs the command."""
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, (kind, default, metavar, text) in flags.items():
-            said = f"{text} (default: {_shown(default)})"
-            group.add_argument(flag, type=kind, default=default, metavar=metavar, help=said)
-    text = f"measured rate of a link in GB/s of one direction; NAME: {', '.join(get_args(LinkName))}"
+            text_with_default = f"{text} (default: {_shown(default)})"
+            group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text_with_default)
+    text = f"measured rate of a link in GB/s, one direction; NAME is one of {', '.join(get_args(LinkName))}"
     parser.add_argument("--link", type=_link, action="append", default=[], metavar="NAME=GBPS", help=text)
     text = "field study of failure rates (default: seed-3pct)"
     parser.add_argument("--rates", choices=sorted(PRESETS), default="seed-3pct", help=text)
-    text = "how to print (default: text)"
+    text = "output format (default: text)"
     parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help=text)
     return _run
 
@@ -37,7 +37,7 @@ def prepare(parser: argparse.ArgumentParser) -> Run:
 def _shown(default: Any) -> str:
     if isinstance(default, tuple):
         return ",".join(map(str, default))
-    return "that of --rates" if default is None else f"{default:g}"
+    return "from --rates" if default is None else f"{default:g}"
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def moving(args: argparse.Namespace) -> dict[str, Any]:
-    """Return both methods' times in milliseconds for each length and link, and the crossover. Raise ValueError."""
+    """Return the times of both methods in milliseconds per length and link, and the crossovers. Raise ValueError."""
     kv = KvShape(
         layers=args.layers, kv_heads=args.kv_heads, head_size=args.head_size, bytes_per_element=args.kv_bytes, tp=args.tp
     )  # fmt: skip
@@ -61,9 +61,7 @@ def moving(args: argparse.Namespace) -> dict[str, Any]:
     )
     links = []
     for link in get_args(LinkName):
-        lanes = (
-            Lane(link, args.tp if link == "tcp" else 1),
-        ) * args.tp  # a host's TCP is shared by all shards
+        lanes = (Lane(link, args.tp if link == "tcp" else 1),) * args.tp  # all shards share a host's TCP link
         target = MigrationTarget(name=link, profile=profile, free_blocks=0, lanes=lanes)
         costs = [estimate(policy, kv, target, tokens) for tokens in args.tokens]
         links.append(
@@ -87,13 +85,13 @@ def moving(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def failing(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how often the fleet fails, what each failure takes, and the spares for it. Raise ValueError."""
+    """Return how often the fleet fails, the cost of each failure, and the spares needed. Raise ValueError."""
     rates = PRESETS[args.rates]
     afr = args.afr if args.afr is not None else rates.afr
     mttr_hours = args.mttr_hours if args.mttr_hours is not None else rates.mttr_hours
     groups = args.gpus // args.tp
     if not groups:
-        raise ValueError(f"--gpus {args.gpus} is less than one group of --tp {args.tp}")
+        raise ValueError(f"--gpus {args.gpus} is smaller than one group of --tp {args.tp}")
     per_day = args.gpus * afr / HOURS_PER_YEAR * 24
     return {
         "gpus": args.gpus,
@@ -113,39 +111,39 @@ def failing(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cold_start_s(weights_gb: float, storage_gbps: float, start_s: float) -> float:
-    """Return the seconds until a new group serves: its weights are read, and the rest of its start is measured (N19)."""
+    """Return the seconds until a new group serves: reading its weights, plus the measured rest of its start (N19)."""
     return weights_gb / storage_gbps + start_s
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return the tables as text."""
+    """Return the tables as lines of text."""
     move, fleet = found["move"], found["fleet"]
-    told = [
+    output = [
         f"Milliseconds to move one request ({move['kv_bytes_per_token'] / 1024:,.0f} KiB of KV cache per token)",
         "",
     ]
     head = "".join(f"{tokens:>11,}" for tokens in move["tokens"])
-    told.append(f"{'tokens':24}{head}{'crossover':>11}")
-    told.append(f"{'GiB':24}" + "".join(f"{size / GIB:>11.3f}" for size in move["bytes"]))
-    told.append(f"{'re-prefill':24}" + "".join(f"{took:>11,.1f}" for took in move["reprefill_ms"]))
+    output.append(f"{'tokens':24}{head}{'crossover':>11}")
+    output.append(f"{'GiB':24}" + "".join(f"{size / GIB:>11.3f}" for size in move["bytes"]))
+    output.append(f"{'re-prefill':24}" + "".join(f"{took:>11,.1f}" for took in move["reprefill_ms"]))
     for one in move["links"]:
         cells = "".join(f"{took:>11,.1f}" for took in one["transfer_ms"])
         crossover = "none" if one["crossover_tokens"] is None else f"{one['crossover_tokens']:,}"
-        told.append(f"{one['link']:13} {one['gb_per_s']:5.1f} GB/s".ljust(24) + f"{cells}{crossover:>11}")
+        output.append(f"{one['link']:13} {one['gb_per_s']:5.1f} GB/s".ljust(24) + f"{cells}{crossover:>11}")
     gpus = "1 GPU" if fleet["gpus_per_failure"] == 1 else f"{fleet['gpus_per_failure']:,} GPUs"
-    told += [
+    output += [
         "",
-        f"Above {move['transfer_wins_above_gb_per_s']:.3f} GB/s per shard a transfer is faster from the crossover on.",
+        f"Above {move['transfer_wins_above_gb_per_s']:.3f} GB/s per shard, transfer beats re-prefill from the crossover on.",
         "",
-        f"{fleet['gpus']:,} GPUs in {fleet['groups']:,} groups, {100 * fleet['afr']:.1f} % of the GPUs fail in a year",
+        f"{fleet['gpus']:,} GPUs in {fleet['groups']:,} groups, {100 * fleet['afr']:.1f} % of the GPUs fail per year",
         f"  source: {fleet['source']}",
-        f"  a failure every {fleet['mtbf_hours']:,.1f} h ({fleet['failures_per_day']:.3f} a day), however they are grouped",
+        f"  a failure every {fleet['mtbf_hours']:,.1f} h ({fleet['failures_per_day']:.3f} per day), for any group size",
         f"  blast radius: {gpus}, {100 * fleet['capacity_per_failure']:.2f} % of the capacity, for "
-        f"{fleet['mttr_hours']:,.1f} h; {fleet['gpu_hours_lost_per_day']:,.1f} GPU-hours lost a day",
+        f"{fleet['mttr_hours']:,.1f} h; {fleet['gpu_hours_lost_per_day']:,.1f} GPU-hours lost per day",
         f"  spare groups for {100 * fleet['target']:g} % of the time: {fleet['spare_groups']:,}",
-        f"  a new group serves after {fleet['cold_start_s']:,.0f} s; a spare within a second",
+        f"  a new group serves after {fleet['cold_start_s']:,.0f} s, a spare within a second",
     ]
-    return told
+    return output
 
 
 def _number(text: str) -> float:
@@ -153,7 +151,7 @@ def _number(text: str) -> float:
 
 
 def _below(limit: float, text: str, what: str) -> float:
-    """Return a number between 0 and a limit. Raise ArgumentTypeError, which says `what` was wanted."""
+    """Return a number between 0 and `limit`. Raise ArgumentTypeError, naming `what` was expected."""
     try:
         found = float(text)
     except ValueError:
@@ -188,25 +186,30 @@ def _link(text: str) -> tuple[str, float]:
 
 FLAGS: Mapping[str, Mapping[str, tuple[Callable[[str], Any], Any, str, str]]] = {
     "model": {
-        "--layers": (_whole, 80, "N", "layers"),
-        "--kv-heads": (_whole, 8, "N", "KV heads"),
-        "--head-size": (_whole, 128, "N", "size of a head"),
-        "--kv-bytes": (_whole, 2, "N", "bytes per element: 2 for fp16 and bf16, 1 for fp8"),
-        "--tp": (_whole, 8, "N", "shards of a group"),
-        "--prefill-tokens-per-s": (_number, 5000.0, "R", "prefill rate of a group in tokens per second"),
+        "--layers": (_whole, 80, "N", "number of layers"),
+        "--kv-heads": (_whole, 8, "N", "number of KV heads"),
+        "--head-size": (_whole, 128, "N", "size of one head"),
+        "--kv-bytes": (_whole, 2, "N", "bytes per KV element: 2 for fp16 and bf16, 1 for fp8"),
+        "--tp": (_whole, 8, "N", "tensor-parallel shards per group"),
+        "--prefill-tokens-per-s": (_number, 5000.0, "R", "prefill rate of one group in tokens per second"),
     },
     "move": {
-        "--tokens": (_lengths, TOKENS, "N,…", "sequence lengths in tokens"),
-        "--setup-ms": (_number, 5.0, "MS", "milliseconds before a transfer's first byte"),
+        "--tokens": (_lengths, TOKENS, "N,…", "comma-separated sequence lengths in tokens"),
+        "--setup-ms": (_number, 5.0, "MS", "milliseconds until the first byte of a transfer"),
     },
     "fleet": {
-        "--gpus": (_whole, 1024, "N", "GPUs that serve"),
-        "--afr": (_number, None, "SHARE", "annual failure rate of one GPU: 0.03 is 3 %%"),
-        "--mttr-hours": (_number, None, "H", "mean hours until a failed group is back"),
-        "--target": (_share, 0.99, "SHARE", "share of the time for which the spares suffice"),
+        "--gpus": (_whole, 1024, "N", "number of serving GPUs"),
+        "--afr": (_number, None, "SHARE", "annual failure rate of one GPU; 0.03 is 3 %%"),
+        "--mttr-hours": (_number, None, "H", "mean hours until a failed group serves again"),
+        "--target": (_share, 0.99, "SHARE", "share of time in which the spares must suffice"),
         "--weights-gb": (_number, 140.0, "GB", "size of the weights in GB"),
-        "--storage-gbps": (_number, 2.0, "GBPS", "GB/s at which a group reads its weights"),
-        "--start-s": (_number, 60.0, "S", "measured seconds of a group's start without reading weights"),
+        "--storage-gbps": (_number, 2.0, "GBPS", "rate in GB/s at which a group reads its weights"),
+        "--start-s": (
+            _number,
+            60.0,
+            "S",
+            "measured start time of a group in seconds, without reading weights",
+        ),
     },
 }
-"""By group and flag: its type, default, metavar and help."""
+"""Type, default, metavar and help of each flag, by group."""

@@ -1,4 +1,4 @@
-"""`holdfast database reader | grants | migrate | downgrade`: accounts and schema of the state store."""
+"""`holdfast database`: manages the accounts and the schema of the state store."""
 
 import argparse
 import asyncio
@@ -17,11 +17,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 
 
 class NoDatabase(HoldfastError):
-    """The fleet's database is not known yet: it has only begun to start. Try again."""
+    """The database of the fleet is not known yet: the fleet is still starting. Try again."""
 
 
 def prepare(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]) -> Run:
-    """Add the commands; `kind` parses their arguments. Return what runs them."""
+    """Add the subcommands, parsed by `kind`. Return the function that runs them."""
     kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=kind)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
@@ -33,32 +33,36 @@ def prepare(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]
         return made
 
     command(
-        "reader", "print the URL with which Grafana, psql or a program of yours may read the fleet's database"
+        "reader", "print the URL for read access to the fleet's database (Grafana, psql, your own programs)"
     )
     grants = command(
-        "grants", "print the SQL that makes accounts for a database of your own, and their rights"
+        "grants", "print the SQL that creates the accounts and their rights in your own database"
     )
     for role, default in (("owner", OWNER), ("writer", WRITER), ("reader", READER)):
         grants.add_argument(
-            f"--{role}", type=_account, default=default, metavar="NAME", help=f"its name (default: {default})"
+            f"--{role}",
+            type=_account,
+            default=default,
+            metavar="NAME",
+            help=f"name of the {role} account (default: {default})",
         )
-    command("migrate", "bring the tables up to date, as the account that HOLDFAST_DATABASE_URL names")
+    command("migrate", "migrate the tables to this release, with the account in HOLDFAST_DATABASE_URL")
     down = command(
         "downgrade",
-        "take migrations of the tables back, before an older release is installed; the account is that of `migrate`",
+        "revert migrations before installing an older release, with the account of `migrate`",
     )
     down.add_argument(
         "--to",
         required=True,
         metavar="REVISION",
-        help="migration to return to, for example 0001; `base` drops every table (the journal can fill them again)",
+        help="migration to return to, e.g. 0001; `base` drops every table, which the journal can rebuild",
     )
     return lambda args: _COMMANDS[args.database](args)
 
 
 def _account(text: str) -> str:
     if not _NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of an account")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid account name")
     return text
 
 
@@ -85,7 +89,7 @@ def _migrate(args: argparse.Namespace) -> int:
     from controller.adapters.postgres import migrate
 
     asyncio.run(migrate.upgrade(_database(args)))
-    print(f"the tables are those of this version (migration {HEAD})")
+    print(f"the tables are at migration {HEAD}, as this release needs")
     return 0
 
 
@@ -97,7 +101,7 @@ def _downgrade(args: argparse.Namespace) -> int:
 
 
 def _database(args: argparse.Namespace) -> str:
-    """Return the owner's URL, by the environment or of a fleet that runs."""
+    """Return the owner's URL, from the environment or from a running fleet."""
     return os.environ.get("HOLDFAST_DATABASE_URL") or str(_found(args)["database_owner_url"])
 
 

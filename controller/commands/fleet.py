@@ -1,4 +1,4 @@
-"""`holdfast fleet versions` and `holdfast fleet allow`: which process knows what, and what the fleet uses."""
+"""`holdfast fleet versions | allow`: event kinds and decider versions that processes support."""
 
 import argparse
 import asyncio
@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from controller.columns import fitted
-from controller.processes.operator_client import Operator, who
+from controller.processes.operator_client import Operator, operator_name
 
 Run = Callable[[argparse.Namespace], int]
 
 
 def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> Run:
-    """Add the commands and their flags."""
+    """Add the subcommands and their flags."""
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="fleet", required=True, parser_class=parser_class
     )
-    versions = (
-        "show which kinds of facts and which version of the deciders each process knows, and what is in force"
-    )
-    allow = "use everything that this release knows, although a process does not know it: that process stops"
+    versions = "show which event kinds and decider version each process supports, and which are in force"
+    allow = "put everything that this release supports in force; processes that do not support it stop"
     for name, text in (("versions", versions), ("allow", allow)):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -32,11 +30,11 @@ def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.Argumen
 
 
 async def _run(args: argparse.Namespace) -> int:
-    """Ask the leading controller. Raise NoFleet, Unreachable, OperatorRefused or NoAnswer."""
+    """Send the request to the leading controller. Raise NoFleet, Unreachable, OperatorRefused or NoAnswer."""
     operator = await Operator.connect(args.data)
     try:
         if args.fleet == "allow":
-            answer = await operator.ask("allow", {"by": who()})
+            answer = await operator.ask("allow", {"by": operator_name()})
             print(json.dumps(answer) if args.output == "json" else answer.get("says", "allowed"))
             return 0
         answer = await operator.ask("versions", {})
@@ -47,14 +45,14 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return the report of `control.versions` for a person."""
-    rows = [("process", "release", "deciders", "does not know")]
-    for one in report["processes"]:
-        release = one["release"] or ("0.2.0 or older" if not one["announces"] else "-")
-        lacks = one["lacks"]
+    """Return the report of `control.versions` as text."""
+    rows = [("process", "release", "deciders", "does not support")]
+    for process in report["processes"]:
+        release = process["release"] or ("0.2.0 or older" if not process["announces"] else "-")
+        lacks = process["lacks"]
         shown = ", ".join(lacks[:2]) + (f" and {len(lacks) - 2} more" if len(lacks) > 2 else "")
-        version = str(one["deciders_version"] or "-")
-        rows.append((f"{one['role']} {one['name']}", release, version, shown or "-"))
+        version = str(process["deciders_version"] or "-")
+        rows.append((f"{process['role']} {process['name']}", release, version, shown or "-"))
     force, held = report["in_force"], report["held_back"]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [fitted("  ".join([*map(str.ljust, row[:3], widths), row[3]])) for row in rows]
@@ -69,7 +67,7 @@ def text(report: dict[str, Any]) -> str:
             lines.append(f"by           {', '.join(held['by'])}")
             lines.append("             upgrade or stop these, or `holdfast fleet allow`")
         elif report["due_in_s"] is not None:
-            lines.append(f"in force in  {report['due_in_s']:.0f} s, if every process still knows it then")
+            lines.append(f"in force in  {report['due_in_s']:.0f} s, if every process still supports it then")
         else:
-            lines.append("             the leader does not know all processes yet")
+            lines.append("             the leader has not discovered all processes yet")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""`holdfast journal inspect | quarantine`: what lies on the journal and is no event, and what shall not count as one.
+"""`holdfast journal inspect | quarantine`: lists messages that are not events, and excludes events.
 
-Both read the stream itself, so they work when whoever folds it has stopped: at an event that only a newer version can know, or
-at a decision out of turn. Which number is next follows from the stream's beginning, so they read from there.
+Both read the stream directly, so they work when every process that folds it has stopped: at an event that only a newer version
+knows, or at a decision out of turn. The next decision number follows from the start of the stream, so they read from there.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from controller.adapters.clock import SystemClock
-from controller.processes.operator_client import find, who
+from controller.processes.operator_client import find, operator_name
 from controller.replay import moment
 from controller.runtime.history import patient
 from events import codec, subjects
@@ -32,20 +32,20 @@ FINDING = 3
 REACH_S = 3.0
 WRITE_S = 5.0
 SINCE = (
-    "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
+    "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or a time span ago (10m)"
 )
 Run = Callable[[argparse.Namespace], int]
 Say = Callable[[str], None]
 
 
 class NotToQuarantine(HoldfastError):
-    """Only what stops this version, or is skipped by it, can be quarantined: anything else has been folded, and would have
-    happened and not have happened."""
+    """Only an event that stops this version, or that it skips, can be quarantined. Any other event has been folded already, so
+    quarantining it would contradict what its readers did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is not folded, and why."""
+    """A message on the journal that is not folded, and the reason."""
 
     seq: int
     at: datetime
@@ -53,32 +53,34 @@ class Place:
     bytes: int
     state: Literal["stops", "quarantined", "skipped"]
     why: str
-    newer: bool = False  # perhaps a newer version folds it
+    newer: bool = False  # a newer version may fold it
 
 
 def prepare(parser: argparse.ArgumentParser, of: type[argparse.ArgumentParser]) -> Run:
-    """Add the commands and their flags, and return what runs them."""
+    """Add the subcommands and their flags. Return the function that runs them."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=of)
-    text = "list what on the journal is no event of Holdfast, and where everybody, or this version, stops (exit 3)"
+    text = "list messages that are not Holdfast events, and the event at which readers stop (exit code 3)"
     command = commands.add_parser("inspect", help=text, description=text, allow_abbrev=False)
-    command.add_argument("--since", metavar="WHEN", help=f"only from there on: {SINCE}")
+    command.add_argument("--since", metavar="WHEN", help=f"first message to show: {SINCE}")
     command.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
     )
     command.set_defaults(journal="inspect")
-    text = "decide that an event at which everybody stops does not count: everybody steps over it, for ever"
+    text = "exclude an event at which readers stop: all readers skip it permanently"
     command = commands.add_parser("quarantine", help=text, description=text, allow_abbrev=False)
-    command.add_argument("seq", metavar="SEQ", type=_sequence, help="its sequence, as `inspect` shows it")
-    command.add_argument("--why", metavar="TEXT", required=True, help="the reason, for the journal")
+    command.add_argument(
+        "seq", metavar="SEQ", type=_sequence, help="sequence of the event, as shown by `inspect`"
+    )
+    command.add_argument("--why", metavar="TEXT", required=True, help="reason to record on the journal")
     command.set_defaults(journal="quarantine")
-    for command in commands.choices.values():  # --data is understood before and after the command
+    for command in commands.choices.values():  # --data is accepted before and after the command
         command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return lambda args: asyncio.run(_run(args))
 
 
 def _sequence(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no sequence (1, 2 …)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sequence (1, 2 …)")
     return int(text)
 
 
@@ -102,12 +104,12 @@ async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
 
 
 async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Say = print) -> int:
-    """Say what is skipped and what stops, and return the exit code. `first` is the first sequence that is there. Raise
-    UsageError."""
+    """Print skipped messages and the event at which readers stop. Return the exit code. `first` is the first sequence of the
+    stream. Raise UsageError."""
     when = moment.parse(since, SystemClock().now()) if since else 0
     last, turns = await journal.last_seq(), _turns(first)
     if isinstance(when, int) and when > last:
-        raise UsageError(f"the journal ends at {last}, not {when}")
+        raise UsageError(f"sequence {when} does not exist: the journal ends at {last}")
     read, found = 0, list[Place]()
     async for event in _events(journal, first - 1, last):
         place = _place(event, turns)
@@ -116,10 +118,10 @@ async def inspect(journal: Journal, since: str | None, first: int, output: str, 
             found += [place] if place else []
     stops = [place for place in found if place.state == "stops"]
     if output == "json":
-        told = [_as_json(place) for place in found]
+        messages = [_as_json(place) for place in found]
         say(
             json.dumps(
-                {"read": read, "stops_at": stops[0].seq if stops else None, "messages": told}, indent=1
+                {"read": read, "stops_at": stops[0].seq if stops else None, "messages": messages}, indent=1
             )
         )
     else:
@@ -140,7 +142,7 @@ async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Rec
 
 
 def _place(event: Recorded, turns: Turns) -> Place | None:
-    """Return what is not folded; None of an event that everybody folds."""
+    """Return the entry for an event that is not folded; None for one that every reader folds."""
     fact, expected = event.fact, turns.expected(event)
     if isinstance(fact, Skipped):
         state: Literal["stops", "quarantined", "skipped"] = (
@@ -149,35 +151,35 @@ def _place(event: Recorded, turns: Turns) -> Place | None:
         return Place(event.seq, event.at, fact.subject, fact.bytes, state, fact.why, fact.unknown)
     if expected is None or not isinstance(fact, Decision):
         return None
-    why = f"decision {fact.number}, out of turn: {expected} is next"
+    why = f"decision {fact.number}, out of turn: expected {expected}"
     return Place(event.seq, event.at, subjects.subject(fact), len(codec.encode_body(fact)), "stops", why)
 
 
 def _as_json(place: Place) -> dict[str, Any]:
-    said = {name: getattr(place, name) for name in ("seq", "at", "subject", "bytes", "state", "why")}
-    return {**said, "at": place.at.isoformat()}
+    fields = {name: getattr(place, name) for name in ("seq", "at", "subject", "bytes", "state", "why")}
+    return {**fields, "at": place.at.isoformat()}
 
 
 def _lines(read: int, found: list[Place], stops: list[Place]) -> list[str]:
-    said = [
+    output = [
         f"{p.seq:>7} {p.at:%Y-%m-%dT%H:%M:%S.%f}Z {p.state:<11} {_printable(p.subject)}, {p.bytes} bytes: {_printable(p.why)}"
         for p in found
     ]
     over = len(found) - len(stops)
-    said.append(f"read {read}: {_counted(over) if found else 'all of them are events'}")
+    output.append(f"read {read}: {_counted(over) if found else 'all are events'}")
     if stops:
         first = stops[0]
         command = f"{QUARANTINE} {first.seq} --why TEXT"
-        said.append(
-            f"nobody of this version reads beyond {first.seq}. If a newer Holdfast wrote it, upgrade this one; if not: {command}"
+        output.append(
+            f"readers of this version stop at {first.seq}. If a newer Holdfast wrote it, upgrade this one; otherwise: {command}"
             if first.newer
-            else f"nobody reads beyond {first.seq}. If the journal was neither truncated nor made anew: {command}"
+            else f"all readers stop at {first.seq}. If the journal was neither truncated nor recreated: {command}"
         )
-    return said
+    return output
 
 
 def _counted(over: int) -> str:
-    return f"{over} {'is' if over == 1 else 'are'} stepped over by everybody"
+    return f"{over} {'is' if over == 1 else 'are'} skipped by all readers"
 
 
 def _printable(text: str) -> str:
@@ -185,37 +187,37 @@ def _printable(text: str) -> str:
 
 
 async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Say = print) -> int:
-    """Write down that an event does not count. `first` is the first sequence that is there. Raise NotToQuarantine, UsageError,
-    or JournalUnavailable if it is not written."""
+    """Record that an event does not count. `first` is the first sequence of the stream. Raise NotToQuarantine, UsageError, or
+    JournalUnavailable if it is not recorded."""
     last = await journal.last_seq()
     if seq > last:
-        raise UsageError(f"the journal ends at {last}: there is no event {seq}")
+        raise UsageError(f"event {seq} does not exist: the journal ends at {last}")
     (event,) = [e async for e in _events(journal, seq - 1, seq)]
     if isinstance(event.fact, Skipped):
         if event.fact.quarantined:
-            say(f"event {seq} is quarantined already: {event.fact.why}")
+            say(f"event {seq} is already quarantined: {event.fact.why}")
             return 0
         if event.fact.unknown:
             await _refuse_if_decided_on(journal, event, first, last)
     else:
         await _refuse_if_folded(journal, event, first)
-    journal.observe(EventQuarantined(event=seq, why=why, by=who()))
+    journal.observe(EventQuarantined(event=seq, why=why, by=operator_name()))
     if not await journal.flush(WRITE_S):
         raise JournalUnavailable(
-            f"event {seq} is not quarantined: the journal did not take it in {WRITE_S:g} s"
+            f"event {seq} is not quarantined: the journal did not acknowledge the write within {WRITE_S:g} s"
         )
     if journal.counters.withheld:
         raise JournalUnavailable(
             f"event {seq} is not quarantined: the kind event_quarantined is not in force, because a process of an older "
-            "release runs that would stop at it. `holdfast fleet versions` shows which; upgrade or stop it, or run "
+            "release is running and would stop at it. `holdfast fleet versions` shows which; upgrade or stop it, or run "
             "`holdfast fleet allow`."
         )
-    say(f"event {seq} is quarantined: everybody steps over it")
+    say(f"event {seq} is quarantined: all readers skip it")
     return 0
 
 
 async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> None:
-    """Refuse an event that everybody folds. A decision out of turn is folded by nobody, whatever lies behind it."""
+    """Refuse an event that readers fold. No reader folds a decision out of turn, whatever follows it."""
     refused = NotToQuarantine(f"event {event.seq} is a {event.fact.kind()}. {NotToQuarantine.__doc__}")
     if not isinstance(event.fact, Decision):
         raise refused
@@ -226,9 +228,9 @@ async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> No
 
 
 async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int, last: int) -> None:
-    """Refuse where a newer controller has read on, which knew the event.
+    """Refuse if a newer controller, which knew the event, has read past it.
 
-    A controller reads on without folding an observation that it does not know, and none is folded whose kind is not in force.
+    A controller reads past an unknown observation without folding it. No observation is folded before its kind is in force.
     """
     seq = unknown.seq
     async for event in _events(journal, seq, last):
@@ -237,12 +239,12 @@ async def _refuse_if_decided_on(journal: Journal, unknown: Recorded, first: int,
                 return
             raise NotToQuarantine(
                 f"decision {event.fact.number}, at {event.seq}, was made by a controller that had read event {seq}: "
-                f"a newer Holdfast knows it, upgrade this one. {NotToQuarantine.__doc__}"
+                f"a newer Holdfast knows this event, so upgrade this one. {NotToQuarantine.__doc__}"
             )
 
 
 async def _not_in_force(journal: Journal, unknown: Recorded, first: int) -> bool:
-    """Return whether an unknown event is an observation of a kind that the fleet's leader had not put in force."""
+    """Return whether an unknown event is an observation of a kind that the leader had not put in force."""
     assert isinstance(unknown.fact, Skipped)
     if unknown.fact.decided:
         return False

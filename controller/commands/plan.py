@@ -1,4 +1,4 @@
-"""`holdfast plan`: how many workers the planner holds for right now, or what planning would have cost on a recorded day."""
+"""`holdfast plan`: shows the running planner's plan, or rehearses planning on a recorded day."""
 
 import argparse
 import json
@@ -31,24 +31,24 @@ from events.errors import UsageError
 from events.observations import Profile
 
 FIT = "fit"
-FIRST_MINUTES = 5  # a rehearsal begins with what these need
+FIRST_MINUTES = 5  # a rehearsal starts with the workers that these minutes need
 ARRIVALS_MAX = 5_000_000
 DAYS_MAX = 31
 
 
 BOUNDS = {
-    "start_s": "seconds until one more worker serves",
-    "workers_min": "the fewest workers",
-    "workers_max": "the most",
-    "changes_per_hour": "changes within an hour, at most",
-    "step_max": "workers in one change, at most, or a quarter of them",
-    "missed": "part of the answers that may be late",
+    "start_s": "seconds until a new worker serves",
+    "workers_min": "minimum number of workers",
+    "workers_max": "maximum number of workers",
+    "changes_per_hour": "maximum changes per hour",
+    "step_max": "maximum workers per change, or a quarter of the workers if that is more",
+    "missed": "share of answers that may be late",
 }
 
 
 def _whole(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
@@ -58,7 +58,7 @@ def _positive(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return found
 
 
@@ -75,59 +75,63 @@ def _curve(text: str) -> tuple[tuple[int, float], ...]:
     rising = all(a[0] < b[0] for a, b in pairwise(found))
     if not found or not rising or found[0][0] < 1 or any(not 0 < ms < 1e6 for _, ms in found):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: sequences=milliseconds,… is wanted, rising, such as 1=25,32=40"
+            f"{text!r} is not a rising list of sequences=milliseconds, such as 1=25,32=40"
         )
     return found
 
 
 FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--trace": {"type": Path, "metavar": "FILE",
-                "help": "a recorded day to rehearse: Mooncake JSONL or Azure CSV (default: ask the planner that runs)"},
+                "help": "recorded day to rehearse: Mooncake JSONL or Azure CSV (default: show the running planner's plan)"},
     "--fleet": {"type": _whole, "metavar": "N",
-                "help": "workers of the fixed fleet beside it (default: as many as are needed)"},
+                "help": "workers of the fixed fleet to compare with (default: as many as needed)"},
     "--scale": {"type": _scale, "default": 1.0, "metavar": "F|fit",
-                "help": "so many times as many requests; fit: as many as --fleet serves"},
+                "help": "factor on the number of requests; fit: as many as --fleet can serve"},
     "--profile": {"type": Path, "metavar": "FILE",
-                  "help": "how fast a worker is, as `holdfast profile` has measured it (.npz)"},
+                  "help": "measured speed of a worker, a .npz file of `holdfast profile`"},
     "--prefill-tokens-per-s": {"type": _positive, "metavar": "N",
-                               "help": "prompt tokens that a worker reads in a second (4000)"},
+                               "help": "prompt tokens that a worker reads per second (default: 4000)"},
     "--tpot-curve": {"type": _curve, "metavar": "N=MS,…",
-                     "help": "milliseconds per token with N sequences (1=25,32=40)"},
+                     "help": "milliseconds per token with N sequences (default: 1=25,32=40)"},
     "--max-batch": {"type": _whole, "default": 32, "metavar": "N",
-                    "help": "sequences that a worker runs at once (32)"},
-    "--kv-blocks": {"type": _whole, "default": 40_000, "metavar": "N", "help": "KV blocks of a worker (40000)"},
-    "--block-tokens": {"type": _whole, "default": 16, "metavar": "N", "help": "tokens of a block (16)"},
-    "--gpus": {"type": _whole, "default": 1, "metavar": "N", "help": "GPUs of a worker (1)"},
+                    "help": "sequences that a worker runs at once (default: 32)"},
+    "--kv-blocks": {"type": _whole, "default": 40_000, "metavar": "N", "help": "KV blocks per worker (default: 40000)"},
+    "--block-tokens": {"type": _whole, "default": 16, "metavar": "N", "help": "tokens per block (default: 16)"},
+    "--gpus": {"type": _whole, "default": 1, "metavar": "N", "help": "GPUs per worker (default: 1)"},
     "--slo-ttft-ms": {"type": _positive, "default": 500.0, "metavar": "MS",
-                      "help": "objective: to the first token (500)"},
+                      "help": "objective for the first token in milliseconds (default: 500)"},
     "--slo-tpot-ms": {"type": _positive, "default": 30.0, "metavar": "MS",
-                      "help": "objective: for each of the others (30)"},
+                      "help": "objective for each later token in milliseconds (default: 30)"},
 }  # fmt: skip
 
 
 def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the flags, and return what runs the command."""
-    for flag, says in FLAGS.items():
-        parser.add_argument(flag, **says)
-    usual = PlannerPolicy()
+    """Add the flags. Return the function that runs the command."""
+    for flag, options in FLAGS.items():
+        parser.add_argument(flag, **options)
+    defaults = PlannerPolicy()
     for name, text in BOUNDS.items():
-        value, flag = getattr(usual, name), f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(value), default=value, metavar="N", help=f"{text} ({value:g})")
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how to print it")
+        value, flag = getattr(defaults, name), f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            flag, type=type(value), default=value, metavar="N", help=f"{text} (default: {value:g})"
+        )
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
+    )
     flags = (*FLAGS, *(f"--{name.replace('_', '-')}" for name in BOUNDS))
-    usually = {flag: parser.get_default(flag[2:].replace("-", "_")) for flag in flags}
+    default_of = {flag: parser.get_default(flag[2:].replace("-", "_")) for flag in flags}
 
     def checked(args: argparse.Namespace) -> int:
-        given = [flag for flag in usually if getattr(args, flag[2:].replace("-", "_")) != usually[flag]]
+        given = [flag for flag in default_of if getattr(args, flag[2:].replace("-", "_")) != default_of[flag]]
         if given and args.trace is None:
-            raise UsageError(f"{', '.join(given)}: of a recorded day, which --trace FILE names")
+            raise UsageError(f"{', '.join(given)}: needs a recorded day, given by --trace FILE")
         return run(args)
 
     return checked
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the planner that runs, or rehearse a recorded day. Raise UsageError, BadTrace, ForecastsMissing or HoldfastError."""
+    """Query the running planner, or rehearse a recorded day. Raise UsageError, BadTrace, ForecastsMissing or HoldfastError."""
     if args.trace is None:
         return show(args.data, args.output)
     check_installed()
@@ -141,13 +145,13 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         raise UsageError(f"{args.trace} has no requests")
     if (days := max(row.timestamp for row in rows) / 86_400_000) > DAYS_MAX:
-        raise UsageError(f"{args.trace} is of {days:.0f} days: no more than {DAYS_MAX} are rehearsed at once")
+        raise UsageError(f"{args.trace} spans {days:.0f} days: at most {DAYS_MAX} can be rehearsed at once")
     arrivals, fixed = _arrivals(args, fleet, rows)
-    told = rehearse(fleet, arrivals, fixed, args.gpus, _progress)
+    report = rehearse(fleet, arrivals, fixed, args.gpus, _progress)
     if args.output == "json":
-        print(json.dumps(told, indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        for line in _lines(told, args):
+        for line in _lines(report, args):
             print(safe(line))
     return 0
 
@@ -156,7 +160,7 @@ def _profile(args: argparse.Namespace) -> Profile:
     if args.profile is not None:
         if args.prefill_tokens_per_s or args.tpot_curve:
             raise UsageError(
-                "--profile says how fast a worker is: leave --prefill-tokens-per-s and --tpot-curve out"
+                "--profile already sets the speed of a worker: omit --prefill-tokens-per-s and --tpot-curve"
             )
         return measured(args.profile, args)
     return Profile(
@@ -169,7 +173,7 @@ def _profile(args: argparse.Namespace) -> Profile:
 
 
 def measured(path: Path, args: argparse.Namespace) -> Profile:
-    """Return what a worker would register that is as fast as was measured. Raise BadProfile."""
+    """Return the profile that a worker with the measured speed would register. Raise BadProfile."""
     from workers.engines.simulated.sequence import EngineShape
     from workers.engines.simulated.timing import Interpolated, ModelTiming
 
@@ -189,17 +193,19 @@ def _arrivals(
     factor = args.scale
     if factor == FIT:
         if args.fleet is None:
-            raise UsageError("--scale fit needs --fleet: how many workers the busiest minute is to need")
+            raise UsageError(
+                "--scale fit needs --fleet, the number of workers that the busiest minute shall need"
+            )
         factor = scale_for(fleet, rows, args.fleet)
     if len(rows) * factor > ARRIVALS_MAX:
         raise UsageError(
-            f"{len(rows) * factor:.0f} requests are more than {ARRIVALS_MAX}: take a smaller --scale, or slower workers"
+            f"{len(rows) * factor:.0f} requests exceed the limit of {ARRIVALS_MAX}: use a smaller --scale, or slower workers"
         )
     arrivals = scaled(rows, factor)
     most = most_needed(fleet, arrivals)
     if most >= WORKERS_MAX:
         raise UsageError(
-            f"no number of such workers keeps the objectives: the busiest minute needs {most} and more"
+            f"no number of such workers meets the objectives: the busiest minute needs {most} or more"
         )
     return arrivals, args.fleet or most
 
@@ -210,17 +216,21 @@ def _progress(what: str) -> None:
 
 
 def rehearse(
-    fleet: RehearsedFleet, arrivals: list[Arrival], fixed: int, gpus: int, told: Callable[[str], object]
+    fleet: RehearsedFleet,
+    arrivals: list[Arrival],
+    fixed: int,
+    gpus: int,
+    report_progress: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Return how a day went with the planner, with a fixed fleet and with perfect knowledge. Hours are of GPUs."""
+    """Return the results of a day with the planner, a fixed fleet and perfect knowledge. Hours are GPU hours."""
     first = most_needed(fleet, [one for one in arrivals if one.at < FIRST_MINUTES * 60]) or 1
-    told("perfect knowledge")
+    report_progress("perfect knowledge")
     perfect = with_perfect_knowledge(fleet, arrivals)
-    told(f"{fixed} workers all day")
+    report_progress(f"{fixed} workers all day")
     always = with_fixed(fleet, arrivals, fixed)
-    told("the planner")
+    report_progress("the planner")
     planned, changes = with_planner(fleet, arrivals, first)
-    told("")
+    report_progress("")
     minutes = len(by_minute(arrivals))
     return {
         "requests": len(arrivals),
@@ -254,25 +264,25 @@ def _figures(day: DayFigures, perfect: DayFigures, gpus: int, minutes: int) -> d
     }
 
 
-def _lines(told: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
+def _lines(day: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
     yield (
-        f"{told['requests']:,} requests within {told['minutes']} minutes; the busiest minute needs {told['most_needed']} workers "
+        f"{day['requests']:,} requests within {day['minutes']} minutes; the busiest minute needs {day['most_needed']} workers "
         f"for a first token within {args.slo_ttft_ms:g} ms and {args.slo_tpot_ms:g} ms for each other"
     )
     yield ""
     yield f"{'':24}{'GPU-hours':>10}{'of perfect':>12}{'late':>9}{'changes':>9}{'most':>6}"
     names = {
         "planner": "planner",
-        "fixed": f"{told['fixed']['workers']} workers all day",
+        "fixed": f"{day['fixed']['workers']} workers all day",
         "perfect": "perfect knowledge",
     }
     for key, name in names.items():
-        one = told[key]
+        one = day[key]
         yield (
             f"{name:24}{one['gpu_hours']:>10.1f}{one['of_perfect']:>12.2f}{one['late_share']:>9.2%}"
             f"{one['changes']:>9}{one['most_workers']:>6}"
         )
-    made = told["planner"]["changes_made"]
+    made = day["planner"]["changes_made"]
     if made:
         yield ""
         yield "the planner's changes: " + ", ".join(

@@ -1,4 +1,4 @@
-"""What does the planner that runs hold for right, and why?"""
+"""Shows the current plan of the running planner, with its reasons."""
 
 import json
 import urllib.error
@@ -16,18 +16,18 @@ ANSWER_S = 10.0
 
 
 def show(data: Path, output: str) -> int:
-    """Print it. Raise HoldfastError if no planner answers."""
-    told = asked(data)
+    """Print the plan. Raise HoldfastError if no planner answers."""
+    plan = fetch_plan(data)
     if output == "json":
-        print(json.dumps(told, indent=2))
+        print(json.dumps(plan, indent=2))
         return 0
-    for line in lines(told):
+    for line in lines(plan):
         print(safe(line))
     return 0
 
 
-def asked(data: Path) -> dict[str, Any]:
-    """Return what a planner of this host shows. Raise HoldfastError if none answers."""
+def fetch_plan(data: Path) -> dict[str, Any]:
+    """Return the plan of a planner on this host. Raise HoldfastError if none answers."""
     planners = [one for one in present(data) if one.role == "planner" and one.url]
     if not planners:
         raise HoldfastError(
@@ -45,19 +45,19 @@ def asked(data: Path) -> dict[str, Any]:
     raise HoldfastError(f"the planner at {planners[-1].url} does not answer: {why}")
 
 
-def lines(told: dict[str, Any]) -> Iterator[str]:
-    """Yield a report as text: a line for each model, and below it why."""
-    yield f"{told['planner']} ({told['mode']})" + (f", which waits: {told['waits']}" if told["waits"] else "")
-    if "at" not in told:
+def lines(plan: dict[str, Any]) -> Iterator[str]:
+    """Yield a plan as text: a line per model, followed by the reasons."""
+    yield f"{plan['planner']} ({plan['mode']})" + (f", waiting: {plan['waits']}" if plan["waits"] else "")
+    if "at" not in plan:
         return
-    behind = told["projection_age_s"]
-    yield f"as of {told['at'][:19]}Z, event {told['position']}" + (
+    behind = plan["projection_age_s"]
+    yield f"as of {plan['at'][:19]}Z, event {plan['position']}" + (
         f", {behind:.0f} s behind" if behind else ""
     )
-    for model in told["models"]:
+    for model in plan["models"]:
         yield ""
         yield from _of(model)
-    if not told["models"]:
+    if not plan["models"]:
         yield "no worker of any model is known yet"
 
 
@@ -67,17 +67,17 @@ def _of(model: dict[str, Any]) -> Iterator[str]:
     change = (
         f"{now} → {then} ({model['why']})"
         if then != now
-        else f"{now}{'' if model['held'] else ', as it should'}"
+        else f"{now}{'' if model['held'] else ', as needed'}"
     )
     yield f"{model['model']}: workers {change}{lost}"
     if model["set_by_operator"] is not None:
         release = f"`holdfast scale {model['model']} --release`"
-        yield f"  an operator wants {model['set_by_operator']}: {release} leaves it to the planner"
+        yield f"  an operator has set {model['set_by_operator']}: {release} returns control to the planner"
     if (foreseen := model["forecast"]) is not None:
-        bound = f", for {model['bound'].replace('_', ' ')}" if model["bound"] else ""
-        error = "" if foreseen["error"] is None else f", {foreseen['error']:.0%} off lately"
+        bound = f", bound by {model['bound'].replace('_', ' ')}" if model["bound"] else ""
+        error = "" if foreseen["error"] is None else f", {foreseen['error']:.0%} off recently"
         most = max(foreseen["work_s_per_minute"], default=0.0) * (1 + foreseen["margin"])
-        yield f"  needed: {model['needed']}{bound}; expected: {most:.1f} s of work a minute ({foreseen['method']}{error})"
+        yield f"  needed: {model['needed']}{bound}; expected: {most:.1f} s of work per minute ({foreseen['method']}{error})"
     yield f"  known: {model['minutes_known']} minutes of traffic"
     if model["held"]:
         yield f"  held: {model['held']}"

@@ -1,4 +1,4 @@
-"""Replay, connected to a fleet's journal and state store."""
+"""Runs the replay commands against a fleet's journal and state store."""
 
 import argparse
 import asyncio
@@ -14,15 +14,15 @@ from controller.replay import cli
 from events.journal.nats import NatsJournal
 
 REACH_S = 3.0
-ALL_OF_IT = ("verify", "rebuild", "what-if")  # the commands that read the whole journal
+ALL_OF_IT = ("verify", "rebuild", "what-if")  # commands that read the whole journal
 
 
 def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
-    """Run one replay command against the fleet at `found` (see `operator_client.find`) and return its exit code."""
+    """Run one replay command on the fleet at `found` (see `operator_client.find`). Return its exit code."""
     if not structlog.is_configured():
         structlog.configure(
             logger_factory=structlog.PrintLoggerFactory(sys.stderr)
-        )  # stdout is the answer's alone
+        )  # stdout is for the result only
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -44,7 +44,7 @@ async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> in
 
 
 async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> PostgresStore | None:
-    """Return the store if it answers within so many seconds: the journal can do without it, only slower."""
+    """Return the store if it answers within `within_s` seconds, else None: the journal suffices, only slower."""
     if store is None:
         return None
     try:
@@ -52,11 +52,11 @@ async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> Pos
             await store.position()
     except StoreForbidden:
         raise
-    except StoreRefused:  # it answers, without the tables: a rebuild makes them
+    except StoreRefused:  # it answers but has no tables: a rebuild creates them
         return store
     except (StoreUnavailable, TimeoutError) as error:
         print(
-            f"holdfast: reading the journal alone: {str(error) or 'the state store does not answer'}",
+            f"holdfast: reading only the journal: {str(error) or 'the state store does not answer'}",
             file=sys.stderr,
         )
         return None

@@ -1,11 +1,11 @@
-"""`holdfast restart`: workers end in good order, one after another, and their supervisor starts them again.
+"""`holdfast restart`: stops workers gracefully, one after another; their supervisor starts them again.
 
-    others routable? ──▶ stop (drains by itself) ──▶ a new instance has joined ──▶ it is routable ──▶ the next one
-                                                                                 (a spare: healthy)
+    others routable? ──▶ stop (drains first) ──▶ a new instance has joined ──▶ it is routable ──▶ the next worker
+                                                                             (a spare: healthy)
 
-Whoever takes no requests as it is (hung, dead, drained) is first, and needs no other to stand in for it. The next worker is
-not touched before the successor of the last takes requests, so that a fleet of two never stands without one. What starts a
-worker again is `holdfast up`, systemd or the orchestrator; we only wait for it.
+Workers that serve no requests (hung, dead, drained) come first, and need no other worker to replace them. The next worker is
+stopped only when the successor of the last one serves requests, so a fleet of two always has one that serves. `holdfast up`,
+systemd or the orchestrator starts the workers again; this command only waits for that.
 """
 
 import asyncio
@@ -15,39 +15,39 @@ from functools import partial
 from typing import Any
 
 from controller.processes.console import say
-from controller.processes.operator_client import Operator, who
+from controller.processes.operator_client import Operator, operator_name
 from events.errors import HoldfastError
 from events.nats.bus import NoAnswer
 
-WITHIN_S = 180.0  # of one worker: its grace, and its successor's start
+WITHIN_S = 180.0  # per worker: its shutdown grace and its successor's start
 LOOK_S = 0.1
 
 Status = dict[str, Any]
 
 
 class NotRestarted(HoldfastError):
-    """A worker did not come back, or the fleet cannot spare it."""
+    """A worker did not return, or the fleet cannot spare it."""
 
 
 async def restart(operator: Operator, names: Sequence[str], within_s: float = WITHIN_S) -> None:
-    """Restart workers one after another. Raise NotRestarted, Refused or NoAnswer; later ones are left alone then."""
+    """Restart workers one after another. Raise NotRestarted, Refused or NoAnswer, which leaves later workers untouched."""
     for name in names:
         old = await _spared(operator, name, within_s)
-        said = await operator.ask("restart", {"worker": name, "by": who()})
-        say(str(said["says"]))
+        answer = await operator.ask("restart", {"worker": name, "by": operator_name()})
+        say(str(answer["says"]))
         new = await _until(operator, partial(_successor, name, old), within_s, f"{name} is not back")
         say(f"{name} is back (pid {new['pid']})")
 
 
 async def all_of(operator: Operator) -> list[str]:
-    """Return the names of all workers that live, or whose process does: first those that take no requests as it is."""
+    """Return the names of all running workers, those that serve no requests first."""
     workers = (await operator.ask("status", {}))["workers"]
     there = [w for w in workers if w["health"] != "DEAD" or w.get("lingers")]
     return [w["id"] for w in sorted(there, key=_routable)]
 
 
 async def _spared(operator: Operator, name: str, within_s: float) -> str:
-    """Wait until another worker of its model takes requests, unless this one takes none itself; return its instance. Raise
+    """Wait until another worker of its model serves requests, unless this one serves none itself. Return its instance. Raise
     NotRestarted."""
 
     def found(status: Status) -> Status | None:
@@ -55,7 +55,7 @@ async def _spared(operator: Operator, name: str, within_s: float) -> str:
         model = [w for w in status["workers"] if w["model"] == worker["model"] and w["id"] != name]
         return worker if worker["weight"] == 0 or any(_routable(w) for w in model) else None
 
-    why = f"{name} cannot be spared: no other worker of its model takes requests"
+    why = f"{name} cannot be spared: no other worker of its model serves requests"
     return str((await _until(operator, found, within_s, why))["instance"])
 
 
@@ -63,7 +63,7 @@ def _found(status: Status, name: str) -> Status:
     for worker in status["workers"]:
         if worker["id"] == name:
             return dict(worker)
-    raise NotRestarted(f"there is no worker {name!r}; `holdfast status` lists them")
+    raise NotRestarted(f"unknown worker {name!r}; `holdfast status` lists all workers")
 
 
 def _successor(name: str, old: str, status: Status) -> Status | None:
@@ -73,8 +73,8 @@ def _successor(name: str, old: str, status: Status) -> Status | None:
 
 
 def _routable(worker: Status) -> bool:
-    """Return whether a worker takes requests, or would as the last of its model: one of a new lineage is held back until
-    another worker of that lineage is there."""
+    """Return whether a worker serves requests, or would as the last of its model. A worker of a new lineage is held back until
+    another one of that lineage has joined."""
     held = worker.get("held") and worker["breaker"] == "closed"
     return bool((_healthy(worker) and worker["weight"] > 0) or held)
 
@@ -86,11 +86,11 @@ def _healthy(worker: Status) -> bool:
 async def _until(
     operator: Operator, found: Callable[[Status], Status | None], within_s: float, why: str
 ) -> Status:
-    """Look at the status until something is found in it. Raise NotRestarted with `why`."""
+    """Poll the status until `found` returns a value. Raise NotRestarted with `why`."""
     try:
         async with asyncio.timeout(within_s):
             while True:
-                with contextlib.suppress(NoAnswer):  # a controller that only starts answers a moment later
+                with contextlib.suppress(NoAnswer):  # a starting controller answers a moment later
                     if seen := found(await operator.ask("status", {})):
                         return seen
                 await asyncio.sleep(LOOK_S)

@@ -1,6 +1,6 @@
-"""`holdfast route`: which worker would a frontend choose for this prompt now, and why?
+"""`holdfast route`: shows which worker a frontend would choose for a prompt, and why.
 
-It asks a running frontend, which chooses as it would for a request, and sends nothing.
+A running frontend chooses as it would for a request, and sends nothing to the worker.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from events.process.own_port import opened
 from events.process.presence import Presence, present
 
 ANSWER_S = 10.0
-LINE_CHARS_MAX = 1_000  # of the table: a terminal may wrap it; nothing is cut
+LINE_CHARS_MAX = 1_000  # width of the table; a terminal may wrap it, nothing is truncated
 Run = Callable[[argparse.Namespace], int]
 
-# What the table shows of each candidate: its heading, and the term's name in the answer.
+# Columns of the table: heading, and name of the term in the frontend's answer.
 COLUMNS = (
     ("to read", "active_prefill_tokens"),
     ("prefill", "prefill"),
@@ -47,22 +47,22 @@ COLUMNS = (
 
 
 def prepare(parser: argparse.ArgumentParser) -> Run:
-    """Add the command's flags and return what runs it."""
+    """Add the command's flags. Return the function that runs it."""
     add = parser.add_argument
-    add("--explain", action="store_true", help="show what each worker would cost, term by term")
-    add("--model", default="", metavar="M", help="the model (default: the only one that is served)")
-    add("--prompt", metavar="TEXT", help="the prompt, as text")
-    add("--tokens", metavar="FILE", help="the prompt, as token ids in a file (- for standard input)")
-    add("--cache-salt", default="", metavar="SALT", help="the request's cache_salt")
-    add("--frontend", default="", metavar="NAME", help="which frontend to ask (default: any)")
-    add("-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)")
+    add("--explain", action="store_true", help="show the cost of each worker, term by term")
+    add("--model", default="", metavar="M", help="model of the request (default: the only served model)")
+    add("--prompt", metavar="TEXT", help="prompt as text")
+    add("--tokens", metavar="FILE", help="file with the prompt's token ids (-: standard input)")
+    add("--cache-salt", default="", metavar="SALT", help="cache_salt of the request")
+    add("--frontend", default="", metavar="NAME", help="frontend to query (default: any)")
+    add("-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)")
     add_router_flags(parser, only=OVERRIDABLE)
     return lambda args: asyncio.run(_run(args))
 
 
 async def _run(args: argparse.Namespace) -> int:
     if (args.prompt is None) == (args.tokens is None):
-        raise UsageError("either --prompt TEXT, or --tokens FILE")
+        raise UsageError("give either --prompt TEXT or --tokens FILE")
     check_frontend_flags(args)
     prompt = {"prompt": args.prompt} if args.tokens is None else {"tokens": _tokens(args.tokens)}
     question = {"model": args.model, "cache_salt": args.cache_salt, ROUTER: _overrides(args), **prompt}
@@ -82,31 +82,31 @@ def _overrides(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _frontend(processes: list[Presence], name: str) -> Presence:
-    """Return the frontend that is to be asked. Raise HoldfastError if it does not run here."""
+    """Return the frontend to query. Raise HoldfastError if it does not run on this host."""
     found = [one for one in processes if one.role == "frontend" and name in ("", one.name)]
     if not found:
         which = f"frontend {name}" if name else "frontend"
-        raise HoldfastError(f"no {which} runs here; --data DIR names another fleet")
+        raise HoldfastError(f"no {which} is running on this host; --data DIR selects another fleet")
     return found[0]
 
 
 def _tokens(file: str) -> list[int]:
-    """Read token ids: a JSON list, or numbers with anything white between them. Raise UsageError."""
+    """Read token ids: a JSON list, or numbers separated by white space. Raise UsageError."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
     try:
         tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
     except ValueError as error:
-        raise UsageError(f"{file} holds no token ids: {error}") from error
+        raise UsageError(f"{file} is not a list of token ids: {error}") from error
     if not tokens or not all(type(token) is int for token in tokens):
-        raise UsageError(f"{file} holds no token ids")
+        raise UsageError(f"{file} is not a list of token ids")
     return list(tokens)
 
 
 def _ask(frontend: Presence, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a frontend's answer. Raise HoldfastError with its reason."""
+    """Return the frontend's answer. Raise HoldfastError with the frontend's reason."""
     body = json.dumps(question).encode()
     request = urllib.request.Request(f"{frontend.url}/route", body, {"Content-Type": "application/json"})
     try:
@@ -127,14 +127,14 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 def _print(answer: Mapping[str, Any], *, explain: bool) -> None:
     chosen = answer["chosen"]
-    print(f"{_name(chosen)} would get it ({answer['mode']}, {answer['why']})")
+    print(f"{_name(chosen)} would get the request ({answer['mode']}, {answer['why']})")
     if not explain:
         return
     blocks, size = answer["required_blocks"], answer["block_tokens"]
     print(f"prompt tokens: {answer['prompt_tokens']}, blocks of {size}: {blocks}; {answer['known']}")
     _table(answer["candidates"], chosen)
     for one in answer["left_out"]:
-        print(f"{one['worker']} was left out: {one['why']}")
+        print(f"{one['worker']} was filtered out: {one['why']}")
 
 
 def _table(candidates: list[dict[str, Any]], chosen: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ def _table(candidates: list[dict[str, Any]], chosen: Mapping[str, Any]) -> None:
         mark = " ←" if _name(one) == _name(chosen) else ""
         table.add_row(_name(one) + mark, *(f"{one[term]:.4g}" for _, term in shown))
     console = Console(highlight=False, soft_wrap=True, width=LINE_CHARS_MAX)
-    with console.capture() as written:  # the console would take a closed pipe for its own business
+    with console.capture() as written:  # rich would handle a closed pipe itself
         console.print(table)
     print(written.get(), end="")
 

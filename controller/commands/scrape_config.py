@@ -1,4 +1,4 @@
-"""`holdfast scrape-config`: a configuration of Prometheus for a fleet that runs."""
+"""`holdfast scrape-config`: prints a Prometheus configuration for a running fleet."""
 
 import argparse
 import json
@@ -13,17 +13,17 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def prepare(parser: argparse.ArgumentParser) -> Run:
-    """Add the command's flags and return what runs it."""
+    """Add the command's flags. Return the function that runs it."""
     add = parser.add_argument
     add(
         "--file-sd",
         type=Path,
         metavar="FILE",
-        help="write the targets into this file, and have Prometheus read it",
+        help="write the targets into this file, for Prometheus to read",
     )
     add(
         "-o", "--output", choices=("yaml", "json"), default="yaml",
-        help="yaml: the configuration; json: the targets alone, as http_sd and file_sd take them (default: yaml)",
+        help="yaml: the configuration; json: only the targets, in the format of http_sd and file_sd (default: yaml)",
     )  # fmt: skip
     return _run
 
@@ -32,7 +32,9 @@ def _run(args: argparse.Namespace) -> int:
     found = present(args.data)
     groups = target_groups(found)
     if not groups:
-        raise HoldfastError(f"no fleet runs in {args.data} on this host: --data names another directory")
+        raise HoldfastError(
+            f"no fleet is running in {args.data} on this host: --data selects another directory"
+        )
     text = json.dumps(groups, indent=2)
     if args.file_sd is not None:
         _write(args.file_sd, text + "\n")
@@ -49,14 +51,14 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise HoldfastError(f"--file-sd {path} cannot be written: {error.strerror}") from error
+        raise HoldfastError(f"cannot write --file-sd {path}: {error.strerror}") from error
 
 
 def _controllers(data: Path, found: Sequence[Presence]) -> list[str]:
-    """Return where controllers answer. Raise HoldfastError where none does."""
+    """Return the URLs of the controllers. Raise HoldfastError if none runs on this host."""
     urls = [one.url for one in found if one.role == "controller"]
     if not urls:
         raise HoldfastError(
-            f"no controller of {data} runs on this host, which could be asked for targets: give --file-sd FILE"
+            f"no controller of {data} is running on this host to serve the targets: use --file-sd FILE"
         )
     return urls

@@ -1,4 +1,4 @@
-"""`holdfast settings`: every setting of every role, its effective value, and the variable that sets it."""
+"""`holdfast settings`: prints every setting of every role, with effective value and variable."""
 
 import argparse
 import json
@@ -15,15 +15,15 @@ SECRETS = ("upstream_key",)
 
 
 def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the command's flags and return what runs it."""
+    """Add the command's flags. Return the function that runs it."""
     parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
     )
     return _run
 
 
 def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (setting, effective value, variable). Raise BadSetting for a name or a value that makes no sense."""
+    """Yield (setting, effective value, variable). Raise BadSetting for an unknown name or an invalid value."""
     for name, value in effective(environment).items():
         yield name, value, PREFIX + name.upper().replace(".", "__")
     worker = load_settings({}, environment, to_show=True)

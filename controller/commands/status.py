@@ -1,4 +1,4 @@
-"""`holdfast status`: the fleet as it is, once or again and again."""
+"""`holdfast status`: shows the current state of the fleet, once or repeatedly."""
 
 import argparse
 import asyncio
@@ -16,7 +16,7 @@ from events.errors import HoldfastError
 from events.process.presence import present
 
 WATCH_S = 2.0
-AGAIN = "\x1b[H\x1b[2J"  # the cursor to the first place, and nothing on the screen
+AGAIN = "\x1b[H\x1b[2J"  # move the cursor home and clear the screen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,20 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=WATCH_S,
         metavar="S",
-        help=f"again every S seconds, until Ctrl-C (default: {WATCH_S:g}); -o json: a line each time",
+        help=f"repeat every S seconds until Ctrl-C (default: {WATCH_S:g}); with -o json, one line each time",
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Show the status. 1 where no controller answers."""
+    """Print the status. Return 1 if no controller answers."""
     if args.watch is None:
         return await _show(args)
-    find(args.data)  # where nothing was ever there it is said once
+    find(args.data)  # fails at once if there has never been a fleet
     while True:
         with contextlib.redirect_stdout(io.StringIO()) as written:
             try:
                 await _show(args)
-            except HoldfastError as error:  # it may come back
+            except HoldfastError as error:  # it may recover
                 if args.output == "json":
                     print(json.dumps({"error": str(error)}))
                 else:
@@ -57,7 +57,7 @@ async def run(args: argparse.Namespace) -> int:
 
 async def _show(args: argparse.Namespace) -> int:
     try:
-        status = await asked(args)
+        status = await fetch_status(args)
     except HoldfastError:
         if os.environ.get("HOLDFAST_NATS_URL") or not present(args.data):
             raise
@@ -70,8 +70,8 @@ async def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-async def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how the fleet is, as its controller says. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
+async def fetch_status(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fleet's status from its controller. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
     operator = await Operator.connect(args.data)
     try:
         return await operator.ask("status", {})

@@ -1,4 +1,4 @@
-"""`holdfast top`: the fleet as it is and what happens in it, on a terminal, until q or Ctrl-C."""
+"""`holdfast top`: shows the fleet and its latest events in a terminal, until q or Ctrl-C."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from controller.columns import columns
-from controller.commands.status import asked
+from controller.commands.status import fetch_status
 from controller.commands.top_view import FleetSeen, picture
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
@@ -22,30 +22,32 @@ from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 
 EVERY_S = 1.0
-AGAIN_S = 2.0  # until a fleet that is not there is looked for again
-ONCE_LINES = 40  # of a picture that is printed once
-CATCH_UP_S = 0.5  # what lies on the journal already comes within that
+AGAIN_S = 2.0  # delay before reconnecting to a missing fleet
+ONCE_LINES = 40  # height of the picture with --once
+CATCH_UP_S = 0.5  # existing events arrive within this time
 
 
 def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the command's own flags, and return what runs it."""
+    """Add the command's own flags. Return the function that runs it."""
     parser.add_argument(
         "--every",
         type=positive,
         default=EVERY_S,
         metavar="S",
-        help=f"how often it is drawn (default: {EVERY_S:g} s)",
+        help=f"seconds between redraws (default: {EVERY_S:g})",
     )
-    parser.add_argument("--once", action="store_true", help="print one picture (also where no terminal is)")
+    parser.add_argument(
+        "--once", action="store_true", help="print one picture and exit (default without a terminal)"
+    )
     return lambda args: asyncio.run(run(args))
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Draw until somebody has seen enough. 1: there is no fleet, where one picture was wanted."""
+    """Redraw until the user quits. With --once, raise HoldfastError if there is no fleet."""
     seen = FleetSeen()
     if args.once or not sys.stdout.isatty():
         return await _once(args, seen)
-    find(args.data)  # raises at once where nothing was ever there
+    find(args.data)  # fails at once if there has never been a fleet
     console = Console(highlight=False)
     watching = [asyncio.create_task(one(args, seen)) for one in (_ask, _follow)]
     try:
@@ -62,7 +64,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _once(args: argparse.Namespace, seen: FleetSeen) -> int:
-    seen.status = await asked(args)
+    seen.status = await fetch_status(args)
     async with _journal(args) as journal:
         last = await journal.last_seq()
         async for batch in held(journal, max(0, last - TOLD_MAX), last):
@@ -72,7 +74,7 @@ async def _once(args: argparse.Namespace, seen: FleetSeen) -> int:
 
 
 async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
-    """Ask again and again how the fleet is."""
+    """Poll the fleet's status."""
     while True:
         try:
             operator = await Operator.connect(args.data)
@@ -88,12 +90,12 @@ async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
 
 
 async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
-    """Take in what happens; what has happened last comes first."""
+    """Follow the journal, starting with the latest events."""
     while True:
         try:
             async with _journal(args) as journal:
                 last = await journal.last_seq()
-                after = seen.last if seen.last <= last else 0  # else it is another journal
+                after = seen.last if seen.last <= last else 0  # otherwise it is another journal
                 async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX, after)):
                     seen.take(batch)
         except HoldfastError as error:
@@ -119,9 +121,9 @@ def _pressed(terminal: int, enough: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[asyncio.Event]:
-    """Yield what is set when somebody presses q."""
+    """Yield an event that is set when the user presses q."""
     enough, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, enough.set)  # the terminal is put back as it was
+    loop.add_signal_handler(signal.SIGTERM, enough.set)  # restores the terminal on SIGTERM
     if not sys.stdin.isatty():
         yield enough
         return

@@ -1,4 +1,4 @@
-"""What `holdfast top` shows: the fleet, how busy it is, and what happened last, within the columns and lines that there are."""
+"""The view of `holdfast top`: workers, load and latest events, fitted to the terminal's size."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +24,14 @@ COLOURS = {
 
 @dataclass(slots=True)
 class FleetSeen(RecentEvents):
-    """What is known so far."""
+    """The status and events known so far."""
 
     status: Mapping[str, Any] | None = None
-    fault: str = ""  # why the last status is not there, or old
+    fault: str = ""  # why the status is missing or old
 
 
 def picture(seen: FleetSeen, lines: int) -> RenderableType:
-    """Return one picture that takes at most so many lines."""
+    """Return one picture of at most `lines` lines."""
     seen = replace(seen, status=seen.status and safe_values(seen.status), fault=safe(seen.fault))
     status = seen.status or {}
     workers = sorted(status.get("workers", ()), key=_urgency)
@@ -85,11 +85,11 @@ def _counts(workers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def _positions(status: Mapping[str, Any]) -> str:
     levels = [f"{model} level {level}" for model, level in status.get("levels", {}).items() if level]
-    leader = (status.get("leader") or "nobody").removeprefix("controller:").partition(":")[0]
+    leader = (status.get("leader") or "none").removeprefix("controller:").partition(":")[0]
     journal, lag = status.get("journal", {}), status.get("projector", {}).get("lag")
-    said = [f"leader {leader}", f"{journal.get('last_seq') or 0:,} events"]
-    said += [] if lag is None else [f"store {lag} behind"]
-    return "   ".join([*said, *(levels or ["no degradation"])])
+    parts = [f"leader {leader}", f"{journal.get('last_seq') or 0:,} events"]
+    parts += [] if lag is None else [f"store {lag} behind"]
+    return "   ".join([*parts, *(levels or ["no degradation"])])
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -108,5 +108,5 @@ def _table(workers: Sequence[Mapping[str, Any]]) -> Table:
         weight = SPARE if worker.get("spare") else f"{worker.get('weight') or 0:.3g}"
         cells = (str(worker.get("breaker") or "–"), str(worker.get("in_flight") or 0), _why(worker))
         row = [Text(str(worker.get("id"))), Text(health, style=COLOURS.get(health, "")), Text(weight)]
-        table.add_row(*row, *map(Text, cells))  # texts: what somebody has named or said is no markup
+        table.add_row(*row, *map(Text, cells))  # Text, so that names and reasons are not parsed as markup
     return table

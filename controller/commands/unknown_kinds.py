@@ -1,4 +1,4 @@
-"""Counts the events of unknown kinds that a command skips, for the person who reads its output."""
+"""Counts the events of unknown kinds that a command skips, and reports them on stderr."""
 
 import sys
 from collections import Counter
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from controller.terminal_text import safe
 from events.fact import Recorded, Skipped
 
-UNKNOWN_KINDS_MAX = 100  # named; further kinds are counted together
+UNKNOWN_KINDS_MAX = 100  # kinds counted by name; further kinds are counted together
 
 
 @dataclass(slots=True)
 class UnknownKinds:
-    """Counts events of kinds that this release does not know, and names each kind once on stderr."""
+    """Counts events of kinds that this release does not know. Prints each kind once on stderr."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -27,14 +27,14 @@ class UnknownKinds:
         self.counts[kind] += 1
         if self.counts[kind] == 1:
             print(
-                f"holdfast: event {event.seq} is of a kind that this release does not know ({kind}); it is skipped",
+                f"holdfast: event {event.seq} has a kind that this release does not know ({kind}) and is skipped",
                 file=sys.stderr,
             )
 
     def report(self) -> None:
-        """Print how many were skipped."""
+        """Print the number of skipped events."""
         if self.counts:
             print(
-                f"holdfast: {self.counts.total()} events of unknown kinds were skipped: upgrade to read them",
+                f"holdfast: skipped {self.counts.total()} events of unknown kinds: upgrade to read them",
                 file=sys.stderr,
             )

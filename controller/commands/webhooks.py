@@ -1,6 +1,6 @@
-"""`holdfast webhooks test | dead | resend`: try a webhook, see what one has not taken, and send that again.
+"""`holdfast webhooks test | dead | resend`: tests a webhook, lists dead letters, and sends them again.
 
-`resend` is told the URL: what was not taken was perhaps sent to the wrong one.
+`resend` requires the URL, because the events may have been sent to a wrong one.
 """
 
 import argparse
@@ -39,23 +39,23 @@ SAMPLE = "incident-0"
 
 
 def prepare(parser: argparse.ArgumentParser, of: type[argparse.ArgumentParser]) -> Run:
-    """Add the commands and their flags, and return what runs them."""
+    """Add the subcommands and their flags. Return the function that runs them."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=of)
-    text = "send a sample event (an incident that opens, and for PagerDuty closes again), and print what came back"
+    text = "send a sample event (an incident that opens, and for PagerDuty also closes), and print the answer"
     test = commands.add_parser("test", help=text, description=text, allow_abbrev=False)
     _to(test)
     test.set_defaults(run_webhooks=_test)
-    text = "list what webhooks have not taken, the oldest first, and why"
+    text = "list the events that webhooks did not accept, oldest first, with the reason"
     dead = commands.add_parser("dead", help=text, description=text, allow_abbrev=False)
-    dead.add_argument("--webhook", default="", metavar="NAME", help="of this one alone")
+    dead.add_argument("--webhook", default="", metavar="NAME", help="list only those of this webhook")
     dead.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: text)"
     )
     dead.set_defaults(run_webhooks=_dead)
-    text = "send what webhooks have not taken once more, the oldest first; what is taken now is off the list"
+    text = "send the events again that webhooks did not accept, oldest first; accepted ones leave the list"
     resend = commands.add_parser("resend", help=text, description=text, allow_abbrev=False)
     _to(resend)
-    resend.add_argument("--webhook", default="", metavar="NAME", help="what this one has not taken alone")
+    resend.add_argument("--webhook", default="", metavar="NAME", help="send only those of this webhook")
     resend.set_defaults(run_webhooks=_resend)
     for command in (test, dead, resend):
         command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -63,18 +63,26 @@ def prepare(parser: argparse.ArgumentParser, of: type[argparse.ArgumentParser]) 
 
 
 def _to(command: argparse.ArgumentParser) -> None:
-    """Add what a request is made of."""
-    command.add_argument("url", metavar="URL", help="where to; @FILE: the file has the URL")
+    """Add the flags that describe the request: URL, template and secret."""
     command.add_argument(
-        "--template", choices=TEMPLATES, default="cloudevents", help="(default: cloudevents)"
+        "url", metavar="URL", help="URL of the webhook, or @FILE for a file that contains it"
     )
     command.add_argument(
-        "--secret-file", default="", metavar="FILE", help="what signs it, or PagerDuty's routing key"
+        "--template",
+        choices=TEMPLATES,
+        default="cloudevents",
+        help="format of the request (default: cloudevents)",
+    )
+    command.add_argument(
+        "--secret-file",
+        default="",
+        metavar="FILE",
+        help="file with the signing secret, or PagerDuty's routing key",
     )
 
 
 def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, FleetWording]:
-    """Return where to, the secret, and what is said besides. Raise BadSetting."""
+    """Return the webhook, its secret and the wording of messages. Raise BadSetting."""
     from controller.config.flags import gather
 
     try:
@@ -84,14 +92,14 @@ def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, FleetWording]:
     try:
         return webhook, webhook.secret(), gather(NotifierSettings, "notifier", {}).wording()
     except ValueError as error:
-        raise BadSetting(f"the secret of the webhook: {error}") from error
+        raise BadSetting(f"invalid secret of the webhook: {error}") from error
 
 
-# --- try --------------------------------------------------------------------------------------------------------------
+# --- test -------------------------------------------------------------------------------------------------------------
 
 
 def samples(template: str, now: datetime) -> list[FollowedEvent]:
-    """Return what a webhook is tried with. What PagerDuty is told to open is closed again."""
+    """Return the sample events that test a webhook. An incident opened in PagerDuty is closed again."""
     opened = IncidentOpened(
         decided_at=now, incident=SAMPLE, subject="worker:w0", symptom="this is a test: nothing has happened"
     )
@@ -112,7 +120,7 @@ def _test(args: argparse.Namespace) -> int:
 
 async def _tested(args: argparse.Namespace) -> int:
     webhook, secret, wording = _webhook(args)
-    taken = True
+    accepted = True
     async with _sender() as send:
         for event in samples(args.template, SystemClock().now()):
             began = time.monotonic()
@@ -121,16 +129,16 @@ async def _tested(args: argparse.Namespace) -> int:
             good = _is_good(answer)
             status = answer.status if answer.status is not None else "none"
             print(f"{event.fact.kind()} {event.id}")
-            print(f"  answer  {status}, after {took_ms:.0f} ms: {'taken' if good else 'not taken'}")
+            print(f"  answer  {status}, after {took_ms:.0f} ms: {'accepted' if good else 'not accepted'}")
             if answer.says:
                 print(fitted(f"  says    {answer.says}"))
             if answer.status is not None and 300 <= answer.status < 400:
-                print("  redirects are not followed: name the URL that it leads to")
-            taken &= good
-    return 0 if taken else 1
+                print("  redirects are not followed: use the URL that it redirects to")
+            accepted &= good
+    return 0 if accepted else 1
 
 
-# --- what was not taken -----------------------------------------------------------------------------------------------
+# --- dead letters -----------------------------------------------------------------------------------------------------
 
 
 def _dead(args: argparse.Namespace) -> int:
@@ -147,7 +155,7 @@ async def _listed(args: argparse.Namespace) -> int:
             else:
                 _print(seq, letter)
     if args.output == "text":
-        print(count(letters, "dead letter") if letters else "there are no dead letters")
+        print(count(letters, "dead letter") if letters else "no dead letters")
     return 0
 
 
@@ -166,7 +174,7 @@ def _resend(args: argparse.Namespace) -> int:
 
 async def _sent_again(args: argparse.Namespace) -> int:
     webhook, secret, wording = _webhook(args)
-    taken = kept = 0
+    accepted = kept = 0
     async with _letters(args.data) as dead, _sender() as send:
         async for seq, letter in dead.all(args.webhook):
             try:
@@ -177,19 +185,19 @@ async def _sent_again(args: argparse.Namespace) -> int:
                 answer = await send(webhook, secret, wording, event)
             if _is_good(answer):
                 await dead.forget(seq)
-                taken += 1
+                accepted += 1
                 continue
             kept += 1
-            said = answer.says if not answer.status else f"{answer.status} {answer.says}"
-            print(fitted(f"{seq} was not taken: {said}"))
+            why = answer.says if not answer.status else f"{answer.status} {answer.says}"
+            print(fitted(f"{seq} was not accepted: {why}"))
             if is_away(answer.status):
-                print("the receiver is away: the others stay as they are")
+                print("the receiver is unavailable: the remaining events are not sent")
                 break
-    print(f"{taken} taken, {kept} not taken")
+    print(f"{accepted} accepted, {kept} not taken")
     return 1 if kept else 0
 
 
-# --- to the world -----------------------------------------------------------------------------------------------------
+# --- connections ------------------------------------------------------------------------------------------------------
 
 
 def _is_good(answer: Answer) -> bool:
@@ -198,15 +206,15 @@ def _is_good(answer: Answer) -> bool:
 
 @asynccontextmanager
 async def _letters(data: Path) -> AsyncIterator[DeadLetters]:
-    """Reach the dead letters. Raise HoldfastError where that fails."""
+    """Connect to the dead letters. Raise HoldfastError on failure."""
     url = str(find(data)["nats_url"])
     connection = await BrokerConnection.open(url, "operator", wait_s=REACH_S)
     try:
         if not connection.connected:
-            raise HoldfastError(f"the broker cannot be reached: {connection.why}")
+            raise HoldfastError(f"cannot reach the broker: {connection.why}")
         yield DeadLetters(connection)
     except BrokerRefused as error:
-        raise HoldfastError(f"the dead letters cannot be read: {error}") from error
+        raise HoldfastError(f"cannot read the dead letters: {error}") from error
     finally:
         await connection.close()
 
@@ -216,7 +224,7 @@ Send = Callable[[Webhook, str, FleetWording, FollowedEvent], "asyncio.Future[Ans
 
 @asynccontextmanager
 async def _sender() -> AsyncIterator[Send]:
-    """Yield what posts an event once."""
+    """Yield a function that posts an event once."""
     with trusting_nobody():
         from controller.webhooks.sender import WebhookSender
 
@@ -227,7 +235,7 @@ async def _sender() -> AsyncIterator[Send]:
         webhook: Webhook, secret: str, wording: FleetWording, event: FollowedEvent
     ) -> "asyncio.Future[Answer]":
         made = templates.request(webhook.template, event, wording, secret, int(clock.now().timestamp()))
-        if made is None:  # it neither begins nor ends anything
+        if made is None:  # the template has no message for this event
             done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             done.set_result(Answer(204, "nothing for this template"))
             return done

@@ -1,8 +1,8 @@
-"""What do the generated documents of the events say? Made from the catalogue, so never stale.
+"""Generates the documents of the events from the catalogue, so that they are never stale.
 
     python -m controller.commands.write_docs    rewrites docs/asyncapi.yaml, docs/schemas and the generated part of docs/events.md
 
-A test compares all files with what this module makes.
+A test compares all files with the output of this module.
 """
 
 import inspect
@@ -25,11 +25,11 @@ def markdown() -> str:
     """Return the generated part of docs/events.md."""
     lines = []
     for title, decided in (("Observations", False), ("Decisions", True)):
-        lines += [f"### {title}", "", "| kind | said by | promise |", "|---|---|---|"]
+        lines += [f"### {title}", "", "| kind | emitted by | promise |", "|---|---|---|"]
         chosen = [entry for entry in entries() if entry.decided is decided]
         lines += [f"| [`{e.kind}`](#{e.kind}) | {e.emitter} | {_cell(e.promise)} |" for e in chosen]
         lines.append("")
-    lines += ["### Schemas", "", "Every body is a JSON object. A field that is optional may be missing.", ""]
+    lines += ["### Schemas", "", "Every body is a JSON object. An optional field may be missing.", ""]
     for entry in entries():
         lines += [f"#### {entry.kind}", "", f"`{entry.subject}`", "", *_table(entry.fields), ""]
     for shape in SHAPES:
@@ -41,10 +41,10 @@ def markdown() -> str:
 
 
 def schemas() -> dict[str, str]:
-    """Return the JSON Schema of every kind's body, by the name of its file: a version's folder, and the kind.
+    """Return the JSON Schema of every kind's body, by file name: the version's folder and the kind.
 
-    There is one version. Within it fields are only added, and with a default; a body of an older release passes a newer schema,
-    and one of a newer release an older schema, which allows fields that it does not know.
+    There is one version. Within it fields are only added, with a default. A body of an older release validates against a newer
+    schema, and a body of a newer release against an older schema, which allows unknown fields.
     """
     return {f"{VERSION}/{entry.kind}.json": _written(_schema(entry)) for entry in entries()}
 
@@ -61,14 +61,14 @@ def _schema(entry: CatalogueEntry) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:holdfast:event:{VERSION}:{entry.kind}",
         "title": entry.kind,
-        "description": f"{entry.promise} Said by {entry.emitter}.",
+        "description": f"{entry.promise} Emitted by {entry.emitter}.",
         **{key: value for key, value in body.items() if key != "title"},
         **({"$defs": dict(sorted(shapes.items()))} if shapes else {}),
     }
 
 
 def _noted(schema: dict[str, Any], fields: tuple[FieldEntry, ...]) -> dict[str, Any]:
-    """Give each field what is said of it, and instants their format, which msgspec leaves out where a zone may lack."""
+    """Add each field's note as its description, and the date-time format that msgspec omits if the zone is optional."""
     for field in fields:
         described = schema["properties"][field.name]
         if field.type.partition(" ")[0] == "datetime":
@@ -96,7 +96,7 @@ def _cell(text: str) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return `page` with its generated part made anew. Raise ValueError if it has none."""
+    """Return `page` with a new generated part. Raise ValueError if it has none."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

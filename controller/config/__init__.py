@@ -1,1 +1,1 @@
-"""Settings of every role: sections, environment variables, flags."""
+"""Settings of every role: sections, environment variables and flags."""

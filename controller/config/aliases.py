@@ -1,6 +1,6 @@
-"""The seeds' names of settings that have other names here, accepted wherever settings are given. docs/seed-map.md lists them.
+"""Alternative names of settings from the design seeds, accepted wherever settings are read.
 
-What the seeds let one set and is fixed here is accepted with the value that it has.
+docs/seed-map.md lists them. A seed's setting that is fixed here is accepted with its fixed value only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ ALIASES: Mapping[str, str] = {
     "frontend.breaker.recovery_timeout_sec": "wait_s",
     "frontend.retry_after_sec": "retry_after_s",
 }
-"""A place in the settings, as a seed names its last part, and that part's name here. `*`: any model."""
+"""The place of a setting with the last part as a seed names it, and that part's name here. `*`: any model."""
 
 FIXED: Mapping[str, tuple[int, str]] = {
     "controller.policy.breaker.half_open_max_calls": (1, "one trial at a time, with a deadline"),
@@ -29,7 +29,7 @@ FIXED: Mapping[str, tuple[int, str]] = {
     "frontend.breaker.half_open_max_calls": (1, "one trial at a time, with a deadline"),
     "frontend.breaker.success_threshold": (1, "one trial that passes closes it"),
 }
-"""What the seeds let one set, the only value that there is here, and why."""
+"""Settings of the seeds that are fixed here: the only accepted value, and the reason."""
 
 
 DYNAMO: Mapping[str, str] = {
@@ -39,7 +39,7 @@ DYNAMO: Mapping[str, str] = {
     "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC": "frontend.active_prefill_tokens_threshold_frac",
     "DYN_HTTP_OVERLOAD_STATUS_CODE": "frontend.overload_status_code",
 }
-"""NVIDIA Dynamo's variables for what is the same here. Ours win."""
+"""NVIDIA Dynamo's variables for the same settings. Holdfast's own variables take precedence."""
 
 
 def from_dynamo(section: str, environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -47,30 +47,30 @@ def from_dynamo(section: str, environment: Mapping[str, str]) -> Mapping[str, st
     places = {variable: place.partition(".") for variable, place in DYNAMO.items()}
     return {
         name: environment[variable]
-        for variable, (whose, _, name) in places.items()
-        if whose == section and environment.get(variable)
+        for variable, (owner, _, name) in places.items()
+        if owner == section and environment.get(variable)
     }
 
 
 def canonical(section: str, path: Sequence[str]) -> list[str]:
-    """Return where a setting stands, by its own names, whichever it was given by."""
+    """Return the path of a setting under its own names, whichever name was used."""
     return [*path[:-1], _own((section, *path))]
 
 
 def fixed(section: str, path: Sequence[str], value: Any) -> bool:
-    """Return whether a setting is one of the seeds' that is fixed here. Raise BadSetting if it is to be another."""
+    """Return whether a setting is a fixed one of the seeds. Raise BadSetting if it is given another value."""
     place = ".".join((section, *path))
     if place not in FIXED:
         return False
     only, why = FIXED[place]
     if str(value) != str(only):
-        raise BadSetting(f"{place} = {value!r}: here it is {only}, always ({why})")
+        raise BadSetting(f"{place} = {value!r}: the value is fixed at {only} ({why})")
     return True
 
 
 def renamed(section: str, values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a section's values (those below `path`) by their own names, at every depth. Raise BadSetting where both names of
-    one are given."""
+    """Return a section's values (those below `path`) under their own names, at every depth. Raise BadSetting if a setting is
+    given under both names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         here = (*path, name)
@@ -79,12 +79,12 @@ def renamed(section: str, values: dict[str, Any], path: tuple[str, ...] = ()) ->
         own = _own((section, *here))
         if own in found or (own != name and own in values):
             place = ".".join((section, *path, own))
-            raise BadSetting(f"{place} is given twice, once as {name}: one of the two is enough")
+            raise BadSetting(f"{place} is given twice, once as {name}: remove one of the two")
         found[own] = renamed(section, value, here) if isinstance(value, dict) else value
     return found
 
 
 def _own(place: Sequence[str]) -> str:
-    """Return the own name of the last part of a place. A model's name may have dots in it."""
+    """Return the own name of the last part of a place. A model's name may contain dots."""
     exact = ALIASES.get(".".join(place))
     return exact or ALIASES.get(".".join((*place[:-2], "*", place[-1]))) or place[-1]

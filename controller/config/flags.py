@@ -1,9 +1,9 @@
-"""Settings from three places, the later winning: defaults, `HOLDFAST_<SECTION>__<FIELD>` in the environment, flags.
+"""Reads settings from defaults, environment variables (`HOLDFAST_<SECTION>__<FIELD>`) and flags.
 
-A section is a pydantic model; policies inside it are plain dataclasses, and are reached the same way:
-`HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`. A field that is no model itself also gets a flag:
-`interval_s` becomes `--interval-s`. A section whose field says `flags` (a prefix) gives one to each of its own fields; one
-that says `nested` gives one to each field that it names, at any depth.
+Later sources take precedence. A section is a pydantic model; policies inside it are plain dataclasses and are reached the same
+way: `HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`. A field that is not a model also gets a flag: `interval_s` becomes
+`--interval-s`. A section field marked `flags` (a prefix) gives a flag to each of its own fields. One marked `nested` gives a
+flag to each field that it lists, at any depth.
 """
 
 import argparse
@@ -34,21 +34,21 @@ def fields_of(model: type) -> dict[str, Any]:
 
 
 def is_section(annotation: Any) -> bool:
-    """Return whether a field has settings of its own below it."""
+    """Return whether a field contains settings of its own."""
     if not isinstance(annotation, type) or get_origin(annotation) is not None:
         return False
     return issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
 
 
 def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]]:
-    """Yield every field that has a flag: where its value goes (`field`, or `section.field`), the flag's names, and the field."""
+    """Yield every field that has a flag: its destination (`field` or `section.field`), the flag's names, and the field."""
     for name, field in model.model_fields.items():
         if not is_section(field.annotation):
             yield name, [_flag("--", name), *_extra(field, "also", ())], field
         elif issubclass(field.annotation, BaseModel):  # type: ignore[arg-type]
             section: type[BaseModel] = field.annotation  # type: ignore[assignment]
             for below, one in section.model_fields.items():
-                own = _extra(one, "flag", "")  # of a section in which only some settings have flags
+                own = _extra(one, "flag", "")  # for a section in which only some settings have flags
                 if start := _extra(field, "flags", ""):
                     yield f"{name}.{below}", [_flag(start, below), *_extra(one, "also", ())], one
                 elif own:
@@ -77,15 +77,15 @@ def _extra(field: FieldInfo, name: str, default: Any) -> Any:
 
 
 def _as_given(default: Any) -> str:
-    """Return a default as it would be given on the command line."""
+    """Return a default as it would be written on the command line."""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], *, only: Collection[str] | None = None
 ) -> None:
-    """Give `parser` a flag for every field that has one, unless it has one of that name already. `only`: of these places."""
-    # argparse shows the flags that a parser has nowhere else
+    """Add a flag for every field that has one, unless `parser` already has it. `only`: restrict to these places."""
+    # argparse exposes a parser's flags only in this private attribute
     taken = {option for action in parser._actions for option in action.option_strings}
     for place, names, field in flagged(model):
         if names[0] in taken or (only is not None and place not in only):
@@ -106,7 +106,7 @@ def add_flags(
 def gather(
     model: type[M], section: str, args: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> M:
-    """Build one section of the settings. Raise BadSetting, naming the setting, its value and what is expected."""
+    """Build one section of the settings. Raise BadSetting with the setting, its value and what is expected."""
     values = from_environment(model, section, os.environ if environment is None else environment)
     for place, _, field in flagged(model):
         if args.get(place) is not None:
@@ -116,7 +116,7 @@ def gather(
                 where = where.setdefault(part, {}) if isinstance(where, dict) else None
             if isinstance(
                 where, dict
-            ):  # else the environment sets the whole section otherwise: that is refused
+            ):  # otherwise the environment sets the whole section: validation rejects it
                 where[name] = _value(field.annotation, args[place])
     values = renamed(section, values)
     try:
@@ -126,7 +126,7 @@ def gather(
 
 
 def as_variables(section: str, model: type[BaseModel], args: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags that were given as the environment variables that say the same, for a process of that role."""
+    """Return the given flags as the equivalent environment variables, for a process of that role."""
     start = f"{PREFIX}{section.upper()}__"
     return {
         start + place.replace(".", "__").upper(): str(args[place])
@@ -136,7 +136,7 @@ def as_variables(section: str, model: type[BaseModel], args: Mapping[str, Any]) 
 
 
 def from_environment(model: type, section: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that the environment sets, nested as the model is. Raise BadSetting for a name that is none."""
+    """Return the fields that the environment sets, nested like the model. Raise BadSetting for an unknown name."""
     start = f"{PREFIX}{section.upper()}__"
     found: dict[str, Any] = {}
     for variable, text in environment.items():
@@ -148,7 +148,7 @@ def from_environment(model: type, section: str, environment: Mapping[str, str]) 
 
 
 def _place(found: dict[str, Any], model: type, variable: str, path: list[str], text: str) -> None:
-    """Put one variable's value where its name says."""
+    """Set one variable's value at the place that its name describes."""
     for depth, part in enumerate(path):
         fields = fields_of(model)
         if part not in fields:
@@ -157,15 +157,15 @@ def _place(found: dict[str, Any], model: type, variable: str, path: list[str], t
         if is_section(fields[part]) and not last:
             found, model = found.setdefault(part, {}), fields[part]
         elif last and part in found:
-            raise BadSetting(f"{variable} says what another variable says: {part} is given twice")
+            raise BadSetting(f"{variable} repeats another variable: {part} is given twice")
         elif last:
             found[part] = _value(fields[part], text)
         else:
-            raise BadSetting(f"{variable} is not a setting: {part} has nothing below it")
+            raise BadSetting(f"{variable} is not a setting: {part} has no settings of its own")
 
 
 def _value(annotation: Any, text: Any) -> Any:
-    """Read a text as its field wants it: seconds as a duration, JSON or comma-separated values as a collection."""
+    """Parse text for a field: seconds as a duration, JSON or comma-separated values as a collection."""
     if not isinstance(text, str):
         return text
     kinds = {get_origin(a) or a for a in (annotation, *get_args(annotation))}
@@ -185,13 +185,13 @@ def _value(annotation: Any, text: Any) -> Any:
 
 
 def describe(error: ValidationError, section: str, model: type[BaseModel] | None = None) -> str:
-    """Say in one sentence which settings are wrong, with their values, and what they should be. `model`: names their flags."""
+    """Return one sentence that names the wrong settings, their values and what is expected. `model` adds their flags."""
     flags = {} if model is None else {place: names[0] for place, names, _ in flagged(model)}
     return "; ".join(_sentence(dict(e), section, flags) for e in error.errors())
 
 
 def _sentence(error: Mapping[str, Any], section: str, flags: Mapping[str, str]) -> str:
-    """Say what is wrong with one setting. Of a whole section the message alone says which value is meant."""
+    """Return a sentence about one setting. For an error of a whole section, the message itself names the value."""
     place = ".".join(str(part) for part in error["loc"])
     name = f"{section}.{place}" if place else section
     message = error["msg"].removeprefix("Value error, ")

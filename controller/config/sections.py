@@ -1,6 +1,6 @@
-"""Every setting of the controller's side, by section.
+"""Every setting of the control side, by section.
 
-Each section is a model beside the code that obeys it; this page only knows where they are.
+Each section is a model next to the code that uses it. This module only locates them.
 """
 
 import re
@@ -14,8 +14,9 @@ from controller.config.variables import PLACES, PREFIX, SECTIONS, refuse_unknown
 
 
 def section(role: str) -> type[BaseModel]:
-    """Return the section that a role reads. The others' are not imported: pydantic takes its time over each. Raise
-    KeyError for a name that is no role's."""
+    """Return the settings section of a role. Raise KeyError for an unknown role.
+
+    Only that section is imported, because building pydantic models takes time."""
     match role:
         case "controller":
             from controller.runtime.settings import ControllerSettings
@@ -41,7 +42,7 @@ def section(role: str) -> type[BaseModel]:
 
 
 def effective(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return every setting's effective value by its dotted name, secrets masked. Raise BadSetting."""
+    """Return every setting's effective value by dotted name, with secrets masked. Raise BadSetting."""
     refuse_unknown(environment)
     found: dict[str, Any] = {}
     for place in PLACES:
@@ -53,5 +54,5 @@ def effective(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def masked(text: str) -> str:
-    """Return a URL with its password hidden."""
+    """Return a URL with its password masked."""
     return re.sub(r"(?<=://)([^:/@\s]*):([^@/\s]+)@", r"\1:***@", text)

@@ -1,4 +1,4 @@
-"""The names in the environment that are Holdfast's: a misspelt setting must not be silently the default."""
+"""Names of Holdfast's environment variables. A misspelt variable is an error, not a silent default."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ PLACES = (
     "HOLDFAST_FLEET_KEY_FILE",
     "HOLDFAST_ADMIN_HOSTS",
 )
-WORKER_PREFIX = "HOLDFAST_WORKER_"  # read by the worker, which refuses what it does not know
+WORKER_PREFIX = "HOLDFAST_WORKER_"  # read by the worker, which rejects unknown names
 SECTIONS = ("controller", "frontend", "projector", "planner", "notifier")
 
 

@@ -1,1 +1,1 @@
-"""The commands of `holdfast golden`, and the file in which goldens are exchanged."""
+"""The commands of `holdfast golden`, and the file format for exchanging goldens."""

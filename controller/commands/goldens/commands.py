@@ -1,4 +1,4 @@
-"""`holdfast golden`: shows the goldens of a fleet; approves, retires, records, exports and imports them."""
+"""`holdfast golden`: shows, approves, retires, records, exports and imports the goldens of a fleet."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from controller.adapters.postgres.reader import RowReader
 from controller.columns import fitted
 from controller.commands.goldens import file
 from controller.deciders.golden import Golden
-from controller.processes.operator_client import Operator, find, who
+from controller.processes.operator_client import Operator, find, operator_name
 from controller.read_model.rows import read_golden
 from controller.terminal_text import safe
 from events.errors import HoldfastError, UsageError
@@ -23,17 +23,17 @@ Run = Callable[[argparse.Namespace], int]
 READ_S = 5.0
 
 TEXTS = {
-    "list": "show the goldens: status, since when, and which workers agreed",
-    "record": "retire the goldens of a worker's canary key, and record its answers as provisional ones",
-    "approve": "make provisional goldens agreed, or the answers that a worker gave last",
-    "retire": "let goldens no longer count: they convict no worker, and the next answers are voted on",
-    "export": "write the agreed goldens as JSON",
-    "import": "validate a file of `export`, and approve the goldens that it holds",
+    "list": "show the goldens: status, since when, and the workers that agreed",
+    "record": "retire the goldens of a worker's canary key, and record its answers as provisional goldens",
+    "approve": "approve provisional goldens, or the latest answers of a worker",
+    "retire": "retire goldens: they convict no worker any more, and workers vote on the next answers",
+    "export": "export the agreed goldens as JSON",
+    "import": "validate a file written by `export`, and approve its goldens",
 }
 
 
 def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.ArgumentParser]) -> Run:
-    """Add the commands and their flags."""
+    """Add the subcommands and their flags."""
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="golden", required=True, parser_class=parser_class
     )
@@ -42,28 +42,38 @@ def prepare(parser: argparse.ArgumentParser, parser_class: type[argparse.Argumen
         add = command.add_argument
         add("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if name == "list":
-            add("-o", "--output", choices=("text", "json"), default="text", help="format (default: text)")
+            add(
+                "-o",
+                "--output",
+                choices=("text", "json"),
+                default="text",
+                help="output format (default: text)",
+            )
         if name == "export":
-            add("-o", "--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
+            add("-o", "--output", type=Path, metavar="FILE", help="output file (default: standard output)")
         if name == "import":
-            add("file", metavar="FILE", type=Path, help="file of `holdfast golden export`")
+            add("file", metavar="FILE", type=Path, help="file written by `holdfast golden export`")
             continue
         if name == "record":
-            add("worker", metavar="WORKER", help="worker whose answers are recorded")
+            add("worker", metavar="WORKER", help="worker to record the answers of")
         else:
-            add("--model", metavar="M", default="", help="goldens of this model")
-            add("--key", metavar="KEY", default="", help="goldens of this canary key")
+            add("--model", metavar="M", default="", help="select the goldens of this model")
+            add("--key", metavar="KEY", default="", help="select the goldens of this canary key")
         if name == "approve":
-            add("--worker", metavar="W", default="", help="the answers of this worker")
+            add("--worker", metavar="W", default="", help="approve the latest answers of this worker")
         if name in ("record", "approve", "retire"):
             add(
-                "--canary", metavar="C", action="append", default=[], help="this canary only; can be repeated"
+                "--canary",
+                metavar="C",
+                action="append",
+                default=[],
+                help="select this canary only; repeatable",
             )
     return lambda args: asyncio.run(_run(args))
 
 
 async def _run(args: argparse.Namespace) -> int:
-    """Run one command. Raise HoldfastError."""
+    """Run one subcommand. Raise HoldfastError."""
     match args.golden:
         case "list":
             known = await stored(args.data)
@@ -83,18 +93,18 @@ async def _run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredGoldens:
-    """What the state store has of goldens."""
+    """The goldens that the state store holds."""
 
     goldens: Sequence[Golden]
-    keys: frozenset[str]  # canary keys of the workers
-    decided_at: Mapping[int, datetime]  # when the journal took the decisions that moved them last, by number
+    keys: frozenset[str]  # the canary keys of all workers
+    decided_at: Mapping[int, datetime]  # time of the decisions that changed them last, by decision number
 
 
 async def stored(data: Path) -> StoredGoldens:
-    """Return the goldens of a fleet's state store. Raise UsageError, NoFleet or StoreUnavailable."""
+    """Return the goldens in the fleet's state store. Raise UsageError, NoFleet or StoreUnavailable."""
     url = find(data)["database_url"]
     if not url:
-        raise UsageError("goldens are read from the fleet's database: set HOLDFAST_DATABASE_URL or --data")
+        raise UsageError("goldens are stored in the fleet's database: set HOLDFAST_DATABASE_URL or --data")
     reader = RowReader(url)
     try:
         async with asyncio.timeout(READ_S):
@@ -128,7 +138,7 @@ def model(golden: Golden) -> str:
 
 
 def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
-    """Return goldens for programs."""
+    """Return goldens as JSON."""
     listed = [
         {
             "model": model(one),
@@ -148,7 +158,7 @@ def as_json(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> st
 
 
 def text(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> str:
-    """Return goldens for a person: a line for each canary key, below it its canaries. Empty without any."""
+    """Return goldens as text: a line per canary key, followed by its canaries. Empty if there are none."""
     return "\n".join(_lines(goldens, decided_at))
 
 
@@ -169,15 +179,17 @@ def _lines(goldens: Sequence[Golden], decided_at: Mapping[int, datetime]) -> Ite
 
 
 def _instant(at: datetime | None, sep: str, timespec: str) -> str:
-    """Return an instant as text; empty if it is not known, as of what no decision has moved."""
+    """Return an instant as text; empty if it is unknown because no decision changed the golden."""
     return at.isoformat(sep, timespec) if at is not None else ""
 
 
 def _by(golden: Golden) -> str:
-    """Return the workers behind a golden, and those that contradict it."""
-    said = "" if golden.status == "retired" else ", ".join(golden.by) or f"proposed by {golden.proposed_by}"
+    """Return the workers that support a golden, and those that contradict it."""
+    support = (
+        "" if golden.status == "retired" else ", ".join(golden.by) or f"proposed by {golden.proposed_by}"
+    )
     against = sorted(vote.worker for vote in golden.contradictions)
-    return f"{said}; contradicted by {', '.join(against)}" if against else said
+    return f"{support}; contradicted by {', '.join(against)}" if against else support
 
 
 def _export(goldens: Sequence[Golden], args: argparse.Namespace) -> None:
@@ -185,7 +197,7 @@ def _export(goldens: Sequence[Golden], args: argparse.Namespace) -> None:
     agreed = [one for one in goldens if one.status == "agreed"]
     if not agreed:
         raise HoldfastError(
-            f"there is no agreed golden{_filters(args)} to export; `holdfast golden list` shows all"
+            f"no agreed golden{_filters(args)} to export; `holdfast golden list` shows all goldens"
         )
     content = file.written(agreed)
     if path is None:
@@ -195,7 +207,7 @@ def _export(goldens: Sequence[Golden], args: argparse.Namespace) -> None:
         path.write_text(content)
     except OSError as error:
         raise HoldfastError(f"cannot write {path}: {error.strerror}") from error
-    print(f"{len(agreed)} goldens are in {path}")
+    print(f"exported {len(agreed)} goldens to {path}")
 
 
 async def _import(args: argparse.Namespace) -> None:
@@ -205,16 +217,16 @@ async def _import(args: argparse.Namespace) -> None:
     try:
         for key, answers in goldens.items():
             for batch in file.batches(answers):
-                body = {"act": "approve", "canary_key": key, "answers": batch, "by": who()}
+                body = {"act": "approve", "canary_key": key, "answers": batch, "by": operator_name()}
                 print(safe((await operator.ask("golden", body))["says"]))
             if key not in known:
-                print(fitted(safe(f"no worker has this canary key now: {key}")))
+                print(fitted(safe(f"no worker has this canary key at present: {key}")))
     finally:
         await operator.close()
 
 
 async def _request(args: argparse.Namespace) -> None:
-    body: dict[str, Any] = {"act": args.golden, "canaries": args.canary, "by": who()}
+    body: dict[str, Any] = {"act": args.golden, "canaries": args.canary, "by": operator_name()}
     named = {
         "worker": getattr(args, "worker", ""),
         "canary_key": getattr(args, "key", ""),
@@ -222,7 +234,9 @@ async def _request(args: argparse.Namespace) -> None:
     }
     if sum(map(bool, named.values())) != 1:
         choices = "--model, --key or --worker" if args.golden == "approve" else "--model or --key"
-        raise UsageError(f"name the goldens by one of {choices}; `holdfast golden list` shows them")
+        raise UsageError(
+            f"select the goldens with exactly one of {choices}; `holdfast golden list` shows them"
+        )
     operator = await Operator.connect(args.data)
     try:
         print(safe((await operator.ask("golden", body | named))["says"]))

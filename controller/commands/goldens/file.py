@@ -1,4 +1,4 @@
-"""The JSON file of `holdfast golden export` and `import`: how it is written, and what is checked when it is read."""
+"""The JSON file of `holdfast golden export` and `import`: writing, reading and validation."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,19 +14,19 @@ from events.observations import GoldenAnswer
 
 FORMAT = "holdfast-goldens-1"
 FILE_BYTES_MAX = 64 * 1024 * 1024
-GOLDEN_BYTES_MAX = 400 * 1024  # as JSON: an event has a megabyte at most
-KEY_PARTS_MIN = 8  # of a canary key: see `events.observations.canary_key`
+GOLDEN_BYTES_MAX = 400 * 1024  # as JSON; the limit of an event is one megabyte
+KEY_PARTS_MIN = 8  # parts of a canary key, see `events.observations.canary_key`
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class BadGoldenFile(HoldfastError):
-    """The file holds no goldens. Write one with `holdfast golden export -o FILE`."""
+    """The file is not a valid golden file. Write one with `holdfast golden export -o FILE`."""
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One golden of the file."""
+    """One golden in the file."""
 
     canary_key: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
     canary: Name
@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def answer(self) -> GoldenAnswer:
-        """The golden as the journal has it."""
+        """The golden as the journal represents it."""
         return GoldenAnswer(
             canary=self.canary,
             prompt=self.prompt,
@@ -57,7 +57,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def written(goldens: Iterable[Golden]) -> str:
-    """Return the agreed goldens as the text of a file."""
+    """Return the agreed goldens as the content of a file."""
     entries = [
         {
             "canary_key": one.canary_key,
@@ -75,12 +75,12 @@ def written(goldens: Iterable[Golden]) -> str:
 
 
 def read(path: Path) -> Mapping[str, tuple[GoldenAnswer, ...]]:
-    """Return the goldens of a file, by canary key. Raise BadGoldenFile with the place of what is wrong."""
+    """Return the goldens of a file by canary key. Raise BadGoldenFile, naming the position of the error."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise BadGoldenFile(f"{path} cannot be read: {error.strerror}") from error
+        raise BadGoldenFile(f"cannot read {path}: {error.strerror}") from error
     if len(data) > FILE_BYTES_MAX:
         raise BadGoldenFile(f"{path} is larger than {FILE_BYTES_MAX >> 20} MiB: export one model at a time")
     try:
@@ -97,34 +97,34 @@ def read(path: Path) -> Mapping[str, tuple[GoldenAnswer, ...]]:
 
 
 def _plain(text: str) -> str:
-    """Return a decoder's message without its own words for a place: `$.goldens[2].tokens` is `goldens[2].tokens`."""
+    """Return a decoder's message with plain paths: `$.goldens[2].tokens` becomes `goldens[2].tokens`."""
     return text.replace("`$.", "`").replace("`$`", "the top level")
 
 
 def _wrong(entry: Entry, known: list[str]) -> str:
-    """Return what no type says is wrong with a golden, and what to do; empty if nothing is."""
+    """Return what is wrong with a golden beyond its types, and how to fix it; empty if it is valid."""
     if entry.canary_key.count("|") < KEY_PARTS_MIN - 1:
         return (
-            f"{entry.canary_key!r} is no canary key (model|revision|tokenizer|engine|version|dtype|tpN|device); "
-            "`holdfast golden list` shows those of the fleet"
+            f"{entry.canary_key!r} is not a canary key (model|revision|tokenizer|engine|version|dtype|tpN|device); "
+            "`holdfast golden list` shows the fleet's keys"
         )
     if entry.canary in known:
-        return "a second golden of this canary and canary key: leave one of them out"
+        return "duplicate golden of this canary and canary key: remove one of them"
     if entry.top_k and len(entry.top_k) != len(entry.tokens):
-        return f"top_k has {len(entry.top_k)} positions, tokens {len(entry.tokens)}: they must be as many, or leave top_k out"
+        return f"top_k has {len(entry.top_k)} positions, tokens {len(entry.tokens)}: make the lengths equal, or omit top_k"
     for place, top in enumerate(entry.top_k):
         if not 0 < len(top) <= 64:
-            return f"top_k[{place}] has {len(top)} tokens: 1 to 64 are possible"
+            return f"top_k[{place}] has {len(top)} tokens: must have 1 to 64"
     if entry.asked and entry.asked < len(entry.tokens):
-        return f"asked is {entry.asked}, but there are {len(entry.tokens)} tokens: set it to 0, or to as many at least"
+        return f"asked is {entry.asked}, but there are {len(entry.tokens)} tokens: set it to 0, or to at least that number"
     size = len(codec.to_json(entry.answer))
     if size > GOLDEN_BYTES_MAX:
-        return f"it has {size:,} bytes, {GOLDEN_BYTES_MAX:,} are possible: list fewer tokens in top_k"
+        return f"{size:,} bytes exceed the limit of {GOLDEN_BYTES_MAX:,}: list fewer tokens in top_k"
     return ""
 
 
 def batches(answers: Iterable[GoldenAnswer]) -> Iterable[list[dict[str, Any]]]:
-    """Yield the goldens of one canary key as bodies of commands, each of which one event can hold."""
+    """Yield the goldens of one canary key in batches, as bodies of commands. Each batch fits into one event."""
     batch: list[dict[str, Any]] = []
     size = 0
     for answer in answers:
