@@ -1,10 +1,10 @@
-"""The console: a page on a frontend's admin port that shows the fleet as it is, and what happens in it.
+"""The web console: a live view of the fleet and its events on a frontend's admin port.
 
     memory.py ──▶ picture.py ──▶ sections.py ──▶ feed.py ──▶ endpoints.py ──▶ console.js
-    what is kept    the fold       what has        once for     over HTTP       draws it
-    while nobody    and the last   changed         all who
-    looks           events as rows                 look
+    events kept     fold and       changed         shared by    HTTP            draws the page
+    without         events as      rows            all viewers
+    viewers         rows
 
-`history.py` has a command read what the journal must tell, in a process beside the frontend; `guard.py` says who may ask,
-`actions.py` what may be done. Composed in `controller/processes/operating`.
+`history.py` reads the journal with a command in a separate process. `guard.py` decides which requests are answered, `actions.py`
+which actions are allowed. Composed in `controller/processes/operating`.
 """

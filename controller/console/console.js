@@ -1,21 +1,21 @@
 "use strict";
-// The console's page. What flows to it: see controller/console/feed.py. Whatever was named by somebody is text, never markup.
+// The console's page. controller/console/feed.py describes its data. Names from the fleet are inserted as text, never as markup.
 
-const SILENT_MS = 12_000; // without even a beat: the connection is dead, whatever the browser believes
-const HIDDEN_MS = 30_000; // a page that nobody sees lets go
+const SILENT_MS = 12_000; // without even a beat: the connection is dead, whatever the browser reports
+const HIDDEN_MS = 30_000; // a hidden page disconnects
 const EVENTS_MAX = 300;
-const ROWS = 200; // workers that are laid out, and so many more each time that somebody scrolls on
+const ROWS = 200; // workers laid out at first, and added on each scroll to the end
 const byId = (id) => document.getElementById(id);
 const clock = (at) => (at ? at.slice(11, 19) : "");
 const number = (value) => value.toLocaleString("en", { maximumFractionDigits: 1 });
 const natural = new Intl.Collator("en", { numeric: true });
-const percent = (share) => { // what is not quite all is never said to be
+const percent = (share) => { // never rounds a share below 1 to 100 %
   const exact = share > 0 && (share < 0.1 || (share > 0.99 && share < 1));
   return `${exact ? (Math.floor(1000 * share) / 10).toFixed(1) : (100 * share).toFixed(0)} %`;
 };
 
-let offset = 0; // of the stream's clock, which the lanes are by
-let have = {}; // the sections, by name
+let offset = 0; // of the stream's clock, which the lanes use
+let have = {}; // the sections by name
 let hello = { colors: {}, token: "" };
 
 function element(name, text = "", more = {}) {
@@ -34,7 +34,7 @@ function mark(state) {
   return made;
 }
 
-// --- what flows in
+// --- incoming data
 
 function apply(changes) {
   for (const [section, rows] of Object.entries(changes)) {
@@ -45,18 +45,18 @@ function apply(changes) {
   }
 }
 
-function take(told, whole) {
-  offset = told.now - Date.now();
+function receive(message, whole) {
+  offset = message.now - Date.now();
   if (whole) {
-    have = Object.fromEntries(Object.entries(told.sections).map(([name, rows]) => [name, new Map(Object.entries(rows))]));
+    have = Object.fromEntries(Object.entries(message.sections).map(([name, rows]) => [name, new Map(Object.entries(rows))]));
   } else {
-    apply(told.sections);
+    apply(message.sections);
   }
-  draw(told.sections, whole);
-  write(byId("at"), `as of ${clock(new Date(told.at).toISOString())} UTC, by ${hello.frontend}`);
-  performance.clearMeasures("refresh"); // for whoever measures: from the picture's taking to its being drawn
+  draw(message.sections, whole);
+  write(byId("at"), `as of ${clock(new Date(message.at).toISOString())} UTC, by ${hello.frontend}`);
+  performance.clearMeasures("refresh"); // for measurements: from the snapshot's time to its drawing
   requestAnimationFrame(() => setTimeout(() => {
-    performance.measure("refresh", { start: Math.max(0, told.at - performance.timeOrigin), end: performance.now() });
+    performance.measure("refresh", { start: Math.max(0, message.at - performance.timeOrigin), end: performance.now() });
     document.documentElement.dataset.ready = "yes";
   }));
 }
@@ -75,17 +75,17 @@ function listen() {
     live("live", false);
   };
   source.addEventListener("hello", (event) => { hello = JSON.parse(event.data); alive(); });
-  source.addEventListener("snapshot", (event) => { alive(); take(JSON.parse(event.data), true); });
-  source.addEventListener("changes", (event) => { alive(); take(JSON.parse(event.data), false); });
+  source.addEventListener("snapshot", (event) => { alive(); receive(JSON.parse(event.data), true); });
+  source.addEventListener("changes", (event) => { alive(); receive(JSON.parse(event.data), false); });
   source.addEventListener("beat", alive);
   source.addEventListener("error", async () => {
     if (source !== mine) return;
-    live("no connection to this frontend; trying again …", true);
-    if (mine.readyState !== EventSource.CLOSED) return; // the browser tries again by itself, but not after a refusal
+    live("no connection to this frontend; reconnecting …", true);
+    if (mine.readyState !== EventSource.CLOSED) return; // the browser reconnects by itself, but not after a refusal
     try {
       const answer = await fetch("console/events", { method: "HEAD" });
-      if (!answer.ok) live(`this frontend answers ${answer.status}: too many may be looking`, true);
-    } catch { /* it is said already */ }
+      if (!answer.ok) live(`this frontend answers ${answer.status}: it may have too many viewers`, true);
+    } catch { /* already shown */ }
     setTimeout(() => { if (source === mine) listen(); }, 5000);
   });
   heard = Date.now();
@@ -95,10 +95,10 @@ setInterval(() => { if (source && Date.now() - heard > SILENT_MS) listen(); }, 3
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hidden);
   if (!document.hidden) { if (!source) listen(); }
-  else hidden = setTimeout(() => { source?.close(); source = undefined; write(byId("live"), "asleep"); }, HIDDEN_MS);
+  else hidden = setTimeout(() => { source?.close(); source = undefined; write(byId("live"), "paused while hidden"); }, HIDDEN_MS);
 });
 
-// --- what is drawn
+// --- drawing
 
 function draw(changed, whole) {
   if (whole || changed.head) drawHead();
@@ -115,14 +115,14 @@ function drawHead() {
   write(byId("headline"), head.headline.text);
   byId("headline").className = `headline ${head.headline.level}`;
   const figures = {
-    "of the fleet serves": percent(head.share),
+    "serving capacity": percent(head.share),
     "streams": number(head.streams),
     "answers/s": number(head.answers),
     "tokens/s": number(head.tokens),
     "first token": head.ttft_ms < 0 ? "–" : `${number(head.ttft_ms)} ms`,
-    "refused/s": number(head.refused),
-    "moved in 5 min": number(head.moved),
-    "events so far": number(head.seq),
+    "rejected/s": number(head.refused),
+    "migrated in 5 min": number(head.moved),
+    "events": number(head.seq),
   };
   const list = byId("figures");
   if (!list.children.length) {
@@ -133,11 +133,11 @@ function drawHead() {
     }
   }
   Object.values(figures).forEach((text, n) => write(list.children[n].lastChild, text));
-  const legend = byId("legend"), told = JSON.stringify(head.states);
-  if (legend.dataset.told === told) return;
-  legend.dataset.told = told;
+  const legend = byId("legend"), shown = JSON.stringify(head.states);
+  if (legend.dataset.shown === shown) return;
+  legend.dataset.shown = shown;
   legend.replaceChildren(...Object.entries(head.states).map(([state, count]) => {
-    const button = element("button", "", { type: "button", title: `show those that are ${state}` });
+    const button = element("button", "", { type: "button", title: `show workers in state ${state}` });
     button.append(mark(state), `${count} ${state}`);
     button.addEventListener("click", () => { byId("find").value = byId("find").value === state ? "" : state; workers.filter(); });
     return button;
@@ -157,7 +157,7 @@ function drawModels() {
     const row = element("tr"), share = element("td"), carries = element("td");
     const part = one.share ?? 0;
     share.append(meter(part, part < 0.5), percent(part));
-    if (one.promised_rps === undefined || one.promised_rps === null) carries.textContent = "nothing is promised";
+    if (one.promised_rps === undefined || one.promised_rps === null) carries.textContent = "no objective";
     else {
       const ratio = (one.capacity_rps ?? 0) / one.promised_rps;
       carries.append(meter(ratio, ratio < 1), `${number(one.capacity_rps ?? 0)} of ${number(one.promised_rps)} requests/s`);
@@ -174,7 +174,7 @@ function drawModels() {
 
 // --- the lanes
 
-const OVER_MS = 600_000, LEAST_MS = 60_000, TICKS_MAX = 6; // of a fleet that has only begun, as much as there is
+const OVER_MS = 600_000, LEAST_MS = 60_000, TICKS_MAX = 6; // a young fleet shows its whole life
 const LANE = 20, NAME = 90, RIGHT = 20, SHARE = 46;
 
 function shape(name, attributes, text = "") {
@@ -215,13 +215,13 @@ function drawLanes() {
       return until <= begin ? "" : `L${x(at)} ${high(share)}L${x(until)} ${high(share)}`;
     }).join("");
     drawn.push(shape("path", { d: `M${x(steps[0][0])} ${lower + SHARE}${path}L${x(end)} ${lower + SHARE}Z` }),
-      shape("text", { x: 0, y: lower + SHARE / 2 }, `${percent(steps.at(-1)[1])} serves`));
+      shape("text", { x: 0, y: lower + SHARE / 2 }, `${percent(steps.at(-1)[1])} serving`));
   }
   const states = new Set(names.flatMap((name) => have.lanes.get(name).map(([, state]) => state))), legend = byId("colours");
-  const told = Object.keys(hello.colors).filter((state) => states.has(state));
-  if (legend.dataset.told !== told.join()) {
-    legend.dataset.told = told.join();
-    legend.replaceChildren(...told.map((state) => {
+  const shown = Object.keys(hello.colors).filter((state) => states.has(state));
+  if (legend.dataset.shown !== shown.join()) {
+    legend.dataset.shown = shown.join();
+    legend.replaceChildren(...shown.map((state) => {
       const one = element("span");
       one.append(mark(state), state);
       return one;
@@ -247,7 +247,7 @@ function drawIncidents() {
   }));
 }
 
-// --- the workers: a row each, of which only what has changed is touched
+// --- the workers: one row each; only changed cells are updated
 
 const workers = {
   rows: new Map(),
@@ -303,7 +303,7 @@ const workers = {
       write(known.state, row.state);
     }
     const canary = row.canary ? `${row.canary} ${clock(row.canary_at)}${row.canary_ms ? `, ${row.canary_ms} ms` : ""}` : "–";
-    const place = row.place ? `serves in the place of ${row.place}` : "";
+    const place = row.place ? `replaces ${row.place}` : "";
     const why = [row.why, place].filter(Boolean).join("; ");
     const texts = [row.spare ? "spare" : String(row.weight ?? 0), row.breaker || "–", this.streams(name), row.model ?? "", canary, why];
     texts.forEach((text, n) => write(known.cells[n + 1], text));
@@ -338,7 +338,7 @@ const workers = {
     }
     byId("more").hidden = found <= this.room;
     write(byId("more"), `Show ${Math.min(ROWS, found - this.room)} more`);
-    write(byId("found"), words.length ? `${found} of ${this.rows.size}` : `${this.rows.size} in all`);
+    write(byId("found"), words.length ? `${found} of ${this.rows.size}` : `${this.rows.size} in total`);
   },
 };
 const showMore = () => { workers.room += ROWS; workers.filter(); };
@@ -351,7 +351,7 @@ byId("more").parentElement.addEventListener("scroll", ({ target }) => {
 // --- one worker
 
 let shownWorker = "";
-const ACTS = { drain: "Drain", resume: "Resume", move: "Move its streams elsewhere", restart: "Restart" };
+const ACTS = { drain: "Drain", resume: "Resume", move: "Move its streams", restart: "Restart" };
 
 function showWorker(name) {
   const row = have.workers.get(name);
@@ -359,12 +359,12 @@ function showWorker(name) {
   write(byId("worker-name"), name);
   const facts = row === undefined ? { state: "gone" } : {
     "state": `${row.state}${row.spare ? ", a spare" : ""}`, "weight": String(row.weight ?? 0), "breaker": row.breaker,
-    "streams": workers.streams(name), "why": row.why, "last canary": row.canary && `${row.canary} at ${row.canary_at}, ${row.canary_ms ?? 0} ms`,
-    "in the place of": row.place, "incident": row.incident, "model": row.model, "engine": row.engine, "host": row.host, "here since": row.since,
+    "streams": workers.streams(name), "reason": row.why, "last canary": row.canary && `${row.canary} at ${row.canary_at}, ${row.canary_ms ?? 0} ms`,
+    "replaces": row.place, "incident": row.incident, "model": row.model, "engine": row.engine, "host": row.host, "joined": row.since,
   };
-  const told = Object.entries(facts).filter(([, text]) => text).flatMap(([what, text]) => [element("dt", what), element("dd", text)]);
-  byId("worker-facts").replaceChildren(...told);
-  const acts = byId("acts"), made = `${hello.token ? "may" : "may not"} ${name}`;
+  const items = Object.entries(facts).filter(([, text]) => text).flatMap(([what, text]) => [element("dt", what), element("dd", text)]);
+  byId("worker-facts").replaceChildren(...items);
+  const acts = byId("acts"), made = `${hello.token ? "allowed" : "not allowed"} ${name}`;
   if (acts.dataset.made === made) return;
   acts.dataset.made = made;
   if (hello.token) {
@@ -375,7 +375,7 @@ function showWorker(name) {
     }));
   } else {
     const hint = element("p", "", { className: "hint" });
-    hint.append("This console only shows. To act from here start the fleet with ", element("code", "--console-actions"), ", or type ",
+    hint.append("This console is read-only. To enable actions, start the fleet with ", element("code", "--console-actions"), ", or run ",
       element("code", `holdfast drain ${name}`), ".");
     acts.replaceChildren(hint);
   }
@@ -391,16 +391,16 @@ async function act(verb, worker, text) {
       method: "POST", headers: { "Content-Type": "application/json", "X-Holdfast-Console": hello.token },
       body: JSON.stringify({ verb, worker }),
     });
-    const said = await answer.json();
-    done.textContent = said.says ?? `Not done: ${said.error}`;
+    const result = await answer.json();
+    done.textContent = result.says ?? `Not done: ${result.error}`;
   } catch (error) {
-    done.textContent = `Nobody answered: ${error.message}. The events below tell whether it was done.`;
+    done.textContent = `No answer: ${error.message}. The events below show whether it was done.`;
   } finally {
     buttons.forEach((one) => { one.disabled = false; });
   }
 }
 
-// --- what happens
+// --- the events
 
 const flow = {
   nodes: new Map(),
@@ -408,7 +408,7 @@ const flow = {
 
   show() {
     const words = byId("words").value.toLowerCase().split(/\s+/).filter(Boolean), filter = words.join(" ");
-    if (this.paused) { write(byId("told"), "paused"); return; }
+    if (this.paused) { write(byId("event-count"), "paused"); return; }
     const body = byId("events").tBodies[0];
     for (const [seq, node] of this.nodes) {
       if (!have.events.has(seq)) { node.remove(); this.nodes.delete(seq); }
@@ -428,45 +428,45 @@ const flow = {
       shown += found;
       if (node.hidden === found) node.hidden = !found;
     }
-    write(byId("told"), filter ? `${shown} of the last ${have.events.size}` : `the last ${have.events.size}`);
+    write(byId("event-count"), filter ? `${shown} of the last ${have.events.size}` : `the last ${have.events.size}`);
   },
 };
 byId("words").addEventListener("input", () => flow.show());
 byId("pause").addEventListener("click", () => {
   flow.paused = !flow.paused;
   byId("pause").setAttribute("aria-pressed", String(flow.paused));
-  byId("pause").textContent = flow.paused ? "Go on" : "Pause";
+  byId("pause").textContent = flow.paused ? "Resume" : "Pause";
   flow.show();
 });
 
-// --- a request's story
+// --- the history of a request
 
 byId("ask").addEventListener("submit", async (event) => {
   event.preventDefault();
   const id = byId("request").value.trim(), story = byId("story");
   if (!id) return;
-  story.textContent = `Asking the journal for ${id} …`;
+  story.textContent = `Reading the journal for ${id} …`;
   try {
     const answer = await fetch(`console/request?id=${encodeURIComponent(id)}`);
-    const told = await answer.json();
+    const history = await answer.json();
     if (byId("request").value.trim() !== id) return;
-    if (told.error) story.textContent = told.error;
-    else tell(story, told);
+    if (history.error) story.textContent = history.error;
+    else showHistory(story, history);
   } catch (error) {
-    story.textContent = `It cannot be asked for: ${error.message}`;
+    story.textContent = `Cannot load it: ${error.message}`;
   }
 });
 
-function tell(story, told) {
+function showHistory(story, history) {
   const box = element("div", "", { className: "story" }), list = element("ol", "", { className: "causes" });
-  const says = told.now.length && !told.events.length ? [`request ${told.request}`] : told.says; // the journal knows nothing yet
-  for (const line of [...says, ...told.now]) box.append(element("p", line));
-  for (const one of told.events) {
+  const says = history.now.length && !history.events.length ? [`request ${history.request}`] : history.says; // the journal has no event of it yet
+  for (const line of [...says, ...history.now]) box.append(element("p", line));
+  for (const one of history.events) {
     const item = element("li"), when = element("span", `${one.at.slice(0, 10)} ${one.at.slice(11, 23)} `, { className: "clock" });
     item.append(when, one.text);
     list.append(item);
   }
-  if (told.events.length) box.append(list);
+  if (history.events.length) box.append(list);
   story.replaceChildren(box);
 }
 

@@ -1,4 +1,4 @@
-"""The console, whole: what it is made of, what it does while somebody looks, and what it answers."""
+"""The console of one frontend: connects its data sources, feed and endpoints."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from controller.ports import Clock
 from events.errors import HoldfastError
 from events.fact import Recorded
 
-EARLIER_S = 1.5  # for what was before this frontend began, once
+EARLIER_S = 1.5  # per query for the time before this frontend's start, once
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 log = structlog.get_logger(__name__)
@@ -28,17 +28,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSources:
-    """Where the console has what it shows."""
+    """The data sources of the console."""
 
-    name: str  # of the frontend
-    names: frozenset[str]  # of its host
+    name: str  # name of the frontend
+    names: frozenset[str]  # names of its host
     fleet: Callable[[], Fleet]
-    seq: Callable[[], int]  # of the last event that the fleet is the fold of
-    streams: Callable[[], Mapping[str, int]]  # by worker that this frontend reaches
-    fault: Callable[[], str]  # why all of this may be old; empty: it is not
-    running: Callable[[str], Sequence[str]]  # by which workers a request is answered here now, in words
-    earlier: Callable[[int], Awaitable[Sequence[Recorded]]]  # the last events up to a sequence
-    ended: Callable[[], Awaitable[Sequence[EndedIncident]]]  # the last incidents that are over
+    seq: Callable[[], int]  # sequence of the last folded event
+    streams: Callable[[], Mapping[str, int]]  # streams by worker, for workers that this frontend reaches
+    fault: Callable[[], str]  # why the data may be old; empty if it is current
+    running: Callable[[str], Sequence[str]]  # lines about the workers that answer a request here now
+    earlier: Callable[[int], Awaitable[Sequence[Recorded]]]  # the latest events up to a sequence
+    ended: Callable[[], Awaitable[Sequence[EndedIncident]]]  # the incidents that ended last
 
 
 class Console:
@@ -47,24 +47,24 @@ class Console:
     def __init__(
         self, sources: ConsoleSources, clock: Clock, history: HistoryReader, act: WorkerAct | None = None
     ) -> None:
-        """`act`: what does what is asked for; without it the console only shows."""
+        """`act` carries out operator actions; without it the console is read-only."""
         self._sources, self._clock = sources, clock
         self._memory = FlowMemory()
         self._picture = FleetPicture(self._memory)
-        self._first: int | None = None  # sequence of the first event that we were told of
-        self._heard: tuple[datetime, float] | None = None  # the stream's time of the last one, and ours
-        self._knows_earlier = False
+        self._first: int | None = None  # sequence of the first event that this console received
+        self._heard: tuple[datetime, float] | None = None  # time of the last event by the stream, and by the monotonic clock here
+        self._loaded_earlier = False
         self._feed = ConsoleFeed(self._take, self._times, self._begin)
         self._endpoints = ConsoleEndpoints(
             self._feed, history, sources.running, sources.name, sources.names, act
         )
 
     async def run(self) -> None:
-        """Keep pages up to date, for as long as somebody looks at one."""
+        """Keep open pages up to date."""
         await self._feed.run()
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Take in what the journal tells; `fleet`: as it is by then. Never raises: who tells us has requests to route."""
+        """Add events; `fleet` is the fold after them. Never raises, because the caller routes requests."""
         if not batch:
             return
         if self._first is None:
@@ -76,7 +76,7 @@ class Console:
             log.exception("console_failed")
 
     def before(self, other: Handler) -> Handler:
-        """Return a handler that answers what is the console's, and leaves the rest to another one."""
+        """Return a handler that answers the console's paths and passes other requests to `other`."""
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             ours = self._endpoints.serves(request.path)
@@ -95,17 +95,17 @@ class Console:
         return {"at": round(1e3 * ours.timestamp()), "now": round(1e3 * streams.timestamp())}
 
     def _now(self) -> datetime:
-        """Return the stream's time, as far as we can know it."""
+        """Return the stream's time, as far as it is known."""
         if self._heard is None:
             return self._clock.now()
         at, heard = self._heard
         return at + timedelta(seconds=self._clock.monotonic() - heard)
 
     async def _begin(self) -> None:
-        """Learn, once, what was before this frontend began; without it the page begins with what has happened since."""
-        if self._knows_earlier:
+        """Load, once, incidents and events from before this frontend's start. Without them the page starts from there."""
+        if self._loaded_earlier:
             return
-        self._knows_earlier = True
+        self._loaded_earlier = True
         try:
             async with asyncio.timeout(EARLIER_S):
                 self._memory.remember(*await self._sources.ended())

@@ -1,10 +1,12 @@
-"""The console over HTTP, on a frontend's admin port: its page, what flows to it, and what it asks for.
+"""The console over HTTP, on a frontend's admin port.
 
-GET  /console                       the page; /console/console.js, /console/console.css
-GET  /console/events                server-sent events: hello, snapshot, changes, beat
-GET  /console/report?incident=ID    a post-mortem as of now; ?since=WHEN
-GET  /console/request?id=ID         what became of a request, as JSON
-POST /console/act                   drain, resume, move or restart a worker; only where that is allowed
+Endpoints:
+
+    GET  /console                       the page; /console/console.js, /console/console.css
+    GET  /console/events                server-sent events: hello, snapshot, changes, beat
+    GET  /console/report?incident=ID    a post-mortem as of now; ?since=WHEN
+    GET  /console/request?id=ID         the history of a request, as JSON
+    POST /console/act                   drain, resume, move or restart a worker, if actions are enabled
 """
 
 import asyncio
@@ -18,30 +20,30 @@ import structlog
 from aiohttp import web
 
 from controller.console import guard
-from controller.console.actions import READ_ONLY, ActionUnclear, WorkerAct, understood
-from controller.console.feed import ConsoleFeed, TooManyLook, event
-from controller.console.history import HistoryBusy, HistoryReader, HistorySilent
+from controller.console.actions import READ_ONLY, ActionUnclear, WorkerAct, parse_action
+from controller.console.feed import ConsoleFeed, TooManyViewers, event
+from controller.console.history import HistoryBusy, HistoryReader, HistoryUnavailable
 from controller.replay.report.figure import COLORS
 from events.errors import HoldfastError
 
 PATH = "/console"
-WRITE_S = 20.0  # for one who looks to read anything at all
+WRITE_S = 20.0  # deadline for a viewer to read any data
 ACT_S = 15.0
 BODY_S = 5.0
 BODY_BYTES_MAX = 4096
 
-USUAL = {
+COMMON = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-PAGE = USUAL | {
+PAGE = COMMON | {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 }
-# A post-mortem is one file with its script in it. In a sandbox it has no origin, and so cannot ask the console for anything.
-REPORT = USUAL | {
+# A post-mortem is one file that contains its script. The sandbox gives it no origin, so it cannot send requests to the console.
+REPORT = COMMON | {
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; frame-ancestors 'none'"
 }
@@ -53,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 @cache
 def _asset(name: str) -> bytes:
-    """Return a file of the page; the style goes on from that of a post-mortem."""
+    """Return a file of the page. The style sheet extends that of a post-mortem."""
     text = (files(__package__) / name).read_bytes()
     if name == "console.css":
         text = (files("controller.replay.report") / "report.css").read_bytes() + text
@@ -62,18 +64,18 @@ def _asset(name: str) -> bytes:
 
 @dataclass(slots=True)
 class ConsoleEndpoints:
-    """Answers what is asked below `PATH`."""
+    """Answers requests below `PATH`."""
 
     feed: ConsoleFeed
     history: HistoryReader
-    running: Callable[[str], Sequence[str]]  # by which workers a request is answered here now, in words
-    name: str  # of this frontend
-    names: frozenset[str]  # of its host
-    act: WorkerAct | None = None  # None: it shows, and does nothing
+    running: Callable[[str], Sequence[str]]  # lines about the workers that answer a request here now
+    name: str  # name of this frontend
+    names: frozenset[str]  # names of its host
+    act: WorkerAct | None = None  # None: read-only
     _token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
 
     def serves(self, path: str) -> bool:
-        """Say whether a path is the console's."""
+        """Return whether a path belongs to the console."""
         return path == PATH or path.startswith(f"{PATH}/")
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -81,9 +83,9 @@ class ConsoleEndpoints:
         if request.path == f"{PATH}/act":
             return await self._act(request)
         if why := guard.refusal(request.headers, self.names):
-            return _said(403, f"The console does not answer: {why}.")
+            return _text(403, f"The console refuses this request: {why}.")
         if request.method not in ("GET", "HEAD"):
-            return _said(405, "The console only answers GET.", {"Allow": "GET, HEAD"})
+            return _text(405, "The console answers only GET.", {"Allow": "GET, HEAD"})
         name = request.path.removeprefix(PATH).removeprefix("/")
         if name in ASSETS:
             return web.Response(body=_asset(name), content_type=ASSETS[name], charset="utf-8", headers=PAGE)
@@ -92,7 +94,7 @@ class ConsoleEndpoints:
                 body = _asset("console.html")
                 return web.Response(body=body, content_type="text/html", charset="utf-8", headers=PAGE)
             case "/console/":
-                return web.Response(status=308, headers=USUAL | {"Location": "../console"})
+                return web.Response(status=308, headers=COMMON | {"Location": "../console"})
             case "/console/events":
                 return await self._events(request)
             case "/console/report":
@@ -100,79 +102,79 @@ class ConsoleEndpoints:
             case "/console/request":
                 return await self._request(request.query)
             case _:
-                return _said(404, "The console has no such page: it is at /console.")
+                return _text(404, "No such page. The console is at /console.")
 
     async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
-            with self.feed.looking() as told:
-                response = web.StreamResponse(headers=USUAL | {"Content-Type": "text/event-stream"})
+            with self.feed.subscribe() as events:
+                response = web.StreamResponse(headers=COMMON | {"Content-Type": "text/event-stream"})
                 if request.method == "HEAD":
                     return web.Response(headers=response.headers)
                 await response.prepare(request)
                 await response.write(self._hello())
-                async for said in told:
+                async for data in events:
                     async with asyncio.timeout(WRITE_S):
-                        await response.write(said)
+                        await response.write(data)
                 return response
-        except TooManyLook as error:
-            return _said(503, str(error), {"Retry-After": "10"})
+        except TooManyViewers as error:
+            return _text(503, str(error), {"Retry-After": "10"})
         except (TimeoutError, ConnectionError):
             if request.transport is not None:
-                request.transport.abort()  # who does not read comes back, and begins anew
+                request.transport.abort()  # a viewer that does not read reconnects and gets a new snapshot
             return response
 
     def _hello(self) -> bytes:
-        """Say who shows it, in which colours, and, to who may act, by which word."""
-        said = {"frontend": self.name, "colors": COLORS, "token": self._token if self.act is not None else ""}
-        return event("hello", said)
+        """Return the first event: the frontend's name, the colours and, if actions are enabled, the token for them."""
+        body = {"frontend": self.name, "colors": COLORS, "token": self._token if self.act is not None else ""}
+        return event("hello", body)
 
     async def _report(self, query: Mapping[str, str]) -> web.Response:
         incident, since = query.get("incident", ""), query.get("since", "")
         if bool(incident) == bool(since):
-            return _said(400, "Either ?incident=ID or ?since=WHEN (10m, 12:00:03) is wanted.")
+            return _text(400, "Give either ?incident=ID or ?since=WHEN (10m, 12:00:03).")
         try:
             page = await self.history.report(incident=incident, since=since)
         except HistoryBusy as error:
-            return _said(503, str(error), {"Retry-After": "5"})
-        except HistorySilent as error:
-            return _said(404, f"There is no such post-mortem: {error}")
+            return _text(503, str(error), {"Retry-After": "5"})
+        except HistoryUnavailable as error:
+            return _text(404, f"No such post-mortem: {error}")
         return web.Response(body=page, content_type="text/html", charset="utf-8", headers=REPORT)
 
     async def _request(self, query: Mapping[str, str]) -> web.Response:
         id = query.get("id", "")
         try:
             story = await self.history.story(id)
-            return web.json_response(story | {"now": self.running(id.strip())}, headers=USUAL)
+            return web.json_response(story | {"now": self.running(id.strip())}, headers=COMMON)
         except HistoryBusy as error:
             return _error(503, str(error))
-        except HistorySilent as error:
+        except HistoryUnavailable as error:
             return _error(404, str(error))
 
     async def _act(self, request: web.BaseRequest) -> web.Response:
         if request.method != "POST":
-            return _error(405, "POST is wanted", {"Allow": "POST"})
+            return _error(405, "use POST", {"Allow": "POST"})
         if self.act is None:
             return _error(403, READ_ONLY)
         if why := guard.refusal_to_act(request.headers, self.names, self._token):
-            return _error(403, f"this is not done: {why}")
+            return _error(403, f"the action was not carried out: {why}")
         try:
             async with asyncio.timeout(BODY_S):
-                action = understood(await _body(request))
+                action = parse_action(await _body(request))
         except ActionUnclear as error:
             return _error(400, str(error))
         except TimeoutError:
-            return _error(408, f"the body has not come within {BODY_S:g} s")
-        by = f"console of {self.name}, {request.remote or 'somebody'}"
+            return _error(408, f"the body did not arrive within {BODY_S:g} s")
+        by = f"console of {self.name}, {request.remote or 'unknown address'}"
         try:
             async with asyncio.timeout(ACT_S):
-                said = await self.act(action.verb, action.body(by))
+                result = await self.act(action.verb, action.body(by))
         except HoldfastError as error:
             log.info("console_action_failed", verb=action.verb, worker=action.worker, by=by, why=str(error))
             return _error(409, str(error))
         except TimeoutError:
-            return _error(504, f"nobody has said within {ACT_S:g} s whether it was done: the events tell")
+            return _error(504, f"no controller reported within {ACT_S:g} s whether it was done; the events show it")
         log.info("console_action", verb=action.verb, worker=action.worker, by=by)
-        return web.json_response({"says": said}, headers=USUAL)
+        return web.json_response({"says": result}, headers=COMMON)
 
 
 async def _body(request: web.BaseRequest) -> bytes:
@@ -180,13 +182,13 @@ async def _body(request: web.BaseRequest) -> bytes:
     async for part in request.content.iter_any():
         body += part
         if len(body) > BODY_BYTES_MAX:
-            raise ActionUnclear(f"the body has more than {BODY_BYTES_MAX} bytes")
+            raise ActionUnclear(f"the body is larger than {BODY_BYTES_MAX} bytes")
     return bytes(body)
 
 
-def _said(status: int, text: str, more: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(status=status, text=f"{text}\n", headers=USUAL | dict(more or {}))
+def _text(status: int, text: str, more: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, text=f"{text}\n", headers=COMMON | dict(more or {}))
 
 
 def _error(status: int, text: str, more: Mapping[str, str] | None = None) -> web.Response:
-    return web.json_response({"error": text}, status=status, headers=USUAL | dict(more or {}))
+    return web.json_response({"error": text}, status=status, headers=COMMON | dict(more or {}))

@@ -1,6 +1,6 @@
-"""Which requests the console answers: those that its port answers, and of acts only those of its own page.
+"""Access control of the console: the admin port's checks, and for actions the page's own token.
 
-What changes anything has to come from a page of this origin, which knows a word that is drawn when the frontend starts.
+A request for an action must come from a page of this origin that knows a token drawn at the frontend's start.
 """
 
 import hmac
@@ -14,12 +14,12 @@ TOKEN = "X-Holdfast-Console"
 
 
 def refusal_to_act(headers: Mapping[str, str], names: frozenset[str], token: str) -> str:
-    """Return why a request that changes something is refused; empty: it is not. `names`: this host's own."""
+    """Return why a request for an action is refused; empty if it is allowed. `names`: names of this host."""
     if why := refusal(headers, names):
         return why
     host = headers.get("Host", "")
     if headers.get("Origin", "") not in (f"http://{host}", f"https://{host}"):
-        return "it does not come from this console's page: its Origin is another one"
+        return "it does not come from this console's page: its Origin differs"
     if not hmac.compare_digest(headers.get(TOKEN, "").encode(), token.encode()):
-        return f"its {TOKEN} is not this frontend's: load the page again"
+        return f"its {TOKEN} does not match this frontend's: reload the page"
     return ""

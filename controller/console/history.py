@@ -1,5 +1,6 @@
-"""What the journal must tell is read by a command in a process of its own: a post-mortem takes a core for a second, and the loop
-here relays tokens."""
+"""Reads the journal for the console with a command in a separate process.
+
+A post-mortem takes a core for a second, and the event loop of this process relays tokens."""
 
 import asyncio
 import json
@@ -18,23 +19,23 @@ from events.errors import HoldfastError
 
 AT_ONCE = 2
 WAITING_MAX = 6
-WAIT_S = 20.0  # for its turn
+WAIT_S = 20.0  # longest wait in the queue
 WITHIN_S = 60.0
-NICE = 10  # users' tokens go first
+NICE = 10  # relaying users' tokens has priority
 NAME_MAX = 200
 ERROR_MAX = 600  # characters
 
 
 class HistoryBusy(HoldfastError):
-    """The console reads enough of the journal for others now: ask again in a moment."""
+    """The console is already reading the journal for other viewers. Try again in a moment."""
 
 
-class HistorySilent(HoldfastError):
-    """The journal cannot tell it."""
+class HistoryUnavailable(HoldfastError):
+    """The journal does not have this information."""
 
 
 class RunningCommand:
-    """One command: it runs in a thread, for a fork of a large process would keep the loop waiting, and is ended from the loop."""
+    """One command. It runs in a thread, because forking a large process would block the loop, and is ended from the loop."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], within_s: float) -> None:
         self._command, self._environment, self._within_s = command, environment, within_s
@@ -43,14 +44,14 @@ class RunningCommand:
         self._lock = Lock()
 
     def run(self) -> tuple[int, bytes, bytes]:
-        """Run it to its end; return its status, and what it has printed and complained. Raise TimeoutExpired."""
+        """Run the command to its end. Return its status, stdout and stderr. Raise TimeoutExpired."""
         process = subprocess.Popen(
             self._command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the fleet's supervisor alone
+            start_new_session=True,  # Ctrl-C in a terminal must reach only the fleet's supervisor
         )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
@@ -59,15 +60,15 @@ class RunningCommand:
             if self._over:
                 process.kill()
         try:
-            said, error = process.communicate(timeout=self._within_s)
+            output, error = process.communicate(timeout=self._within_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             raise
-        return process.returncode, said, error
+        return process.returncode, output, error
 
     def end(self) -> None:
-        """End it, if it has not ended; if it has not begun, it will not last."""
+        """Kill the command if it is running; if it has not started, it is killed at its start."""
         with self._lock:
             self._over = True
             if self._process is not None:
@@ -76,49 +77,49 @@ class RunningCommand:
 
 @dataclass(slots=True)
 class HistoryReader:
-    """Runs commands that read the journal, few at a time."""
+    """Runs commands that read the journal, at most `AT_ONCE` at a time."""
 
-    command: Sequence[str]  # `holdfast`, as this process can call it
-    options: Sequence[str]  # of each command: which fleet
-    environment: Mapping[str, str]  # that says where its journal and store are
-    within_s: float = WITHIN_S  # for one command
+    command: Sequence[str]  # how to run `holdfast` from this process
+    options: Sequence[str]  # flags of every command that select the fleet
+    environment: Mapping[str, str]  # variables with the addresses of journal and store
+    within_s: float = WITHIN_S  # deadline of one command
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(AT_ONCE))
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
     _waiting: int = 0
 
     async def report(self, *, incident: str = "", since: str = "") -> bytes:
-        """Return the post-mortem of an incident, or of the time since, as a page, as of now. Raise HistoryBusy, HistorySilent."""
+        """Return the HTML post-mortem of an incident, or of the time since, as of now. Raise HistoryBusy, HistoryUnavailable."""
         part = f"--incident={_name(incident)}" if incident else f"--since={_name(since)}"
         with tempfile.TemporaryDirectory(prefix="holdfast-report-") as folder:
             page = Path(folder) / "report.html"
-            await self._told("replay", "report", *self.options, part, "-o", str(page))
+            await self._run("replay", "report", *self.options, part, "-o", str(page))
             return await asyncio.to_thread(page.read_bytes)
 
     async def story(self, request: str) -> dict[str, Any]:
-        """Return what became of a request, as `holdfast request -o json` says it. Raise HistoryBusy or HistorySilent."""
-        said = await self._told("request", *self.options, "-o", "json", "--", _name(request))
-        story: dict[str, Any] = json.loads(said)
+        """Return the history of a request, as `holdfast request -o json` prints it. Raise HistoryBusy or HistoryUnavailable."""
+        output = await self._run("request", *self.options, "-o", "json", "--", _name(request))
+        story: dict[str, Any] = json.loads(output)
         return story
 
-    async def _told(self, *words: str) -> str:
-        """Run one command, and return what it prints."""
+    async def _run(self, *words: str) -> str:
+        """Run one command. Return its output."""
         async with self._turn():
             running = RunningCommand(
                 [*self.command, *words], {**os.environ, **self.environment}, self.within_s
             )
             loop = asyncio.get_running_loop()
             try:
-                status, said, error = await loop.run_in_executor(self._threads, running.run)
+                status, output, error = await loop.run_in_executor(self._threads, running.run)
             except subprocess.TimeoutExpired:
-                raise HistorySilent(
-                    f"it took longer than {self.within_s:g} s; `holdfast {words[0]}` may take its time"
+                raise HistoryUnavailable(
+                    f"it took longer than {self.within_s:g} s; run `holdfast {words[0]}`, which has no time limit"
                 ) from None
             finally:
-                running.end()  # whoever has asked may have gone
+                running.end()  # the client may have disconnected
         if status:
             why = error.decode(errors="replace").strip().rpartition("\n")[2].removeprefix("holdfast: ")
-            raise HistorySilent(why[:ERROR_MAX] or HistorySilent.__doc__)
-        return said.decode(errors="replace")
+            raise HistoryUnavailable(why[:ERROR_MAX] or HistoryUnavailable.__doc__)
+        return output.decode(errors="replace")
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -139,8 +140,8 @@ class HistoryReader:
 
 
 def _name(text: str) -> str:
-    """Return what somebody has typed, if it can name anything. Raise HistorySilent."""
+    """Return a name from a request's parameters. Raise HistoryUnavailable if it cannot be one."""
     text = text.strip()
     if not text or len(text) > NAME_MAX or not text.isprintable():
-        raise HistorySilent(f"a name of 1 to {NAME_MAX} printable characters is wanted")
+        raise HistoryUnavailable(f"expected a name of 1 to {NAME_MAX} printable characters")
     return text

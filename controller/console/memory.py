@@ -1,7 +1,7 @@
-"""What the console keeps of the events that pass while nobody looks, so that who looks sees what has just been.
+"""Events that the console keeps while it has no viewers, so that a new viewer sees the recent past.
 
-It is told of every event of the fleet, on the loop that relays tokens: so it only puts them aside, and counts the few that
-hurt somebody. What is made of them waits until somebody looks.
+It receives every event of the fleet on the loop that relays tokens. It therefore only stores events and counts those with user
+impact. Everything else is computed when there is a viewer.
 """
 
 from collections import Counter, deque
@@ -27,7 +27,7 @@ from events.observations import (
 EVENTS_MAX = 4096
 ENDED_MAX = 30  # incidents
 HARM_OVER = timedelta(minutes=5)
-SPELL = timedelta(seconds=10)  # as finely is counted when somebody was hurt
+SPELL = timedelta(seconds=10)  # resolution of the counts of user impact
 HARM: Mapping[type[Fact], str] = {
     RequestAbandoned: "lost",
     RequestExposed: "exposed",
@@ -40,11 +40,11 @@ ABOUT_A_STATE = (WorkerJoined, WorkerDecision)
 
 @dataclass(frozen=True, slots=True)
 class EndedIncident:
-    """An incident that is over."""
+    """An incident that has ended."""
 
     id: str
     subject: str
-    symptom: str  # empty: it was opened before we looked
+    symptom: str  # empty: it was opened before this console started
     opened_at: datetime | None
     closed_at: datetime
     outcome: str
@@ -52,22 +52,22 @@ class EndedIncident:
 
 @dataclass(slots=True)
 class FlowMemory:
-    """The last events, the last incidents that ended, and how many requests were hurt lately."""
+    """The latest events, the incidents that ended last, and counts of recent user impact."""
 
     events: deque[Recorded] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     lanes: LaneMemory = field(default_factory=LaneMemory)
     ended: dict[str, EndedIncident] = field(default_factory=dict)  # by id, `ENDED_MAX` at most
-    _incidents: Mapping[str, Incident] = field(default_factory=dict)  # that were open after the last batch
+    _incidents: Mapping[str, Incident] = field(default_factory=dict)  # open incidents after the last batch
     _spells: deque[tuple[datetime, Counter[str]]] = field(default_factory=deque)
 
     def take(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Take in a batch of events; `fleet`: as it is after them."""
+        """Add a batch of events; `fleet` is the fold after them."""
         moved: dict[str, datetime] = {}
-        if batch and not self.events:  # where it begins: all of them, once
+        if batch and not self.events:  # first batch: record every worker once
             moved = dict.fromkeys(fleet.workers, batch[0].at)
         for event in batch:
             kind = type(event.fact)
-            if kind is SnapshotKept:  # it holds a whole fleet
+            if kind is SnapshotKept:  # it contains a whole fleet
                 continue
             self.events.append(event)
             if isinstance(event.fact, ABOUT_A_STATE):
@@ -77,7 +77,7 @@ class FlowMemory:
             elif isinstance(event.fact, IncidentClosed):
                 self._end(event.fact)
             elif isinstance(event.fact, IncidentOpened):
-                one = event.fact  # it may end within this batch
+                one = event.fact  # it may close within this batch
                 opened = Incident(one.incident, one.subject, one.symptom, one.decided_at, one.cause)
                 self._incidents = {**self._incidents, one.incident: opened}
         self._incidents = fleet.incidents
@@ -92,13 +92,13 @@ class FlowMemory:
         )
 
     def remember(self, *ended: EndedIncident) -> None:
-        """Know of incidents that ended; what was known of one already stays. The latest are kept."""
+        """Add ended incidents, without replacing known ones. Keeps the latest."""
         known = {one.id: one for one in ended} | self.ended
         latest = sorted(known.values(), key=lambda one: one.closed_at)[-ENDED_MAX:]
         self.ended = {one.id: one for one in latest}
 
     def precede(self, events: Sequence[Recorded]) -> None:
-        """Put events before those that are known, as far as there is room; they hurt nobody that is counted."""
+        """Prepend earlier events, as far as there is space. They do not count as user impact."""
         first = self.events[0].seq if self.events else None
         for event in reversed(events):
             if len(self.events) == EVENTS_MAX:
@@ -121,6 +121,6 @@ class FlowMemory:
             self._spells.popleft()
 
     def harm(self, now: datetime) -> Counter[str]:
-        """Return how many requests were lost, exposed, refused, moved in the `HARM_OVER` before `now`, by the stream's clock."""
+        """Return the lost, exposed, rejected and migrated requests of the `HARM_OVER` before `now` (stream clock)."""
         self._forget(now)
         return sum((count for _, count in self._spells), Counter())

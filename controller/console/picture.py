@@ -1,7 +1,7 @@
-"""The fleet as the console shows it: rows made of the fold, the last events, and what frontends count.
+"""The rows that the console shows, computed from the fold, the latest events and frontends' counts.
 
-A worker that has not changed is the same object in the next fold, and keeps its row: of a thousand workers a refresh looks at
-each, and makes anew what one in thirty needs.
+A worker that has not changed is the same object in the next fold and keeps its row. A refresh of a thousand workers therefore
+checks each one, but recomputes only about one in thirty.
 """
 
 from collections import Counter, defaultdict
@@ -32,39 +32,39 @@ from controller.replay.recent import EventTold, RecentEvents, ServedRate
 from controller.replay.report.frames import WELL, WorkerShown, capacity, shown_of
 from controller.replay.sentences import count
 
-CRITICAL_LEVEL = 3  # of degradation: from there on users notice
+CRITICAL_LEVEL = 3  # degradation level from which users are affected
 
 
 @dataclass(slots=True)
 class FleetMoment:
-    """What a picture is made of besides the events."""
+    """The inputs of a picture besides the events."""
 
     fleet: Fleet
-    seq: int  # of the last event that is folded
+    seq: int  # sequence of the last folded event
     now: datetime  # by the stream's clock
-    streams: Mapping[str, int]  # that each worker has which this frontend reaches
-    fault: str = ""  # why all of this may be old
+    streams: Mapping[str, int]  # streams by worker, for workers that this frontend reaches
+    fault: str = ""  # why the data may be old
 
 
 class FleetPicture:
-    """One picture after another, each made of the last one as far as that is still true."""
+    """Creates successive pictures, each reusing the unchanged rows of the last one."""
 
     def __init__(self, memory: FlowMemory) -> None:
-        """Show the events of a memory."""
+        """Show the events of `memory`."""
         self._memory = memory
         self._recent = RecentEvents()
         self._workers: dict[str, tuple[Worker, WorkerShown, WorkerRow]] = {}
         self._rows: dict[str, WorkerRow] = {}
         self._told: dict[int, tuple[EventTold, int, EventRow]] = {}  # by sequence
-        self._of: tuple[object, object] | None = None  # the workers and who is awaited, of which the rows are
-        self._shares: dict[str, float] = {}  # by model; "": of all
+        self._of: tuple[object, object] | None = None  # the workers and awaited workers that the rows describe
+        self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 
     def taken(self, moment: FleetMoment) -> Sections:
-        """Return what is shown at a moment. Moments come in the order of time."""
+        """Return the sections at a moment. Moments must be in order of time."""
         fleet = moment.fleet
         self._recent.take(self._memory.since(self._recent.last))
         self._recent.forget(moment.now)
-        self._look(fleet, moment.now)
+        self._update_workers(fleet, moment.now)
         models, lanes = self._models(moment), self._memory.lanes
         return {
             "head": self._head(moment, models),
@@ -78,8 +78,8 @@ class FleetPicture:
             "events": self._events(),
         }
 
-    def _look(self, fleet: Fleet, now: datetime) -> None:
-        """Bring the workers' rows up to date."""
+    def _update_workers(self, fleet: Fleet, now: datetime) -> None:
+        """Update the workers' rows."""
         of = (fleet.workers, fleet.awaited)
         if self._of is not None and all(one is known for one, known in zip(of, self._of, strict=True)):
             return
@@ -179,39 +179,39 @@ def _model(
 def headline(
     moment: FleetMoment, models: Mapping[str, ModelRow], workers: Mapping[str, WorkerRow], harm: Counter[str]
 ) -> Headline:
-    """Say in a few sentences whether anybody is hurt, whether the capacity does, and who is in trouble; and how bad that is."""
+    """Summarise user impact, capacity and unhealthy workers in a few sentences, with a severity."""
     levels: list[Level] = ["ok"]
-    said = [_hurt(harm, levels)]
+    parts = [_impact(harm, levels)]
     for model, row in models.items():
         if not row.serving:
             levels.append("bad")
-            said.append(f"nobody serves {model}")
+            parts.append(f"no worker serves {model}")
         elif row.level:
             levels.append("bad" if row.level >= CRITICAL_LEVEL else "warn")
-            said.append(f"{model} is at degradation level {row.level}")
+            parts.append(f"{model} is at degradation level {row.level}")
     troubled = sum(row.health not in ("HEALTHY", "DEAD") or bool(row.why) for row in workers.values())
     if not workers:
         levels.append("warn")
-        said.append("no worker has joined yet")
+        parts.append("no worker has joined yet")
     elif troubled:
         levels.append("warn")
-        share = "has not its full share" if troubled == 1 else "have not their full share"
-        said.append(f"{troubled} of {count(len(workers), 'worker')} {share}")
+        verb = "is" if troubled == 1 else "are"
+        parts.append(f"{troubled} of {count(len(workers), 'worker')} {verb} not at full weight")
     elif all(row.state in WELL for row in workers.values()):
-        said.append("all workers are well")
+        parts.append("all workers are healthy")
     if moment.fleet.incidents:
         levels.append("warn")
         open_ones = len(moment.fleet.incidents)
-        said.append(f"{count(open_ones, 'incident')} {'is' if open_ones == 1 else 'are'} open")
+        parts.append(f"{count(open_ones, 'incident')} {'is' if open_ones == 1 else 'are'} open")
     if moment.fault:
         levels.append("bad")
-        said.insert(0, f"what is shown may be old ({moment.fault})")
+        parts.insert(0, f"this view may be outdated ({moment.fault})")
     worst: Level = max(levels, key=("ok", "warn", "bad").index)
-    text = "; ".join(said)
+    text = "; ".join(parts)
     return Headline(worst, f"{text[0].upper()}{text[1:]}.")
 
 
-def _hurt(harm: Counter[str], levels: list[Level]) -> str:
+def _impact(harm: Counter[str], levels: list[Level]) -> str:
     minutes = f"{HARM_OVER.total_seconds() / 60:g}"
     found = []
     if harm["lost"]:
@@ -219,8 +219,8 @@ def _hurt(harm: Counter[str], levels: list[Level]) -> str:
     if harm["exposed"]:
         found.append(f"{count(harm['exposed'], 'answer')} with tokens of a convicted worker")
     if harm["refused"]:
-        found.append(f"{count(harm['refused'], 'request')} turned away")
+        found.append(f"{count(harm['refused'], 'request')} rejected")
     if not found:
-        return f"nobody was hurt in the last {minutes} minutes"
+        return f"no user impact in the last {minutes} minutes"
     levels.append("bad" if harm["lost"] or harm["exposed"] else "warn")
     return f"in the last {minutes} minutes: {', '.join(found)}"

@@ -1,4 +1,4 @@
-"""What is shown of one worker, model, incident or event: values that compare, and that a page draws as they are."""
+"""Rows of the console for workers, models, incidents and events: comparable values for the page."""
 
 from datetime import datetime
 from typing import Literal
@@ -15,49 +15,49 @@ from controller.replay.recent import URGENCY, EventTold
 from controller.replay.report.frames import WorkerShown
 from controller.replay.sentences import about
 
-AWAITED = "AWAITED"  # it is no part of the fleet yet
-TEXT_MAX = 400  # characters of what somebody has said at length
+AWAITED = "AWAITED"  # the state of a worker that has not joined yet
+TEXT_MAX = 400  # characters of texts from workers and operators
 
 Level = Literal["ok", "warn", "bad"]
 
 
 class PageRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The base of all of them. What has its default is left out."""
+    """Base class of rows. Fields with their default value are omitted."""
 
 
 class WorkerRow(PageRow, frozen=True):
-    """One worker."""
+    """Row of one worker."""
 
-    state: str  # as the lanes of a post-mortem colour it
-    urgency: int  # the lower, the more somebody should look at it
+    state: str  # state as in the lanes of a post-mortem
+    urgency: int  # lower values are more urgent
     health: str = ""
-    weight: float = 0.0  # share of the traffic, 0 to 1
+    weight: float = 0.0  # weight in routing, 0 to 1
     breaker: str = ""
     model: str = ""
     engine: str = ""
     host: str = ""
-    why: str = ""  # it has not its full share
-    canary: str = ""  # how the last one ended: passed, slow, or why it failed
+    why: str = ""  # why it is not at full weight
+    canary: str = ""  # result of the last canary: passed, slow, or why it failed
     canary_at: str = ""
     canary_ms: int = 0
     spare: bool = False
-    place: str = ""  # of which worker it has taken
+    place: str = ""  # the worker that it replaces
     incident: str = ""
-    since: str = ""  # when this life of it joined
+    since: str = ""  # when this instance joined
 
 
 class ModelRow(PageRow, frozen=True):
-    """One model: what its workers carry, and what was promised."""
+    """Row of one model: its workers' capacity, and the objective."""
 
     serving: int  # workers that get requests
-    workers: int  # that are to, spares left out
+    workers: int  # live workers without spares
     spares: int = 0
-    share: float = 0.0  # of them that serves: weights, by their GPUs
-    level: int = 0  # of degradation
-    given_up: str = ""  # at that level
-    capacity_rps: float | None = None  # that they carry within the objective; None: nothing is promised
+    share: float = 0.0  # share of capacity that serves: weights by GPUs
+    level: int = 0  # degradation level
+    given_up: str = ""  # what the level costs
+    capacity_rps: float | None = None  # capacity within the objective; None: no objective
     promised_rps: float | None = None
-    answers: float = 0.0  # a second, and so the next two
+    answers: float = 0.0  # per second, as are the next two
     tokens: float = 0.0
     refused: float = 0.0
     ttft_ms: float | None = None
@@ -65,7 +65,7 @@ class ModelRow(PageRow, frozen=True):
 
 
 class IncidentRow(PageRow, frozen=True):
-    """One incident, open or over."""
+    """Row of one incident, open or ended."""
 
     subject: str
     symptom: str
@@ -75,23 +75,23 @@ class IncidentRow(PageRow, frozen=True):
 
 
 class EventRow(PageRow, frozen=True):
-    """One event in words."""
+    """Row of one event, in words."""
 
     at: str
     kind: str
     text: str
-    times: int = 1  # so many came together that say the same of other requests
+    times: int = 1  # number of similar events about other requests that this row stands for
 
 
 class Headline(PageRow, frozen=True):
-    """Is anybody hurt?"""
+    """The summary of user impact and fleet health."""
 
     level: Level
     text: str
 
 
 def instant(at: datetime) -> str:
-    """Return a time as pages read it: UTC, to the second."""
+    """Return a time as the page parses it: UTC, to the second."""
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -100,7 +100,7 @@ def _short(text: str) -> str:
 
 
 def worker_row(worker: Worker, shown: WorkerShown) -> WorkerRow:
-    """Return what is shown of a worker."""
+    """Return the row of a worker."""
     joined, last = worker.joined, worker.last_canary
     why = _short("; ".join(reason for reason in worker.reasons if reason != SPARE))
     place = URGENCY.index(shown.health) if shown.health in URGENCY else len(URGENCY)
@@ -125,7 +125,7 @@ def worker_row(worker: Worker, shown: WorkerShown) -> WorkerRow:
 
 
 def awaited_row(one: AwaitedWorker, dead: WorkerRow | None) -> WorkerRow:
-    """Return what is shown of a worker that is awaited; `dead`: of its last life, where the fleet knows it."""
+    """Return the row of an awaited worker; `dead`: the row of its last instance, if the fleet knows it."""
     why = _short(f"awaited: {one.reason}")
     if dead is not None:
         return msgspec.structs.replace(dead, why=f"{dead.why}; {why}" if dead.why else why)
@@ -134,32 +134,32 @@ def awaited_row(one: AwaitedWorker, dead: WorkerRow | None) -> WorkerRow:
 
 
 def given_up(state: Degradation) -> str:
-    """Return what a degradation level costs, in words; empty: nothing."""
-    knobs, said = state.knobs, []
+    """Return what a degradation level costs, in words; empty if nothing."""
+    knobs, parts = state.knobs, []
     if knobs.batch_size < 1:
-        said.append(f"batches at {100 * knobs.batch_size:.0f} %")
+        parts.append(f"batches at {100 * knobs.batch_size:.0f} %")
     if knobs.shed_tier is not None:
-        said.append(f"{knobs.shed_tier} is turned away")
+        parts.append(f"{knobs.shed_tier} is rejected")
     if knobs.latency > 1:
-        said.append(f"latencies may be {knobs.latency:g} times as long")
+        parts.append(f"latencies may rise {knobs.latency:g} times")
     if not knobs.accept_new:
-        said.append("nobody new is let in")
-    return ", ".join(said)
+        parts.append("no new requests are admitted")
+    return ", ".join(parts)
 
 
 def open_incident(one: Incident) -> IncidentRow:
-    """Return what is shown of an incident that is not over."""
+    """Return the row of an open incident."""
     return IncidentRow(about(one.subject), _short(one.symptom), instant(one.opened_at))
 
 
 def ended_incident(one: EndedIncident) -> IncidentRow:
-    """Return what is shown of one that is over."""
+    """Return the row of an ended incident."""
     opened = "" if one.opened_at is None else instant(one.opened_at)
     return IncidentRow(about(one.subject), _short(one.symptom), opened, instant(one.closed_at), one.outcome)
 
 
 def event_row(told: EventTold) -> EventRow:
-    """Return an event in words."""
+    """Return the row of an event."""
     event = told.event
     text = _short(sentences.sentence(event.fact))
     return EventRow(event.at.isoformat(timespec="milliseconds"), event.fact.kind(), text, told.more + 1)

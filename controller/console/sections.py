@@ -1,21 +1,21 @@
-"""What is shown, as plain values, and what has changed of it.
+"""The data of the console page as plain values, and the changes between two versions of it.
 
-    sections = {"workers": {"w0": row, …}, "models": {…}, …}        all of it: a snapshot
-    changes  = {"workers": {"w0": row, "w7": None}}                 what is new, and what is gone
+    sections = {"workers": {"w0": row, …}, "models": {…}, …}        everything: a snapshot
+    changes  = {"workers": {"w0": row, "w7": None}}                 new, changed and removed rows
 
-A page that applies changes to what it has must come to what the next snapshot would say: a property test holds it.
+A page that applies changes must arrive at the content of the next snapshot. A property test checks this.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""By section, then by key; a row compares by value and is never None."""
+"""By section, then by key. A row compares by value and is never None."""
 Changes = dict[str, dict[str, Any]]
 
 
 def changes(before: Sections, after: Sections) -> Changes:
-    """Return what of `after` is new or other than before, and None for each key that is gone. Both have the same sections."""
+    """Return the new and changed rows of `after`, and None for each removed key. Both have the same sections."""
     found: Changes = {}
     for section, rows in after.items():
         known = before[section]
@@ -29,7 +29,7 @@ def changes(before: Sections, after: Sections) -> Changes:
 
 
 def applied(before: Sections, new: Changes) -> Sections:
-    """Return what a page has after changes: what console.js does with them."""
+    """Return the sections after changes, as console.js applies them."""
     found = {section: dict(rows) for section, rows in before.items()}
     for section, rows in new.items():
         for key, row in rows.items():

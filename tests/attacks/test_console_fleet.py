@@ -53,7 +53,7 @@ async def test_who_looks_sees_a_worker_fail_its_post_mortem_and_what_became_of_a
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(3)
         async with users(fleet), looking(fleet, tmp_path) as (context, page, complaints):
-            await until(page, "#headline", "Nobody was hurt")
+            await until(page, "#headline", "No user impact")
             await until(page, "#workers tbody tr", "w2")
             await page.evaluate("window.same = true")
             await fleet.act("corrupt", "w0", 2.0)

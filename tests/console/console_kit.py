@@ -1,4 +1,4 @@
-"""A console over a made history, on a port of its own."""
+"""A console over a made history, served on its own port."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -20,7 +20,7 @@ from events.fact import Recorded
 
 @dataclass
 class ConsoleKit:
-    """One console, and what it shows."""
+    """One console with its inputs and the actions that it requested."""
 
     history: History
     console: Console
@@ -30,21 +30,21 @@ class ConsoleKit:
     fault: str = ""
     running: dict[str, list[str]] = field(default_factory=dict)
     done: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    told: int = 0
+    passed: int = 0
 
     def pass_on(self) -> None:
-        """Let the console hear what has happened since it last heard."""
-        batch = self.history.events[self.told :]
-        self.told = len(self.history.events)
+        """Pass the events since the last call to the console."""
+        batch = self.history.events[self.passed :]
+        self.passed = len(self.history.events)
         self.console.absorb(self.history.fleet, batch)
 
 
 class Refused(HoldfastError):
-    """Somebody does not want it."""
+    """The fake controller refuses the action."""
 
 
 def reader(*command: str, **more: Any) -> HistoryReader:
-    """Return what runs a command in the place of `holdfast`."""
+    """Return a reader that runs a command instead of `holdfast`."""
     return HistoryReader(command or ("false",), (), {}, **more)
 
 
@@ -57,7 +57,7 @@ async def console(
     earlier: Sequence[Recorded] = (),
     ended: Sequence[EndedIncident] = (),
 ) -> AsyncIterator[ConsoleKit]:
-    """Serve the console of a history that it has heard so far."""
+    """Serve the console of a history."""
 
     async def act(verb: str, body: dict[str, Any]) -> str:
         if body["worker"] == "w9":
@@ -78,7 +78,7 @@ async def console(
     made = Console(sources, SystemClock(), reader(*command), act if acts else None)
 
     async def other(request: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(text="another answers")
+        return web.Response(text="the other handler")
 
     runner = web.ServerRunner(web.Server(made.before(other), handler_cancellation=True), shutdown_timeout=0.1)
     await runner.setup()

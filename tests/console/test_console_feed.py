@@ -1,4 +1,4 @@
-"""Who looks is sent all of it once and then what has changed; who is too slow begins anew; while nobody looks nothing is done."""
+"""The feed sends a snapshot, then changes. Slow viewers get a new snapshot. Without viewers it idles."""
 
 import asyncio
 import json
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from controller.console.feed import KEPT_MAX, LOOKERS_MAX, ConsoleFeed, TooManyLook
+from controller.console.feed import KEPT_MAX, VIEWERS_MAX, ConsoleFeed, TooManyViewers
 from controller.console.sections import applied
 
 
 class World:
-    """A number that a feed shows, and how often it was looked at."""
+    """A number that a feed shows, and counts of pictures and starts."""
 
     def __init__(self, **more: float) -> None:
         self.value = 0
@@ -25,7 +25,7 @@ class World:
     def take(self) -> Any:
         self.taken += 1
         if self.broken:
-            raise RuntimeError("a mistake of ours")
+            raise RuntimeError("an internal error")
         return {"head": {"value": self.value}}
 
     async def begin(self) -> None:
@@ -36,7 +36,7 @@ class World:
         self.feed.take()
 
 
-def told(event: bytes) -> list[tuple[str, Any]]:
+def decoded(event: bytes) -> list[tuple[str, Any]]:
     parts = event.decode().strip().split("\n\n")
     return [
         (lines[0].removeprefix("event: "), json.loads(lines[1].removeprefix("data: ")))
@@ -55,12 +55,12 @@ def running(world: World) -> Iterator[asyncio.Task[None]]:
 
 async def soon(events: AsyncIterator[bytes]) -> list[tuple[str, Any]]:
     async with asyncio.timeout(10):
-        return told(await anext(events))
+        return decoded(await anext(events))
 
 
-async def test_a_snapshot_comes_first_and_then_what_has_changed() -> None:
+async def test_a_snapshot_is_followed_by_changes() -> None:
     world = World()
-    with running(world), world.feed.looking() as events:
+    with running(world), world.feed.subscribe() as events:
         ((name, first),) = await soon(events)
         assert name == "snapshot" and first == {"at": 1, "now": 2, "sections": {"head": {"value": 0}}}
         world.moves(1)
@@ -68,10 +68,10 @@ async def test_a_snapshot_comes_first_and_then_what_has_changed() -> None:
         assert name == "changes" and second["sections"] == {"head": {"value": 1}}
 
 
-async def test_several_who_look_cost_one_picture() -> None:
+async def test_several_viewers_share_one_picture() -> None:
     world = World()
     with running(world), ExitStack() as stack:
-        pages = [stack.enter_context(world.feed.looking()) for _ in range(10)]
+        pages = [stack.enter_context(world.feed.subscribe()) for _ in range(10)]
         for page in pages:
             await soon(page)
         taken = world.taken
@@ -80,9 +80,9 @@ async def test_several_who_look_cost_one_picture() -> None:
         assert world.taken == taken + 1 and all(one == found[0] for one in found)
 
 
-async def test_who_was_away_for_a_while_gets_all_that_he_missed() -> None:
+async def test_a_viewer_gets_all_changes_since_its_last_read() -> None:
     world = World()
-    with running(world), world.feed.looking() as events:
+    with running(world), world.feed.subscribe() as events:
         await soon(events)
         for value in range(1, 6):
             world.moves(value)
@@ -90,9 +90,9 @@ async def test_who_was_away_for_a_while_gets_all_that_he_missed() -> None:
         assert [one["sections"]["head"]["value"] for _, one in found] == [1, 2, 3, 4, 5]
 
 
-async def test_who_is_too_slow_begins_anew_and_nothing_queues_up() -> None:
+async def test_a_slow_viewer_gets_a_new_snapshot_instead_of_a_queue() -> None:
     world = World()
-    with running(world), world.feed.looking() as slow, world.feed.looking() as quick:
+    with running(world), world.feed.subscribe() as slow, world.feed.subscribe() as quick:
         await soon(slow)
         page = dict((await soon(quick))[0][1]["sections"])
         for value in range(1, KEPT_MAX + 5):
@@ -103,9 +103,9 @@ async def test_who_is_too_slow_begins_anew_and_nothing_queues_up() -> None:
         assert name == "snapshot" and whole["sections"] == page == {"head": {"value": KEPT_MAX + 4}}
 
 
-async def test_what_has_not_changed_is_not_sent() -> None:
+async def test_unchanged_rows_are_not_sent() -> None:
     world = World()
-    with running(world), world.feed.looking() as events:
+    with running(world), world.feed.subscribe() as events:
         await soon(events)
         world.feed.take()
         world.feed.take()
@@ -113,47 +113,47 @@ async def test_what_has_not_changed_is_not_sent() -> None:
         assert [one["sections"] for _, one in await soon(events)] == [{"head": {"value": 7}}]
 
 
-async def test_while_nobody_looks_no_picture_is_taken() -> None:
+async def test_without_viewers_no_picture_is_taken() -> None:
     world = World()
     with running(world) as task:
         await asyncio.sleep(0)
         assert world.taken == 0
-        with world.feed.looking() as events:
+        with world.feed.subscribe() as events:
             await soon(events)
-        assert world.feed.lookers == 0
+        assert world.feed.viewers == 0
         async with asyncio.timeout(10):
             while world.feed.holds:  # noqa: ASYNC110 (until the next tick)
                 await asyncio.sleep(0.01)
         taken = world.taken
         await asyncio.sleep(0)
         assert world.taken == taken and not task.done()
-        with world.feed.looking() as events:
+        with world.feed.subscribe() as events:
             assert (await soon(events))[0][0] == "snapshot"
         assert world.begun == 2
 
 
-async def test_so_many_may_look_and_no_more() -> None:
+async def test_the_number_of_viewers_is_limited() -> None:
     world = World()
     with ExitStack() as stack:
-        for _ in range(LOOKERS_MAX):
-            stack.enter_context(world.feed.looking())
-        with pytest.raises(TooManyLook, match="close a page"):
-            stack.enter_context(world.feed.looking())
-    with world.feed.looking():
-        assert world.feed.lookers == 1
+        for _ in range(VIEWERS_MAX):
+            stack.enter_context(world.feed.subscribe())
+        with pytest.raises(TooManyViewers, match="Close a page"):
+            stack.enter_context(world.feed.subscribe())
+    with world.feed.subscribe():
+        assert world.feed.viewers == 1
 
 
-async def test_a_page_that_hears_nothing_new_hears_that_we_live() -> None:
+async def test_an_idle_stream_sends_beats() -> None:
     world = World(beat_s=0.01)
-    with running(world), world.feed.looking() as events:
+    with running(world), world.feed.subscribe() as events:
         await soon(events)
         assert (await soon(events))[0][0] == "beat"
 
 
-async def test_a_mistake_of_ours_ends_no_frontend_and_is_tried_again() -> None:
+async def test_an_internal_error_does_not_end_the_feed_and_is_retried() -> None:
     world = World(again_s=0.0)
     world.broken = True
-    with running(world) as task, world.feed.looking() as events:
+    with running(world) as task, world.feed.subscribe() as events:
         async with asyncio.timeout(10):
             while world.taken < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -162,9 +162,9 @@ async def test_a_mistake_of_ours_ends_no_frontend_and_is_tried_again() -> None:
         assert (await soon(events))[0][0] == "snapshot"
 
 
-async def test_pages_are_let_go_when_the_frontend_ends() -> None:
+async def test_streams_end_when_the_frontend_stops() -> None:
     world = World()
-    with running(world) as task, world.feed.looking() as events:
+    with running(world) as task, world.feed.subscribe() as events:
         await soon(events)
         task.cancel()
         async with asyncio.timeout(10):

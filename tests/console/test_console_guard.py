@@ -1,4 +1,4 @@
-"""Who may ask the console, and who may have it do something."""
+"""Which requests the console answers, and which may act."""
 
 import pytest
 
@@ -11,25 +11,25 @@ GOOD = {"Host": "127.0.0.1:9000", "Origin": "http://127.0.0.1:9000", TOKEN: "wor
 @pytest.mark.parametrize(
     "host", ["127.0.0.1:9000", "10.1.2.3", "[::1]:9000", "localhost:9000", "LOCALHOST", "gpu-host:9000", "localhost.", ""]
 )  # fmt: skip
-def test_addresses_and_the_hosts_own_name_are_answered(host: str) -> None:
+def test_requests_to_addresses_and_the_hosts_own_name_are_answered(host: str) -> None:
     assert refusal({"Host": host}, NAMES) == ""
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:9000", "127.0.0.1.evil.example", "[::1", "localhost.evil.example", "gpu-host.evil"]
 )  # fmt: skip
-def test_a_name_that_somebody_else_leads_here_is_not(host: str) -> None:
+def test_requests_to_a_foreign_name_are_refused(host: str) -> None:
     assert "localhost" in refusal({"Host": host}, NAMES)
 
 
 @pytest.mark.parametrize(
     ("site", "good"), [("same-origin", True), ("none", True), ("cross-site", False), ("same-site", False)]
 )
-def test_a_page_of_another_origin_gets_nothing(site: str, good: bool) -> None:
+def test_a_page_of_another_origin_is_refused(site: str, good: bool) -> None:
     assert (refusal({"Host": "localhost", "Sec-Fetch-Site": site}, NAMES) == "") is good
 
 
-def test_a_page_of_ours_may_act() -> None:
+def test_the_consoles_own_page_may_act() -> None:
     assert refusal_to_act(GOOD, NAMES, "word") == ""
 
 
@@ -47,5 +47,5 @@ def test_a_page_of_ours_may_act() -> None:
         ("Sec-Fetch-Site", "cross-site", "another origin"),
     ],
 )
-def test_nobody_else_may(header: str, value: str, why: str) -> None:
+def test_other_pages_may_not_act(header: str, value: str, why: str) -> None:
     assert why in refusal_to_act({**GOOD, header: value}, NAMES, "word")

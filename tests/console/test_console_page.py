@@ -1,4 +1,4 @@
-"""The console's page in a real browser: it shows what is, follows what changes, and everybody can use it."""
+"""The console's page in a real browser: it shows the fleet, follows changes and is accessible."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ STORY = (
 
 @asynccontextmanager
 async def shown(kit: ConsoleKit, home: Path, *, dark: bool = False) -> AsyncIterator[tuple[Page, list[str]]]:
-    """Open the console, and yield the page and what it complained of so far."""
+    """Open the console. Yield the page and the errors that it has reported so far."""
     async with browser.browser(home) as found:
         context = await found.new_context(
             viewport={"width": 1280, "height": 1000}, color_scheme="dark" if dark else "light"
@@ -32,12 +32,14 @@ async def shown(kit: ConsoleKit, home: Path, *, dark: bool = False) -> AsyncIter
         page, complaints = await context.new_page(), list[str]()
         page.on(
             "console",
-            lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None,
+            lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None,
         )
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
             "request",
-            lambda asked: None if asked.url.startswith((kit.url, "data:")) else complaints.append(asked.url),
+            lambda request: (
+                None if request.url.startswith((kit.url, "data:")) else complaints.append(request.url)
+            ),
         )
         await page.goto(kit.url + "/console")
         await page.wait_for_selector("html[data-ready=yes]", state="attached")
@@ -60,13 +62,13 @@ async def until(page: Page, selector: str, text: str) -> None:
     )  # fmt: skip
 
 
-async def test_it_follows_a_worker_into_trouble_and_out_of_it_without_being_loaded_again(
+async def test_the_page_follows_a_worker_through_failure_and_recovery_without_a_reload(
     tmp_path: Path,
 ) -> None:
     history = History().start()
     async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
         assert await names(page) == ["w0", "w1", "w2"]
-        assert "Nobody was hurt" in await page.locator("#headline").inner_text()
+        assert "No user impact" in await page.locator("#headline").inner_text()
         kept = await page.locator("#workers tbody tr").nth(0).element_handle()
         assert kept is not None
         history.say(history.failed("w2", confirmed=True, reason="token_mismatch"))
@@ -77,7 +79,7 @@ async def test_it_follows_a_worker_into_trouble_and_out_of_it_without_being_load
         assert "token_mismatch" in await page.locator("#workers tbody tr").nth(0).inner_text()
         assert await page.locator("#incidents a").count() == 1
         assert await page.locator("#lanes rect").count() >= 2
-        assert await kept.evaluate("one => one.isConnected"), "a row that has not changed is the same one"
+        assert await kept.evaluate("one => one.isConnected"), "an unchanged row keeps its element"
         for _ in range(8):
             history.say(history.passed("w2", check="recovery"))
             history.decide(seconds=30)
@@ -86,7 +88,7 @@ async def test_it_follows_a_worker_into_trouble_and_out_of_it_without_being_load
         assert complaints == []
 
 
-async def test_a_page_that_took_every_change_has_what_a_new_one_gets(tmp_path: Path) -> None:
+async def test_a_page_that_applied_all_changes_equals_a_new_page(tmp_path: Path) -> None:
     history = History().start()
     async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
         steps: tuple[Callable[[], object], ...] = (
@@ -103,12 +105,12 @@ async def test_a_page_that_took_every_change_has_what_a_new_one_gets(tmp_path: P
             await page.evaluate("window.open(location.href)")
         other = await opened.value
         await other.wait_for_selector("html[data-ready=yes]", state="attached")
-        told = "JSON.stringify(Object.entries(have).sort().map(([name, rows]) => [name, [...rows].sort()]))"
-        assert await page.evaluate(told) == await other.evaluate(told)
+        state = "JSON.stringify(Object.entries(have).sort().map(([name, rows]) => [name, [...rows].sort()]))"
+        assert await page.evaluate(state) == await other.evaluate(state)
         assert await page.locator("#events tbody tr").count() == TOLD_MAX and complaints == []
 
 
-async def test_what_was_named_by_somebody_is_no_markup(tmp_path: Path) -> None:
+async def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
     history, odd = History(), "<img src=x onerror=alert(1)>"
     history.say(history.joined(odd))
     history.say(lost(odd, model=odd, worker=odd, reason=odd))
@@ -118,7 +120,7 @@ async def test_what_was_named_by_somebody_is_no_markup(tmp_path: Path) -> None:
         assert await page.locator("img").count() == 0 and complaints == []
 
 
-async def test_it_is_filtered_paused_and_asked_by_the_keyboard_alone(tmp_path: Path) -> None:
+async def test_the_page_can_be_used_with_the_keyboard_only(tmp_path: Path) -> None:
     history = History().start(12)
     async with (
         console(history, command=("python", "-c", STORY)) as kit,
@@ -151,7 +153,7 @@ async def test_it_is_filtered_paused_and_asked_by_the_keyboard_alone(tmp_path: P
         assert complaints == []
 
 
-async def test_a_worker_is_drained_from_it_where_that_is_allowed(tmp_path: Path) -> None:
+async def test_a_worker_can_be_drained_from_the_page_if_actions_are_enabled(tmp_path: Path) -> None:
     async with console(History().start(), acts=True) as kit, shown(kit, tmp_path) as (page, complaints):
         asked: list[str] = []
 
@@ -163,7 +165,7 @@ async def test_a_worker_is_drained_from_it_where_that_is_allowed(tmp_path: Path)
         await page.locator("#workers button", has_text="w1").click()
         drain = page.locator("#acts button", has_text="Drain")
         await drain.click()
-        assert kit.done == [] and asked == ["Drain: w1?"], "who says no has nothing done"
+        assert kit.done == [] and asked == ["Drain: w1?"], "a dismissed confirmation does nothing"
         async with page.expect_request("**/console/act") as sent:
             await drain.click()
         assert (await sent.value).headers[TOKEN.lower()]
@@ -172,7 +174,7 @@ async def test_a_worker_is_drained_from_it_where_that_is_allowed(tmp_path: Path)
         assert verb == "drain" and body["worker"] == "w1" and complaints == []
 
 
-async def test_a_connection_that_is_lost_is_said_and_made_again(tmp_path: Path) -> None:
+async def test_a_lost_connection_is_shown_and_restored(tmp_path: Path) -> None:
     async with console(History().start()) as kit, shown(kit, tmp_path) as (page, _):
         await until(page, "#live", "live")
         await page.evaluate("source.close(); source.dispatchEvent(new Event('error'))")
@@ -181,7 +183,7 @@ async def test_a_connection_that_is_lost_is_said_and_made_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_axe_finds_nothing_that_keeps_anybody_out_of_the_console(tmp_path: Path, dark: bool) -> None:
+async def test_axe_finds_no_accessibility_violations(tmp_path: Path, dark: bool) -> None:
     history = History().start(12).corruption()
     async with console(history, acts=True) as kit, shown(kit, tmp_path, dark=dark) as (page, _):
         for opened in (False, True):
@@ -191,17 +193,17 @@ async def test_axe_finds_nothing_that_keeps_anybody_out_of_the_console(tmp_path:
             assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in violations] == []
 
 
-async def test_of_a_thousand_workers_those_in_trouble_are_laid_out_first_and_the_rest_as_one_scrolls(
+async def test_of_a_thousand_workers_unhealthy_ones_are_laid_out_first_and_the_rest_on_scrolling(
     tmp_path: Path,
 ) -> None:
     history = History()
     history.say(*(history.joined(f"w{n}") for n in range(1000)), seconds=0.01)
     async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
         assert len(await names(page)) == 200 and await page.locator("#workers tbody tr").count() == 1000
-        assert await page.locator("#found").inner_text() == "1000 in all"
+        assert await page.locator("#found").inner_text() == "1000 in total"
         await page.locator("#more").dispatch_event(
             "click"
-        )  # who scrolls to it has more laid out before he is there
+        )  # scrolling lays out more before the button is reached
         assert len(await names(page)) >= 400
         await page.locator("#more").evaluate("one => one.parentElement.scrollTo(0, 1e6)")
         await page.wait_for_function(

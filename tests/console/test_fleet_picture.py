@@ -1,4 +1,4 @@
-"""What the console shows of a fleet, its models, incidents and events."""
+"""The console's picture of a fleet, its models, incidents and events."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,23 +25,23 @@ from events.observations import (
 
 
 class Shown:
-    """A console's picture of a history, taken again and again."""
+    """A console's picture of a history, taken repeatedly."""
 
     def __init__(self, history: History) -> None:
         self.history = history
         self.memory = FlowMemory()
         self.picture = FleetPicture(self.memory)
-        self._told = 0
-        self.hear()
+        self._passed = 0
+        self.absorb()
 
-    def hear(self) -> None:
-        """Take in what has happened, an event at a time, as it comes."""
-        for n, event in enumerate(self.history.events[self._told :], self._told + 1):
+    def absorb(self) -> None:
+        """Pass the new events to the console, one at a time."""
+        for n, event in enumerate(self.history.events[self._passed :], self._passed + 1):
             self.memory.take(self.history.order(n).shown, [event])
-        self._told = len(self.history.events)
+        self._passed = len(self.history.events)
 
     def now(self, fault: str = "", **streams: int) -> Any:
-        self.hear()
+        self.absorb()
         history = self.history
         return self.picture.taken(
             FleetMoment(history.fleet, history.latest.last_seq, history.now, streams, fault)
@@ -58,12 +58,12 @@ def lost(request: str) -> RequestAbandoned:
     )  # fmt: skip
 
 
-def test_a_fleet_that_is_well_is_said_to_be() -> None:
+def test_the_headline_of_a_healthy_fleet() -> None:
     found = Shown(History().start()).now(w0=2, w1=1)
     headline = found["head"]["headline"]
     assert (headline.level, headline.text) == (
         "ok",
-        "Nobody was hurt in the last 5 minutes; all workers are well.",
+        "No user impact in the last 5 minutes; all workers are healthy.",
     )
     assert found["head"]["streams"] == 3 and found["streams"] == {"w0": 2, "w1": 1, "w2": -1}
     assert found["head"]["states"] == {"HEALTHY": 3} and found["head"]["share"] == 1.0
@@ -72,7 +72,7 @@ def test_a_fleet_that_is_well_is_said_to_be() -> None:
     assert model.promised_rps is None and model.capacity_rps is None
 
 
-def test_who_is_in_trouble_comes_first_with_the_reason() -> None:
+def test_an_unhealthy_worker_comes_first_with_its_reason() -> None:
     history = History().start()
     history.say(history.failed("w2", confirmed=True, reason="token_mismatch"))
     history.decide()
@@ -82,11 +82,11 @@ def test_who_is_in_trouble_comes_first_with_the_reason() -> None:
     assert order[0] == "w2" and bad.state == "UNHEALTHY" and bad.canary == "token_mismatch"
     assert "token_mismatch" in bad.why and bad.incident in found["incidents"]
     assert found["incidents"][bad.incident].closed == ""
-    assert "1 of 3 workers has not its full share; 1 incident is open" in found["head"]["headline"].text
+    assert "1 of 3 workers is not at full weight; 1 incident is open" in found["head"]["headline"].text
     assert found["head"]["share"] == 0.667
 
 
-def test_an_incident_that_is_over_is_remembered_with_its_symptom() -> None:
+def test_an_ended_incident_is_kept_with_its_symptom() -> None:
     shown = Shown(History().start().corruption())
     (open_one,) = shown.now()["incidents"]
     shown.history.recovery()
@@ -95,14 +95,14 @@ def test_an_incident_that_is_over_is_remembered_with_its_symptom() -> None:
     assert ended.opened < ended.closed
 
 
-def test_an_incident_that_began_and_ended_in_one_batch_is_remembered_too() -> None:
+def test_an_incident_that_opened_and_closed_in_one_batch_is_kept_too() -> None:
     history, memory = History().start().corruption().recovery(), FlowMemory()
     memory.take(history.fleet, history.events)
     (one,) = memory.ended.values()
     assert one.symptom == "token_mismatch" and one.opened_at is not None
 
 
-def test_what_is_known_of_an_incident_is_not_forgotten_for_what_the_store_says() -> None:
+def test_a_known_incident_is_not_replaced_by_the_stores_row() -> None:
     memory = FlowMemory()
     ours = EndedIncident("incident-1", "worker:w1", "no_response", EPOCH, EPOCH, "dead")
     memory.remember(ours)
@@ -117,31 +117,31 @@ def test_what_is_known_of_an_incident_is_not_forgotten_for_what_the_store_says()
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "said"),
+    ("facts", "level", "text"),
     [
-        ([], "ok", "Nobody was hurt"),
-        ([rejected(5)], "warn", "5 requests turned away"),
+        ([], "ok", "No user impact"),
+        ([rejected(5)], "warn", "5 requests rejected"),
         ([lost("r1"), lost("r2")], "bad", "2 answers lost"),
     ],
 )
-def test_who_is_hurt_is_said(facts: list[Any], level: str, said: str) -> None:
+def test_the_headline_states_the_user_impact(facts: list[Any], level: str, text: str) -> None:
     shown = Shown(History().start())
     shown.history.say(*facts)
     headline = shown.now()["head"]["headline"]
-    assert headline.level == level and said in headline.text
+    assert headline.level == level and text in headline.text
 
 
-def test_harm_is_forgotten_after_five_minutes_and_no_sooner() -> None:
+def test_user_impact_is_shown_for_five_minutes() -> None:
     shown = Shown(History().start())
     shown.history.say(lost("r1"))
-    shown.hear()
+    shown.absorb()
     shown.history.now += timedelta(minutes=4)
     assert "1 answer lost" in shown.now()["head"]["headline"].text
     shown.history.now += timedelta(minutes=2)
-    assert "Nobody was hurt" in shown.now()["head"]["headline"].text
+    assert "No user impact" in shown.now()["head"]["headline"].text
 
 
-def test_capacity_stands_beside_what_is_promised_and_what_is_given_up() -> None:
+def test_a_model_shows_its_capacity_its_objective_and_the_cost_of_its_level() -> None:
     policy = FleetPolicy(degradation=DegradationPolicy(slos={"llama": Slo(slo_throughput_rps=100.0)}))
     history = History(policy)
     history.decide()
@@ -157,33 +157,35 @@ def test_capacity_stands_beside_what_is_promised_and_what_is_given_up() -> None:
     found = shown.now()
     assert found["models"]["llama"].level == 4
     assert found["models"]["llama"].given_up == (
-        "batches at 50 %, best_effort is turned away, latencies may be 2 times as long, nobody new is let in"
+        "batches at 50 %, best_effort is rejected, latencies may rise 2 times, no new requests are admitted"
     )
     assert found["head"]["headline"].level == "bad"
 
 
-def test_nobody_who_serves_a_model_is_the_worst() -> None:
+def test_a_model_without_serving_workers_is_critical() -> None:
     history = History().start(1)
     history.say(WorkerLeft(worker="w0", instance=history.joined("w0").instance, mode="immediate", exit=-9))
     history.decide()
     headline = Shown(history).now()["head"]["headline"]
-    assert headline.level == "bad" and "nobody serves llama" in headline.text
+    assert headline.level == "bad" and "no worker serves llama" in headline.text
 
 
-def test_a_convicted_worker_that_is_its_models_last_is_shown_as_serving() -> None:
+def test_a_convicted_last_worker_of_a_model_is_shown_as_serving() -> None:
     found = Shown(History().start(1).corruption("w0")).now()
     assert found["models"]["llama"].serving == 1
     assert "serves as the last worker of its model" in found["workers"]["w0"].why
-    assert found["head"]["headline"].level == "bad" and "nobody serves" not in found["head"]["headline"].text
+    assert (
+        found["head"]["headline"].level == "bad" and "no worker serves" not in found["head"]["headline"].text
+    )
 
 
-def test_what_may_be_old_is_said_first() -> None:
+def test_outdated_data_is_reported_first() -> None:
     headline = Shown(History().start()).now(fault="the broker cannot be reached")["head"]["headline"]
     assert headline.level == "bad"
-    assert headline.text.startswith("What is shown may be old (the broker cannot be reached); ")
+    assert headline.text.startswith("This view may be outdated (the broker cannot be reached); ")
 
 
-def test_rates_are_each_models_own() -> None:
+def test_rates_are_per_model() -> None:
     shown = Shown(History().start())
     fact = RequestsServed(
         worker="w0", instance="w0-a", frontend="f", count=20, tokens=900, ttft_ms=30.0, itl_ms=5.0, routed_under=1,
@@ -194,7 +196,7 @@ def test_rates_are_each_models_own() -> None:
     model = found["models"]["llama"]
     assert (model.answers, model.tokens, model.refused, model.ttft_ms) == (2.0, 90, 1.0, 30)
     shown.history.now += timedelta(seconds=20)
-    assert shown.now()["models"]["llama"].answers == 0, "what was served long ago is no rate"
+    assert shown.now()["models"]["llama"].answers == 0, "requests served long ago do not count"
 
 
 def test_an_awaited_worker_is_shown_before_it_has_joined() -> None:
@@ -205,7 +207,7 @@ def test_an_awaited_worker_is_shown_before_it_has_joined() -> None:
     assert row.state == "AWAITED" and reason in row.why
 
 
-def test_events_are_told_in_words_and_the_like_of_one_together() -> None:
+def test_events_are_shown_in_words_and_similar_ones_are_merged() -> None:
     shown = Shown(History().start())
     shown.history.say(*(lost(f"r{n}") for n in range(40)), source="frontend-0")
     found = [row for row in shown.now()["events"].values() if row.kind == "request_abandoned"]
@@ -213,7 +215,7 @@ def test_events_are_told_in_words_and_the_like_of_one_together() -> None:
     assert not any("CanaryPassed" in row.text for row in shown.now()["events"].values())
 
 
-def test_rows_of_what_has_not_changed_are_the_same_ones() -> None:
+def test_rows_of_unchanged_workers_are_reused() -> None:
     shown = Shown(History().start())
     before = shown.now()
     shown.history.say(shown.history.passed("w1"))
@@ -222,7 +224,7 @@ def test_rows_of_what_has_not_changed_are_the_same_ones() -> None:
     assert set(changes(before, after)["workers"]) == {"w1"}
 
 
-def test_a_page_that_takes_changes_has_what_a_new_one_gets() -> None:
+def test_a_page_that_applies_changes_equals_a_new_page() -> None:
     shown = Shown(History().start())
     page = shown.now()
     steps: tuple[Callable[[History], object], ...] = (
@@ -239,7 +241,7 @@ def test_a_page_that_takes_changes_has_what_a_new_one_gets() -> None:
     assert applied(page, changes(page, last)) == {name: dict(rows) for name, rows in last.items()}
 
 
-def test_lanes_were_kept_while_nobody_looked() -> None:
+def test_lanes_are_kept_without_viewers() -> None:
     shown = Shown(History().start().corruption().recovery())
     lane = [state for _, state in shown.now()["lanes"]["w2"]]
     assert lane[0] == "SUSPICIOUS" and "UNHEALTHY" in lane and lane[-1] == "HEALTHY"
@@ -247,14 +249,14 @@ def test_lanes_were_kept_while_nobody_looked() -> None:
     assert 0.6667 in steps and steps[-1] == 1.0
 
 
-def test_lanes_that_were_well_for_ten_minutes_are_not_shown() -> None:
+def test_lanes_of_workers_that_were_healthy_for_ten_minutes_are_not_shown() -> None:
     shown = Shown(History().start().corruption().recovery())
-    shown.hear()
+    shown.absorb()
     shown.history.now += timedelta(minutes=11)
     assert shown.now()["lanes"] == {} and len(shown.now()["share"]["steps"]) == 1
 
 
-def test_what_is_kept_has_a_bound() -> None:
+def test_the_memory_is_bounded() -> None:
     history, memory = History().start(60), FlowMemory()
     memory.take(history.fleet, history.events)
     for _ in range(EVENTS_MAX // 60 + 2):
@@ -267,7 +269,7 @@ def test_what_is_kept_has_a_bound() -> None:
     ]
 
 
-def test_what_was_before_is_put_before() -> None:
+def test_earlier_events_are_prepended() -> None:
     history = History().start()
     memory = FlowMemory()
     memory.take(history.fleet, history.events[5:])

@@ -1,4 +1,4 @@
-"""Commands that read the journal run beside the frontend: few at a time, not for ever, and not for who has gone."""
+"""Commands that read the journal run as child processes: few at a time, with a deadline, cancellable."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from console_kit import reader
 
-from controller.console.history import AT_ONCE, WAITING_MAX, HistoryBusy, HistorySilent
+from controller.console.history import AT_ONCE, WAITING_MAX, HistoryBusy, HistoryUnavailable
 
 SLEEPS = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
 
@@ -26,16 +26,16 @@ async def ended(process: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     short = reader(sys.executable, "-c", SLEEPS, str(tmp_path / "pid"), within_s=0.5)
     asked = asyncio.create_task(short.story("r"))
-    with pytest.raises(HistorySilent, match=r"longer than 0\.5 s"):
+    with pytest.raises(HistoryUnavailable, match=r"longer than 0\.5 s"):
         await asked
     if (tmp_path / "pid").exists():
         await ended(await pid(tmp_path / "pid"))
 
 
-async def test_one_whom_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> None:
+async def test_a_command_without_a_waiting_client_is_killed(tmp_path: Path) -> None:
     asked = asyncio.create_task(reader(sys.executable, "-c", SLEEPS, str(tmp_path / "pid")).story("r"))
     process = await pid(tmp_path / "pid")
     asked.cancel()
@@ -44,7 +44,7 @@ async def test_one_whom_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> No
     await ended(process)
 
 
-async def test_users_go_before_it(tmp_path: Path) -> None:
+async def test_a_command_runs_at_lower_priority_than_the_frontend(tmp_path: Path) -> None:
     asked = asyncio.create_task(reader(sys.executable, "-c", SLEEPS, str(tmp_path / "pid")).story("r"))
     process = await pid(tmp_path / "pid")
     assert os.getpriority(os.PRIO_PROCESS, process) > os.getpriority(os.PRIO_PROCESS, os.getpid())
@@ -52,7 +52,7 @@ async def test_users_go_before_it(tmp_path: Path) -> None:
     await asyncio.gather(asked, return_exceptions=True)
 
 
-async def test_only_so_many_run_and_wait(tmp_path: Path) -> None:
+async def test_the_number_of_running_and_waiting_commands_is_limited(tmp_path: Path) -> None:
     shared = reader(sys.executable, "-c", "import time; time.sleep(600)")
     asked = [asyncio.create_task(shared.story(f"r{n}")) for n in range(AT_ONCE + WAITING_MAX)]
     await asyncio.sleep(0)
@@ -65,6 +65,6 @@ async def test_only_so_many_run_and_wait(tmp_path: Path) -> None:
     assert all(isinstance(one, asyncio.CancelledError) for one in results)
 
 
-async def test_what_has_said_nothing_is_said_to(tmp_path: Path) -> None:
-    with pytest.raises(HistorySilent, match="cannot tell"):
+async def test_a_command_that_fails_silently_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(HistoryUnavailable, match="does not have this information"):
         await reader("false").story("r")

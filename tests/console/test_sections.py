@@ -1,4 +1,4 @@
-"""What has changed, applied to what was, is what is."""
+"""Changes between two pictures, applied to the first, give the second."""
 
 from itertools import pairwise
 from typing import Any
@@ -13,12 +13,12 @@ SECTIONS = st.fixed_dictionaries({"workers": ROWS, "events": ROWS, "head": ROWS}
 
 
 @given(SECTIONS, SECTIONS)
-def test_changes_lead_from_one_picture_to_the_other(before: Any, after: Any) -> None:
+def test_changes_applied_to_one_picture_give_the_other(before: Any, after: Any) -> None:
     assert applied(before, changes(before, after)) == after
 
 
 @given(st.lists(SECTIONS, min_size=2, max_size=6))
-def test_who_takes_every_change_has_what_a_newcomer_gets(pictures: list[Any]) -> None:
+def test_applying_all_changes_gives_the_last_picture(pictures: list[Any]) -> None:
     page = pictures[0]
     for before, after in pairwise(pictures):
         page = applied(page, changes(before, after))
@@ -26,13 +26,13 @@ def test_who_takes_every_change_has_what_a_newcomer_gets(pictures: list[Any]) ->
 
 
 @given(SECTIONS, SECTIONS)
-def test_nothing_is_said_again(before: Any, after: Any) -> None:
+def test_changes_contain_no_unchanged_rows(before: Any, after: Any) -> None:
     new = changes(before, after)
     assert all(rows for rows in new.values())
     assert all(before[section].get(key) != row for section, rows in new.items() for key, row in rows.items())
 
 
-def test_of_a_thousand_rows_one_that_has_changed_is_said() -> None:
+def test_only_the_changed_rows_of_a_thousand_are_sent() -> None:
     rows = {f"w{n}": n for n in range(1000)}
     moved = {**rows, "w7": -1}
     del moved["w8"]
