@@ -1,1 +1,1 @@
-"""What people look at who run a fleet: dashboards of Grafana, written in Python (`make dashboards`)."""
+"""Grafana dashboards and alerts for operators, generated from Python (`make dashboards`)."""

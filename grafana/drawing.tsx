@@ -1,13 +1,13 @@
-// Draws one dashboard with Grafana's own components, from its JSON and what its queries were answered: no Grafana is there.
+// Draws one dashboard with Grafana's own components, from its JSON and the results of its queries, without a Grafana server.
 //
-// What @grafana/ui does not export is drawn by what is nearest: a state timeline as steps whose axis has the states' names, a
-// heatmap as lines of how many a bucket has. Links, tooltips, variables and what is marked in time series are not drawn.
+// Panels that @grafana/ui does not export are approximated: a state timeline as steps with the states' names on the axis, a
+// heatmap as lines of the buckets' counts. Links, tooltips, variables and annotations are not drawn.
 import React from 'react';
 import { createRoot } from 'react-dom/client';
 import { FieldType, createTheme, dateTime, getDisplayProcessor, toDataFrame } from '@grafana/data';
 import { BigValue, GlobalStyles, PanelChrome, Table, ThemeContext, TimeSeries } from '@grafana/ui';
 
-declare const BOARD: any; // its JSON; each panel has `answers`: frames of named columns
+declare const BOARD: any; // its JSON; each panel has `answers`, frames of named columns
 declare const SPAN: [number, number]; // milliseconds
 
 const [CELL, GAP, EDGE] = [30, 8, 12];
@@ -120,4 +120,4 @@ function Board({ width }: { width: number }) {
 }
 
 createRoot(document.getElementById('board')!).render(<Board width={1280} />);
-window.setTimeout(() => (document.documentElement.dataset.ready = 'yes'), 1500); // uPlot draws in its own time
+window.setTimeout(() => (document.documentElement.dataset.ready = 'yes'), 1500); // uPlot draws asynchronously

@@ -1,7 +1,7 @@
-"""The words in which our dashboards are written, and the JSON that Grafana 11 reads.
+"""Model of dashboards, panels and queries, and the JSON that Grafana 11 reads.
 
-A dashboard is rows of panels from left to right; where each stands is reckoned here. A panel asks one of two data sources, of
-which neither is named: `$datasource` is the Prometheus and `$history` the Postgres that the viewer has chosen.
+A dashboard is rows of panels from left to right; their positions are computed here. A panel queries one of two data sources,
+both chosen by the viewer: `$datasource` is the Prometheus, `$history` the Postgres.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 Json: TypeAlias = dict[str, Any]
 Kind: TypeAlias = Literal["stat", "timeseries", "table", "state-timeline", "heatmap"]
 
-SCHEMA = 39  # of dashboards, Grafana 11's
+SCHEMA = 39  # dashboard schema version of Grafana 11
 COLUMNS = 24
 TAG = "holdfast"
 PROMETHEUS: Json = {"type": "prometheus", "uid": "${datasource}"}
@@ -21,17 +21,17 @@ GREEN, YELLOW, ORANGE, RED, GREY = "green", "yellow", "orange", "red", "#8e8e8e"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What one target of a panel asks. `legend` names its series by their labels."""
+    """One target of a panel. `legend` names its series by their labels."""
 
-    ask: str  # PromQL, or SQL
+    ask: str  # PromQL or SQL
     legend: str = ""
     source: Literal["prometheus", "postgres"] = "prometheus"
     instant: bool = False
-    heatmap: bool = False  # its series are a histogram's buckets
-    series: bool = False  # of SQL whose columns are time, metric (whose series it is) and value
+    heatmap: bool = False  # its series are the buckets of a histogram
+    series: bool = False  # for SQL with the columns time, metric (the series' name) and value
 
     def json(self, ref: str) -> Json:
-        """Return the target."""
+        """Return the target as JSON."""
         if self.source == "postgres":
             return {
                 "refId": ref, "datasource": POSTGRES, "format": "time_series" if self.series else "table", "rawQuery": True,
@@ -47,10 +47,10 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One panel. `steps`: from which value on it has which colour, the first from the beginning."""
+    """One panel. `steps` lists thresholds: the color from each value on, starting with the base color."""
 
     title: str
-    says: str  # its description
+    says: str  # description
     asks: Sequence[Query]
     kind: Kind = "timeseries"
     unit: str = "short"
@@ -60,11 +60,11 @@ class Panel:
     stacked: bool = False
     least: float | None = 0.0
     most: float | None = None
-    mappings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # value: text and colour
+    mappings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # value -> text and colour
     overrides: Sequence[Json] = ()
 
     def json(self, number: int, x: int, y: int) -> Json:
-        """Return the panel at its place."""
+        """Return the panel as JSON at its position."""
         sources = {query.source for query in self.asks}
         return {
             "id": number,
@@ -143,7 +143,7 @@ def _options(kind: Kind) -> Json:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Panels that belong together, from left to right."""
+    """A titled row of panels, from left to right."""
 
     title: str
     panels: Sequence[Panel]
@@ -151,16 +151,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """What the viewer chooses: of what a label has, or the state store says, or of a few values."""
+    """A variable of a dashboard: a label's values, a query of the state store, or a list of values."""
 
     name: str
     asks: str = ""  # label_values(metric, label), or SQL
     source: Literal["prometheus", "postgres"] = "prometheus"
-    values: Sequence[str] = ()  # in place of asking: the first is chosen
-    many: bool = True  # any number of them, all at first
+    values: Sequence[str] = ()  # instead of a query; the first is the default
+    many: bool = True  # multiple choice, all by default
 
     def json(self) -> Json:
-        """Return the variable."""
+        """Return the variable as JSON."""
         if self.values:
             first = {"text": self.values[0], "value": self.values[0], "selected": True}
             return {
@@ -184,14 +184,14 @@ FRONTEND = Variable(name="frontend", asks='label_values(up{role="frontend"}, pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
-    """One dashboard. Its `uid` is part of its address, and never changes."""
+    """One dashboard. Its `uid` is part of its URL and never changes."""
 
     uid: str
     title: str
     says: str
     rows: Sequence[Row]
     variables: Sequence[Variable] = ()
-    events: str = ""  # SQL: time, text and tags of what is marked in every picture
+    events: str = ""  # SQL for annotations: time, text and tags
 
     def panels(self) -> Iterator[Panel]:
         """Yield all panels."""
@@ -199,7 +199,7 @@ class Dashboard:
             yield from row.panels
 
     def json(self) -> Json:
-        """Return what Grafana reads."""
+        """Return the dashboard as Grafana's JSON."""
         sources = [
             _source("datasource", "Prometheus", "prometheus"),
             _source("history", "Postgres", "grafana-postgresql-datasource"),

@@ -1,4 +1,4 @@
-"""`make dashboards`: write all dashboards and alerts as Grafana reads them, and the rules as Prometheus does."""
+"""`make dashboards`: writes dashboards and alerts as Grafana reads them, and rules as Prometheus does."""
 
 import json
 import sys
@@ -24,18 +24,18 @@ BOARDS: tuple[Dashboard, ...] = (
 
 
 def text(board: Dashboard) -> str:
-    """Return a dashboard as its file has it."""
+    """Return a dashboard as file content."""
     return json.dumps(board.json(), indent=1, ensure_ascii=False) + "\n"
 
 
 def main() -> int:
-    """Write all."""
+    """Write all files."""
     FOLDER.mkdir(exist_ok=True)
     for board in BOARDS:
         (FOLDER / f"{board.uid}.json").write_text(text(board), encoding="utf-8")
-    for path, said in ((RULES, rules.text()), (MANAGED, managed_rules.text())):
+    for path, content in ((RULES, rules.text()), (MANAGED, managed_rules.text())):
         path.parent.mkdir(exist_ok=True)
-        path.write_text(said, encoding="utf-8")
+        path.write_text(content, encoding="utf-8")
     return 0
 
 

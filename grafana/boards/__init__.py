@@ -1,1 +1,1 @@
-"""One module for each dashboard."""
+"""The dashboards, one module each."""

@@ -1,4 +1,4 @@
-"""What several dashboards ask for."""
+"""Queries and mappings that several dashboards share."""
 
 from grafana.model import GREEN, GREY, ORANGE, RED, YELLOW, Json, Query
 
@@ -17,15 +17,15 @@ LEVELS = {
     "3": ("3", ORANGE),
     "4": ("4", RED),
 }
-# What is no fault of ours: the client's own mistakes, and what was refused on purpose.
+# Errors that are not the fleet's fault: client errors and deliberate rejections.
 NOT_OURS = "overload|validation|not_found|cancelled|capacity_shed|not_accepting|deadline_unattainable|request_poisonous"
-# Of both methods, from 0 on: dynamo_migration_total has the ends of each move as well, and is born with the first between them.
+# Has both methods from 0 on. dynamo_migration_total also has source and target, and a series first appears with its first move.
 SAVED = "dynamo_migration_duration_seconds_count"
 OURS = f'status="error",error_type!~"{NOT_OURS}"'
 
 
 def rate(metric: str, labels: str = "", by: str = "", legend: str = "") -> Query:
-    """Ask for what a counter goes up by in a second, added up by some labels."""
+    """Query the rate per second of a counter, summed by some labels."""
     grouped = f" by ({by})" if by else ""
     return Query(ask=f"sum{grouped} (rate({metric}{{{labels}}}[$__rate_interval]))", legend=legend)
 
@@ -33,7 +33,7 @@ def rate(metric: str, labels: str = "", by: str = "", legend: str = "") -> Query
 def quantiles(
     metric: str, labels: str = "", of: tuple[float, ...] = (0.5, 0.99), by: str = ""
 ) -> list[Query]:
-    """Ask for quantiles of a histogram."""
+    """Query quantiles of a histogram."""
     grouped = f"le, {by}" if by else "le"
     named = f" {{{{{by}}}}}" if by else ""
     return [
@@ -46,12 +46,12 @@ def quantiles(
 
 
 def history(sql: str, *, series: bool = False) -> Query:
-    """Ask the state store, for a table, or for `series`."""
+    """Query the state store, for a table or for time series."""
     return Query(ask=" ".join(sql.split()), source="postgres", series=series)
 
 
 def link(board: str, variable: str) -> Json:
-    """Return an override by which a table's values lead to another dashboard."""
+    """Return an override that links a table's values to another dashboard."""
     url = f"/d/{board}?var-{variable}=${{__value.raw}}&${{__url_time_range}}"
-    links = [{"title": "Look at it", "url": url}]
+    links = [{"title": "Open", "url": url}]
     return {"matcher": {"id": "byName", "options": variable}, "properties": [{"id": "links", "value": links}]}

@@ -1,4 +1,4 @@
-"""Fleet: one look. Is anybody hurt, and does the capacity do?"""
+"""Fleet dashboard: user impact, capacity, speed and workers at a glance."""
 
 from grafana.boards.common import LEVELS, OURS, SAVED, STATES, history, link, quantiles, rate
 from grafana.model import GREEN, MODEL, ORANGE, RED, WORKER, YELLOW, Dashboard, Panel, Query, Row
@@ -6,41 +6,41 @@ from grafana.model import GREEN, MODEL, ORANGE, RED, WORKER, YELLOW, Dashboard, 
 M = 'model=~"$model"'
 LOST = "request_abandoned"
 
-HURT = Row(
-    title="Is anybody hurt?",
+IMPACT = Row(
+    title="User impact",
     panels=[
         Panel(
-            title="Streams lost", says="Streams that had begun and could not go on anywhere, in the last five minutes",
+            title="Streams lost", says="Started streams that no worker could continue, in the last five minutes",
             asks=[history(f"""SELECT count(*) AS lost FROM holdfast.fleet_events
                 WHERE kind = '{LOST}' AND at > now() - interval '5 minutes'""")],
             kind="stat", width=4, height=4, steps=((None, GREEN), (1, RED)),
         ),
         Panel(
-            title="Streams saved", says="Streams that went on at another worker, in the last five minutes",
+            title="Streams saved", says="Streams that another worker continued, in the last five minutes",
             asks=[Query(
                 ask=f"round(sum(max by (method) (increase({SAVED}[5m])))) or vector(0)", instant=True, legend="saved",
             )],
             kind="stat", width=4, height=4,
         ),
         Panel(
-            title="Exposed requests", says="Requests that a convicted worker had fed, in the last hour",
+            title="Exposed requests", says="Requests with tokens of a convicted worker, in the last hour",
             asks=[Query(
                 ask="round(sum(increase(holdfast_requests_exposed_total[1h]))) or vector(0)", instant=True, legend="exposed",
             )],
             kind="stat", width=4, height=4, steps=((None, GREEN), (1, RED)),
         ),
         Panel(
-            title="Refused for want of room", says="Requests a second that were turned away because nobody had room",
-            asks=[rate("dynamo_frontend_model_rejection_total", M, legend="refused")],
+            title="Rejected for capacity", says="Requests per second rejected because no worker had capacity",
+            asks=[rate("dynamo_frontend_model_rejection_total", M, legend="rejected")],
             kind="stat", unit="reqps", width=4, height=4, steps=((None, GREEN), (0.1, YELLOW), (1, ORANGE)),
         ),
         Panel(
-            title="Open incidents", says="Incidents that are not over",
+            title="Open incidents", says="Incidents that are open",
             asks=[Query(ask="max(holdfast_incidents_open)", instant=True, legend="open")],
             kind="stat", width=4, height=4, steps=((None, GREEN), (1, YELLOW)),
         ),
         Panel(
-            title="Errors", says="Share of the requests that ended with an error that was not the client's or an overload's",
+            title="Errors", says="Share of requests that ended with an error, without client errors and overload",
             asks=[Query(
                 ask=f'(sum(rate(dynamo_frontend_requests_total{{{M},{OURS}}}[$__rate_interval])) or vector(0))'
                 f" / sum(rate(dynamo_frontend_requests_total{{{M}}}[$__rate_interval]))",
@@ -55,31 +55,31 @@ CAPACITY = Row(
     title="Capacity",
     panels=[
         Panel(
-            title="What models carry", says="Requests a second within the objectives, as the planner reckons it",
+            title="Model capacity", says="Requests per second within the objectives, as the planner estimates",
             asks=[Query(ask=f"max by (model) (holdfast_planner_achievable_rps{{{M}}})", legend="{{model}}")], unit="reqps",
         ),
         Panel(
-            title="Weight in service", says="The sum of the weights of a model's workers: 1 for each that serves in full",
+            title="Weight in service", says="The sum of the weights of a model's workers; 1 for each at full weight",
             asks=[Query(ask=f"max by (model) (holdfast_model_routable_weight{{{M}}})", legend="{{model}}")],
         ),
         Panel(
-            title="Degradation level", says="0: nothing is given up; 4: no new requests are let in",
+            title="Degradation level", says="0: no degradation; 4: no new requests are admitted",
             asks=[Query(ask=f"max by (model) (holdfast_degradation_level{{{M}}})", legend="{{model}}")],
             kind="state-timeline", mappings=LEVELS,
         ),
         Panel(
-            title="Spares", says="Spares that could take a place now, and places that are empty",
+            title="Spares", says="Spares that are ready, and lost workers without a replacement",
             asks=[
                 Query(ask=f"max by (model) (holdfast_spares_ready{{{M}}})", legend="ready {{model}}"),
-                Query(ask=f"max by (model) (holdfast_places_empty{{{M}}})", legend="empty {{model}}"),
+                Query(ask=f"max by (model) (holdfast_places_empty{{{M}}})", legend="not replaced {{model}}"),
             ],
         ),
         Panel(
-            title="Workers, and what the planner wants", says="There are, needed for what is expected, wanted by the planner",
+            title="Workers and planner", says="Current workers, those needed for the forecast, those that the planner proposes",
             asks=[
-                Query(ask=f"max by (model) (holdfast_planner_workers{{{M}}})", legend="there {{model}}"),
+                Query(ask=f"max by (model) (holdfast_planner_workers{{{M}}})", legend="current {{model}}"),
                 Query(ask=f"max by (model) (holdfast_planner_workers_needed{{{M}}})", legend="needed {{model}}"),
-                Query(ask=f"max by (model) (holdfast_planner_workers_wanted{{{M}}})", legend="wanted {{model}}"),
+                Query(ask=f"max by (model) (holdfast_planner_workers_wanted{{{M}}})", legend="proposed {{model}}"),
             ],
         ),
         Panel(
@@ -93,7 +93,7 @@ SPEED = Row(
     title="Speed",
     panels=[
         Panel(
-            title="Tokens", says="Tokens a second that are relayed to clients",
+            title="Tokens", says="Tokens per second relayed to clients",
             asks=[rate("dynamo_frontend_output_tokens_total", M, "model", "{{model}}")], unit="short", stacked=True,
         ),
         Panel(
@@ -101,7 +101,7 @@ SPEED = Row(
             asks=quantiles("dynamo_frontend_time_to_first_token_seconds", M), unit="s",
         ),
         Panel(
-            title="Between tokens", says="From one token to the next",
+            title="Time between tokens", says="From one token to the next",
             asks=quantiles("dynamo_frontend_inter_token_latency_seconds", M), unit="s",
         ),
     ],
@@ -116,7 +116,7 @@ WORKERS = Row(
             kind="state-timeline", mappings=STATES, width=24, height=8,
         ),
         Panel(
-            title="Incidents", says="What happened, the latest first",
+            title="Incidents", says="Latest first",
             asks=[history("""SELECT incident, opened_at, round(extract(epoch FROM closed_at - opened_at)::numeric, 1) AS lasted_s,
                 subject, symptom, outcome
                 FROM holdfast.incidents WHERE $__timeFilter(opened_at) ORDER BY opened_at DESC LIMIT 100""")],
@@ -132,6 +132,6 @@ WORKERS = Row(
 )  # fmt: skip
 
 BOARD = Dashboard(
-    uid="holdfast-fleet", title="Fleet", says="One look: is anybody hurt, and does the capacity do?",
-    rows=[HURT, CAPACITY, SPEED, WORKERS], variables=[MODEL, WORKER],
+    uid="holdfast-fleet", title="Fleet", says="User impact, capacity, speed and workers at a glance",
+    rows=[IMPACT, CAPACITY, SPEED, WORKERS], variables=[MODEL, WORKER],
 )  # fmt: skip

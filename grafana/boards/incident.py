@@ -1,4 +1,4 @@
-"""Incident: one, from its first symptom until all is well again."""
+"""Incident dashboard: one incident from its first symptom to its end."""
 
 from grafana.boards.common import STATES, history
 from grafana.model import Dashboard, Panel, Row, Variable
@@ -21,21 +21,21 @@ MARKS = f"""SELECT at AS time, kind AS text, coalesce(worker, '') AS tags FROM h
 BOARD = Dashboard(
     uid="holdfast-incident",
     title="Incident",
-    says="One incident, from its first symptom until all is well again",
+    says="One incident, from its first symptom to its end",
     variables=[CHOSEN],
     events=" ".join(MARKS.split()),
     rows=[
         Row(
-            title="What it was",
+            title="Incident",
             panels=[
                 Panel(
-                    title="The incident", says="Whom it is about, how it began, how it ended",
+                    title="The incident", says="Subject, first symptom and outcome",
                     asks=[history(f"""SELECT incident, subject, symptom, opened_at, closed_at, outcome FROM holdfast.incidents
                         WHERE incident = {ID}""")],
                     kind="table", width=24, height=4,
                 ),
                 Panel(
-                    title="Until", says="From the first symptom on: out of service, a spare in its place, all is well",
+                    title="Time to", says="Time from the first symptom to: out of service, replaced by a spare, closed",
                     asks=[history(f"""SELECT extract(epoch FROM min(at) FILTER (WHERE kind = 'health_changed'
                         AND (body->>'weight')::float = 0) - {FIRST}) AS out_of_service,
                         extract(epoch FROM min(at) FILTER (WHERE kind = 'spare_activated') - {FIRST}) AS spare,
@@ -44,7 +44,7 @@ BOARD = Dashboard(
                     kind="stat", unit="s", width=8,
                 ),
                 Panel(
-                    title="Health", says="What was decided about the worker meanwhile, 0 healthy to 4 dead",
+                    title="Health", says="Decided states of the worker, from 0 (healthy) to 4 (dead)",
                     asks=[history(f"""SELECT at AS time, worker AS metric, CASE body->>'after' WHEN 'HEALTHY' THEN 0
                         WHEN 'SUSPICIOUS' THEN 1 WHEN 'UNHEALTHY' THEN 2 WHEN 'DRAINING' THEN 3 ELSE 4 END AS value
                         FROM holdfast.fleet_events WHERE kind = 'health_changed' AND incident = {ID}
@@ -52,7 +52,7 @@ BOARD = Dashboard(
                     kind="state-timeline", mappings=STATES, width=16,
                 ),
                 Panel(
-                    title="Step by step", says="What was decided under this incident, and why",
+                    title="Decisions", says="Decisions under this incident, with reasons",
                     asks=[history(f"""SELECT at, kind, worker, body->>'before' AS before, body->>'after' AS after,
                         body->>'reason' AS reason FROM holdfast.fleet_events WHERE incident = {ID} ORDER BY seq LIMIT 500""")],
                     kind="table", width=24, height=10,
@@ -60,10 +60,10 @@ BOARD = Dashboard(
             ],
         ),
         Row(
-            title="Who was hurt",
+            title="User impact",
             panels=[
                 Panel(
-                    title="Streams that left the worker", says="By cause, how they moved, and how long their clients waited",
+                    title="Migrated streams", says="By cause and method, with the gap that clients saw",
                     asks=[history(f"""SELECT cause, method, count(*) AS streams,
                         percentile_cont(0.5) WITHIN GROUP (ORDER BY gap_ms) AS p50_ms, max(gap_ms) AS most_ms
                         FROM holdfast.migrations, {SPAN} AS span WHERE source = span.subject
@@ -71,7 +71,7 @@ BOARD = Dashboard(
                     kind="table", width=12,
                 ),
                 Panel(
-                    title="Exposed", says="Tokens of this worker that reached clients, and what was done with their streams",
+                    title="Exposed requests", says="Tokens of this worker that reached clients, and the action taken",
                     asks=[history(f"""SELECT at, request, model, first, last, finished, action FROM holdfast.exposures,
                         {SPAN} AS span WHERE worker = span.subject
                         AND at BETWEEN span.opened_at - interval '5 seconds' AND span.until + interval '1 minute'

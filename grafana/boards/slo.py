@@ -1,4 +1,4 @@
-"""SLO: is what was promised kept, and how fast is what may go wrong used up?"""
+"""SLO dashboard: availability, latency objectives and error budget burn rates."""
 
 from grafana.boards.common import OURS
 from grafana.model import GREEN, MODEL, ORANGE, RED, YELLOW, Dashboard, Panel, Query, Row, Variable
@@ -15,7 +15,7 @@ WINDOWS = ("5m", "30m", "1h", "6h")
 
 
 def errors(window: str) -> str:
-    """Return the share of the requests that failed by a fault of ours."""
+    """Return the share of requests that failed by the fleet's fault."""
     return (
         f"((sum(rate(dynamo_frontend_requests_total{{{M},{OURS}}}[{window}])) or vector(0))"
         f" / sum(rate(dynamo_frontend_requests_total{{{M}}}[{window}])))"
@@ -23,12 +23,12 @@ def errors(window: str) -> str:
 
 
 def in_time(metric: str, bound: str, window: str) -> str:
-    """Return the share of what a histogram counts that was no more than a bound."""
+    """Return the share of a histogram's observations within a bound."""
     return f'(sum(rate({metric}_bucket{{{M},le="${bound}"}}[{window}])) / sum(rate({metric}_count{{{M}}}[{window}])))'
 
 
 def burn(share: str, legend: str) -> Query:
-    """Return how many times as fast as it may the error budget is used up."""
+    """Query the burn rate: error budget consumption relative to the sustainable rate."""
     return Query(ask=f"{share} / (1 - $objective)", legend=legend)
 
 
@@ -37,24 +37,24 @@ FIRST, NEXT = "dynamo_frontend_time_to_first_token_seconds", "dynamo_frontend_in
 BOARD = Dashboard(
     uid="holdfast-slo",
     title="SLO",
-    says="Is what was promised kept, and how fast is what may go wrong used up?",
+    says="Availability, latency objectives and error budget burn rates",
     variables=[MODEL, OBJECTIVE, TTFT, ITL],
     rows=[
         Row(
             title="Availability",
             panels=[
                 Panel(
-                    title="Available", says="Share of the requests of the last 6 hours that did not fail by a fault of ours",
+                    title="Available", says="Share of requests of the last 6 hours that did not fail by the fleet's fault",
                     asks=[Query(ask=f"1 - {errors('6h')}", instant=True, legend="available")],
                     kind="stat", unit="percentunit", width=6, steps=((None, RED), (0.99, ORANGE), (0.999, GREEN)),
                 ),
                 Panel(
-                    title="Error budget left", says="Of the last 6 hours: 1 is all of it, below 0 the objective was missed",
+                    title="Error budget left", says="Of the last 6 hours; 1: all of it, below 0: objective missed",
                     asks=[Query(ask=f"1 - {errors('6h')} / (1 - $objective)", instant=True, legend="left")],
                     kind="stat", unit="percentunit", width=6, least=None, steps=((None, RED), (0, YELLOW), (0.5, GREEN)),
                 ),
                 Panel(
-                    title="Burn rate", says="1: the budget is used up just when its time is over; 14: in two days of thirty",
+                    title="Burn rate", says="1: the budget lasts exactly its period; 14: it is used up in two of thirty days",
                     asks=[burn(errors(window), window) for window in WINDOWS], width=12,
                 ),
             ],
@@ -63,12 +63,12 @@ BOARD = Dashboard(
             title="First tokens",
             panels=[
                 Panel(
-                    title="In time", says="Share of the first tokens that came within $ttft seconds",
+                    title="First tokens in time", says="Share of first tokens within $ttft seconds",
                     asks=[Query(ask=in_time(FIRST, "ttft", window), legend=window) for window in WINDOWS[:2]],
                     unit="percentunit", width=12, most=1.0,
                 ),
                 Panel(
-                    title="Burn rate of first tokens", says="How fast the part of them that may be late is used up",
+                    title="Burn rate of first tokens", says="Burn rate of the budget for late first tokens",
                     asks=[burn(f"(1 - {in_time(FIRST, 'ttft', window)})", window) for window in WINDOWS], width=12,
                 ),
             ],
@@ -77,12 +77,12 @@ BOARD = Dashboard(
             title="Tokens",
             panels=[
                 Panel(
-                    title="Tokens in time", says="Share of the tokens that came within $itl seconds of the one before",
+                    title="Tokens in time", says="Share of tokens within $itl seconds of the previous one",
                     asks=[Query(ask=in_time(NEXT, "itl", window), legend=window) for window in WINDOWS[:2]],
                     unit="percentunit", width=12, most=1.0,
                 ),
                 Panel(
-                    title="Burn rate of tokens", says="How fast the part of them that may be late is used up",
+                    title="Burn rate of tokens", says="Burn rate of the budget for late tokens",
                     asks=[burn(f"(1 - {in_time(NEXT, 'itl', window)})", window) for window in WINDOWS], width=12,
                 ),
             ],

@@ -1,4 +1,4 @@
-"""Worker: how one worker, or a few, have fared."""
+"""Worker dashboard: state, canaries, work and KV cache moves of one or more workers."""
 
 from grafana.boards.common import BREAKER, STATES, history, quantiles, rate
 from grafana.model import WORKER, Dashboard, Panel, Query, Row
@@ -10,7 +10,7 @@ RANK = "worker_id, dp_rank"
 def each(
     metric: str, how: str = "max", labels: str = W, by: str = "worker_id", legend: str = "{{worker_id}}"
 ) -> Query:
-    """Ask for a gauge of each worker."""
+    """Query a gauge per worker."""
     return Query(ask=f"{how} by ({by}) ({metric}{{{labels}}})", legend=legend)
 
 
@@ -18,21 +18,21 @@ STATE = Row(
     title="State",
     panels=[
         Panel(
-            title="Health", says="What the fleet has decided", asks=[each("dynamo_worker_status")],
+            title="Health", says="State as decided by the controller", asks=[each("dynamo_worker_status")],
             kind="state-timeline", mappings=STATES, width=12,
         ),
         Panel(
             title="Breaker", says="The fleet's circuit breaker", asks=[each("dynamo_circuit_breaker_state")],
             kind="state-timeline", mappings=BREAKER, width=12,
         ),
-        Panel(title="Weight", says="Its share of the traffic, 0 to 1", asks=[each("holdfast_worker_weight")], most=1.0, width=6),
+        Panel(title="Weight", says="Weight in routing, 0 to 1", asks=[each("holdfast_worker_weight")], most=1.0, width=6),
         Panel(
-            title="Frontends' own breakers", says="At how many frontends it is not closed",
+            title="Local breakers", says="Number of frontends with an open or half-open local breaker",
             asks=[Query(ask=f"sum by (worker_id) (holdfast_local_breaker_state{{{W}}} > bool 0)", legend="{{worker_id}}")],
             width=6,
         ),
         Panel(
-            title="What happened", says="What was decided about it, and what its devices and engine have said",
+            title="Events", says="Decisions about the worker, and reports of its devices and engine",
             asks=[history("""SELECT at, worker, kind, body->>'reason' AS reason, incident FROM holdfast.fleet_events
                 WHERE worker IN (${worker:singlequote}) AND $__timeFilter(at) AND kind IN ('worker_joined', 'worker_left',
                 'health_changed', 'breaker_opened', 'breaker_half_opened', 'breaker_closed', 'drain_started', 'drain_ended',
@@ -47,15 +47,15 @@ CANARIES = Row(
     title="Canaries",
     panels=[
         Panel(
-            title="Failures", says="Probes that found something wrong, by what",
+            title="Failures", says="Failed probes, by reason",
             asks=[rate("dynamo_canary_failures_total", W, "worker_id, reason", "{{worker_id}} {{reason}}")],
         ),
         Panel(
-            title="A probe takes", says="Until a canary's answer is complete",
+            title="Probe duration", says="Time until a canary's answer is complete",
             asks=quantiles("dynamo_health_check_duration_seconds", W, by="worker_id"), unit="s",
         ),
         Panel(
-            title="What they cost", says="Device time taken by canaries, in a second",
+            title="Canary cost", says="Device time used by canaries, per second",
             asks=[rate("holdfast_canary_gpu_seconds_total", W, "worker_id", "{{worker_id}}")], unit="s",
         ),
     ],
@@ -65,53 +65,54 @@ WORK = Row(
     title="Work",
     panels=[
         Panel(
-            title="Tokens", says="Tokens a second", asks=[rate("holdfast_worker_tokens_total", W, "worker_id", "{{worker_id}}")],
+            title="Tokens", says="Tokens per second",
+            asks=[rate("holdfast_worker_tokens_total", W, "worker_id", "{{worker_id}}")],
         ),
         Panel(
-            title="Requests", says="With it, waiting for its batch, and at its own bound",
+            title="Requests", says="At the worker, waiting for its batch, in its engine, and queued",
             asks=[
-                each("dynamo_component_inflight_requests", "sum", legend="with {{worker_id}}"),
+                each("dynamo_component_inflight_requests", "sum", legend="at {{worker_id}}"),
                 each("holdfast_worker_waiting_requests", "sum", legend="waiting {{worker_id}}"),
                 each("dynamo_engine_request", "sum", legend="in its engine {{worker_id}}"),
                 each("dynamo_request_queue", "sum", legend="queued {{worker_id}}"),
             ],
         ),
         Panel(
-            title="Requests taken, refused, failed", says="In a second",
+            title="Accepted, rejected, failed", says="Requests per second",
             asks=[
-                rate("dynamo_component_requests_total", W, legend="taken"),
-                rate("dynamo_rejection_request_total", W, legend="refused: it was full"),
+                rate("dynamo_component_requests_total", W, legend="accepted"),
+                rate("dynamo_rejection_request_total", W, legend="rejected: full"),
                 rate("dynamo_component_errors_total", W, "error_type", "{{error_type}}"),
                 rate("dynamo_component_cancellation_total", W, legend="cancelled"),
             ],
         ),
         Panel(
-            title="A request takes", says="From a request to its end at this worker",
+            title="Request duration", says="From the arrival of a request to its end at this worker",
             asks=quantiles("dynamo_component_request_duration_seconds", W, by="worker_id"), unit="s",
         ),
         Panel(
-            title="KV cache", says="KV blocks in use, of all",
+            title="KV cache", says="Share of KV blocks in use",
             asks=[each("holdfast_worker_kv_used_ratio")], unit="percentunit", most=1.0,
         ),
         Panel(
-            title="Prefix cache", says="Prompt tokens found in the prefix cache by the requests admitted last",
+            title="Prefix cache", says="Share of prompt tokens found in the prefix cache by the latest admitted requests",
             asks=[each("holdfast_worker_engine_gpu_prefix_cache_hit_rate", by=RANK, legend="{{worker_id}} {{dp_rank}}")],
             unit="percentunit", most=1.0,
         ),
         Panel(
-            title="Batch", says="Requests that get a token, prompts that are read, and those that wait",
+            title="Batch", says="Decoding requests, requests in prefill, and waiting requests",
             asks=[
                 each("holdfast_worker_engine_scheduled_num_decode_requests", "sum", legend="decoding {{worker_id}}"),
-                each("holdfast_worker_engine_scheduled_num_prefill_requests", "sum", legend="read {{worker_id}}"),
+                each("holdfast_worker_engine_scheduled_num_prefill_requests", "sum", legend="prefill {{worker_id}}"),
                 each("holdfast_worker_engine_num_requests_waiting", "sum", legend="waiting {{worker_id}}"),
             ],
         ),
         Panel(
-            title="A pass takes", says="Seconds that the newest pass takes",
+            title="Step duration", says="Duration of the latest engine step",
             asks=[each("holdfast_worker_engine_wall_time", by=RANK, legend="{{worker_id}} {{dp_rank}}")], unit="s",
         ),
         Panel(
-            title="Sent back to wait", says="Requests that went back to waiting because KV blocks ran out, in a second",
+            title="Engine preemptions", says="Requests per second that returned to the queue because KV blocks ran out",
             asks=[Query(
                 ask=f"sum by (worker_id) (deriv(holdfast_worker_engine_num_preemptions{{{W}}}[5m]))", legend="{{worker_id}}"
             )],
@@ -120,10 +121,10 @@ WORK = Row(
 )  # fmt: skip
 
 MOVES = Row(
-    title="Moves with the KV cache",
+    title="KV cache moves",
     panels=[
         Panel(
-            title="Streams", says="Streams that moved with their KV cache, or were to, by what came of it",
+            title="Streams", says="Streams moved with their KV cache, by direction and outcome",
             asks=[rate("holdfast_worker_moves_total", W, "direction, outcome", "{{direction}} {{outcome}}")],
         ),
         Panel(
@@ -131,34 +132,34 @@ MOVES = Row(
             asks=[rate("holdfast_worker_moved_bytes_total", W, "direction", "{{direction}}")], unit="Bps",
         ),
         Panel(
-            title="Stopped for", says="How long a stream that came had stopped",
+            title="Stop time", says="How long an incoming stream was stopped",
             asks=quantiles("holdfast_worker_move_stopped_seconds", W), unit="s",
         ),
         Panel(
-            title="On their way", says="Streams on their way in and out",
+            title="Moving streams", says="Streams that are moving in and out",
             asks=[
                 each("holdfast_worker_moving_in", "sum", legend="in {{worker_id}}"),
                 each("holdfast_worker_moving_out", "sum", legend="out {{worker_id}}"),
             ],
         ),
         Panel(
-            title="Takes nothing new", says="1 while it drains", asks=[each("holdfast_worker_draining")],
+            title="Draining", says="1 while the worker drains", asks=[each("holdfast_worker_draining")],
         ),
         Panel(
-            title="Upstream closed", says="Seconds for which it takes no new requests: its upstream said when to retry",
+            title="Upstream closed", says="Time without new requests, because the upstream sent Retry-After",
             asks=[each("holdfast_worker_upstream_closed_seconds")], unit="s",
         ),
         Panel(
-            title="Refused connections", says="At a bound, and of those who did not know the fleet's key",
+            title="Refused connections", says="At a limit, and for lack of the fleet key",
             asks=[
                 rate("holdfast_worker_connection_refusals_total", W, "bound", "{{bound}}"),
-                rate("holdfast_worker_strangers_refused_total", W, legend="strangers"),
+                rate("holdfast_worker_strangers_refused_total", W, legend="no fleet key"),
             ],
         ),
     ],
 )  # fmt: skip
 
 BOARD = Dashboard(
-    uid="holdfast-worker", title="Worker", says="How one worker, or a few, have fared",
+    uid="holdfast-worker", title="Worker", says="State, canaries, work and KV cache moves of one or more workers",
     rows=[STATE, CANARIES, WORK, MOVES], variables=[WORKER],
 )  # fmt: skip

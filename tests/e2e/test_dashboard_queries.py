@@ -24,11 +24,11 @@ from grafana.write import BOARDS
 CALM_S = 5.0
 ALARMS = {"HoldfastSilentCorruption", "HoldfastTargetDown", "HoldfastWorkersFailing"}
 QUIET = {  # panels that may show nothing, since nothing of that kind is rehearsed here: nobody is parked, nobody scales
-    "Control plane: Certificate ends in", "Control plane: Full in", "Control plane: Planners", "Incident: Exposed",
-    "Incident: Streams that left the worker", "Requests and migrations: At a bound",
-    "Requests and migrations: For another reason", "Requests and migrations: Given up by clients",
-    "Requests and migrations: Panic", "Requests and migrations: Put off", "Requests and migrations: The wait for a worker",
-    "Silent corruption: Unknown", "Silent corruption: Which",
+    "Control plane: Certificate expires in", "Control plane: Full in", "Control plane: Planners", "Incident: Exposed requests",
+    "Incident: Migrated streams", "Requests and migrations: At a limit",
+    "Requests and migrations: For other reasons", "Requests and migrations: Cancelled by clients",
+    "Requests and migrations: Panic", "Requests and migrations: Preemptions", "Requests and migrations: Queue wait",
+    "Silent corruption: Unknown exposure", "Silent corruption: Exposed token ranges",
 }  # fmt: skip
 
 

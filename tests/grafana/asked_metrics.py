@@ -1,4 +1,4 @@
-"""Which metrics and labels does a query of PromQL ask for, and which are there?"""
+"""The metrics and labels that a PromQL query uses, and those that docs/metrics.md documents."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ OF_TARGETS = {"role", "process", "instance", "job", "le"}
 
 
 def documented() -> dict[str, tuple[str, set[str]]]:
-    """Return each metric of docs/metrics.md: its kind and its labels, of all roles that have it."""
+    """Return each metric of docs/metrics.md with its kind and its labels, merged over all roles."""
     found: dict[str, tuple[str, set[str]]] = {}
     for name, kind, labels in re.findall(
         r"^\| `(\w+)` \| (\w+) \| ([^|]*) \|", METRICS.read_text(), re.MULTILINE
@@ -39,7 +39,7 @@ def parsed(ask: str) -> Any:
 
 
 def nodes(node: Any) -> Iterator[Any]:
-    """Yield a query's parts, itself first."""
+    """Yield a query's nodes, starting with itself."""
     yield node
     for name in ("expr", "lhs", "rhs", "vector_selector", "vs", "param"):
         inner = getattr(node, name, None)
@@ -50,7 +50,7 @@ def nodes(node: Any) -> Iterator[Any]:
 
 
 def counted(ask: str) -> set[str]:
-    """Return the series of which a query asks how much they go up by."""
+    """Return the series that a query counts with rate, increase or irate."""
     calls = [node for node in nodes(parsed(ask)) if isinstance(node, promql.Call)]
     growth = [call for call in calls if call.func.name in ("rate", "increase", "irate")]
     return {

@@ -1,7 +1,9 @@
-"""The pictures of docs/observability.md: a fleet is broken for half a minute while a real Prometheus scrapes it, each dashboard's
-queries are put to that and to the fleet's Postgres, and Grafana's own components draw what was answered (`grafana/drawing.tsx`).
+"""Draws the pictures of docs/observability.md from a rehearsed incident.
 
-make dashboards-draw     # two minutes; wants node, a chromium and a Prometheus, and 620 MB in .grafana
+A fleet fails for half a minute while a real Prometheus scrapes it. Each dashboard's queries are sent to that Prometheus and to
+the fleet's Postgres, and Grafana's own components draw the results (`grafana/drawing.tsx`).
+
+    make dashboards-draw     # two minutes; needs node, a chromium and a Prometheus, and 620 MB in .grafana
 """
 
 import asyncio
@@ -31,14 +33,14 @@ Json = dict[str, Any]
 
 
 def named(legend: str, metric: Mapping[str, str]) -> str:
-    """Return what a series is called."""
+    """Return the display name of a series."""
     if not legend:
         return " ".join(value for name, value in sorted(metric.items()) if name != "__name__")
     return re.sub(r"{{(\w+)}}", lambda found: metric.get(found[1], ""), legend)
 
 
 def column(name: str, values: list[Any]) -> Json:
-    """Return a column, with its kind as Grafana calls it."""
+    """Return a column with its type in Grafana's terms."""
     some = next((value for value in values if value is not None), None)
     if isinstance(some, datetime):
         return {
@@ -62,18 +64,18 @@ def column(name: str, values: list[Any]) -> Json:
 
 
 class Answers:
-    """What a Prometheus and a Postgres answer to panels, as frames."""
+    """The results of a Prometheus and a Postgres for panels, as frames."""
 
     def __init__(self, prometheus: str, database: str, began: float, chosen: Mapping[str, str]) -> None:
         self._prometheus, self._database = prometheus, database
         self._span, self._chosen = (began, time.time()), chosen
 
     async def board(self, board: Any) -> Json:
-        """Return a dashboard's JSON, with the answers in its panels."""
+        """Return a dashboard's JSON with the results in its panels."""
         shown: Json = board.json()
         panels = [panel for panel in shown["panels"] if panel["type"] != "row"]
-        for panel, asked in zip(panels, board.panels(), strict=True):
-            panel["answers"] = [frame for query in asked.asks for frame in await self._of(query)]
+        for panel, source in zip(panels, board.panels(), strict=True):
+            panel["answers"] = [frame for query in source.asks for frame in await self._of(query)]
         return shown
 
     async def _of(self, query: Any) -> list[Json]:
@@ -112,12 +114,12 @@ class Answers:
 
     @property
     def span(self) -> list[float]:
-        """From when to when, in milliseconds."""
+        """Start and end in milliseconds."""
         return [at * 1e3 for at in self._span]
 
 
 def gaps_shown(values: list[Any], span: tuple[float, float]) -> list[tuple[float, Any]]:
-    """Return a series, second by second over its query's `span`, with nothing where it has no value: no line leads there."""
+    """Return a series, second by second over its query's `span`, with None where it has no value, so that no line is drawn."""
     there = {round(at - span[0]): value for at, value in values}
     return [(span[0] + second, there.get(second)) for second in range(int(span[1] - span[0]) + 1)]
 
@@ -130,7 +132,7 @@ def _number(text: str | float | None) -> float | None:
 
 
 def _by_metric(frame: Json) -> list[Json]:
-    """Return a long table's series, as Grafana makes them of the columns time, metric and value."""
+    """Return the series of a long table, as Grafana derives them from the columns time, metric and value."""
     if not frame["columns"]:
         return []
     times, metrics, values = (one["values"] for one in frame["columns"])
@@ -146,7 +148,7 @@ def _by_metric(frame: Json) -> list[Json]:
 
 
 def bucket_counts(buckets: list[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
-    """Return a histogram's series as how many each bucket alone has; those that are empty all the time are left out."""
+    """Return a histogram's series as counts per bucket, without buckets that are always empty."""
     before: dict[float, float] = {}
     found = []
     for bound, values in sorted(buckets, key=lambda one: float(one[0])):
@@ -158,7 +160,7 @@ def bucket_counts(buckets: list[tuple[str, list[Any]]]) -> list[tuple[str, list[
 
 
 async def rehearsed(folder: Path) -> tuple[list[Json], list[float]]:
-    """Break a fleet under load; return the dashboards with their answers, and from when to when."""
+    """Run a fleet with failures under load. Return the dashboards with their results, and start and end."""
     from fleet import holdfast
     from prometheus_server import prometheus
     from rehearsal import FLAGS, broken, users
@@ -172,8 +174,8 @@ async def rehearsed(folder: Path) -> tuple[list[Json], list[float]]:
     fleet = DemoFleet.start(folder / "fleet", *FLAGS)
     try:
         await (await fleet.ready()).healthy(3)
-        said = await asyncio.to_thread(holdfast, "scrape-config", "--data", str(fleet.data))
-        config = said.stdout.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
+        printed = await asyncio.to_thread(holdfast, "scrape-config", "--data", str(fleet.data))
+        config = printed.stdout.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
             "timeout: 4s", "timeout: 1s"
         )
         with prometheus(folder / "prometheus", config) as server:
@@ -203,7 +205,7 @@ BOUNDS = (
 
 
 def bound(server: Any, metric: str, at_least: float) -> str:
-    """Return the bucket of a histogram that a viewer would choose: the first that is as large as this."""
+    """Return the bucket of a histogram that a viewer would choose: the first that is at least as large as this."""
     found = {one["metric"]["le"] for one in server.ask(f"{metric}_bucket")}
     return str(min((le for le in found if float(le) >= at_least), key=float))
 
@@ -213,7 +215,7 @@ def bundled(folder: Path) -> tuple[str, str]:
     loaders = [f"--loader:.{kind}=empty" for kind in ("woff2", "woff", "ttf", "png")] + [
         "--loader:.svg=dataurl"
     ]
-    # its CommonJS: what it imports is CommonJS as well, of which its modules would get the wrong default
+    # the CommonJS build: it imports CommonJS, of which the module build would get the wrong default export
     loaders += [f"--alias:@grafana/ui={TOOLS / '@grafana' / 'ui' / 'dist' / 'cjs' / 'index.cjs'}"]
     command = [str(TOOLS / ".bin" / "esbuild"), str(ROOT / "grafana" / "drawing.tsx"), "--bundle", "--minify",
                '--define:process.env.NODE_ENV="production"', f"--outfile={folder / 'page.js'}", "--log-level=error"]  # fmt: skip
@@ -223,13 +225,13 @@ def bundled(folder: Path) -> tuple[str, str]:
 
 
 def fewer_colors(picture: Path) -> None:
-    """Write a picture anew with as few colours as it needs: a third of its size."""
+    """Reduce the colours of a picture, which shrinks it to a third."""
     command = ["node", "-e", FEWER_COLORS, str(picture), str(COLORS)]
     subprocess.run(command, check=True, timeout=60, cwd=TOOLS)
 
 
 async def draw(boards: list[Json], span: list[float], folder: Path) -> None:
-    """Draw each into a picture. Raise SystemExit where the page complains, or the picture is too large."""
+    """Draw each dashboard into a picture. Raise SystemExit if the page reports an error or the picture is too large."""
     from benchmarks import browser
 
     script, style = bundled(folder)
@@ -248,8 +250,8 @@ async def draw(boards: list[Json], span: list[float], folder: Path) -> None:
             )
             async with browser.opened(found, page) as (shown, complaints):
                 complaints = [
-                    said for said in complaints if not re.search("font|OTS", said)
-                ]  # Inter is published nowhere
+                    one for one in complaints if not re.search("font|OTS", one)
+                ]  # the font Inter is not published
                 if complaints:
                     raise SystemExit(f"{board['title']} cannot be drawn: {complaints[:5]}")
                 height = await shown.evaluate("document.getElementById('board').scrollHeight")
@@ -261,7 +263,7 @@ async def draw(boards: list[Json], span: list[float], folder: Path) -> None:
 
 
 async def main() -> None:
-    """Rehearse, or take what was kept (`--frames FILE`), and draw."""
+    """Rehearse, or load stored frames (`--frames FILE`), and draw."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(sys.argv[2]) if sys.argv[1:2] == ["--frames"] else None
         if kept is not None and kept.exists():

@@ -1,7 +1,7 @@
-"""Our dashboards as TypeScript that Grafana's own published types (`@grafana/schema`) have to accept.
+"""The dashboards as TypeScript, to check against Grafana's published types (`@grafana/schema`).
 
-Each dashboard, panel, panel's options and field options is a constant of its published type. What the types leave open, as a
-panel's `options` within a dashboard, is so checked against the type of its kind. JSON has strings where they have enums.
+Each dashboard, panel, panel options and field options is a constant of its published type. Parts that the types leave open, such
+as a panel's `options` within a dashboard, are thus checked against the type of their kind. JSON has strings in place of enums.
 """
 
 import json
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / ".grafana"
 COMPILER = FOLDER / "node_modules" / "typescript" / "bin" / "tsc"
 SCHEMA = FOLDER / "node_modules" / "@grafana" / "schema" / "package.json"
 RAW = "@grafana/schema/dist/esm/raw"
-KINDS = {  # panel: its folder, whether its field options are published
+KINDS = {  # panel -> folder, type name, whether its field options are published
     "stat": ("stat", "Stat", False), "timeseries": ("timeseries", "TimeSeries", True),
     "table": ("table", "Table", True), "state-timeline": ("statetimeline", "StateTimeline", True),
     "heatmap": ("heatmap", "Heatmap", True),
@@ -31,10 +31,10 @@ type Plain<T> = T extends string ? `${{T}}` : T extends number | boolean | null 
 
 
 def compiler() -> tuple[str, str]:
-    """Return node and the compiler; skip where they are not."""
+    """Return node and the compiler. Skip the test if they are missing."""
     node = shutil.which("node")
     if node is None:
-        pytest.skip("node is not installed: the dashboards are not held against Grafana's published types")
+        pytest.skip("node is not installed: the dashboards are not checked against Grafana's published types")
     if not (COMPILER.exists() and SCHEMA.exists()):
         pytest.skip("`make grafana-types` installs Grafana's published types into .grafana")
     return node, str(COMPILER)
@@ -80,7 +80,7 @@ def _constant(name: str, of: str, value: Any) -> str:
 
 
 def complaints(folder: Path, files: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what the compiler has against each of these files of TypeScript, by name."""
+    """Return the compiler's errors in each of these TypeScript files, by name."""
     node, tsc = compiler()
     (folder / "node_modules").symlink_to(FOLDER / "node_modules")
     for name, text in files.items():
@@ -100,8 +100,8 @@ def complaints(folder: Path, files: Mapping[str, str]) -> dict[str, list[str]]:
     )
     found: dict[str, list[str]] = {name: [] for name in files}
     for line in done.stdout.splitlines():
-        if said := re.match(r"([\w-]+)\.ts\(", line):
-            found[said[1]].append(line)
+        if match := re.match(r"([\w-]+)\.ts\(", line):
+            found[match[1]].append(line)
         elif not line.startswith(" "):
             raise AssertionError(done.stdout)
     assert not done.stderr and (done.returncode == 0) == (not any(found.values())), done.stdout + done.stderr

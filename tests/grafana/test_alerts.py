@@ -1,4 +1,4 @@
-"""Alerts: each fires when it should, and does not when it should not, by Prometheus' own unit tests of rules."""
+"""Each alert fires when it should and only then, by Prometheus' own unit tests of rules."""
 
 import json
 import re
@@ -15,27 +15,27 @@ from grafana.rules import ALERTS, DAY_S, FIRST_TOKEN_LE, RECORDED, text
 from grafana.write import BOARDS, RULES
 
 EVERY_S = 15
-AT = "40m"  # when it is looked
+AT = "40m"  # evaluation time
 RECORDED_NAMES = {one.name for one in RECORDED}
 MODEL, WORKER = {"model": "m"}, {"worker_id": "w1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What an alert makes of two histories, in Prometheus' notation: from 0, so often, each 15 s."""
+    """Two histories for an alert in Prometheus' notation, one sample each 15 s: one fires, one does not."""
 
-    fires: Mapping[str, str]  # by series
+    fires: Mapping[str, str]  # values by series
     calm: Mapping[str, str]
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def grows(series: str, rate: float) -> dict[str, str]:
-    """Return a counter that goes up by so much with each scrape, one of which is missed."""
+    """Return a counter that grows by `rate` with each scrape, one of which is missing."""
     return {series: f"0+{rate:g}x100 _ {rate * 102:g}+{rate:g}x100"}
 
 
 def stays(series: str, value: float, calm: float = 0) -> dict[str, str]:
-    """Return a gauge that is calm for 20 minutes and then is something else."""
+    """Return a gauge that is calm for 20 minutes and then has another value."""
     return {series: f"{calm:g}x80 {value:g}x20 _ {value:g}x100"}
 
 
@@ -49,7 +49,7 @@ STATUS = 'dynamo_worker_status{worker_id="w%d"}'
 
 
 def states(*values: int) -> dict[str, str]:
-    """Return workers in these states, one of them in each."""
+    """Return one worker in each of these states."""
     return {STATUS % n: f"{value}x200" for n, value in enumerate(values)}
 
 
@@ -208,7 +208,7 @@ BY_NAME = {alert.name: alert for alert in ALERTS}
 
 
 def unit_test(name: str, series: Mapping[str, str], fires: bool) -> dict[str, object]:
-    """Return one of Prometheus' unit tests: what is firing of one alert."""
+    """Return a Prometheus unit test that checks whether one alert is firing."""
     labels = {
         "alertname": name,
         "alertstate": "firing",
@@ -234,11 +234,11 @@ def promtool(*words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_rules_are_what_their_source_says() -> None:
-    assert RULES.read_text() == text(), "`make dashboards` writes them anew"
+def test_the_rules_file_matches_its_source() -> None:
+    assert RULES.read_text() == text(), "`make dashboards` regenerates it"
 
 
-def test_prometheus_takes_the_rules() -> None:
+def test_prometheus_accepts_the_rules() -> None:
     promtool("check", "rules", str(RULES))
 
 
@@ -248,7 +248,7 @@ def test_each_alert_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_alert_fires_when_it_should_and_else_does_not(name: str, tmp_path: Path) -> None:
+def test_an_alert_fires_only_when_it_should(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     tests = {
         "rule_files": [str(RULES)],
@@ -260,8 +260,8 @@ def test_an_alert_fires_when_it_should_and_else_does_not(name: str, tmp_path: Pa
     promtool("test", "rules", str(file))
 
 
-def test_b28_the_severity_grows_with_the_level_and_each_alert_leads_to_a_page() -> None:
-    """Levels 1 and 2 warn, 3 and 4 are critical; the seed paged for level 1 alike, without a runbook."""
+def test_b28_the_severity_grows_with_the_level_and_each_alert_links_to_a_runbook() -> None:
+    """Levels 1 and 2 warn, 3 and 4 are critical. The seed paged for level 1 alike, without a runbook."""
     warning, critical = BY_NAME["HoldfastCapacityDegraded"], BY_NAME["HoldfastCapacityCritical"]
     assert (warning.severity, critical.severity) == ("warning", "critical")
     assert warning.expr.endswith("> 0 < 3") and critical.expr.endswith(">= 3")
@@ -290,7 +290,7 @@ def test_every_metric_and_label_of_a_rule_exists(rule: object) -> None:
         {'holdfast_webhook_deliveries_total{webhook="ops",outcome="dead_letter"}': "0x150 1x60"},
     ],
 )
-def test_a_webhook_that_has_stopped_or_given_something_up_is_told_of(
+def test_a_stopped_webhook_and_a_dead_letter_fire_the_alert(
     series: Mapping[str, str], tmp_path: Path
 ) -> None:
     tests = [unit_test("HoldfastWebhooksFailing", series, True)]

@@ -1,4 +1,4 @@
-"""Grafana-managed rules ask what Prometheus' rules ask, with nothing recorded, and say the same."""
+"""Grafana-managed rules equal the Prometheus rules, with recording rules inlined."""
 
 import json
 from typing import Any
@@ -14,31 +14,31 @@ RULES = {rule["title"]: rule for rule in document()["groups"][0]["rules"]}
 SOURCES = MANAGED.parents[1] / "datasources" / "holdfast.yaml"
 
 
-def test_they_are_what_their_source_says() -> None:
+def test_the_managed_rules_file_matches_its_source() -> None:
     assert MANAGED.read_text() == text()
 
 
-def test_each_alert_is_one_of_them() -> None:
+def test_each_alert_has_a_managed_rule() -> None:
     assert [*RULES] == [alert.name for alert in ALERTS]
     assert len({rule["uid"] for rule in RULES.values()}) == len(ALERTS)
-    assert all(len(rule["uid"]) <= 40 for rule in RULES.values()), "Grafana takes no longer ones"
+    assert all(len(rule["uid"]) <= 40 for rule in RULES.values()), "Grafana accepts no longer uids"
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_it_fires_for_what_the_expression_leaves(alert: Any) -> None:
+def test_a_rule_fires_for_each_series_of_its_expression(alert: Any) -> None:
     rule = RULES[alert.name]
-    asked, left = rule["data"]
-    assert rule["condition"] == left["refId"] and left["model"]["expression"] == asked["refId"]
-    assert (asked["datasourceUid"], left["datasourceUid"]) == (SOURCE, "__expr__")
-    assert left["model"]["conditions"] == [{"evaluator": {"type": "gt", "params": [-1.0]}}]
+    query, threshold = rule["data"]
+    assert rule["condition"] == threshold["refId"] and threshold["model"]["expression"] == query["refId"]
+    assert (query["datasourceUid"], threshold["datasourceUid"]) == (SOURCE, "__expr__")
+    assert threshold["model"]["conditions"] == [{"evaluator": {"type": "gt", "params": [-1.0]}}]
     assert (rule["for"], rule["labels"]["severity"]) == (alert.lasts, alert.severity)
-    names = {base(one.name) for one in selectors(asked["model"]["expr"])}
-    assert names and names <= {*KNOWN, "up"}, "nothing that is recorded: nobody records it"
+    names = {base(one.name) for one in selectors(query["model"]["expr"])}
+    assert names and names <= {*KNOWN, "up"}, "no recording rules, which do not exist in this setup"
     assert "$value " not in json.dumps(rule["annotations"]) and "$value}" not in json.dumps(
         rule["annotations"]
     )
     assert rule["annotations"]["runbook_url"] == f"docs/runbooks/{alert.runbook}.md"
 
 
-def test_the_data_source_is_the_one_that_is_provisioned() -> None:
+def test_the_data_source_is_the_provisioned_one() -> None:
     assert f"    uid: {SOURCE}\n" in SOURCES.read_text()

@@ -1,4 +1,4 @@
-"""Grafana's own published types accept every dashboard, and refuse one that is wrong."""
+"""Grafana's published types accept every dashboard, and reject invalid ones."""
 
 import json
 from collections.abc import Callable
@@ -19,19 +19,19 @@ def first(board: Json, kind: str) -> Json:
 
 
 WRONG: dict[str, Callable[[Json], object]] = {
-    "a name that there is not": lambda board: first(board, "stat").update(gridpos={}),
+    "an unknown name": lambda board: first(board, "stat").update(gridpos={}),
     "a string for a number": lambda board: first(board, "stat")["gridPos"].update(w="12"),
-    "a mode that there is not": lambda board: first(board, "stat")["options"].update(colorMode="backgroud"),
+    "an unknown mode": lambda board: first(board, "stat")["options"].update(colorMode="backgroud"),
     "an option of another panel": lambda board: first(board, "stat")["options"].update(rowHeight=1),
-    "an option that is missing": lambda board: first(board, "timeseries")["options"].pop("legend"),
-    "a field option that there is not": lambda board: first(board, "timeseries")["fieldConfig"]["defaults"]["custom"].update(
+    "a missing option": lambda board: first(board, "timeseries")["options"].pop("legend"),
+    "an unknown field option": lambda board: first(board, "timeseries")["fieldConfig"]["defaults"]["custom"].update(
         lineWidht=1
     ),
     "a step without its colour": lambda board: first(board, "stat")["fieldConfig"]["defaults"]["thresholds"]["steps"][0].pop(
         "color"
     ),
-    "a variable of no type": lambda board: board["templating"]["list"][0].pop("type"),
-    "a schema that is no number": lambda board: board.update(schemaVersion="39"),
+    "a variable without a type": lambda board: board["templating"]["list"][0].pop("type"),
+    "a schema version that is not a number": lambda board: board.update(schemaVersion="39"),
 }  # fmt: skip
 
 
@@ -42,8 +42,8 @@ def spoilt(spoil: Callable[[Json], object]) -> str:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the compiler says of the dashboards, and of one that is wrong in each way: all at once, for it begins slowly."""
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The compiler's errors for the dashboards and for each invalid variant, in one run because it starts slowly."""
     compiler()
     files = {board.uid: typescript(json.loads(text(board))) for board in BOARDS}
     files |= {name.replace(" ", "-"): spoilt(spoil) for name, spoil in WRONG.items()}
@@ -51,16 +51,16 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("board", [board.uid for board in BOARDS])
-def test_grafanas_types_accept_a_dashboard(board: str, said: dict[str, list[str]]) -> None:
-    assert said[board] == []
+def test_grafanas_types_accept_a_dashboard(board: str, errors: dict[str, list[str]]) -> None:
+    assert errors[board] == []
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_they_refuse_one_that_is_wrong(wrong: str, said: dict[str, list[str]]) -> None:
-    assert said[wrong.replace(" ", "-")]
+def test_grafanas_types_reject_an_invalid_dashboard(wrong: str, errors: dict[str, list[str]]) -> None:
+    assert errors[wrong.replace(" ", "-")]
 
 
-def test_without_them_a_sentence_says_how_to_get_them(
+def test_without_the_types_the_skip_reason_says_how_to_install_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("published_types.COMPILER", tmp_path / "none")

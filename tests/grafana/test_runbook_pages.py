@@ -1,4 +1,4 @@
-"""Each alert has a runbook that says what its reader wants to know, in the same order, and names commands that there are."""
+"""Each alert has a runbook with the same sections in the same order, and its commands exist."""
 
 import re
 
@@ -9,7 +9,7 @@ from runbooks import PAGES, named, shown, words
 from controller.cli import parser_for
 from grafana.rules import ALERTS
 
-HEADINGS = ["What it means", "Who is hurt", "First look", "What to do", "It is over when"]
+HEADINGS = ["What it means", "User impact", "First look", "What to do", "It is over when"]
 ALL = sorted(PAGES)
 
 
@@ -18,7 +18,7 @@ def test_each_alert_has_a_page_and_each_page_an_alert() -> None:
 
 
 @pytest.mark.parametrize("page", ALL)
-def test_a_page_answers_the_same_questions_as_all(page: str) -> None:
+def test_all_pages_have_the_same_sections(page: str) -> None:
     text = PAGES[page].read_text()
     assert text.startswith(f"# {page}\n")
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == HEADINGS
@@ -28,7 +28,7 @@ def test_a_page_answers_the_same_questions_as_all(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", ALL)
-def test_a_page_shows_what_its_commands_print(page: str) -> None:
+def test_a_page_shows_the_output_of_its_commands(page: str) -> None:
     text = PAGES[page].read_text()
     assert shown(text)
     for found in runbooks.BLOCK.finditer(text):
@@ -36,7 +36,7 @@ def test_a_page_shows_what_its_commands_print(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", ALL)
-def test_commands_in_sentences_are_commands(page: str) -> None:
+def test_commands_named_in_sentences_exist(page: str) -> None:
     for command in named(PAGES[page].read_text()):
         given = words(command, "i")
         if given == ["journal", "quarantine"]:
