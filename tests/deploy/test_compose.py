@@ -1,8 +1,8 @@
-"""deploy/observability/compose.yaml: it is a compose file, names every image by its version, and what it runs works together.
+"""deploy/observability/compose.yaml is valid, pins image versions, and its services work together.
 
-There is no docker here. Each service whose program this project has is run as the file says, with its arguments, environment and
-mounted files: NATS, Postgres, Holdfast (from what the Dockerfile copies, and nothing else) and Prometheus. Names of hosts become
-127.0.0.1, ports such as are free, and folders of containers folders of the test. The images themselves and Grafana are not tried.
+No docker is used. Each service with a program in this project runs as the file describes, with its arguments, environment and
+mounted files: NATS, Postgres, Holdfast (from exactly what the Dockerfile copies) and Prometheus. Host names become 127.0.0.1,
+ports become free ones, and container folders become folders of the test. The images themselves and Grafana are not tested.
 """
 
 import contextlib
@@ -42,18 +42,18 @@ WITHIN_S = 60.0
 
 
 def valid(text: str) -> bool:
-    """Say whether a text is a compose file, by the compose specification's own schema."""
+    """Return whether a text is valid by the compose specification's own schema."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec",
                "--default-filetype", "yaml", "-"]  # fmt: skip
     return subprocess.run(command, input=text, text=True, capture_output=True, timeout=60).returncode == 0
 
 
-def test_it_is_a_compose_file() -> None:
+def test_the_file_is_a_valid_compose_file() -> None:
     assert valid(FILE.read_text())
-    assert not valid(FILE.read_text().replace("command:", "comand:", 1)), "the schema would take anything"
+    assert not valid(FILE.read_text().replace("command:", "comand:", 1)), "the schema would accept anything"
 
 
-def test_every_image_is_named_by_version() -> None:
+def test_every_image_is_pinned_to_a_version() -> None:
     images = {service["image"] for service in SERVICES.values()} | {
         *re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
     }
@@ -62,7 +62,7 @@ def test_every_image_is_named_by_version() -> None:
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+[\w.-]*", image), image
 
 
-def test_what_is_mounted_is_there_and_every_volume_has_a_name() -> None:
+def test_mounted_paths_exist_and_every_volume_is_declared() -> None:
     for service in SERVICES.values():
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
@@ -79,17 +79,17 @@ def test_the_image_has_every_package() -> None:
     assert {name.rstrip("*") for name in packages} <= copied
 
 
-def test_only_this_host_is_let_in() -> None:
+def test_ports_are_published_on_this_host_only() -> None:
     published = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert published and all(port.startswith("127.0.0.1:") for port in published)
 
 
-def test_grafana_is_told_what_its_provisioning_asks_for() -> None:
-    asked = set[str]()
+def test_grafana_gets_the_variables_that_its_provisioning_uses() -> None:
+    used = set[str]()
     for file in (ROOT / "grafana" / "provisioning" / "datasources").iterdir():
-        asked |= {*re.findall(r"\$(HOLDFAST_\w+)", file.read_text())}
+        used |= {*re.findall(r"\$(HOLDFAST_\w+)", file.read_text())}
     grafana = SERVICES["grafana"]
-    assert asked == grafana["environment"].keys()
+    assert used == grafana["environment"].keys()
     (dashboards,) = [one for one in grafana["volumes"] if "grafana/dashboards:" in one]
     assert (
         f"path: {dashboards.split(':')[1]}"
@@ -99,14 +99,14 @@ def test_grafana_is_told_what_its_provisioning_asks_for() -> None:
 
 @dataclass
 class Services:
-    """The services as they run here."""
+    """The services as they run in this test."""
 
     folder: Path
     ports: dict[str, int] = field(default_factory=lambda: {port: free_port() for port in PORTS})
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     def here(self, text: str, paths: Mapping[str, str] | None = None) -> str:
-        """Return words of the file as they are on this host."""
+        """Return text of the file, adapted to this host."""
         text = re.sub(rf"(?<=[/@])({'|'.join(SERVICES)})(?=:\d)", "127.0.0.1", text)
         text = text.replace("0.0.0.0", "127.0.0.1")
         if paths:
@@ -115,7 +115,7 @@ class Services:
         return re.sub(rf"(?<!\d)({'|'.join(PORTS)})(?!\d)", lambda found: str(self.ports[found[1]]), text)
 
     def mounted(self, name: str) -> dict[str, str]:
-        """Return where the folders and files of a service are here."""
+        """Return the local paths of a service's mounts."""
         found = {}
         for volume in SERVICES[name].get("volumes", ()):
             source, path = volume.split(":")[:2]
@@ -133,8 +133,7 @@ class Services:
         paths: Mapping[str, str] | None = None,
         **environment: str,
     ) -> None:
-        """Start a service's program with the arguments that the file gives it, and `more`. `paths`: what is mounted from
-        elsewhere than it says."""
+        """Start a service's program with the arguments from the file, and `more`. `paths` overrides local paths of mounts."""
         mounted = {**self.mounted(name), **(paths or {})}
         words = [self.here(word, mounted) for word in SERVICES[name]["command"]]
         own = {key: self.here(value) for key, value in SERVICES[name].get("environment", {}).items()}
@@ -147,15 +146,15 @@ class Services:
             )  # fmt: skip
 
     def until(self, answers: Any, what: str) -> None:
-        """Wait for something."""
+        """Wait for a condition."""
         deadline = time.monotonic() + WITHIN_S
         while True:
             with contextlib.suppress(OSError, ValueError):
                 if answers():
                     return
-            said = "\n".join(log.read_text()[-800:] for log in self.folder.glob("*.log"))
+            output = "\n".join(log.read_text()[-800:] for log in self.folder.glob("*.log"))
             assert time.monotonic() < deadline and all(one.poll() is None for one in self.processes), (
-                f"{what}\n{said}"
+                f"{what}\n{output}"
             )
             time.sleep(0.2)
 
@@ -172,7 +171,7 @@ def running(folder: Path) -> Iterator[Services]:
 
 
 def copied(folder: Path) -> Path:
-    """Return a folder with what the Dockerfile copies."""
+    """Return a folder with the files that the Dockerfile copies."""
     (source := folder / "src").mkdir()
     for words in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE):
         *names, _ = words.split()
@@ -191,7 +190,7 @@ def got(url: str, body: Any = None) -> Any:
 
 
 async def as_the_image_does(url: str, given: Mapping[str, str]) -> None:
-    """Make the superuser that the image's entry point makes, and a database that is his."""
+    """Create the superuser that the image's entry point creates, and its database."""
     user, name = given["POSTGRES_USER"], given["POSTGRES_DB"]
     connection = await asyncpg.connect(url)
     try:
@@ -205,7 +204,7 @@ async def as_the_image_does(url: str, given: Mapping[str, str]) -> None:
 
 
 @pytest.mark.attack
-async def test_its_services_serve_and_are_watched(tmp_path: Path, databases: None) -> None:
+async def test_the_services_serve_requests_and_are_scraped(tmp_path: Path, databases: None) -> None:
     prometheus = binary()
     assert re.search(r'^ENTRYPOINT \["holdfast"\]$', DOCKERFILE, re.MULTILINE)
     with running(tmp_path) as services:
@@ -229,14 +228,14 @@ async def test_its_services_serve_and_are_watched(tmp_path: Path, databases: Non
             server = PrometheusServer(f"http://127.0.0.1:{ports['9090']}")
             services.until(
                 lambda: {one["metric"]["role"] for one in server.ask("up == 1")} == ROLES,
-                "not all are measured",
+                "not all processes are scraped",
             )
             answer = got(f"{api}/v1/completions", {"model": "sim", "prompt": "one two", "max_tokens": 8})
             assert answer["usage"]["completion_tokens"] == 8
             rules = got(f"{server.url}/api/v1/rules")["data"]["groups"]
             assert {group["name"] for group in rules} == {"holdfast", "holdfast.recorded"}
             services.until(
-                lambda: server.ask("holdfast_projector_position > 0"), "nothing gets into the state store"
+                lambda: server.ask("holdfast_projector_position > 0"), "the state store receives no events"
             )
         finally:
             await database.stop()

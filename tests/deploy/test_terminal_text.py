@@ -1,4 +1,4 @@
-"""What others have named never acts on the operator's terminal, nor as markup of a report."""
+"""Names and reasons from others are never interpreted by a terminal or as a report's markup."""
 
 import io
 import json
@@ -37,7 +37,7 @@ WORKER = {
 
 
 def clean(text: str) -> bool:
-    """Say whether nothing in a text acts on a terminal, besides colours."""
+    """Return whether a text contains nothing that a terminal would interpret, except colours."""
     return io.StringIO(text).read() == _through(text)
 
 
@@ -47,7 +47,7 @@ def _through(text: str) -> str:
     return out.getvalue()
 
 
-def test_what_a_terminal_would_obey_is_shown_as_text() -> None:
+def test_control_characters_are_shown_as_text() -> None:
     assert safe(EVIL) == SHOWN
     assert safe("Ünïcödé 日本語 😀 e\u0301") == "Ünïcödé 日本語 😀 e\u0301"
     assert safe("a\ud800b\u2028c\ufeff") == r"a\ud800b\u2028c\ufeff"
@@ -57,7 +57,7 @@ def test_what_a_terminal_would_obey_is_shown_as_text() -> None:
 def test_events_and_timeline_show_names_and_reasons_as_text() -> None:
     for text in (line(EVENT), event_line(EVENT, "text"), event_line(EVENT, "json")):
         assert clean(text) and "u001b" in text
-    assert json.loads(event_line(EVENT, "json"))["body"]["reason"] == EVIL, "JSON says the same text"
+    assert json.loads(event_line(EVENT, "json"))["body"]["reason"] == EVIL, "the decoded JSON has the original text"
 
 
 def test_status_shows_names_and_reasons_as_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,12 +79,12 @@ def test_top_shows_names_and_reasons_as_text() -> None:
     assert clean(cast(io.StringIO, console.file).getvalue())
 
 
-def test_what_up_says_of_its_parts_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_output_of_up_shows_reasons_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     warn(f"w1 ended: {EVIL}\nsecond line")
     assert capsys.readouterr().err == f"w1 ended: {SHOWN}\nsecond line\n"
 
 
-def test_every_other_commands_output_goes_through_one_stream(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_other_commands_write_through_a_safe_stream(capsys: pytest.CaptureFixture[str]) -> None:
     with safe_output():
         print(EVIL, "\t", "\x1b[31mred\x1b[0m")
     assert capsys.readouterr().out == f"{SHOWN} \t \x1b[31mred\x1b[0m\n"
@@ -104,7 +104,7 @@ def test_every_other_commands_output_goes_through_one_stream(capsys: pytest.Capt
         ("a\x1b[2Jb", r"a\\u001b\[2Jb"),
     ],
 )
-def test_nothing_in_a_name_is_markdown(text: str, shown: str) -> None:
+def test_names_are_escaped_in_markdown(text: str, shown: str) -> None:
     assert escaped(text) == shown
 
 
@@ -118,16 +118,16 @@ def test_the_demo_shows_names_and_reasons_as_text() -> None:
     assert clean(out) and out.count("u001b") > 3
 
 
-def test_plan_shows_what_a_planner_says_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_the_planners_answer_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"model": EVIL, "workers": 1, "proposed": 2, "why": EVIL, "held": EVIL, "lost": 0, "set_by_operator": None,
              "forecast": None, "minutes_known": 1}  # fmt: skip
-    told = {"planner": EVIL, "mode": EVIL, "waits": EVIL, "at": EVIL, "position": 1, "projection_age_s": None}
+    answer = {"planner": EVIL, "mode": EVIL, "waits": EVIL, "at": EVIL, "position": 1, "projection_age_s": None}
 
     class Planner(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps({**told, "models": [model]}).encode())
+            self.wfile.write(json.dumps({**answer, "models": [model]}).encode())
 
     with HTTPServer(("127.0.0.1", 0), Planner) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
@@ -140,7 +140,7 @@ def test_plan_shows_what_a_planner_says_as_text(tmp_path: Path, capsys: pytest.C
     assert clean(out) and out.count("u001b") > 3
 
 
-def test_an_error_of_a_command_that_draws_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_drawing_commands_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--data", str(tmp_path / EVIL)]) == 1
     err = capsys.readouterr().err
     assert clean(err) and "u001b" in err

@@ -1,4 +1,4 @@
-"""What the environment says goes before `up`'s defaults, and flags go before both."""
+"""The environment takes precedence over `up`'s defaults, and flags over both."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from controller.processes.fleet_dir import FleetDir
 from controller.processes.restart_plan import plan
 from controller.processes.up_flags import VARIABLES, add_arguments
 
-TOLD = {
+GIVEN = {
     "--host": ("127.0.0.9", "127.0.0.8"),
     "--port": ("8123", "8124"),
     "--request-plane": ("nats", "tcp"),
@@ -26,17 +26,17 @@ def parsed(*flags: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("flag", VARIABLES)
-def test_a_variable_goes_before_the_default_and_a_flag_before_it(
+def test_a_variable_overrides_the_default_and_a_flag_overrides_both(
     flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, (variable, given) = flag[2:].replace("-", "_"), TOLD[flag]
+    name, (variable, given) = flag[2:].replace("-", "_"), GIVEN[flag]
     assert str(getattr(parsed(), name)) != variable
     monkeypatch.setenv(VARIABLES[flag], variable)
     assert str(getattr(parsed(), name)) == variable
     assert str(getattr(parsed(flag, given), name)) == given
 
 
-def test_frontends_listen_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frontends_listen_on_the_address_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_FRONTEND__HOST", "127.0.0.9")
     monkeypatch.setenv("HOLDFAST_CONTROLLER__CHAOS", "true")
     args = parsed()
