@@ -127,7 +127,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-call-paths: install  ## files and mutual dependencies of six call paths through the system; WAY=drain lists one of them
+call-paths: install  ## files and two-way pairs of six call paths through the system; WAY=drain lists one of them
 	@case "$(WAY)" in ""|completion|conviction|drain|canary|projection|what-if) ;; \
 		*) echo "WAY=$(WAY) is not a way: completion, conviction, drain, canary, projection or what-if"; exit 2;; esac
 	WAY=$(WAY) $(BIN)/python -m pytest -n0 tests/call_paths/test_call_paths.py $(if $(WAY),-k test_$(subst -,_,$(WAY)))

@@ -39,12 +39,12 @@ def picture(seen: FleetSeen, lines: int) -> RenderableType:
     shown = workers[:room]
     rest = len(workers) - len(shown)
     used = HEAD_LINES + 1 + len(shown) + (1 if rest else 0)
-    told = [*seen.told][-max(1, lines - used - 1) :]
+    latest = [*seen.told][-max(1, lines - used - 1) :]
     parts: list[RenderableType] = [*_head(seen, workers), _table(shown)]
     if rest:
         parts.append(Text(f"{rest} more workers", style="dim"))
     parts.append(Text())
-    parts += [_line(one.line()) for one in told]
+    parts += [_line(one.line()) for one in latest]
     return Group(*parts)
 
 

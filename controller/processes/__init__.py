@@ -1,1 +1,1 @@
-"""The processes of a fleet: each module composes one role from the parts. Only `cli` starts them."""
+"""The processes of a fleet. Each module composes one role from its parts; only `cli` starts them."""

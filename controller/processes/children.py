@@ -1,8 +1,7 @@
-"""Child processes that never outlive their parent, and come back when they die.
+"""Child processes that never outlive their parent and are restarted when they die.
 
-A child asks the kernel for SIGKILL at its parent's death (PDEATHSIG, Linux), so that a killed supervisor leaves no
-orphan. It runs in a session of its own: a terminal's Ctrl-C reaches the supervisor alone, which stops the children
-in order.
+A child asks the kernel for SIGKILL at its parent's death (PDEATHSIG, Linux), so a killed supervisor leaves no orphans. It runs
+in its own session: Ctrl-C in a terminal reaches only the supervisor, which stops the children in order.
 """
 
 import asyncio
@@ -19,18 +18,18 @@ from types import MappingProxyType
 
 RESTART_WAIT_MIN_S = 0.2
 RESTART_WAIT_MAX_S = 10.0
-POLL_S = 0.01  # while children end
-SETTLED_AFTER_S = 3.0  # a life longer than this was no failure to start: the back-off begins anew
+POLL_S = 0.01  # interval of polling children that are stopping
+SETTLED_AFTER_S = 3.0  # a longer life was not a failed start: it resets the back-off
 _PR_SET_PDEATHSIG = 1
 
 
 def shell_status(status: int) -> int:
-    """Return an exit status as a shell says it: 128 + n for a process that signal n ended, 137 for SIGKILL."""
+    """Return an exit status as a shell reports it: 128 + n for a process ended by signal n, 137 for SIGKILL."""
     return status if status >= 0 else 128 - status
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a preexec function: SIGKILL for the child when `parent` dies, even if it died before we asked."""
+    """Return a preexec function that has the child killed when `parent` dies, even if it died before the call."""
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
     def preexec() -> None:
@@ -42,11 +41,11 @@ def die_with(parent: int) -> Callable[[], None]:
     return preexec
 
 
-def bury(seen: int) -> int:
-    """Reap a child that was dead already at the last look (`seen`, its pid): nobody waits for it. Return one that is dead now.
+def reap_orphan(seen: int) -> int:
+    """Reap the dead child `seen` (a pid) that no other code waits for. Return the pid of another dead child, or 0.
 
-    The first process of a container inherits all orphans, the keepers of killed workers among them. Those that
-    somebody here waits for are gone at the next look.
+    The first process of a container inherits all orphans, including the keepers of killed workers. A dead child that other
+    code in this process waits for is gone at the next call, so only a child that is seen twice is reaped.
     """
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -60,14 +59,14 @@ def bury(seen: int) -> int:
 
 @dataclass
 class Child:
-    """One place in the fleet: the command that fills it, and the process that fills it now."""
+    """One managed process slot: the command to run, and the process that runs it now."""
 
     name: str
     role: str
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    workers: int = 1  # that live in it, if it is a worker process: its name is the first one's
+    workers: int = 1  # workers in a worker process, which is named after the first one
     restart: bool = True
     process: subprocess.Popen[bytes] | None = None
     lives: int = 0
@@ -76,9 +75,9 @@ class Child:
     _due: float = 0.0
 
     def start(self, also: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the process, its output appended to its log file. `also` is told it besides its environment.
+        """Start the process, with its output appended to its log file. `also` adds to its environment.
 
-        Raise OSError if there is no process, no memory, or no room for its log.
+        Raise OSError if there is no process, no memory, or no space for its log.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -96,11 +95,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the living process."""
+        """The pid of the running process."""
         return self.process.pid if self.process and self.process.returncode is None else None
 
     def ended(self) -> int | None:
-        """Return the exit status if the process has ended since it was last asked, else None."""
+        """Return the exit status if the process has ended since the last call, else None."""
         if self.process is None or (status := self.process.poll()) is None:
             return None
         self.process = None
@@ -110,46 +109,46 @@ class Child:
         return status
 
     def rest(self) -> None:
-        """Start it no sooner than after the back-off, which doubles."""
+        """Delay the next start by the back-off, which doubles each time."""
         self._due = time.monotonic() + self._wait_s
         self._wait_s = min(self._wait_s * 2, RESTART_WAIT_MAX_S)
 
     def due(self) -> bool:
-        """Return whether it is time to start the process again."""
+        """Return whether the process is due to be started again."""
         return self.restart and self.process is None and time.monotonic() >= self._due
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if there is one."""
+        """Send a signal to the process, if it is running."""
         if self.pid is not None and self.process is not None:
             self.process.send_signal(number)
 
     def last_words(self) -> str:
-        """Return the last line of the child's log that says something, without a traceback's frame: for an error message."""
+        """Return the last non-empty line of the child's log, without a traceback's frame, for an error message."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
             return ""
-        said = (line.strip(" |+-") for line in reversed(text.splitlines()))
-        return next(filter(None, said), "")
+        lines = (line.strip(" |+-") for line in reversed(text.splitlines()))
+        return next(filter(None, lines), "")
 
 
 async def end(children: Sequence[Child], within_s: float, ended: Callable[[Child, int], None]) -> None:
-    """End processes, those that do not within `within_s` by SIGKILL. `ended` is called with each one's exit status."""
+    """Stop processes, with SIGKILL those that do not end within `within_s`. Calls `ended` with each exit status."""
 
-    def look() -> None:
+    def poll() -> None:
         for child in children:
             if (status := child.ended()) is not None:
                 ended(child, status)
 
     for child in children:
         child.signal(signal.SIGTERM)
-        child.signal(signal.SIGCONT)  # a hung (stopped) worker must hear it
+        child.signal(signal.SIGCONT)  # a suspended worker must handle the SIGTERM
     deadline = time.monotonic() + within_s
     while any(child.process is not None for child in children) and time.monotonic() < deadline:
-        look()
+        poll()
         await asyncio.sleep(POLL_S)
     for child in children:
         child.signal(signal.SIGKILL)
         if child.process is not None:
             child.process.wait()
-    look()
+    poll()

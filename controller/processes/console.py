@@ -1,5 +1,4 @@
-"""What a fleet's supervisor says to whoever started it: neither a terminal that has gone nor a pipe that nobody reads
-must take the fleet along."""
+"""Console output of a fleet's supervisor. A closed terminal or an unread pipe must not stop the fleet."""
 
 import select
 import sys
@@ -10,28 +9,28 @@ from events.process.stderr import lose_the_rest
 
 
 def say(text: str) -> None:
-    """Print a line, if anybody can still read it."""
+    """Print a line to stdout, if it can be written."""
     _write(sys.stdout, text)
 
 
 def warn(text: str) -> None:
-    """Print a line to stderr, if anybody can still read it."""
+    """Print a line to stderr, if it can be written."""
     _write(sys.stderr, text)
 
 
 def _write(stream: TextIO, text: str) -> None:
     try:
-        if _takes(stream):
+        if _is_writable(stream):
             print("\n".join(map(safe, text.split("\n"))), file=stream, flush=True)
-    except (OSError, ValueError):  # a closed pipe, a terminal that is gone, a closed file
+    except (OSError, ValueError):  # a closed pipe, a closed terminal, a closed file
         lose_the_rest()
 
 
-def _takes(stream: TextIO) -> bool:
-    """Say whether a line can be written without waiting: a full pipe takes none."""
+def _is_writable(stream: TextIO) -> bool:
+    """Return whether a line can be written without blocking. A full pipe would block."""
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # no file of the system's: it has no reader to wait for
+    except (OSError, ValueError):  # not a system file: it has no reader to wait for
         return True
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

@@ -1,11 +1,11 @@
-"""The controller as a process: it decides while it holds the lease, and stands by with everything ready while not.
+"""The controller process: it decides while it holds the lease, and stands by fully prepared otherwise.
 
     lease ─▶ reconciler (decides)     journal ─▶ view ─┬─▶ canary loop ─▶ request plane
                                                        ├─▶ liveness ◀─ heartbeats
                                                        ├─▶ actuator ─▶ workers
                                                        └─▶ metrics, operator's control
 
-Whatever is slow to import and not needed to decide (FastStream, tokenizers) is imported after the loops run.
+Modules that are slow to import and not needed to decide (FastStream, tokenizers) are imported after the loops have started.
 """
 
 import asyncio
@@ -61,14 +61,14 @@ from events.observations import WorkerJoined, WorkerLeft
 from events.process import descriptors, presence
 from events.versions import Known
 
-READY_S = 3600.0  # how long a broker may be away before a fresh controller gives up
+READY_S = 3600.0  # how long a starting controller waits for the broker
 PROJECTOR_S = 0.8
 CONNECT_S = 0.5
 LINGER_S = 3.0
 LEASE_KEY = "controller"
-# after these, others are to be connected to, or shown
+# after these facts the set of connections, or of exported workers, changes
 MOVES = (WorkerJoined, WorkerLeft, HealthChanged, WorkerForgotten)
-# a question has time; how soon streams move, frontends see to
+# canaries can wait; frontends decide how soon streams move
 PROBER = PlaneLimits(hang=HangPolicy(silence_s=2.0))
 
 log = structlog.get_logger(__name__)
@@ -83,14 +83,14 @@ async def run_controller(
     name: str,
     key: FleetKey | None = None,
 ) -> int:
-    """Decide, or stand by, until SIGTERM (exit 0), or until a person must look: raise HoldfastError, which says why."""
+    """Run until SIGTERM (exit 0), deciding or on standby. Raise HoldfastError if an operator must act."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     spool = data / "spool" / f"controller-{name}"
     async with asyncio.TaskGroup() as group:
-        new = not remembered(data / "spool")  # else somebody has seen a stream, and there must be one
+        new = not remembered(data / "spool")  # otherwise a stream has been seen before and must exist
         connecting = group.create_task(
             NatsJournal.connect(
                 nats_url,
@@ -127,7 +127,7 @@ def _store(url: str | None) -> Any:
 
 
 async def load_vocabulary(tokenizer: str) -> Vocabulary:
-    """Return a worker's tokenizer, loaded off the loop. Raise TokenizerMissing."""
+    """Return a worker's tokenizer, loaded in a thread. Raise TokenizerMissing."""
 
     def load() -> Vocabulary:
         from controller.frontend.openai.text.tokenizer import ids_of, load_tokenizer
@@ -191,7 +191,7 @@ class ControllerProcess:
             vacant=lambda: self.lease.vacant,
         )
         self.lease.report = self.intruders.foreign_lease
-        self.view.listen(self._heard)
+        self.view.listen(self._absorb)
         self.lease.listen(self._lease_changed)
         self._led_at = float("-inf")  # by the loop's clock
         self._runner: web.AppRunner | None = None
@@ -199,7 +199,7 @@ class ControllerProcess:
 
     @property
     def leading(self) -> bool:
-        """Whether to act for the fleet: the lease is held, and the fleet known to its end."""
+        """Whether to act for the fleet: the lease is held, and the journal has been read to its end."""
         return self.lease.held and self.view.is_ready
 
     def _tools(self, clock: SystemClock) -> Tools:
@@ -220,7 +220,7 @@ class ControllerProcess:
         )
 
     async def run(self, stop: asyncio.Event, nats_url: str, name: str) -> None:
-        """Run every service until `stop`, or until one of them cannot go on."""
+        """Run all services until `stop`, or until one of them fails."""
         room = JournalRoom(self._journal.usage, self._data, SystemClock())
         self.metrics.registry.register(
             FleetCollector(lambda: self.view.fleet, self.beats, lambda: {**self._own(), **room.known})
@@ -262,7 +262,7 @@ class ControllerProcess:
                 service.cancel()
 
     async def _targets(self, request: web.Request) -> web.Response:
-        """Tell Prometheus which processes of this host there are to measure."""
+        """Serve the scrape targets of this host to Prometheus."""
         found = await asyncio.to_thread(presence.present, self._data)
         return web.json_response(scrape_targets.target_groups(found))
 
@@ -286,7 +286,7 @@ class ControllerProcess:
         )
 
     async def close(self) -> None:
-        """Close the admin port, the last thing: it says to the end that this process lives."""
+        """Close the admin port. It comes last, so that the process reports itself alive to the end."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -320,13 +320,13 @@ class ControllerProcess:
         finally:
             operations.close()
 
-    # --- what moves the loops -------------------------------------------------------------------------------
+    # --- triggers of the loops ------------------------------------------------------------------------------
 
     def _lease_changed(self, held: bool) -> None:
         self._connect()
         self.canary.kick()
 
-    def _heard(self, view: FleetView, batch: Sequence[Recorded]) -> None:
+    def _absorb(self, view: FleetView, batch: Sequence[Recorded]) -> None:
         self.commands.heard(batch)
         if view.is_ready:
             self.metrics.count(batch)
@@ -335,13 +335,13 @@ class ControllerProcess:
             self._connect()
 
     async def _keep_connected(self) -> None:
-        """Compare connections with the fleet every so often, whatever was missed."""
+        """Reconcile connections with the fleet periodically, in case a trigger was missed."""
         while True:
             self._connect()
             await asyncio.sleep(CONNECT_S)
 
     def _connect(self) -> None:
-        """Be connected to every worker that lives, while leading and a little longer: a lease can flicker."""
+        """Connect to every live worker while leading, and for a moment longer, because a lease can flicker."""
         now = asyncio.get_running_loop().time()
         if self.leading:
             self._led_at = now
@@ -350,10 +350,10 @@ class ControllerProcess:
         workers = self.view.fleet.workers if self.leading else {}
         self.plane.want({n: Address.of(w.joined) for n, w in workers.items() if w.alive})
 
-    # --- what is shown --------------------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------------------
 
     def _own(self) -> Mapping[str, float | None]:
-        said, decided = self._journal.counters, self.reconciler.counters
+        written, decided = self._journal.counters, self.reconciler.counters
         return {
             "leader": float(self.lease.held),
             "lease_takeovers": self.lease.takeovers,
@@ -363,16 +363,16 @@ class ControllerProcess:
             "decisions": decided.decisions,
             "settles": decided.settles,
             "settle_seconds": decided.settle_s,
-            "appends": said.appends,
-            "appends_fenced": said.appends_fenced,
-            "appends_unknown": said.appends_unknown,
-            "facts_observed": said.observed,
-            "facts_acknowledged": said.acknowledged,
-            "facts_retried": said.retried,
-            "facts_dropped": said.dropped,
-            "facts_withheld": said.withheld,
-            "journal_skipped": said.skipped,
-            "journal_unknown": said.unknown,
+            "appends": written.appends,
+            "appends_fenced": written.appends_fenced,
+            "appends_unknown": written.appends_unknown,
+            "facts_observed": written.observed,
+            "facts_acknowledged": written.acknowledged,
+            "facts_retried": written.retried,
+            "facts_dropped": written.dropped,
+            "facts_withheld": written.withheld,
+            "journal_skipped": written.skipped,
+            "journal_unknown": written.unknown,
             "spool_depth": self._journal.spool_depth,
             "spool_bytes": self._journal.spool_bytes,
             "journal_reachable": self._journal.reachable,
@@ -380,7 +380,7 @@ class ControllerProcess:
         }
 
     async def _projected(self) -> int | None:
-        """Return how far the projector is, by its own word, or else by the store's. None: there is no store."""
+        """Return the position of the projector, as it reports it or else as the store has it. None without a store."""
         urls = [p.url for p in presence.present(self._data) if p.role == "projector" and p.url]
         timeout = aiohttp.ClientTimeout(total=PROJECTOR_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -393,7 +393,7 @@ class ControllerProcess:
         return None if self._store is None else (await self._store.position()).seq
 
     def _ready(self) -> str:
-        """Return why this controller is not ready; "" if it is."""
+        """Return why this controller is not ready, or "" if it is."""
         if self._stopping:
             return "this controller is stopping"
         if self.view.fault is not None:
@@ -403,6 +403,6 @@ class ControllerProcess:
         return "" if self._journal.connected else "the broker cannot be reached"
 
     def _report(self) -> Mapping[str, Any]:
-        """Return what /health and /ready say."""
+        """Return the body of /health and /ready."""
         why = self._ready()
         return {"ready": not why, "reason": why, "leading": self.leading, "position": self.view.seq}

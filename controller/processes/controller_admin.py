@@ -1,4 +1,4 @@
-"""The admin port of controllers and planners: /metrics, /health and /live (200: it lives), /ready (503 with the reason)."""
+"""The admin port of controllers and planners: /metrics, /health, /live, /ready (503 with a reason)."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -21,17 +21,17 @@ async def serve(
     port: int,
     more: Iterable[web.RouteDef] = (),
 ) -> web.AppRunner:
-    """Open the port, with `more` routes than everybody has. Raise HoldfastError if it cannot be had."""
+    """Open the port, with the common routes and `more`. Raise HoldfastError if the port is not available."""
 
     async def metrics(request: web.Request) -> web.Response:
-        # in a thread: a quarter of a second of work for a thousand workers
+        # in a thread: rendering takes a quarter of a second for a thousand workers
         accepts = ",".join(request.headers.getall("Accept-Encoding", ()))
         body, coded = await asyncio.to_thread(lambda: packed(render(), accepts))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, **coded})
 
     async def health(request: web.Request) -> web.Response:
-        said = dict(report())
-        return web.json_response(said, status=503 if request.path == "/ready" and not said["ready"] else 200)
+        body = dict(report())
+        return web.json_response(body, status=503 if request.path == "/ready" and not body["ready"] else 200)
 
     app = web.Application(middlewares=[guarded(own_hosts())])
     app.add_routes([web.get("/metrics", metrics)])
@@ -44,7 +44,7 @@ async def serve(
 
 
 def guarded(hosts: frozenset[str]) -> Middleware:
-    """Return a middleware that answers only what `admin_guard` lets pass."""
+    """Return a middleware that rejects requests which `admin_guard` refuses."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -56,15 +56,15 @@ def guarded(hosts: frozenset[str]) -> Middleware:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Listen. Raise HoldfastError if the port cannot be had."""
+    """Start listening. Raise HoldfastError if the port is not available."""
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
-        raise HoldfastError(f"the admin port {host}:{port} cannot be used: {error.strerror}") from error
+        raise HoldfastError(f"cannot use the admin port {host}:{port}: {error.strerror}") from error
 
 
 def url_of(runner: web.AppRunner) -> str:
-    """Return where an open port answers."""
+    """Return the URL of an open port."""
     host, port = runner.addresses[0][:2]
     return f"http://{host}:{port}"

@@ -1,10 +1,10 @@
-"""Numbers that a command's flags take."""
+"""Argument types of numeric flags."""
 
 import argparse
 
 
 def port(text: str) -> int:
-    """Read a flag's port. Raise ArgumentTypeError for what is none."""
+    """Parse a port number. Raise ArgumentTypeError."""
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
     return int(text)
@@ -23,10 +23,10 @@ def _number(text: str, least: float, inclusive: bool) -> float:
 
 
 def not_negative(text: str) -> float:
-    """Read a flag's number of at least 0. Raise ArgumentTypeError."""
+    """Parse a number of at least 0. Raise ArgumentTypeError."""
     return _number(text, 0, True)
 
 
 def positive(text: str) -> float:
-    """Read a flag's number above 0. Raise ArgumentTypeError."""
+    """Parse a number above 0. Raise ArgumentTypeError."""
     return _number(text, 0, False)

@@ -1,4 +1,4 @@
-"""The data directory of a fleet: one lock, one version, and where everything in it lies."""
+"""The data directory of a fleet: its lock, its version, and the paths in it."""
 
 import fcntl
 import json
@@ -14,11 +14,11 @@ VERSION = 1
 
 
 class DirectoryInUse(HoldfastError):
-    """Another `holdfast up` runs on this data directory. Stop it, or choose another with --data."""
+    """Another `holdfast up` is running on this data directory. Stop it, or choose another directory with --data."""
 
 
 class DirectoryTooNew(HoldfastError):
-    """This data directory was written by a newer version of Holdfast. Upgrade, or choose another with --data."""
+    """This data directory was written by a newer version of Holdfast. Upgrade, or choose another directory with --data."""
 
 
 class NoFleet(HoldfastError):
@@ -34,41 +34,41 @@ class FleetDir:
 
     @property
     def nats(self) -> Path:
-        """Where the broker keeps the journal."""
+        """Directory of the broker's data, including the journal."""
         return self.path / "nats"
 
     @property
     def postgres(self) -> Path:
-        """Where the database lies."""
+        """Directory of the database."""
         return self.path / "postgres"
 
     @property
     def accounts(self) -> Path:
-        """Where the passwords of the database's accounts are kept: not with the data, which may be lost or restored."""
+        """File of the database accounts' passwords. It is not with the data, which may be lost or restored."""
         return self.path / "secrets" / "postgres.json"
 
     @property
     def key(self) -> Path:
-        """Where the fleet's key is kept, which frontends and workers prove to know."""
+        """File of the fleet key, which frontends and workers must prove to have."""
         return self.path / "secrets" / "fleet.key"
 
     @property
     def spools(self) -> Path:
-        """Where each process keeps what the broker has not acknowledged, and what it has acknowledged last."""
+        """Directory of each process's unacknowledged facts, and of the last acknowledged event."""
         return self.path / "spool"
 
     @property
     def broker_keys(self) -> Path:
-        """Where each user of the broker has the seed of its nkey."""
+        """Directory of the nkey seeds of all broker users."""
         return self.path / "secrets" / "nats"
 
     @property
     def logs(self) -> Path:
-        """Where every process has its log."""
+        """Directory of the log of every process."""
         return self.path / "logs"
 
     def take(self) -> None:
-        """Make the directory ours. Raise DirectoryInUse or DirectoryTooNew."""
+        """Create and lock the directory. Raise DirectoryInUse or DirectoryTooNew."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -94,21 +94,21 @@ class FleetDir:
             )
 
     def remember(self, **facts: Any) -> None:
-        """Write down how the fleet can be reached, for the other commands. Raise OSError if the disk is full."""
+        """Store how the fleet can be reached, for the other commands. Raise OSError if the disk is full."""
         fresh = self.path / "fleet.json.tmp"
         fresh.unlink(missing_ok=True)
-        fresh.touch(0o600)  # a database's URL may hold a password
+        fresh.touch(0o600)  # a database URL may contain a password
         fresh.write_text(json.dumps(facts, indent=1))
-        fresh.replace(self.path / "fleet.json")  # whole or not at all: another command may be reading it
+        fresh.replace(self.path / "fleet.json")  # atomic: another command may be reading it
 
     def recall(self) -> dict[str, Any]:
-        """Return what `remember` wrote. Raise NoFleet if no fleet runs here: a killed one could not take it back."""
+        """Return what `remember` stored. Raise NoFleet if no fleet runs here: a killed one leaves its file behind."""
         try:
             known: dict[str, Any] = json.loads((self.path / "fleet.json").read_text())
         except (OSError, ValueError):
             known = {}
         if not known or not alive(known.get("pid", os.getpid())):
             raise NoFleet(
-                f"{self.path}: {NoFleet.__doc__} Start one with `holdfast up`, or name it with --data."
+                f"{self.path}: {NoFleet.__doc__} Start one with `holdfast up`, or select another directory with --data."
             )
         return known

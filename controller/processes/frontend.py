@@ -1,7 +1,7 @@
-"""The frontend as a process: the fold, the request plane, the director and its ports, and how they end.
+"""The frontend process: the fold, the request plane, the director, the ports, and the shutdown.
 
-It needs the broker and the database only to begin with what they know. Without either it goes on serving by
-the fold that it holds; facts are spooled.
+It needs the broker and the database only to start with their state. Without them it continues to serve from the fold that it
+holds, and spools facts.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ from events.process.heap import HeapTrim
 from events.versions import Known
 
 TICK_S = 0.1
-CHECK_S = 1.0  # clients that do not read, and memory that nobody uses
+CHECK_S = 1.0  # interval of checking for clients that do not read, and for unused memory
 LINKS_S = 1.0
 READY_S = 30.0
-AGAIN_S = 5.0  # until an event that stopped us is looked at again
-PREPARE_S = 2.0  # while other frontends get what comes
+AGAIN_S = 5.0  # delay before retrying an event that this frontend cannot fold
+PREPARE_S = 2.0  # other frontends of the host get the requests meanwhile
 BROKER_S = 2.0
 STATIC_PROFILE = Profile(
     kv_blocks=1, block_tokens=16, max_batch=4096, prefill_tokens_per_s=1e6, tpot_ms=((1, 1.0),)
@@ -70,9 +70,9 @@ async def run_frontend(
     name: str,
     key: FleetKey | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; then finish what is in flight, within the grace, and return 0.
+    """Serve until SIGTERM or SIGINT, then finish requests in flight within the grace period. Return 0.
 
-    Raise HoldfastError if it cannot begin: no port, no room for its spool, a journal that cannot be read.
+    Raise HoldfastError if it cannot start: no port, no space for its spool, or an unreadable journal.
     """
     check_open_port(settings)
     if settings.static:
@@ -83,7 +83,7 @@ async def run_frontend(
 
 
 class FrontendProcess:
-    """One frontend process, composed."""
+    """One frontend process with all its parts."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class FrontendProcess:
         self._stop = asyncio.Event()
 
     async def run(self, nats_url: str, database_url: str | None) -> int:
-        """Serve the fleet that the journal tells of."""
+        """Serve the fleet that the journal describes."""
         from events.journal.nats import NatsJournal  # a static frontend has no journal
 
         journal = await NatsJournal.connect(
@@ -131,7 +131,9 @@ class FrontendProcess:
         director = self._director(journal.observe)
         measured = director.metrics.registry
         measured.register(SaidFacts(journal))
-        wait_s = BROKER_S if bus.since is not None else 0.0  # one that is away is not waited for once more
+        wait_s = (
+            BROKER_S if bus.since is not None else 0.0
+        )  # do not wait again for a broker that is unreachable
         feeds = await RouterFeeds.open(nats_url, self._name, self._settings.router, director, wait_s)
         view = FleetView(journal, store=store)
         view.listen(lambda view, batch: self._absorb(director, feeds, view, batch))
@@ -166,8 +168,8 @@ class FrontendProcess:
                 await store.close()
 
     async def run_static(self) -> int:
-        """Serve with the workers that the settings name: no broker, no fleet, nothing remembered."""
-        director = self._director(_say_nothing)
+        """Serve the workers that the settings list: no broker, no fleet, no stored state."""
+        director = self._director(_discard)
         addresses = [address.strip() for address in self._settings.static.split(",") if address.strip()]
         self._plane.listen(lambda: director.set_static(self._welcomed()))
         self._plane.want(
@@ -217,14 +219,16 @@ class FrontendProcess:
                 for task in running:
                     task.cancel()
         finally:
-            api.openai.cut_off()  # also where a service has failed: who can still be told is told
+            api.openai.cut_off()  # also after a failed service: clients get an error if possible
             director.report()
             await listeners.close()
         return 0
 
     async def _accept(self, director: Director, listeners: Listeners) -> None:
-        """Take requests as soon as one could be served, or the fleet is known to have nobody who serves. Until then the host's
-        other frontends get them; but who is told nothing may be the only one, and says so itself after a moment."""
+        """Accept requests as soon as one could be served, or the fleet is known to have no serving worker.
+
+        Until then the host's other frontends get them. A frontend without information may be the only one, so it accepts
+        after PREPARE_S and answers with the error itself."""
         loop, monitor = asyncio.get_running_loop(), director.routing.monitor
         until = loop.time() + PREPARE_S
         while not monitor.servable and loop.time() < until:
@@ -237,31 +241,31 @@ class FrontendProcess:
         log.info("frontend_serves", url=listeners.url, admin=listeners.admin_url)
 
     async def drain(self, api: Api, listeners: Listeners) -> None:
-        """Take no new requests, let those in flight end, and cut off what is left after the grace."""
+        """Stop accepting requests, let those in flight finish, and cut off the rest after the grace period."""
         api.openai.drain()
         await listeners.refuse()
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.grace_s
         log.info("frontend_drains", requests=api.openai.answering, grace_s=self._settings.grace_s)
-        while api.openai.answering and loop.time() < until:  # noqa: ASYNC110 (its end is awaited once, at the very end)
+        while api.openai.answering and loop.time() < until:  # noqa: ASYNC110 (waited for only once, at shutdown)
             await asyncio.sleep(TICK_S / 2)
         api.openai.cut_off()
         await asyncio.sleep(0)
 
     async def _follow(self, director: Director, view: FleetView) -> None:
-        """Follow the journal; when it cannot be trusted any more, go on by what is known."""
+        """Follow the journal. If it cannot be trusted any more, continue with the fold as known."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(_hold_on(view), name="view")
+            group.create_task(_follow_persistently(view), name="view")
             try:
                 await view.ready(READY_S)
             except HoldfastError as error:
                 if view.fault is not None and not view.fleet.workers:
-                    raise  # it would tell every client that his model does not exist
+                    raise  # it would answer every client that its model does not exist
                 log.warning("fleet_not_known_in_time", why=str(error))
             director.go_live(await asyncio.to_thread(served.read, self._served_at))
 
     async def _remember(self, director: Director, view: FleetView) -> None:
-        """Leave behind until when this frontend served: the next one of this name answers for it."""
+        """Store until when this frontend served, so that the next one of its name can account for that time."""
         clock = SystemClock()
         while True:
             await asyncio.sleep(SERVED_EVERY_S)
@@ -282,7 +286,7 @@ class FrontendProcess:
         director.absorb(view.fleet, batch)
 
     async def _report_links(self, bus: Bus, director: Director) -> None:
-        """Say each second which workers we hear, for a live connection vetoes a silence, and how many requests wait for room."""
+        """Report each second which workers this frontend hears (a live connection vetoes a silence), and its queue length."""
         clock = SystemClock()
         subject = subjects.links(self._name)
         while True:
@@ -305,9 +309,9 @@ class FrontendProcess:
             faults.late_chunks.set(self._plane.links.late_chunks)
 
 
-async def _hold_on(view: FleetView, again_s: float = AGAIN_S) -> None:
-    """Follow the journal, past an event at which everybody stops as soon as somebody has decided about it, and from a snapshot
-    on where what comes next was dropped."""
+async def _follow_persistently(view: FleetView, again_s: float = AGAIN_S) -> None:
+    """Follow the journal persistently. Retry at an event that stops all readers, until an operator has decided about it, and
+    continue from a snapshot if the following events were dropped."""
     while True:
         try:
             await view.run()
@@ -319,7 +323,7 @@ async def _hold_on(view: FleetView, again_s: float = AGAIN_S) -> None:
 
 
 async def follow_peers(director: Director, bus: Bus) -> None:
-    """Hear which other frontends serve, now or as soon as there is a broker to hear them from."""
+    """Subscribe to the reports of the other frontends, now or as soon as the broker is reachable."""
     while True:
         try:
             await bus.subscribe(subjects.LINKS, director.peers.on_links)
@@ -337,12 +341,12 @@ async def _check(endpoints: OpenAiEndpoints, listeners: Listeners) -> None:
         await heap.look(loop.time())
 
 
-def _say_nothing(fact: Observation, *, traceparent: str = "") -> None:
-    """There is no journal."""
+def _discard(fact: Observation, *, traceparent: str = "") -> None:
+    """Discard a fact: there is no journal."""
 
 
 def static_worker(worker: str, instance: str, model: str, tokenizer: str) -> WorkerJoined:
-    """Return the registration of a worker that was given directly."""
+    """Return the registration of a worker that the settings list."""
     return WorkerJoined(
         worker=worker,
         instance=instance,

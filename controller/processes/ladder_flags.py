@@ -1,6 +1,6 @@
-"""What `holdfast up` can be told of the degradation ladder: a fleet's objectives, and its tiers of requests.
+"""Flags of `holdfast up` for the degradation ladder: the service objectives and the request tiers.
 
-They are of every model for which the environment says nothing of its own (`HOLDFAST_CONTROLLER__POLICY__DEGRADATION__SLOS`).
+They apply to every model without settings of its own in `HOLDFAST_CONTROLLER__POLICY__DEGRADATION__SLOS`.
 """
 
 import argparse
@@ -31,8 +31,8 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             "type": positive,
             "metavar": "RPS",
-            "help": "requests a second that a model has promised to carry: below it the fleet degrades level by level "
-            "(default: none, and no level)",
+            "help": "requests per second promised per model; below this capacity the fleet degrades level by level "
+            "(default: none, no degradation)",
         },
     ),
     "--slo-ttft-ms": (
@@ -40,7 +40,7 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             "type": positive,
             "metavar": "X",
-            "help": "milliseconds to the first token within which it does so (default: 500)",
+            "help": "objective for the time to the first token, in milliseconds (default: 500)",
         },
     ),
     "--slo-tpot-ms": (
@@ -48,7 +48,7 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             "type": positive,
             "metavar": "X",
-            "help": "milliseconds from token to token within which it does so (default: 30)",
+            "help": "objective for the time between tokens, in milliseconds (default: 30)",
         },
     ),
     "--max-batch-size": (
@@ -56,34 +56,34 @@ OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             "type": _count,
             "metavar": "N",
-            "help": "requests of one worker at once that are reckoned with, however many it takes (default: 256)",
+            "help": "concurrent requests per worker that capacity estimates assume at most (default: 256)",
         },
     ),
 }
-"""Each flag, the objective that it sets, and how argparse takes it."""
+"""Each flag, the objective that it sets, and its argparse options."""
 
 TIER_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--priority-tiers": {
         "metavar": "A,B,...",
-        "help": "the tiers of X-Priority, best first; the last is shed first (default: premium,standard,best_effort)",
+        "help": "tiers of X-Priority, best first; the last is shed first (default: premium,standard,best_effort)",
     },
     "--tier-default": {
         "metavar": "T",
-        "help": "the tier of requests that name none (default: standard)",
+        "help": "tier of requests without X-Priority (default: standard)",
     },
 }
 
 
 def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    for flag, (_, words) in OBJECTIVES.items():
-        parser.add_argument(flag, **words)
+    for flag, (_, options) in OBJECTIVES.items():
+        parser.add_argument(flag, **options)
     for flag, own in TIER_FLAGS.items():
         parser.add_argument(flag, **own)
 
 
 def ladder_variables(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what controllers are told of them through their environment. Raise UsageError if they make no sense together."""
+    """Return the flags as environment variables of the controllers. Raise UsageError if they contradict one another."""
     given = {name: _of(args, flag) for flag, (name, _) in OBJECTIVES.items() if _of(args, flag) is not None}
     found = {}
     if given:
@@ -104,19 +104,21 @@ def _of(args: argparse.Namespace, flag: str) -> Any:
 
 
 def _slos(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the environment says of each model."""
+    """Return the objectives per model that the environment sets."""
     text = environment.get(SLOS) or "{}"
     try:
         slos = json.loads(text)
     except ValueError:
         slos = None
     if not isinstance(slos, dict) or not all(isinstance(slo, dict) for slo in slos.values()):
-        raise UsageError(f'{SLOS} is no JSON object of models, such as {{"m": {{"slo_throughput_rps": 5}}}}')
+        raise UsageError(
+            f'{SLOS} is not a JSON object of models, such as {{"m": {{"slo_throughput_rps": 5}}}}'
+        )
     return slos
 
 
 def tier_names(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the fleet's tiers by flag, variable or default; None: the variable is not a plain list."""
+    """Return the fleet's tiers by flag, variable or default. None if the variable is not a plain list."""
     text = _of(args, "--priority-tiers") or environment.get(f"{POLICY}PRIORITY_TIERS") or ""
     if text.lstrip().startswith("["):
         return None

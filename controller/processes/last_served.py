@@ -1,7 +1,7 @@
-"""Until when did the last frontend of this name serve? A small file that every frontend leaves behind.
+"""The file in which a frontend stores until when it served, for the next frontend of the same name.
 
-It stands beside the spool, in the folder that a frontend of the same name finds again. Written whole or not at all;
-without it nothing is known of the frontend before.
+It is next to the spool, in the folder that a frontend of the same name uses again. It is written atomically. Without it nothing
+is known about the previous frontend.
 """
 
 import json
@@ -17,20 +17,20 @@ log = structlog.get_logger(__name__)
 
 
 def path_of(data: Path, name: str) -> Path:
-    """Return where a frontend's file stands."""
+    """Return the path of a frontend's file."""
     return data / "spool" / name / "served.json"
 
 
 def read(path: Path) -> Served | None:
-    """Return what the last frontend of this name has left behind; None if that cannot be known.
+    """Return what the previous frontend of this name stored, or None if that is unknown.
 
-    Whatever is wrong with the file is logged: nothing is raised.
+    Problems with the file are logged, never raised.
     """
     try:
         found = json.loads(path.read_text())
         until = datetime.fromisoformat(found["until"])
         if until.tzinfo is None:
-            raise ValueError("a time without its zone")
+            raise ValueError("a time without a zone")
         return Served(until, int(found["seq"]))
     except FileNotFoundError:
         return None
@@ -40,7 +40,7 @@ def read(path: Path) -> Served | None:
 
 
 def write(path: Path, served: Served) -> None:
-    """Leave behind how far this frontend has come. A full disk is said, and nothing else comes of it."""
+    """Store how far this frontend has served. A full disk is logged and has no other effect."""
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

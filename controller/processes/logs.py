@@ -1,4 +1,4 @@
-"""How large may the logs of a fleet's processes grow? Twice `LOG_BYTES_MAX` each: the present file and the one before."""
+"""Rotates the logs of a fleet's processes, each at most twice `LOG_BYTES_MAX` (current and old file)."""
 
 import os
 import shutil
@@ -8,12 +8,13 @@ LOG_BYTES_MAX = 32 * 1024 * 1024
 
 
 def trim(log: Path, most: int = LOG_BYTES_MAX) -> None:
-    """Begin a log anew once it is larger than that, and keep what it held as NAME.1. Whoever writes appends, and goes on;
-    what he writes between the copy and the cut is lost."""
+    """Truncate a log that is larger than `most` bytes, and keep its content as NAME.1.
+
+    The writing process appends and continues; what it writes between the copy and the truncation is lost."""
     try:
         if log.stat().st_size <= most:
             return
         shutil.copyfile(log, log.with_name(f"{log.name}.1"))
         os.truncate(log, 0)
-    except OSError:  # there is none yet, or the disk is full: it is tried again
+    except OSError:  # no log yet, or a full disk: the next call tries again
         return

@@ -1,4 +1,4 @@
-"""How a fleet is found and asked, by its operator's commands and by programs that play one."""
+"""Finds a fleet and sends operator commands to its controller."""
 
 import asyncio
 import os
@@ -25,11 +25,11 @@ class Unreachable(HoldfastError):
 
 
 class OperatorRefused(HoldfastError):
-    """The controller refused."""
+    """The controller refused the command."""
 
 
 async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
-    """Return whether a GET answers 200."""
+    """Return whether a GET answers with status 200."""
 
     def get() -> bool:
         try:
@@ -42,10 +42,10 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
 
 def find(data: Path, user: str = "operator") -> dict[str, Any]:
-    """Return how the fleet is reached by one of the broker's users: from the environment, or from the data directory. Raise
-    NoFleet or BadBrokerUrl.
+    """Return how one of the broker's users reaches the fleet: from the environment, or from the data directory. Raise NoFleet
+    or BadBrokerUrl.
 
-    `database_url` reads, `database_owner_url` makes tables.
+    `database_url` has read access, `database_owner_url` may create tables.
     """
     known: dict[str, Any] = {}
     named = os.environ.get("HOLDFAST_NATS_URL", "")
@@ -55,19 +55,19 @@ def find(data: Path, user: str = "operator") -> dict[str, Any]:
         if not named:
             raise
     if named and known.get("nats_url") != named:
-        known = {}  # another fleet's directory: its database is not for this journal
+        known = {}  # another fleet's directory: its database belongs to another journal
     for key in ("nats_url", "database_url"):
         known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
     owner = os.environ.get("HOLDFAST_DATABASE_URL") or known.get("database_owner_url")
     known["nats_url"] = as_user(known["nats_url"], user)
     known["database_owner_url"] = (
         owner or known["database_url"]
-    )  # a fleet of a release before has only the one
+    )  # a fleet of an older release has only one URL
     return known
 
 
 async def reachable(url: str) -> None:
-    """Make sure that a broker answers. Raise Unreachable."""
+    """Check that a broker answers. Raise Unreachable."""
     await (await _connect(as_user(url, "supervisor"))).close()
 
 
@@ -93,8 +93,8 @@ class Operator:
         return cls(await _connect(url), url)
 
     async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = ASK_WITHIN_S) -> dict[str, Any]:
-        """Ask the controller for one thing, to be done within `deadline_s` seconds or never. Raise OperatorRefused with its
-        reason, or what `command` raises."""
+        """Send a request to the controller, to be carried out within `deadline_s` seconds or not at all. Raise OperatorRefused
+        with the controller's reason, or what `command` raises."""
         if verb in ("status", "versions"):
             answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))
         else:
@@ -106,20 +106,23 @@ class Operator:
     async def act(
         self, verb: str, worker: str, argument: float | None = None, deadline_s: float = ASK_WITHIN_S
     ) -> dict[str, Any]:
-        """Do one thing to one worker: drain, resume, move, or a fault of `holdfast chaos`. Raise OperatorRefused or NoAnswer."""
-        body: dict[str, Any] = {"worker": worker, "by": who()}
+        """Run drain, resume, move or a fault of `holdfast chaos` on a worker. Raise OperatorRefused or NoAnswer."""
+        body: dict[str, Any] = {"worker": worker, "by": operator_name()}
         if verb not in ("drain", "resume", "move"):
             verb, body = "chaos", body | {"fault": verb, "argument": argument}
         return await self.ask(verb, body, deadline_s)
 
     async def close(self) -> None:
-        """Let go of the broker."""
+        """Close the connection to the broker."""
         await self._bus.close()
 
 
-def who() -> str:
-    """Return who types, for the journal."""
+def operator_name() -> str:
+    """Return the name of the operator, which the journal records."""
     return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
+
+
+who = operator_name  # the former name, still imported by benchmarks/failures
 
 
 async def read_all(data: Path, after: int = 0) -> list[Recorded]:

@@ -1,4 +1,4 @@
-"""The port that a fleet's frontends share: only one fleet may have it, although the kernel would let two share it."""
+"""Reserves the port that a fleet's frontends share, although the kernel would let two fleets share it."""
 
 import errno
 import socket
@@ -8,11 +8,11 @@ from events.errors import HoldfastError
 
 
 class PortTaken(HoldfastError):
-    """The port is in use by another process. Stop that one, or choose another with --port."""
+    """The port is in use by another process. Stop that process, or choose another port with --port."""
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """Return what keeps every other `holdfast up` off this port while it is open. Raise PortTaken, or HoldfastError."""
+    """Return a socket that keeps any other `holdfast up` off this port while it is open. Raise PortTaken or HoldfastError."""
     held = _name(host, port)
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -25,7 +25,7 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def _name(host: str, port: int) -> socket.socket:
-    """Take the port's name in Linux's abstract namespace: it has one owner, and is free again when that one dies."""
+    """Bind the port's name in Linux's abstract namespace: it has one owner, and is freed when the owner dies."""
     held = socket.socket(socket.AF_UNIX)
     if sys.platform == "linux":
         try:

@@ -1,7 +1,7 @@
-"""A fleet's directory is its own user's alone: folders 0700, files 0600.
+"""Restricts a fleet's directory to its user: folders 0700, files 0600.
 
-What is made anew is so because of the `umask` with which every process of a fleet begins (`controller.cli`); what a
-release before has left is shut here.
+New files get these rights from the `umask` with which every process of a fleet starts (`controller.cli`). Files of older
+releases are restricted here.
 """
 
 import contextlib
@@ -15,37 +15,37 @@ FOLDERS = ("devices", "logs", "nats", "postgres", "run", "secrets", "spool")
 FILES = ("demo.json", "fleet.json", "fleet.json.tmp", "lock", "up.log", "version")
 
 
-def shut(path: Path) -> list[str]:
-    """Shut a fleet's directory, and return what in it is not the fleet's: then the directory itself stays as it is.
+def restrict(path: Path) -> list[str]:
+    """Restrict a fleet's directory. Return foreign entries in it; if there are any, the directory itself stays as it is.
 
-    It could be somebody's home, or /tmp; but what in it is the fleet's is shut all the same.
+    It could be a home directory, or /tmp. The fleet's own files in it are restricted anyway.
     """
-    strangers = sorted({entry.name for entry in path.iterdir()} - {*FOLDERS, *FILES})
+    foreign = sorted({entry.name for entry in path.iterdir()} - {*FOLDERS, *FILES})
     for name in FILES:
-        _shut(path / name)
+        _restrict(path / name)
     for name in FOLDERS:
-        _shut(path / name)
+        _restrict(path / name)
         for found in _below(path / name):
-            _shut(found)
-    if not strangers:
-        _shut(path)
-    return strangers if _open(path) else []
+            _restrict(found)
+    if not foreign:
+        _restrict(path)
+    return foreign if _is_open(path) else []
 
 
 def _below(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
         if Path(place).name == "data" and "PG_VERSION" in files:
-            folders.clear()  # PostgreSQL starts on nothing that others could read
+            folders.clear()  # private already: PostgreSQL refuses to start otherwise
             continue
         yield from (Path(place) / name for name in (*folders, *files))
 
 
-def _open(path: Path) -> bool:
+def _is_open(path: Path) -> bool:
     return bool(stat.S_IMODE(path.lstat().st_mode) & MASK)
 
 
-def _shut(path: Path) -> None:
-    """Take the rights of group and others, if there is such a thing, and it is ours to say."""
+def _restrict(path: Path) -> None:
+    """Remove the rights of group and others, if the file exists and belongs to this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         if status.st_mode & MASK and not stat.S_ISLNK(status.st_mode):

@@ -1,4 +1,4 @@
-"""The projector as a process: journal and store, the projector between them, and a small admin port."""
+"""The projector process: journal, state store, the projector between them, and a small admin port."""
 
 import asyncio
 import signal
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 async def run_projector(
     settings: ProjectorSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Project until SIGTERM (exit 0). Raise HoldfastError where a person must look, with the reason."""
+    """Project until SIGTERM (exit 0). Raise HoldfastError if an operator must act, with the reason."""
     if not database_url:
         raise HoldfastError("the projector needs a database: set HOLDFAST_DATABASE_URL")
     await _migrated(database_url)
@@ -58,17 +58,17 @@ async def run_projector(
 
 
 async def _migrated(url: str) -> None:
-    """Bring the database to our version; wait for one that is away, and say why once for each reason. Raise StoreLost of one
-    that was emptied: our account writes rows, and whoever made the tables must make them again."""
-    said = ""
+    """Migrate the database to this release; wait for an unreachable one, logging each reason once. Raise StoreLost if it was
+    emptied: this process's account only writes rows, so the owner of the tables must create them again."""
+    logged = ""
     while True:
         try:
             return await migrate.upgrade(url)
         except StoreForbidden as error:
-            raise StoreLost(f"{error} If its tables were there before: {StoreLost.__doc__}") from error
+            raise StoreLost(f"{error} If its tables existed before: {StoreLost.__doc__}") from error
         except StoreUnavailable as error:
-            if str(error) != said:
-                log.warning("projector_waits", reason=(said := str(error)))
+            if str(error) != logged:
+                log.warning("projector_waits", reason=(logged := str(error)))
             await asyncio.sleep(RETRY_S)
 
 
@@ -90,7 +90,7 @@ async def _cancel_after(stop: asyncio.Event, services: "list[asyncio.Task[None]]
 
 
 class ProjectorWatch:
-    """Looks at how far the projector is behind, and answers for it over HTTP."""
+    """Measures how far the projector is behind, and reports it over HTTP."""
 
     def __init__(
         self, projector: Projector, journal: Journal, metrics: ProjectorMetrics, ready_lag: int
@@ -98,7 +98,7 @@ class ProjectorWatch:
         self._projector, self._journal, self._metrics = projector, journal, metrics
         self._ready_lag = ready_lag
         self._restarts = self._skipped = 0
-        self.lag: int | None = None  # None: the journal cannot be asked
+        self.lag: int | None = None  # None: the journal does not answer
 
     async def run(self) -> None:
         """Measure the lag every second."""
@@ -120,21 +120,21 @@ class ProjectorWatch:
             await asyncio.sleep(WATCH_S)
 
     def ready(self) -> str:
-        """Return why the projector is not ready; "" if it is."""
+        """Return why the projector is not ready, or "" if it is."""
         if not self._projector.progress.connected:
             return "the state store or the journal cannot be reached"
         if self.lag is None:
-            return "the journal cannot be asked how far it is"
+            return "the journal does not answer"
         return f"{self.lag} events behind" if self.lag > self._ready_lag else ""
 
     def report(self) -> dict[str, object]:
-        """Return what /ready and /health say."""
+        """Return the body of /ready and /health."""
         progress = self._projector.progress
         why = self.ready()
         return {"ready": not why, "reason": why, "position": progress.projected, "lag": self.lag}
 
     def render(self) -> bytes:
-        """Return the metrics in Prometheus' text form."""
+        """Return the metrics in the Prometheus text format."""
         return generate_latest(self._metrics.registry)
 
 

@@ -1,4 +1,4 @@
-"""Which processes a fleet has, and what each is told through its environment."""
+"""The processes of a fleet that `holdfast up` starts, and the environment of each."""
 
 import argparse
 import os
@@ -11,19 +11,19 @@ from controller.processes.notifying.webhook_flags import wanted, webhook_variabl
 from controller.processes.up_flags import controller_variables, frontend_variables, spares
 
 GRACE = "HOLDFAST_FRONTEND__GRACE_S"
-GRACE_S = 10.0  # a terminal is not kept waiting for longer, unless it is asked for
+GRACE_S = 10.0  # default for `up`, so that Ctrl-C does not block a terminal for long
 
 
 def frontend_grace_s() -> float:
-    """Return how long the streams of a fleet that stops may go on."""
+    """Return how many seconds the streams of a stopping fleet may continue."""
     try:
         return float(os.environ.get(GRACE) or GRACE_S)
-    except ValueError:  # the frontends refuse to start with it, and say why
+    except ValueError:  # the frontends refuse to start with it and report why
         return GRACE_S
 
 
 def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
-    """Yield every process that waits for the broker only."""
+    """Yield every process that needs the broker but not the database."""
     yield _child(directory, "controller", "controller", _controller(args))
     if wanted(args, os.environ):
         yield _child(directory, "notifier", "notifier", webhook_variables(args))
@@ -45,29 +45,29 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
 
 
 def worker(args: argparse.Namespace, directory: FleetDir, number: int, count: int = 1) -> Child:
-    """Return the process of `count` workers, of which the first has this number."""
+    """Return the process of `count` workers, numbered from `number` on."""
     own = {**_worker(args, number), "HOLDFAST_WORKER_COUNT": str(count)}
     return _child(directory, "worker", f"w{number}", own, count)
 
 
 def spare(args: argparse.Namespace, directory: FleetDir, number: int) -> Child:
-    """Return the process of the spare of this number."""
+    """Return the process of the spare with this number."""
     own = {**_worker(args, len(names(args)) + number), "HOLDFAST_WORKER_SPARE": "true"}
     return _child(directory, "worker", f"s{number}", own)
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    """Return what the fleet's workers are called, without its spares."""
+    """Return the names of the fleet's workers, without its spares."""
     servers = len(args.upstream) - spares(args, 0) if args.engine == "openai" else args.workers
     return [f"w{n}" for n in range(servers)]
 
 
 def spare_names(args: argparse.Namespace) -> list[str]:
-    """Return what its spares are called."""
+    """Return the names of the fleet's spares."""
     return [f"s{n}" for n in range(spares(args, len(names(args))))]
 
 
-def beside_the_database(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
+def database_processes(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
     """Yield the processes that need the database."""
     yield _child(directory, "projector", "projector", {})
     if args.planner_mode != "off":
@@ -94,7 +94,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
 
 def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
     own = {"HOLDFAST_WORKER_ENGINE": args.engine, "HOLDFAST_WORKER_REQUEST_PLANE": args.request_plane}
-    own["HOLDFAST_WORKER_NAME_CHECK_S"] = "0"  # it starts one process per name itself
+    own["HOLDFAST_WORKER_NAME_CHECK_S"] = "0"  # `up` itself starts only one process per name
     if args.ready_timeout is not None:
         own["HOLDFAST_WORKER_READY_TIMEOUT"] = str(args.ready_timeout)
     if args.model is not None:
@@ -109,7 +109,7 @@ def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
             if given := getattr(args, name):
                 own[f"HOLDFAST_WORKER_{name.upper()}"] = given[n]
     if getattr(args, "router.kv_events", None) is False:
-        own["HOLDFAST_WORKER_KV_EVENTS"] = "false"  # nobody listens
+        own["HOLDFAST_WORKER_KV_EVENTS"] = "false"  # no router uses them
     if args.itl_ms is not None:
         own["HOLDFAST_WORKER_ITL_MS"] = str(args.itl_ms)
     return own

@@ -1,4 +1,4 @@
-"""`holdfast controller | projector | planner | notifier | frontend`: one role alone. `up` starts them the same way."""
+"""`holdfast controller | projector | planner | notifier | frontend`: runs one role, as `up` does."""
 
 import argparse
 import asyncio
@@ -19,23 +19,33 @@ from events.process.imports import trusting_nobody
 from workers.exits import LINGER_S, exit_within
 
 Run = Callable[[argparse.Namespace], int]
-MEETS_WORKERS = ("controller", "frontend")
-READS_THE_STORE = ("projector", "planner")  # and cannot do without it
+CONNECTS_TO_WORKERS = ("controller", "frontend")
+REQUIRES_DATABASE = ("projector", "planner")
 MODULES = {
     "planner": "planning.planner",
     "notifier": "notifying.notifier",
-}  # where it is not called as the role
+}  # modules that are not named after the role
 
 
 def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
-    """Add a role's flags and return what runs it, which may raise BadSetting, or what the role's process raises."""
-    gc.set_threshold(*COLLECT_AT)  # what is imported from here on stays
+    """Add a role's flags. Return the function that runs it, which may raise BadSetting or what the role's process raises."""
+    gc.set_threshold(*COLLECT_AT)  # objects of the following imports are never freed
     model = section(role)
-    parser.add_argument("--name", default=role, help=f"this process's name (default: {role})")
-    parser.add_argument("--nats-url", default=os.environ.get("HOLDFAST_NATS_URL", ""), metavar="URL")
-    parser.add_argument("--database-url", default=os.environ.get("HOLDFAST_DATABASE_URL", ""), metavar="URL")
-    if role in MEETS_WORKERS:
-        text = "the fleet's key, which workers must know, too (default: none is asked for)"
+    parser.add_argument("--name", default=role, help=f"name of this process (default: {role})")
+    parser.add_argument(
+        "--nats-url",
+        default=os.environ.get("HOLDFAST_NATS_URL", ""),
+        metavar="URL",
+        help="URL of the broker (default: HOLDFAST_NATS_URL)",
+    )
+    parser.add_argument(
+        "--database-url",
+        default=os.environ.get("HOLDFAST_DATABASE_URL", ""),
+        metavar="URL",
+        help="URL of the database (default: HOLDFAST_DATABASE_URL)",
+    )
+    if role in CONNECTS_TO_WORKERS:
+        text = "file with the fleet key, which workers must have too (default: none, no check)"
         parser.add_argument(
             "--fleet-key-file", default=os.environ.get(VARIABLE, ""), metavar="FILE", help=text
         )
@@ -44,14 +54,14 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
     def run(args: argparse.Namespace) -> int:
         logs.configure()
         settings = gather(model, role, vars(args))
-        if role in READS_THE_STORE and not args.database_url:
+        if role in REQUIRES_DATABASE and not args.database_url:
             raise BadSetting(f"the {role} needs --database-url or HOLDFAST_DATABASE_URL")
         if not args.nats_url and not getattr(settings, "static", None):
             raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
         key = FleetKey.read(Path(args.fleet_key_file)) if getattr(args, "fleet_key_file", "") else None
-        # NumPy starts a thread for each core, to multiply matrices: routing has none (a tenth of a frontend's start)
+        # NumPy starts a BLAS thread per core. Routing multiplies no matrices, and this takes a tenth of a frontend's start.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        with trusting_nobody():  # aiohttp, with which these roles serve, and ask one another over HTTP
+        with trusting_nobody():  # for aiohttp, which these roles import to serve and request HTTP
             module = importlib.import_module(f"controller.processes.{MODULES.get(role, role)}")
         start = getattr(module, f"run_{role}")
         work = start(
@@ -60,7 +70,7 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
             database_url=args.database_url or None,
             data=args.data,
             name=args.name,
-            **({"key": key} if role in MEETS_WORKERS else {}),
+            **({"key": key} if role in CONNECTS_TO_WORKERS else {}),
         )
         return _run(work)
 
@@ -80,7 +90,7 @@ def _run(work: object) -> int:
 
 
 def _first(group: BaseExceptionGroup[HoldfastError]) -> HoldfastError:
-    """Return the first error of a group, however deep."""
+    """Return the first error of a group, at any depth."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,7 +1,7 @@
-"""What a frontend's router hears from the broker: KV events of workers, and what other frontends have in flight.
+"""Broker subscriptions of a frontend's router: workers' KV events, and the load of other frontends.
 
-Each has a connection of its own, so that a burst of it holds up nothing else. Where the broker is away when the frontend
-starts, they come when it does: until then the router knows what it knows by itself.
+Each has its own connection, so that a burst on one does not delay anything else. If the broker is unreachable when the frontend
+starts, they connect later; until then the router uses only its own knowledge.
 """
 
 from collections.abc import Callable, Coroutine, Iterable
@@ -14,13 +14,13 @@ from controller.frontend.settings import RouterSettings
 from events.observations import WorkerJoined
 
 Service = Callable[[], Coroutine[Any, Any, None]]
-"""What has to run for as long as a frontend does; it begins when it is called."""
+"""Starts a service that runs as long as the frontend does."""
 
-WAIT_S = 2.0  # for a broker that should be there
+WAIT_S = 2.0  # how long to wait for the broker
 
 
 class RouterFeeds:
-    """The router's connections of one frontend: those that its settings want."""
+    """The broker connections of one frontend's router, as its settings require."""
 
     def __init__(self, kv: KvEvents | None, sync: SlotSync | None) -> None:
         self._kv = kv
@@ -30,7 +30,7 @@ class RouterFeeds:
     async def open(
         cls, url: str, name: str, settings: RouterSettings, director: Director, wait_s: float = WAIT_S
     ) -> "RouterFeeds":
-        """Connect within `wait_s` seconds, or go on trying in the background."""
+        """Connect within `wait_s` seconds, or keep trying in the background."""
         scheduler, kv, sync = director.routing, None, None
         if settings.mode == "kv" and settings.kv_events:
             budget = director.settings.worker_budgets
@@ -43,16 +43,16 @@ class RouterFeeds:
         return cls(kv, sync)
 
     def services(self) -> list[Service]:
-        """Return what has to run for as long as the frontend does."""
+        """Return the services to run as long as the frontend does."""
         return [one.run for one in (self._kv, self._sync) if one is not None]
 
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
-        """Take in which workers live."""
+        """Update the set of live workers."""
         if self._kv is not None:
             self._kv.absorb(joined)
 
     async def close(self) -> None:
-        """Let go of the broker."""
+        """Close the connections to the broker."""
         for one in (self._kv, self._sync):
             if one is not None:
                 await one.close()

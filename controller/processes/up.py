@@ -1,10 +1,10 @@
-"""`holdfast up`: a whole fleet from one command. Starts every part in order, keeps it alive, stops it in order.
+"""`holdfast up`: runs a whole fleet. Starts parts in order, restarts what dies, stops in order.
 
     broker ─┬─▶ workers, frontends, controller, notifier    (none of them waits for the database)
             └─▶ database ─▶ migrations ─▶ projector
 
-Everything that can start at the same time does. A part that dies is started again on the same address; its death,
-if it was a worker's, is said on the journal by us, who saw the exit status.
+Parts start concurrently where possible. A part that dies is restarted on the same address. The death of a worker is recorded on
+the journal by the supervisor, which sees the exit status.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from typing import Any
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.processes import private_dir
-from controller.processes.children import Child, bury, end, shell_status
+from controller.processes.children import Child, end, reap_orphan, shell_status
 from controller.processes.console import say, warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.logs import trim
-from controller.processes.losses.store_mending import StoreMending
+from controller.processes.losses.store_mending import StoreRebuilder
 from controller.processes.operator_client import http_ok
 from controller.processes.port import hold
-from controller.processes.readiness.watch import ReadinessWatch, asking
-from controller.processes.restart_plan import beside_the_database, frontend_grace_s, names, plan, spare_names
+from controller.processes.readiness.watch import ReadinessWatch, status_reader
+from controller.processes.restart_plan import database_processes, frontend_grace_s, names, plan, spare_names
 from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
@@ -45,22 +45,22 @@ from workers.exits import USAGE
 
 POLL_S = 0.05
 TRIM_EVERY_S = 10.0
-BURY_EVERY_S = 1.0
+REAP_EVERY_S = 1.0
 FOLLOW_AGAIN_S = 1.0
 STOP_GRACE_S = 10.0
-CLOSE_S = 3.0  # of a frontend, after its grace
-LIVES_BEFORE_GIVING_UP = 5  # of one part, before the fleet was ever ready
+CLOSE_S = 3.0  # extra time of a frontend after its grace
+LIVES_BEFORE_GIVING_UP = 5  # starts of one part before the fleet was ever ready
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Run a fleet until it is told to stop."""
+    """Run a fleet until it is stopped."""
     check(args)
     descriptors.require(len(names(args) + spare_names(args)) + descriptors.SPARE, "start fewer workers")
     return asyncio.run(FleetSupervisor(args).run())
 
 
 class FleetSupervisor:
-    """One fleet on one machine."""
+    """The supervisor of one fleet on one machine."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -73,13 +73,13 @@ class FleetSupervisor:
         self.children: list[Child] = []
         self.exits = WorkerExits(self._observe)
         self.readiness = ReadinessWatch(
-            asking(self.dir.path),
+            status_reader(self.dir.path),
             names(args),
             ready_timeout_s(args),
             patient=args.engine in PATIENT,
             spares=spare_names(args),
         )
-        self.mending = StoreMending(args.data)
+        self.rebuilder = StoreRebuilder(args.data)
         self.scaling = WorkerScaling(args, self.dir, self.children, self._add, self._observe)
         self.stopping = asyncio.Event()
         self.ready = False
@@ -90,7 +90,7 @@ class FleetSupervisor:
 
     @property
     def url(self) -> str:
-        """Where the fleet answers."""
+        """The URL at which the fleet serves requests."""
         host = f"[{self.args.host}]" if ":" in self.args.host else self.args.host
         tls = getattr(self.args, "tls_cert", None) or os.environ.get("HOLDFAST_FRONTEND__TLS_CERT")
         return f"{'https' if tls else 'http'}://{host}:{self.args.port}"
@@ -100,27 +100,27 @@ class FleetSupervisor:
         return as_user(self.broker.url, "supervisor")
 
     async def run(self) -> int:
-        """Start, watch, stop; 0 after an orderly stop."""
+        """Start the fleet, supervise it and stop it. Return 0 after an orderly stop."""
         began = time.monotonic()
         with hold(self.args.host, self.args.port):
             self.dir.take()
-            self._shut()
+            self._restrict_directory()
             loop = asyncio.get_running_loop()
             nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             for number in (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))):
                 loop.add_signal_handler(number, self.stopping.set)
             try:
-                await self._unless_told_to_stop(self._begin(began))
-                await self._watch()
+                await self._unless_stopped(self._begin(began))
+                await self._supervise()
                 return 0
             finally:
                 await self._stop()
 
-    def _shut(self) -> None:
-        if strangers := private_dir.shut(self.dir.path):
+    def _restrict_directory(self) -> None:
+        if foreign := private_dir.restrict(self.dir.path):
             warn(
-                f"{self.dir.path} can be looked into by others: it also holds {strangers[0]}, which is not the fleet's. "
-                "What is the fleet's in it is shut; choose a folder of its own with --data"
+                f"{self.dir.path} is readable by other users, because it also contains {foreign[0]}, which is not the fleet's. "
+                "The fleet's own files in it are private; use a separate directory with --data"
             )
 
     # --- starting ---------------------------------------------------------------------------------------------------
@@ -130,16 +130,16 @@ class FleetSupervisor:
         await self._start()
         await self._until_ready(began)
 
-    async def _unless_told_to_stop(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do a work, or give it up at Ctrl-C: a database that does not answer must not hold the terminal."""
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, but cancel it at Ctrl-C: a database that does not answer must not block the terminal."""
         doing = asyncio.create_task(work)
-        told = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({doing, told}, return_when=asyncio.FIRST_COMPLETED)
-        if told.done() and not doing.done():
+        stopped = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and not doing.done():
             doing.cancel()
             await asyncio.wait({doing}, timeout=STOP_GRACE_S)
             return
-        told.cancel()
+        stopped.cancel()
         await doing
 
     async def _start(self) -> None:
@@ -151,21 +151,21 @@ class FleetSupervisor:
             self._remember()
             if self.args.accept_journal:
                 await self._accept_journal(await database)
-            await self._open_journal()  # which makes the stream: hardly anybody else may
+            await self._open_journal()  # creates the stream, which few other processes may do
             self.children += planned
             for child in self.children:
                 self._spawn(child)
-            await self._same_history(await database)
+            await self._check_history(await database)
         except BaseException:
             database.cancel()
             with contextlib.suppress(BaseException):
                 await database
             raise
-        for child in beside_the_database(self.args, self.dir):
+        for child in database_processes(self.args, self.dir):
             self._add(child)
 
     def _remember(self) -> None:
-        """Write down how the fleet is reached, as soon as each part of it is known."""
+        """Store how the fleet can be reached, as soon as each part of it is known."""
         self.dir.remember(
             url=self.url,
             nats_url=self.broker.url,
@@ -185,18 +185,18 @@ class FleetSupervisor:
 
         await journal_check.accept(self._supervisor_url, self.dir.spools, self.database, place)
 
-    async def _same_history(self, place: tuple[int, str] | None) -> None:
+    async def _check_history(self, place: tuple[int, str] | None) -> None:
         """Raise JournalLost if the database has folded another journal."""
         from controller.processes.losses import journal_check
 
-        if not self.args.accept_journal:  # else it was put aside
+        if not self.args.accept_journal:  # otherwise the other projection was put aside
             await journal_check.refuse_lost(self.journal, self.dir.spools, place)
 
     def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
 
     def _add(self, child: Child) -> None:
-        """Start one more process, which is kept alive from now on."""
+        """Start one more process, and keep it running from now on."""
         if child.role == "worker":
             self.broker.admit(worker_user(child.name, child.workers))
         self.children.append(child)
@@ -207,11 +207,11 @@ class FleetSupervisor:
         servers |= self.database.environment(child.role)
         try:
             child.start({**servers, **self.exits.begins(child)})
-        except OSError as error:  # no process, no memory, no room for its log: perhaps in a moment
+        except OSError as error:  # no process, memory or disk space: retried after the back-off
             if not self.ready:
-                raise HoldfastError(f"{child.name} cannot be started: {error}") from error
+                raise HoldfastError(f"cannot start {child.name}: {error}") from error
             child.rest()
-            warn(f"{child.name} cannot be started now: {error}")
+            warn(f"cannot start {child.name}, retrying: {error}")
 
     async def _open_journal(self) -> None:
         from controller.processes.losses import journal_check, journal_watch
@@ -220,11 +220,13 @@ class FleetSupervisor:
         self.watch = journal_watch.JournalWatch(self.journal)
         after: int | None = None
         with contextlib.suppress(JournalUnavailable):
-            after = await self.journal.last_seq()  # before anybody of ours joins: whoever joins is heard
+            after = (
+                await self.journal.last_seq()
+            )  # before a worker of this fleet joins, so that no join is missed
         self._following = asyncio.create_task(self._follow(after))
 
     async def _follow(self, after: int | None) -> None:
-        """Hear from the journal what comes after this place, or from now on, and whom the fleet holds for dead."""
+        """Follow the journal after this sequence, or from its end: proposals, refusals, and workers that are declared dead."""
         why = ""
         while True:
             try:
@@ -237,17 +239,17 @@ class FleetSupervisor:
                         self.scaling.hear(recorded)
                     after, why = batch[-1].seq, ""
             except JournalUnavailable:
-                pass  # it is on its way back
+                pass  # the connection is being restored
             except HoldfastError as error:
                 if str(error) != why:
-                    warn(f"whom the fleet holds for dead cannot be read: {error}")
+                    warn(f"cannot follow the journal, so dead workers are not detected: {error}")
                 after, why = None, str(error)
             await asyncio.sleep(FOLLOW_AGAIN_S)
 
     async def _until_ready(self, began: float) -> None:
         url, watch = self.url, self.readiness
         while not (await http_ok(f"{url}/health") and await watch.serves()):
-            self._tend()
+            self._check_parts()
             if watch.late:
                 raise HoldfastError(
                     f"the fleet was not ready after {watch.timeout_s:g} s: {await watch.verdict()}; see {self.dir.logs}"
@@ -264,32 +266,32 @@ class FleetSupervisor:
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        if self.ready:  # it was not told to stop meanwhile
+    async def _supervise(self) -> None:
+        if self.ready:  # not if it was stopped while starting
             from controller.processes.losses.journal_bounding import JournalBounding
 
             self.bounding = JournalBounding(self.journal, journal_bounds(self.args))
-        trim_at, bury_at, orphan = 0.0, 0.0, 0
+        trim_at, reap_at, orphan = 0.0, 0.0, 0
         while not self.stopping.is_set():
-            self._tend()
-            if time.monotonic() >= bury_at:
-                bury_at = time.monotonic() + BURY_EVERY_S
-                orphan = bury(orphan)
+            self._check_parts()
+            if time.monotonic() >= reap_at:
+                reap_at = time.monotonic() + REAP_EVERY_S
+                orphan = reap_orphan(orphan)
             if time.monotonic() >= trim_at:
                 trim_at = time.monotonic() + TRIM_EVERY_S
                 await asyncio.to_thread(self._trim)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), POLL_S)
 
-    def _tend(self) -> None:
-        """Notice what has ended, and start again what is due."""
+    def _check_parts(self) -> None:
+        """Handle processes that have ended, and start those that are due."""
         self.scaling.tend(time.monotonic())
         for child in list(self.children):
             status = child.ended()
             if status is not None:
                 self._ended(child, status)
-            elif said := self.exits.carry_out(child, time.monotonic()):
-                warn(said)
+            elif action := self.exits.carry_out(child, time.monotonic()):
+                warn(action)
             if child.due():
                 self._spawn(child)
         self.broker.check()
@@ -298,32 +300,32 @@ class FleetSupervisor:
         self.readiness.check()
 
     def _trim(self) -> None:
-        """Keep the logs of all processes within their bound."""
+        """Rotate the logs of all processes that exceed their limit."""
         kept = (self.broker, self.database, self.prometheus)
         servers = [log for server in kept if (log := server.log) is not None]
         for log in (*(child.log for child in list(self.children)), *servers):
             trim(log)
 
     def _ended(self, child: Child, status: int) -> None:
-        if not child.restart:  # it was told to leave
+        if not child.restart:  # it was scaled down
             say(self.scaling.left(child, status))
             return self.exits.ended(child, status)
         self._check_start(child, status)
         warn(f"{child.name} ended with status {shell_status(status)}; starting it again")
         self.exits.ended(child, status)
-        self.mending.ended(child, status)
+        self.rebuilder.ended(child, status)
 
     def _observe(self, fact: Observation) -> None:
-        if self.journal is not None:  # else there never was a fleet that could miss it
+        if self.journal is not None:  # without a journal no fleet has started yet
             self.journal.observe(fact)
 
     def _check_start(self, child: Child, status: int) -> None:
-        """Give up a fleet that was never ready when one of its parts cannot start."""
-        mistaken = status == USAGE  # trying again would not help
+        """Give up if the fleet was never ready and one of its parts cannot start."""
+        mistaken = status == USAGE  # a retry would not help
         if self.ready:
             return
         words = child.last_words().removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
-        if QUARANTINE in words:  # which needs our broker
+        if QUARANTINE in words:  # the operator's decision needs the running broker
             self.readiness.wait_for_decision(words)
             return
         if not (mistaken or child.lives >= LIVES_BEFORE_GIVING_UP):
@@ -334,11 +336,11 @@ class FleetSupervisor:
     # --- stopping ---------------------------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
-        """Stop in order: who takes requests, who serves them, who decides, who remembers."""
+        """Stop in order: frontends first, then workers, controllers, projector and servers."""
         await self.readiness.end()
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
-        await self.mending.stop()
+        await self.rebuilder.stop()
         await self.prometheus.stop()
         for role in ("planner", "frontend", "worker", "controller", "notifier", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S

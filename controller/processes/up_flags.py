@@ -1,4 +1,4 @@
-"""What `holdfast up` can be told, and which of it does not go together."""
+"""Flags of `holdfast up`, and the checks of their combinations."""
 
 import argparse
 import os
@@ -33,13 +33,13 @@ OWN = (
     "api_key_file", "insecure", "tls_cert", "tls_key", "admin_key_file",
     "cors_origins", "model_aliases",
     "stall.pace_factor", "stall.floor_s", "stall.ceiling_s",
-)  # and these, of the frontend itself  # fmt: skip
+)  # fields of the frontend's own settings with a flag  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
-PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
+PATIENT = ("openai", "transformers")  # engines that wait for a server or load a model
 PATIENT_S, READY_S = 1800.0, 60.0
 PLANES = ("tcp", "nats")
 AUTO = "auto"
-EACH: Mapping[str, Any] = {"action": "append", "default": []}  # a flag that may be given more than once
+EACH: Mapping[str, Any] = {"action": "append", "default": []}  # a repeatable flag
 
 
 def _count(text: str) -> int:
@@ -57,7 +57,7 @@ def _spares(text: str) -> int | str:
 
 
 def spares(args: argparse.Namespace, workers: int) -> int:
-    """Return how many spares a fleet has besides so many workers."""
+    """Return the number of spares of a fleet with this number of workers."""
     if args.spares != AUTO:
         return int(args.spares)
     given = args.spare_threshold
@@ -65,43 +65,51 @@ def spares(args: argparse.Namespace, workers: int) -> int:
 
 
 FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--workers": {"type": _count, "default": 3, "metavar": "N", "help": "workers (default: 3)"},
+    "--workers": {"type": _count, "default": 3, "metavar": "N", "help": "number of workers (default: 3)"},
     "--spares": {
         "type": _spares,
         "default": 0,
         "metavar": "N|auto",
-        "help": "workers besides that wait with the model loaded, and take the places of those that are lost; auto: as many as "
-        "failures make necessary, from --spare-threshold workers on. With --engine openai they are the last N of --upstream "
+        "help": "additional workers that stand by with the model loaded and replace failed ones; auto: as many as the failure "
+        "rate requires, from --spare-threshold workers on. With --engine openai they are the last N of --upstream "
         "(default: 0)",
     },
     "--spare-threshold": {
         "type": _count,
         "metavar": "N",
-        "help": f"workers from which on --spares auto keeps any (default: {SparePolicy().spare_threshold})",
+        "help": f"minimum number of workers for --spares auto to keep any (default: {SparePolicy().spare_threshold})",
     },
     "--spares-on-return": {
         "choices": ("swap", "release"),
-        "help": "when a lost worker is well again: swap: it is the spare from now on; release: it has its place back "
+        "help": "role of a lost worker that recovers: swap: it becomes the spare; release: it replaces its spare again "
         "(default: swap)",
     },
     "--workers-per-process": {
         "type": _count,
         "default": 1,
         "metavar": "N",
-        "help": f"simulated engine: so many workers share a process, {PER_PROCESS_MAX} at most (default: 1)",
+        "help": f"workers per process with the simulated engine, at most {PER_PROCESS_MAX} (default: 1)",
     },
-    "--engine": {"choices": ENGINES, "default": "simulated", "help": "what runs the model"},
+    "--engine": {
+        "choices": ENGINES,
+        "default": "simulated",
+        "help": "engine that runs the model (default: simulated)",
+    },
     "--model": {
         "type": Path,
         "metavar": "DIR",
-        "help": "the model's folder (weights for transformers, tokenizer for openai)",
+        "help": "folder of the model (weights for transformers, tokenizer for openai)",
     },
-    "--upstream": {**EACH, "metavar": "URL", "help": "an OpenAI-compatible server; one worker for each"},
+    "--upstream": {
+        **EACH,
+        "metavar": "URL",
+        "help": "URL of an OpenAI-compatible server; one worker per server; repeatable",
+    },
     "--upstream-key-file": {
         **EACH,
         "type": Path,
         "metavar": "FILE",
-        "help": "the file with the API key that the upstreams want; once for all, or once for each --upstream",
+        "help": "file with the API key of the upstreams; once for all, or once for each --upstream",
     },
     "--revision": {
         **EACH,
@@ -112,12 +120,12 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--upstream-kv-events": {
         **EACH,
         "metavar": "ENDPOINT",
-        "help": "where an upstream publishes KV events (tcp://host:5557); once for each --upstream",
+        "help": "endpoint at which an upstream publishes KV events, e.g. tcp://host:5557; once for each --upstream",
     },
     "--upstream-kv-replay": {
         **EACH,
         "metavar": "ENDPOINT",
-        "help": "where it replays those that were lost; once for each --upstream",
+        "help": "endpoint at which an upstream replays lost KV events; once for each --upstream",
     },
     "--ready-timeout": {
         "type": positive,
@@ -127,57 +135,57 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
     "--host": {
         "default": "127.0.0.1",
-        "help": "the address that frontends listen on (default: 127.0.0.1)",
+        "help": "address that frontends listen on (default: 127.0.0.1)",
     },
-    "--port": {"type": port, "default": 8000, "help": "the port that frontends share (default: 8000)"},
+    "--port": {"type": port, "default": 8000, "help": "port that frontends share (default: 8000)"},
     "--frontends": {
         "type": _count,
         "default": 1,
         "metavar": "N",
-        "help": "frontend processes on that port (default: 1)",
+        "help": "number of frontend processes on that port (default: 1)",
     },
     "--itl-ms": {
         "type": not_negative,
         "metavar": "X",
-        "help": "simulated engine: milliseconds per step, 0 for flat out",
+        "help": "milliseconds per step of the simulated engine; 0: no delay",
     },
     "--request-plane": {
         "choices": PLANES,
         "default": "tcp",
-        "help": "how frontends reach workers: tcp (their ports), or nats (through the broker) (default: tcp)",
+        "help": "connection between frontends and workers: tcp (direct) or nats (through the broker) (default: tcp)",
     },
     "--planner-mode": {
         "choices": ("off", "observe", "propose", "act"),
         "default": "propose",
-        "help": "what the planner may do: nothing, say what models carry, propose another number of workers, or have that "
-        "many (default: propose)",
+        "help": "planner activity: off, observe (report capacity), propose (propose worker counts), or act (apply them) "
+        "(default: propose)",
     },
     "--observability": {
         "action": "store_true",
-        "help": "start Prometheus beside the fleet, where it is installed, with everything to measure and all alerts",
+        "help": "also start Prometheus, if it is installed, with all targets and alert rules",
     },
     "--nats-monitor": {
         "type": port,
         "metavar": "PORT",
-        "help": "the embedded broker's monitoring pages, on this port of 127.0.0.1, open to all on this host (default: none)",
+        "help": "port on 127.0.0.1 for the embedded broker's monitoring pages, open to all local users (default: none)",
     },
     "--canary-interval": {
         "type": positive,
         "metavar": "S",
-        "help": "seconds between a worker's canaries (default: 30)",
+        "help": "seconds between canary probes of a worker (default: 30)",
     },
     "--breaker-wait": {
         "type": positive,
         "metavar": "S",
-        "help": "seconds until an open breaker's first trial (default: 60)",
+        "help": "seconds until the first trial of an open breaker (default: 60)",
     },
     "--breaker-backoff": {
         "type": positive,
         "metavar": "X",
-        "help": "factor of that wait after a failed trial (default: 2)",
+        "help": "factor on --breaker-wait after each failed trial (default: 2)",
     },
 }
-"""The flags of `up` itself, as argparse takes them, in the order in which its help shows them."""
+"""The flags of `up` itself with their argparse options, in the order of the help."""
 
 VARIABLES: Mapping[str, str] = {
     "--host": f"{PREFIX}FRONTEND__HOST",
@@ -187,18 +195,18 @@ VARIABLES: Mapping[str, str] = {
     "--engine": f"{WORKER_PREFIX}ENGINE",
     "--model": f"{WORKER_PREFIX}MODEL",
 }
-"""Where `up` has a default of its own, the variable that the part itself would read goes before it."""
+"""Variables that take precedence over a default of `up`, because the part itself would read them."""
 TRUE = ("1", "true", "yes", "on", "y", "t")  # as pydantic reads them
 
-ACCEPT = "go on from what the journal holds, though it is not the one that this directory or its database remembers"
-CHAOS = "allow `holdfast chaos`: rehearsals only, never in production"
+ACCEPT = "continue with the journal as it is, although this directory or its database remembers another one"
+CHAOS = "allow `holdfast chaos`, for rehearsals only, never in production"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `up`: its own, those of the frontends and of the ladder, and the one that is for rehearsals."""
-    for flag, words in FLAGS.items():
-        told = os.environ.get(VARIABLES.get(flag, ""))
-        parser.add_argument(flag, **(words if told is None else {**words, "default": told}))
+    """Add the flags of `up`: its own, and those of the frontends, the ladder, the router, the journal and the webhooks."""
+    for flag, options in FLAGS.items():
+        preset = os.environ.get(VARIABLES.get(flag, ""))
+        parser.add_argument(flag, **(options if preset is None else {**options, "default": preset}))
     add_flags(parser, FrontendSettings, only=OWN)
     add_ladder_flags(parser)
     add_router_flags(parser)
@@ -210,52 +218,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
-    """Add the flags that say how frontends choose workers, as `holdfast frontend` has them: all, or `only` some."""
+    """Add the flags of a frontend's router: all of them, or `only` some."""
     add_flags(
         parser, FrontendSettings, only=[f"{ROUTER}.{name}" for name in only or RouterSettings.model_fields]
     )
 
 
 def controller_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return what controllers are told of the journal's bounds and of the ladder through their environment. Raise UsageError."""
+    """Return the flags of the journal's bounds and of the ladder as variables of the controllers. Raise UsageError."""
     return as_variables("controller", JournalSection, vars(args)) | ladder_variables(args, os.environ)
 
 
 def journal_bounds(args: argparse.Namespace) -> JournalBounds:
-    """Return how much the journal is to keep, by flags and environment. Raise BadSetting."""
+    """Return the journal's bounds from flags and environment. Raise BadSetting."""
     of_journal = f"{PREFIX}CONTROLLER__JOURNAL__"
     environment = {name: value for name, value in os.environ.items() if name.startswith(of_journal)}
     return gather(JournalSection, "controller", vars(args), environment).journal.bounds()
 
 
 def ready_timeout_s(args: argparse.Namespace) -> float:
-    """Return how many seconds the fleet may take until a first worker is there."""
+    """Return the timeout until a first worker is ready, in seconds."""
     return float(args.ready_timeout or (PATIENT_S if args.engine in PATIENT else READY_S))
 
 
 def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return what frontends are told of their flags through their environment."""
+    """Return the flags of frontends as environment variables."""
     own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in OWN)
     given = {place: getattr(args, place) for place in own}
     folders = (
         [str(args.model.resolve())] if isinstance(args.model, Path) else []
-    )  # `route` has a model's name there
+    )  # in `route`, --model is a model's name
     folders += [given["model_folders"]] if given.get("model_folders") else []
     given["model_folders"] = ",".join(folders) or None
     return as_variables("frontend", FrontendSettings, given)
 
 
 def check_frontend_flags(args: argparse.Namespace) -> None:
-    """Raise BadSetting for a value that frontends would refuse."""
+    """Raise BadSetting for a value that frontends would reject."""
     gather(FrontendSettings, "frontend", {}, frontend_variables(args))
 
 
 def check_front_port(args: argparse.Namespace) -> FrontendSettings:
-    """Return the settings of the frontends, as far as flags and environment say. Raise BadSetting where the port is open to
-    other hosts without API keys, or a key file or certificate cannot be used."""
-    told = {name: value for name, value in os.environ.items() if name.startswith(f"{PREFIX}FRONTEND__")}
-    told |= frontend_variables(args) | {f"{PREFIX}FRONTEND__HOST": args.host}
-    settings = gather(FrontendSettings, "frontend", {}, told)
+    """Return the frontends' settings from flags and environment. Raise BadSetting if the port is open to other hosts without API
+    keys, or if a key file or certificate cannot be used."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(f"{PREFIX}FRONTEND__")}
+    variables |= frontend_variables(args) | {f"{PREFIX}FRONTEND__HOST": args.host}
+    settings = gather(FrontendSettings, "frontend", {}, variables)
     check_open_port(settings)
     for file in filter(None, (settings.api_key_file, settings.admin_key_file)):
         ApiKeys(file)
@@ -265,28 +273,28 @@ def check_front_port(args: argparse.Namespace) -> FrontendSettings:
 
 
 def check_deadline_tiers(args: argparse.Namespace, settings: FrontendSettings) -> None:
-    """Raise UsageError for a deadline of a tier that the fleet does not have: no request would ever get it."""
+    """Raise UsageError for a deadline of an unknown tier, which no request would ever get."""
     tiers = tier_names(args, os.environ)
     if odd := [tier for tier in settings.ttft_deadlines if tiers is not None and tier not in tiers]:
-        raise UsageError(
-            f"--ttft-deadlines: there is no tier {odd[0]!r}; the tiers are {', '.join(tiers or ())}"
-        )
+        raise UsageError(f"--ttft-deadlines: unknown tier {odd[0]!r}; the tiers are {', '.join(tiers or ())}")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError if the flags do not go together."""
+    """Raise UsageError if the flags contradict one another."""
     check_frontend_flags(args)
     check_deadline_tiers(args, check_front_port(args))
     journal_bounds(args)
     ladder_variables(args, os.environ)
     check_webhooks(args, os.environ)
     if args.workers_per_process > 1 and args.engine != "simulated":
-        raise UsageError(f"--workers-per-process is for --engine simulated, not for --engine {args.engine}")
+        raise UsageError(f"--workers-per-process requires --engine simulated, not --engine {args.engine}")
     if args.workers_per_process > PER_PROCESS_MAX:
-        raise UsageError(f"--workers-per-process {args.workers_per_process}: {PER_PROCESS_MAX} at most")
+        raise UsageError(
+            f"--workers-per-process {args.workers_per_process}: the maximum is {PER_PROCESS_MAX}"
+        )
     if args.engine == "transformers" and args.model is None:
         raise UsageError(
-            "--engine transformers needs --model DIR; `holdfast model tiny DIR` makes a small one"
+            "--engine transformers needs --model DIR; `holdfast model tiny DIR` creates a small one"
         )
     if args.engine == "openai" and not args.upstream:
         raise UsageError("--engine openai needs --upstream URL, once for each server")
@@ -295,16 +303,18 @@ def check(args: argparse.Namespace) -> None:
     if args.model is not None and not args.model.is_dir():
         raise UsageError(f"the model folder {args.model} does not exist")
     if args.model is not None and args.engine == "simulated":
-        raise UsageError("--model is for --engine transformers or openai; the simulated engine needs none")
+        raise UsageError(
+            "--model requires --engine transformers or openai; the simulated engine has no model"
+        )
     if args.spare_threshold is not None and args.spares != AUTO:
-        raise UsageError("--spare-threshold is for --spares auto")
+        raise UsageError("--spare-threshold requires --spares auto")
     if args.engine == "openai" and (args.spares == AUTO or args.spares >= len(args.upstream)):
         servers = len(args.upstream)
         raise UsageError(
-            f"--spares {args.spares}: with --engine openai so many of the {servers} servers are spares, and one has to serve"
+            f"--spares {args.spares}: with --engine openai the spares are among the {servers} servers, and one must serve"
         )
     if args.upstream and args.engine != "openai":
-        raise UsageError(f"--upstream is for --engine openai, not for --engine {args.engine}")
+        raise UsageError(f"--upstream requires --engine openai, not --engine {args.engine}")
     if wrong := [url for url in args.upstream if not _is_http(url)]:
         raise UsageError(f"--upstream {wrong[0]!r} is not a server's URL, such as http://127.0.0.1:8001")
     _check_key_files(args)
@@ -314,23 +324,23 @@ def check(args: argparse.Namespace) -> None:
     ):
         if given and len(given) != len(args.upstream):
             raise UsageError(
-                f"{flag} is given {len(given)} times, --upstream {len(args.upstream)} times: once for each"
+                f"{flag} is given {len(given)} times, --upstream {len(args.upstream)} times: give it once for each"
             )
 
 
 def _check_key_files(args: argparse.Namespace) -> None:
     files, servers = args.upstream_key_file, len(args.upstream)
     if files and args.engine != "openai":
-        raise UsageError(f"--upstream-key-file is for --engine openai, not for --engine {args.engine}")
+        raise UsageError(f"--upstream-key-file requires --engine openai, not --engine {args.engine}")
     if len(files) not in (0, 1, servers):
         raise UsageError(
-            f"--upstream-key-file is given {len(files)} times, --upstream {servers} times: once for all, or once for each"
+            f"--upstream-key-file is given {len(files)} times, --upstream {servers} times: give it once for all, or once for each"
         )
     if args.revision and args.engine != "openai":
-        raise UsageError(f"--revision is for --engine openai, not for --engine {args.engine}")
+        raise UsageError(f"--revision requires --engine openai, not --engine {args.engine}")
     if len(args.revision) not in (0, 1, servers):
         raise UsageError(
-            f"--revision is given {len(args.revision)} times, --upstream {servers} times: once for all, or once for each"
+            f"--revision is given {len(args.revision)} times, --upstream {servers} times: give it once for all, or once for each"
         )
     for file in files:
         try:
@@ -343,5 +353,5 @@ def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         return False

@@ -1,10 +1,9 @@
-"""How do the lives of worker processes end? What the fleet's journal is told of one that ended and could not say so itself,
-and which process is ended because the fleet holds all of its workers for dead.
+"""Exits of worker processes: records those that a worker could not record, ends dead workers.
 
-    lives ── DEAD, says the journal ──▶ SIGTERM, SIGCONT ── it lives on for GRACE_S ──▶ SIGKILL ──▶ ended, started again
+    lives ── the journal declares it DEAD ──▶ SIGTERM, SIGCONT ── still running after GRACE_S ──▶ SIGKILL ──▶ ended, restarted
 
-DEAD is for ever: whatever such a process does, nobody asks it for anything any more. One that was stopped (SIGSTOP) goes on
-at the SIGCONT, finds the SIGTERM, and ends in order; one that hangs for good does not.
+DEAD is final: no process sends such a worker a request again. A stopped process (SIGSTOP) continues at the SIGCONT, handles the
+SIGTERM and ends in order; one that hangs for good does not.
 """
 
 import signal
@@ -18,11 +17,11 @@ from events.fact import Fact
 from events.observations import WorkerJoined, WorkerLeft
 from workers.exits import FELL
 
-GRACE_S = 5.0  # what a worker needs for its cleanup, or to break off
+GRACE_S = 5.0  # time for a worker's cleanup, or to abort
 
 
 def left(worker: str, instance: str, status: int) -> WorkerLeft | None:
-    """Return what must be said of a worker that ended, or None if it has said so itself."""
+    """Return the fact to record for a worker that ended, or None if it has recorded that itself."""
     if status in (0, FELL):
         return None
     mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
@@ -30,7 +29,7 @@ def left(worker: str, instance: str, status: int) -> WorkerLeft | None:
 
 
 def lives(child: Child, instance: str) -> list[tuple[str, str]]:
-    """Return the workers of a process and the instances that they began as; `workers.many` gives their successors others."""
+    """Return the workers of a process with their first instances; `workers.many` assigns the instances of successors."""
     if child.workers == 1:
         return [(child.name, instance)]
     first = int(child.name.removeprefix("w"))
@@ -38,18 +37,18 @@ def lives(child: Child, instance: str) -> list[tuple[str, str]]:
 
 
 class WorkerExits:
-    """The instances of all worker processes' present lives, what is said when one of them ends, and who is to end."""
+    """Tracks the instances of all worker processes, records their exits, and ends processes of dead workers."""
 
     def __init__(self, observe: Callable[[WorkerLeft], object]) -> None:
         self._observe = observe
         self._lives: dict[
             str, dict[str, str]
-        ] = {}  # worker process -> its workers -> instances of their lives
-        self._dead: dict[str, str] = {}  # instance -> why the fleet holds it for dead
-        self._ending: dict[str, float] = {}  # worker process -> until when it may end by itself, monotonic
+        ] = {}  # worker process -> its workers -> their current instances
+        self._dead: dict[str, str] = {}  # instance -> why it was declared dead
+        self._ending: dict[str, float] = {}  # worker process -> deadline for ending by itself, monotonic
 
     def begins(self, child: Child) -> Mapping[str, str]:
-        """Return what a process that is about to start is told of its life, through its environment."""
+        """Return the environment variables that identify the life of a process that is about to start."""
         if child.role != "worker":
             return {}
         instance = new_id()
@@ -58,7 +57,7 @@ class WorkerExits:
         return {"HOLDFAST_WORKER_INSTANCE": instance}
 
     def ended(self, child: Child, status: int) -> None:
-        """Say which workers left with a process that ended with this status, as subprocess gives it."""
+        """Record which workers left with a process that ended with this subprocess exit status."""
         if child.role == "worker":
             for worker, instance in self._lives[child.name].items():
                 if fact := left(worker, instance, status):
@@ -66,9 +65,9 @@ class WorkerExits:
             self._forget(child)
 
     def hear(self, fact: Fact, children: Mapping[int, str]) -> None:
-        """Take in what the journal says of our workers' lives. `children`: the worker processes by pid."""
+        """Update the state with a fact of the journal. `children`: the worker processes by pid."""
         match fact:
-            case WorkerJoined() if fact.pid in children:  # one of many has a successor
+            case WorkerJoined() if fact.pid in children:  # a worker of `workers.many` has a successor
                 own = self._lives.get(children[fact.pid], {})
                 if fact.worker in own:
                     self._dead.pop(own[fact.worker], None)
@@ -80,8 +79,8 @@ class WorkerExits:
                 pass
 
     def carry_out(self, child: Child, now: float) -> str:
-        """End a process whose workers are all dead, as the fleet holds, and that lives; return what is said of it, if anything.
-        `now`: monotonic seconds."""
+        """End a running process if all of its workers were declared dead. Return a line for the console, or "". `now`:
+        monotonic seconds."""
         own = self._lives.get(child.name)
         if child.pid is None or not own or not all(instance in self._dead for instance in own.values()):
             return ""
@@ -90,15 +89,15 @@ class WorkerExits:
             self._ending[child.name] = now + GRACE_S
             reasons = {self._dead[instance] for instance in own.values()}
             if all(reason.startswith("left") for reason in reasons):
-                return ""  # it has said so, and is on its way out
+                return ""  # it reported its exit and is about to end
             for number in (signal.SIGTERM, signal.SIGCONT):
                 child.signal(number)
-            return f"the fleet holds {child.name} for dead ({', '.join(sorted(reasons))}), but its process lives: ending it"
+            return f"{child.name} was declared dead ({', '.join(sorted(reasons))}), but its process is running: ending it"
         if now < until:
             return ""
         self._ending[child.name] = float("inf")
         child.signal(signal.SIGKILL)
-        return f"{child.name} does not end: killing it"
+        return f"{child.name} did not end: killing it"
 
     def _forget(self, child: Child) -> None:
         self._ending.pop(child.name, None)

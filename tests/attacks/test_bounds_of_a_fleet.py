@@ -51,7 +51,7 @@ async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -
 
         await execute(find(fleet.data)["database_owner_url"], "DROP SCHEMA holdfast CASCADE")
         async with asyncio.timeout(60):
-            while "the state store was made anew" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
+            while "the state store was rebuilt" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(0.1)
         back = await fleet.until(lambda s: s["projector"]["lag"] == 0, 60)
         assert back["journal"]["first_seq"] >= first

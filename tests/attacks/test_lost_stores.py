@@ -19,7 +19,7 @@ PROMPT = (300, 301, 302)
 async def is_made_anew(fleet: DemoFleet, times: int) -> None:
     """It was said so often, the projector has caught up, and the store is what the journal says."""
     async with asyncio.timeout(60):
-        while fleet.log.read_text().count("the state store was made anew") < times:  # noqa: ASYNC110 (another process)
+        while fleet.log.read_text().count("the state store was rebuilt") < times:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)
     await fleet.until(lambda s: s["projector"]["lag"] == 0, within_s=60)
     verified = holdfast("replay", "verify", "--data", str(fleet.data))
@@ -53,7 +53,7 @@ async def loses_its_journal(fleet: DemoFleet) -> None:
     (stored,) = (fleet.data / "nats" / "store").rglob(f"streams/{STREAM}")
     stored.rename(fleet.data.parent / "lost-stream")  # nobody may delete it by asking
     os.kill(next(p["pid"] for p in status["processes"] if p["role"] == "nats"), signal.SIGKILL)
-    await said(fleet, "the journal is gone; requests are served")
+    await said(fleet, "the journal is gone; requests are still served")
     assert await streamed(fleet, PROMPT, 16) == undisturbed(PROMPT, 16)
     status = await fleet.until(lambda s: s["journal"]["fault"])
     assert status["journal"]["last_seq"] is None

@@ -68,5 +68,5 @@ async def gives_not_up(fleet: DemoFleet, begun: int, sentence: str) -> None:
         assert not fleet.ended, fleet.last_words()
         await asyncio.sleep(0.1)
         said = fleet.log.read_text()[begun:]
-    (told,) = (line for line in said.splitlines() if "nothing goes on before you have decided" in line)
+    (told,) = (line for line in said.splitlines() if "the start waits for your decision" in line)
     assert sentence in told

@@ -1,4 +1,4 @@
-"""How `holdfast up` looks after its children: what they were told, how they end, and orphans that become its own."""
+"""Child processes of `holdfast up`: their environment, their exits, and orphans."""
 
 import argparse
 import asyncio
@@ -25,27 +25,27 @@ ARGS = argparse.Namespace(
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 FIRST_PROCESS = """
 import ctypes, os, subprocess, sys, time
-from controller.processes.children import bury
-ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans come to us, as to a container's first process
+from controller.processes.children import reap_orphan
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: this process adopts orphans, like the first process of a container
 ours = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 for _ in range(3):
     subprocess.run("sleep 0.1 & exit", shell=True)
 seen, until = 0, time.monotonic() + 20
 while time.monotonic() < until:
     ours.poll()
-    seen = bury(seen)
+    seen = reap_orphan(seen)
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # nobody is left
+    except ChildProcessError:  # no child is left
         break
     time.sleep(0.05)
 else:
     raise SystemExit("there are orphans left")
-print(ours.returncode, bury(0))
+print(ours.returncode, reap_orphan(0))
 """
 
 
-def test_orphans_are_buried_and_nobody_is_robbed_of_a_childs_status() -> None:
+def test_orphans_are_reaped_without_taking_the_exit_status_of_other_children() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=60, check=False
     )
@@ -53,45 +53,48 @@ def test_orphans_are_buried_and_nobody_is_robbed_of_a_childs_status() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "given", "waited_s"),
+    ("variable", "given", "waited_s"),
     [("", str(GRACE_S), GRACE_S), ("45", "45", 45.0), ("soon", "soon", GRACE_S)],
 )
-def test_frontends_end_streams_themselves_before_they_are_killed(
-    told: str, given: str, waited_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_frontends_get_the_grace_period_for_which_up_waits_before_killing_them(
+    variable: str, given: str, waited_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(GRACE, told)
+    monkeypatch.setenv(GRACE, variable)
     (frontend,) = (child for child in plan(ARGS, FleetDir(tmp_path)) if child.role == "frontend")
     assert (frontend.environment[GRACE], frontend_grace_s()) == (given, waited_s)
 
 
-async def test_a_worker_that_must_be_killed_at_the_end_has_left(tmp_path: Path) -> None:
+async def test_a_worker_killed_at_shutdown_is_recorded_as_left(tmp_path: Path) -> None:
     stream = MemoryStream()
     exits = WorkerExits(MemoryJournal(stream, "supervisor").observe)
     child = Child("w0", "worker", [sys.executable, "-c", STUBBORN], tmp_path / "w0.log")
-    told = exits.begins(child)
-    child.start(told)
+    environment = exits.begins(child)
+    child.start(environment)
     async with asyncio.timeout(20):
         while not child.log.read_text():  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.01)
     await end([child], 0.2, exits.ended)
     assert [event.fact for event in stream.events] == [
-        WorkerLeft(worker="w0", instance=told["HOLDFAST_WORKER_INSTANCE"], mode="immediate", exit=137)
+        WorkerLeft(worker="w0", instance=environment["HOLDFAST_WORKER_INSTANCE"], mode="immediate", exit=137)
     ]
 
 
-def test_a_fleet_that_tells_nobody_anything_has_no_notifier(tmp_path: Path) -> None:
+def test_a_fleet_without_webhooks_has_no_notifier(tmp_path: Path) -> None:
     def notifiers(*webhooks: str) -> list[Child]:
         args = argparse.Namespace(**vars(ARGS) | {"webhook": list(webhooks)})
         return [child for child in plan(args, FleetDir(tmp_path)) if child.role == "notifier"]
 
     assert notifiers() == []
     (notifier,) = notifiers("ops=https://host/a", "@/etc/url")
-    said = json.loads(notifier.environment["HOLDFAST_NOTIFIER__WEBHOOKS"])
-    assert [(one["name"], one["url"]) for one in said] == [("ops", "https://host/a"), ("", "@/etc/url")]
-    assert not any("host" in word for word in notifier.command), "`ps` shows them to everybody"
+    webhooks_given = json.loads(notifier.environment["HOLDFAST_NOTIFIER__WEBHOOKS"])
+    assert [(one["name"], one["url"]) for one in webhooks_given] == [
+        ("ops", "https://host/a"),
+        ("", "@/etc/url"),
+    ]
+    assert not any("host" in word for word in notifier.command), "`ps` shows arguments to all users"
 
 
-def test_workers_share_processes_as_far_as_they_go(tmp_path: Path) -> None:
+def test_workers_are_distributed_over_processes(tmp_path: Path) -> None:
     args = argparse.Namespace(**{**vars(ARGS), "workers": 10, "workers_per_process": 4})
     processes = [child for child in plan(args, FleetDir(tmp_path)) if child.role == "worker"]
     assert [(child.name, child.environment["HOLDFAST_WORKER_COUNT"]) for child in processes] == [
@@ -103,21 +106,23 @@ def test_workers_share_processes_as_far_as_they_go(tmp_path: Path) -> None:
     assert lives(Child("w3", "worker", [], tmp_path), "i1") == [("w3", "i1")]
 
 
-def test_each_worker_is_told_its_upstream_its_key_and_how_long_to_wait(tmp_path: Path) -> None:
+def test_each_worker_gets_its_upstream_its_key_and_its_ready_timeout(tmp_path: Path) -> None:
     upstreams, keys = ["http://a", "http://b"], [tmp_path / "a.key", tmp_path / "b.key"]
     given = {"engine": "openai", "upstream": upstreams, "ready_timeout": 90.0, "upstream_kv_events": []}
     for files, revisions in ((keys, ["r1", "r2"]), (keys[:1], ["r1"])):
         more = {"upstream_key_file": files, "upstream_kv_replay": [], "revision": revisions}
         args = argparse.Namespace(**{**vars(ARGS), **given, **more})
-        told = [child.environment for child in plan(args, FleetDir(tmp_path)) if child.role == "worker"]
-        assert [one["HOLDFAST_WORKER_UPSTREAM"] for one in told] == upstreams
-        assert {one["HOLDFAST_WORKER_READY_TIMEOUT"] for one in told} == {"90.0"}
-        assert [one["HOLDFAST_WORKER_REVISION"] for one in told] == (revisions * 2)[:2]
+        environments = [
+            child.environment for child in plan(args, FleetDir(tmp_path)) if child.role == "worker"
+        ]
+        assert [one["HOLDFAST_WORKER_UPSTREAM"] for one in environments] == upstreams
+        assert {one["HOLDFAST_WORKER_READY_TIMEOUT"] for one in environments} == {"90.0"}
+        assert [one["HOLDFAST_WORKER_REVISION"] for one in environments] == (revisions * 2)[:2]
         expected = [str(file) for file in (files * 2)[:2]]
-        assert [one["HOLDFAST_WORKER_UPSTREAM_KEY_FILE"] for one in told] == expected
+        assert [one["HOLDFAST_WORKER_UPSTREAM_KEY_FILE"] for one in environments] == expected
 
 
-def test_the_last_words_of_a_child_are_those_of_its_error(tmp_path: Path) -> None:
+def test_the_last_words_of_a_child_are_the_last_line_of_its_error(tmp_path: Path) -> None:
     log = tmp_path / "controller.log"
     child = Child("controller", "controller", [], log)
     assert child.last_words() == ""

@@ -1,4 +1,4 @@
-"""What people read fits into 80 columns, however long the names are, and nothing is cut."""
+"""Terminal output fits into 80 columns, however long the names are, and is never truncated."""
 
 import argparse
 import io
@@ -28,7 +28,7 @@ from events.process.presence import Presence
 
 WIDTH = 80
 LONG = "worker-17-in-rack-3-of-row-12-in-the-second-hall"
-WHY = " and ".join(["its key was refused", "nobody knows"] * 8)
+WHY = " and ".join(["its key was refused", "no one knows"] * 8)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def widest(text: str) -> int:
 
 
 def squeezed(text: str) -> str:
-    """The text without anything white: what is folded is whole again."""
+    """Return the text without white space, which undoes wrapping."""
     return "".join(text.split())
 
 
@@ -63,7 +63,7 @@ def status(name: str, model: str = "sim") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["w1", LONG])
-def test_the_status_fits_and_is_whole(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_fits_without_truncation(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = "a-model-with-a-name-that-is-long-enough"
     shown = status(name, model)
     print_status(shown)
@@ -72,7 +72,7 @@ def test_the_status_fits_and_is_whole(name: str, capsys: pytest.CaptureFixture[s
     lines = text.splitlines()
     rule = next(n for n, line in enumerate(lines) if line.startswith("──"))
     head, below = lines[rule - 1], lines[rule + 1 :]
-    rows = below[: next(n for n, line in enumerate(below) if "has not its full" in line)]
+    rows = below[: next(n for n, line in enumerate(below) if "is not at full" in line)]
 
     def column(heading: str) -> str:
         start = head.index(heading)
@@ -80,11 +80,16 @@ def test_the_status_fits_and_is_whole(name: str, capsys: pytest.CaptureFixture[s
 
     assert (column("worker"), column("model")) == (name, model)
     assert column("last canary" if "last canary" in head else "canary") == "token_mismatch,12346ms"
-    for told in (*shown["workers"][0]["reasons"], "nothing is decided", "123456789 events", name):
-        assert squeezed(told) in squeezed(text)
+    for expected in (
+        *shown["workers"][0]["reasons"],
+        "no decisions and no commands",
+        "123456789 events",
+        name,
+    ):
+        assert squeezed(expected) in squeezed(text)
 
 
-def test_a_narrower_terminal_loses_no_part_of_the_status(
+def test_a_narrower_terminal_still_shows_the_whole_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
@@ -94,7 +99,9 @@ def test_a_narrower_terminal_loses_no_part_of_the_status(
 
 
 @pytest.mark.parametrize("console", ["", "http://127.0.0.1:41234/console"])
-def test_the_console_is_named_where_there_is_one(console: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_shows_the_url_of_the_console_if_there_is_one(
+    console: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = status("w0")
     shown["processes"][0] |= {"console": console} if console else {}
     print_status(shown)
@@ -102,7 +109,7 @@ def test_the_console_is_named_where_there_is_one(console: str, capsys: pytest.Ca
     assert named == ([f"console      {console}"] if console else [])
 
 
-def test_spares_are_told_and_not_taken_for_workers_in_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spares_are_shown_and_not_reported_as_unhealthy_workers(capsys: pytest.CaptureFixture[str]) -> None:
     shown = status("w0")
     (about,) = shown["workers"]
     waits = {**about, "weight": 0.0, "health": "HEALTHY", "spare": True, "place": None}
@@ -112,13 +119,13 @@ def test_spares_are_told_and_not_taken_for_workers_in_trouble(capsys: pytest.Cap
         {**waits, "id": "w0", "health": "DEAD", "reasons": ["health DEAD: silent", "spare"]},
     ]
     print_status(shown)
-    said = capsys.readouterr().out
-    assert "s0 serves in the place of w0" in said and "1 of 2 ready for sim" in said
-    assert "w0 is a spare that could take no place: health DEAD: silent" in said
-    assert "s1 has not" not in said and "s1 is a spare" not in said
+    output = capsys.readouterr().out
+    assert "s0 replaces w0" in output and "1 of 2 ready for sim" in output
+    assert "w0 is a spare that is not ready: health DEAD: silent" in output
+    assert "s1 is not at" not in output and "s1 is a spare" not in output
 
 
-def test_the_processes_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_processes_fits(capsys: pytest.CaptureFixture[str]) -> None:
     print_processes([Presence("frontend", LONG, 123456, f"http://{LONG}:41234")], "text")
     text = capsys.readouterr().out
     assert widest(text) <= WIDTH and squeezed(text).count(LONG) == 2
@@ -136,7 +143,7 @@ def test_every_event_fits_as_text_and_is_one_line_as_json(fact: Fact) -> None:
     assert len(event_line(recorded(fact), "json").splitlines()) == 1
 
 
-def test_what_does_not_fit_goes_on_below_the_events_kind() -> None:
+def test_a_long_event_wraps_below_its_kind() -> None:
     fact = CommandRefused(worker=LONG, verb="drain", command="c" * 36, why=WHY, late=True, by="ada")
     first, *rest = event_line(recorded(fact), "text").splitlines()
     assert first.endswith("Z command_refused")
@@ -145,29 +152,29 @@ def test_what_does_not_fit_goes_on_below_the_events_kind() -> None:
 
 
 @pytest.mark.parametrize("words", [["timeline"], ["timeline", "--all"], ["why", "2"], ["at", "2"]])
-async def test_what_replay_tells_fits(words: list[str]) -> None:
+async def test_the_output_of_replay_fits(words: list[str]) -> None:
     stream = MemoryStream()
     journal = MemoryJournal(stream, "controller:one")
     for verb in ("drain", "restart"):
         journal.observe(CommandRefused(worker=LONG, verb=verb, command="c" * 36, why=WHY, by="ada"))
     parser = argparse.ArgumentParser()
     replay.add_arguments(parser.add_subparsers())
-    said: list[str] = []
-    assert await replay.execute(parser.parse_args(words), journal, None, said.append) == 0
-    assert widest("\n".join(said)) <= WIDTH
+    output: list[str] = []
+    assert await replay.execute(parser.parse_args(words), journal, None, output.append) == 0
+    assert widest("\n".join(output)) <= WIDTH
     if words[0] != "at":
-        assert squeezed(WHY) in squeezed("".join(said))
+        assert squeezed(WHY) in squeezed("".join(output))
 
 
 @pytest.mark.parametrize("name", ["w1", LONG])
-def test_the_demos_tables_fit(name: str) -> None:
+def test_the_tables_of_the_demo_fit(name: str) -> None:
     worst = TokenDifference(lost=12345, doubled=12345, altered=12345)
     row = report.ReportRow("corruption", name, 12345, 12345, worst, 12345.6, 12345.6)
     whole = report.DemoReport(12345, 1234567, [], [row] * 3, worst, 12345, [], 12345)
-    told = [f"12.3 s  corrupt {name}: {WHY}"]
+    events = [f"12.3 s  corrupt {name}: {WHY}"]
     for shown in (
         report.table(whole),
-        view.render(status(name), told, 12, 60, "12345 requests, 128 in the air"),
+        view.render(status(name), events, 12, 60, "12345 requests, 128 in the air"),
     ):
         console = Console(file=io.StringIO(), width=WIDTH)
         console.print(shown)
@@ -178,18 +185,18 @@ def test_the_demos_tables_fit(name: str) -> None:
 
 
 @given(st.text(alphabet=st.sampled_from("ab-, "), max_size=400), st.integers(10, 120))
-def test_a_fitted_line_loses_nothing(line: str, width: int) -> None:
+def test_a_wrapped_line_keeps_its_text(line: str, width: int) -> None:
     text = fitted(line, width)
     assert squeezed(text) == squeezed(line)
     assert all(len(part) <= width for part in text.split("\n"))
 
 
-def test_without_a_terminal_there_are_80() -> None:
+def test_the_width_without_a_terminal_is_80_columns() -> None:
     done = run_command(["events", "--help"], {k: v for k, v in os.environ.items() if k != "COLUMNS"})
     assert USUAL == WIDTH and done.returncode == 0 and widest(done.stdout) <= WIDTH
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     done = holdfast("--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"holdfast \d+\.\d+\.\d+\n", done.stdout)
@@ -229,6 +236,6 @@ def test_bash_completes_commands_flags_and_choices(script: Path, typed: list[str
     assert set(done.stdout.split()) == found, done.stderr
 
 
-def test_zsh_has_its_own() -> None:
+def test_zsh_gets_its_own_completion_script() -> None:
     done = holdfast("completion", "zsh")
     assert done.returncode == 0 and done.stdout.startswith("#compdef holdfast")

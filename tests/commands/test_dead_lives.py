@@ -1,4 +1,4 @@
-"""`holdfast up` ends a worker process that the fleet holds for dead, hung or not, and starts another."""
+"""`holdfast up` ends a worker process that was declared dead, hung or not, and starts another."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ STUBBORN = (
 
 
 class Supervised:
-    """One worker process, and what its supervisor hears and says."""
+    """One worker process with the part of its supervisor that tracks its exit."""
 
     def __init__(self, folder: Path, program: str, workers: int = 1) -> None:
         self.stream = MemoryStream()
@@ -33,9 +33,9 @@ class Supervised:
         self.instance = ""
 
     def start(self) -> None:
-        told = self.exits.begins(self.child)
-        self.instance = told["HOLDFAST_WORKER_INSTANCE"]
-        self.child.start(told)
+        environment = self.exits.begins(self.child)
+        self.instance = environment["HOLDFAST_WORKER_INSTANCE"]
+        self.child.start(environment)
 
     def decide(self, worker: str, instance: str, reason: str = "drained: left") -> None:
         after = HealthStatus.DEAD
@@ -50,12 +50,12 @@ class Supervised:
     async def ended(self) -> int:
         status: list[int] = []
 
-        def look() -> bool:
+        def poll() -> bool:
             found = self.child.ended()
             status.extend([] if found is None else [found])
             return bool(status)
 
-        await until(look)
+        await until(poll)
         self.exits.ended(self.child, status[0])
         return status[0]
 
@@ -73,24 +73,24 @@ async def running(folder: Path, program: str, workers: int = 1) -> Supervised:
     return one
 
 
-async def test_a_stopped_process_whose_instance_is_dead_is_ended_and_another_started(tmp_path: Path) -> None:
+async def test_a_stopped_process_with_a_dead_instance_is_ended_and_replaced(tmp_path: Path) -> None:
     one = await running(tmp_path, OBEYS)
     assert one.child.pid is not None
     os.kill(one.child.pid, signal.SIGSTOP)
     assert one.exits.carry_out(one.child, 0.0) == ""
-    one.decide("w0", "its former life")
+    one.decide("w0", "a former instance")
     one.decide("w1", one.instance)
     assert one.exits.carry_out(one.child, 0.0) == ""
     one.decide("w0", one.instance)
-    said = one.exits.carry_out(one.child, 0.0)
-    assert said == "the fleet holds w0 for dead (drained: left), but its process lives: ending it"
+    action = one.exits.carry_out(one.child, 0.0)
+    assert action == "w0 was declared dead (drained: left), but its process is running: ending it"
     assert await one.ended() == -signal.SIGTERM
     assert [event.fact for event in one.stream.events] == [
         WorkerLeft(worker="w0", instance=one.instance, mode="immediate", exit=143)
     ]
     await until(one.child.due)
     one.start()
-    assert one.exits.carry_out(one.child, 1e9) == "", "the sentence was of its former life"
+    assert one.exits.carry_out(one.child, 1e9) == "", "the decision was about its former instance"
     one.child.signal(signal.SIGKILL)
     await one.ended()
 
@@ -100,16 +100,18 @@ async def test_a_process_that_does_not_end_is_killed_after_its_grace(tmp_path: P
     one.decide("w0", one.instance)
     assert one.exits.carry_out(one.child, 100.0)
     assert one.exits.carry_out(one.child, 100.0 + GRACE_S - 0.01) == ""
-    assert one.exits.carry_out(one.child, 100.0 + GRACE_S) == "w0 does not end: killing it"
+    assert one.exits.carry_out(one.child, 100.0 + GRACE_S) == "w0 did not end: killing it"
     assert await one.ended() == -signal.SIGKILL
     assert one.exits.carry_out(one.child, 200.0) == ""
 
 
-async def test_one_that_has_said_that_it_leaves_is_not_disturbed(tmp_path: Path) -> None:
+async def test_a_worker_that_announced_its_exit_gets_no_signal_within_the_grace_period(
+    tmp_path: Path,
+) -> None:
     one = await running(tmp_path, OBEYS)
     one.decide("w0", one.instance, "left: graceful")
     assert one.exits.carry_out(one.child, 100.0) == ""
-    assert one.exits.carry_out(one.child, 100.0 + GRACE_S) == "w0 does not end: killing it"
+    assert one.exits.carry_out(one.child, 100.0 + GRACE_S) == "w0 did not end: killing it"
     assert await one.ended() == -signal.SIGKILL
 
 
@@ -130,18 +132,18 @@ def joined(worker: str, instance: str, pid: int) -> WorkerJoined:
     return WorkerJoined(worker=worker, instance=instance, pid=pid, profile=profile, tp=1, **unnamed)
 
 
-async def test_a_process_of_many_is_ended_only_when_all_of_them_are_dead(tmp_path: Path) -> None:
+async def test_a_process_with_several_workers_is_ended_only_when_all_of_them_are_dead(tmp_path: Path) -> None:
     one = await running(tmp_path, OBEYS, workers=2)
     assert one.child.pid is not None
     one.decide("w0", f"{one.instance}-0")
     assert one.exits.carry_out(one.child, 0.0) == ""
-    one.hear(joined("w0", "next", one.child.pid))  # it has a successor in there
-    one.hear(joined("w1", "a stranger's", one.child.pid + 1))
+    one.hear(joined("w0", "next", one.child.pid))  # a successor in the same process
+    one.hear(joined("w1", "of another process", one.child.pid + 1))
     one.decide("w1", f"{one.instance}-1")
     assert one.exits.carry_out(one.child, 0.0) == ""
     one.decide("w0", "next", "silent")
-    said = one.exits.carry_out(one.child, 0.0)
-    assert said == "the fleet holds w0 for dead (drained: left, silent), but its process lives: ending it"
+    action = one.exits.carry_out(one.child, 0.0)
+    assert action == "w0 was declared dead (drained: left, silent), but its process is running: ending it"
     await one.ended()
     assert [event.fact.instance for event in one.stream.events if isinstance(event.fact, WorkerLeft)] == [
         "next", f"{one.instance}-1",
@@ -149,7 +151,7 @@ async def test_a_process_of_many_is_ended_only_when_all_of_them_are_dead(tmp_pat
 
 
 @pytest.mark.parametrize("role", ["frontend", "controller"])
-def test_who_is_no_worker_is_nobodys_dead(role: str, tmp_path: Path) -> None:
+def test_processes_other_than_workers_are_never_ended_as_dead(role: str, tmp_path: Path) -> None:
     exits = WorkerExits(MemoryJournal(MemoryStream(), "supervisor").observe)
     child = Child(role, role, [], tmp_path / "log")
     assert exits.begins(child) == {}

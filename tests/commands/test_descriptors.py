@@ -1,4 +1,4 @@
-"""A process of a large fleet may open as many sockets as the system lets it."""
+"""A process of a large fleet raises its file descriptor limit as far as the system allows."""
 
 import resource
 
@@ -8,7 +8,7 @@ from events.process.descriptors import ENOUGH, Limits, TooFewDescriptors, allow,
 
 
 class System:
-    """What a system allows."""
+    """A fake system with soft and hard limits."""
 
     def __init__(self, soft: int, hard: int) -> None:
         self.limits: Limits = (soft, hard)
@@ -26,18 +26,18 @@ class System:
         (1 << 20, 1 << 20, 1 << 20),
     ],
 )
-def test_the_limit_is_raised_as_far_as_it_goes_and_never_lowered(soft: int, hard: int, then: int) -> None:
+def test_the_limit_is_raised_as_far_as_allowed_and_never_lowered(soft: int, hard: int, then: int) -> None:
     system = System(soft, hard)
     assert system.allow(1000) == then
     assert system.limits == (then, hard)
 
 
-def test_a_system_that_allows_too_little_is_named() -> None:
+def test_a_limit_that_is_too_low_is_reported() -> None:
     with pytest.raises(TooFewDescriptors, match=r"4064 open files are needed, and 4000 are allowed"):
         System(1024, 4000).allow(4064)
 
 
-def test_a_fleet_is_told_before_it_starts_that_its_frontends_could_not_reach_all_workers() -> None:
+def test_a_fleet_is_refused_before_it_starts_if_its_frontends_could_not_reach_all_workers() -> None:
     limits = System(1024, 1024).limits
     assert require(1024, "start fewer workers", lambda _: limits) == 1024
     with pytest.raises(TooFewDescriptors, match=r"1128 .* 1024 .*raise that, or start fewer workers"):

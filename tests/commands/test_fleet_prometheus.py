@@ -1,4 +1,4 @@
-"""The Prometheus beside a fleet: it knows who is there now, comes back when it ends, and nobody misses it where there is none."""
+"""The Prometheus of a fleet follows its processes, is restarted when it ends, and is optional."""
 
 import asyncio
 import json
@@ -18,20 +18,20 @@ from events.process.presence import announce, withdraw
 
 
 class Beside:
-    """One in a folder of its own, and what it says of itself."""
+    """A fleet's Prometheus, and the servers that it announced."""
 
     def __init__(self, data: Path) -> None:
         self.data, self.lives = data, list[EmbeddedServer]()
         self.prometheus = FleetPrometheus(data, self.lives.append)
 
     def targets(self) -> set[str]:
-        """Return the processes whose metrics it asks for."""
+        """Return the processes that it scrapes."""
         try:
             with urllib.request.urlopen(
                 f"{self.lives[-1].url}/api/v1/targets?state=active", timeout=5
             ) as answer:
                 return {one["labels"]["process"] for one in json.load(answer)["data"]["activeTargets"]}
-        except OSError:  # it reads what it has kept, or is about to start
+        except OSError:  # it loads stored data, or is about to start
             return set()
 
     async def until(self, names: set[str]) -> None:
@@ -41,7 +41,7 @@ class Beside:
                 await asyncio.sleep(0.1)
 
 
-async def test_it_measures_who_is_there_and_comes_back_when_it_ends(
+async def test_it_scrapes_the_present_processes_and_is_restarted_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(Path(binary()).parent), prepend=os.pathsep)
@@ -68,7 +68,7 @@ async def test_it_measures_who_is_there_and_comes_back_when_it_ends(
     assert not beside.lives[-1].running
 
 
-async def test_it_knows_the_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_loads_the_alert_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(binary()).parent), prepend=os.pathsep)
     beside = Beside(tmp_path)
     await beside.prometheus.begin()
@@ -79,7 +79,7 @@ async def test_it_knows_the_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await beside.prometheus.stop()
 
 
-async def test_where_there_is_none_the_fleet_goes_on_and_says_how_to_get_it(
+async def test_without_a_prometheus_binary_the_fleet_continues_and_prints_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -88,6 +88,6 @@ async def test_where_there_is_none_the_fleet_goes_on_and_says_how_to_get_it(
     await beside.prometheus.begin()
     beside.prometheus.tend()
     await beside.prometheus.stop()
-    said = "".join(capsys.readouterr())
-    assert "nothing measures the fleet" in said and "make prometheus" in said
+    output = "".join(capsys.readouterr())
+    assert "Prometheus is not running" in output and "make prometheus" in output
     assert beside.prometheus.log is None and not beside.lives

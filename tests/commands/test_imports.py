@@ -1,4 +1,4 @@
-"""What a process does not need it does not load: rare cases of libraries would be a third of every start."""
+"""Processes import only what they need: rarely used libraries would take a third of every start."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ tasks = Path("/proc/self/task")
 assert not tasks.exists() or len(list(tasks.iterdir())) == threading.active_count(), "a library has started threads"
 print(*sys.modules)
 """
-NOWHERE = ("--nats-url", "nowhere")  # a process of that role loads everything, and then refuses it
+NOWHERE = ("--nats-url", "nowhere")  # a process of that role imports everything, then rejects the URL
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ NOWHERE = ("--nats-url", "nowhere")  # a process of that role loads everything, 
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
 )
-def test_a_process_loads_what_it_needs_and_no_more(
+def test_a_process_imports_only_what_it_needs(
     command: tuple[str, ...], needed: str, left_out: tuple[str, ...]
 ) -> None:
     code = [sys.executable, "-c", SCRIPT, *command]

@@ -1,4 +1,4 @@
-"""`holdfast up` gives the journal its bounds when nothing that no snapshot stands for is dropped by it."""
+"""`holdfast up` sets the journal's bounds only when a snapshot covers everything that they drop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ WANTED = JournalBounds(bytes=64 << 20, age=timedelta(days=30))
 
 
 @pytest.mark.servers
-async def test_the_bounds_are_set_once_a_snapshot_lies_on_the_journal(
+async def test_the_bounds_are_set_once_a_snapshot_is_on_the_journal(
     nats_url: str, eventually: Eventually, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = await NatsJournal.connect(nats_url, "supervisor:s")
@@ -28,7 +28,7 @@ async def test_the_bounds_are_set_once_a_snapshot_lies_on_the_journal(
     assert await journal.flush(10)
     bounding = JournalBounding(journal, WANTED, look_every_s=0.05)
     try:
-        await asyncio.sleep(0.3)  # a few looks
+        await asyncio.sleep(0.3)  # a few attempts
         assert (await journal.usage()).bytes_max is None
         order = History().start().latest
         now = (await journal.end()).at
@@ -42,12 +42,12 @@ async def test_the_bounds_are_set_once_a_snapshot_lies_on_the_journal(
         await eventually(bounded)
         await eventually(
             lambda: (
-                "the journal keeps at most 64 MiB and what is not older than 30 days"
+                "the journal now keeps at most 64 MiB and events of the last 30 days"
                 in capsys.readouterr().out
             )
         )
         state = await stream.ensure(journal.connection)
-        assert state.bytes_max == WANTED.bytes, "such a stream is trusted"
+        assert state.bytes_max == WANTED.bytes, "a bounded stream is still trusted"
         free = JournalBounding(journal, JournalBounds(), look_every_s=0.05)
 
         async def unbounded() -> bool:
@@ -61,13 +61,13 @@ async def test_the_bounds_are_set_once_a_snapshot_lies_on_the_journal(
 
 
 @pytest.mark.servers
-async def test_a_broker_that_does_not_let_us_is_told_of_once(
+async def test_a_broker_that_forbids_the_bounds_is_reported_once(
     nats_url: str, eventually: Eventually, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = await NatsJournal.connect(nats_url, "supervisor:s")
     tiny = JournalBounding(journal, JournalBounds(age=timedelta(microseconds=1)), look_every_s=0.05)
     try:
-        await eventually(lambda: "has not given the journal its bounds" in capsys.readouterr().err)
+        await eventually(lambda: "cannot set the journal's bounds" in capsys.readouterr().err)
         await asyncio.sleep(0.3)
         assert capsys.readouterr().err == ""
     finally:
@@ -75,6 +75,6 @@ async def test_a_broker_that_does_not_let_us_is_told_of_once(
         await journal.close()
 
 
-def test_what_is_kept_in_words() -> None:
+def test_bounds_are_described_in_words() -> None:
     assert words(JournalBounds()) == "everything"
-    assert words(JournalBounds(age=timedelta(days=7))) == "what is not older than 7 days"
+    assert words(JournalBounds(age=timedelta(days=7))) == "events of the last 7 days"

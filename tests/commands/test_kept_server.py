@@ -1,4 +1,4 @@
-"""What looks after the broker and the database of a fleet: never gives up, and never in anybody's way."""
+"""Supervision of a fleet's broker and database: it retries forever, and blocks nothing else."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ OFTEN = KeepingPolicy(look_s=0.001, looks_per_checkup=2, wait_min_s=0.001, wait_
 
 @dataclass
 class Life:
-    """What `KeptServer` knows of a server."""
+    """The parts of a server that `KeptServer` uses."""
 
     port: int
     role: str = "nats"
@@ -30,7 +30,7 @@ class Life:
 
 @dataclass
 class Machine:
-    """Starts servers, unless it is broken."""
+    """Starts fake servers, or fails with `trouble`."""
 
     trouble: Exception | None = None
     asked: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Machine:
 @pytest.mark.parametrize(
     "trouble", [ServerFailed("the disk is full"), OSError(28, "No space left on device")]
 )
-async def test_a_server_that_cannot_come_back_is_tried_again_until_it_can(
+async def test_a_server_that_cannot_be_restarted_is_retried_until_it_can(
     trouble: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     announced: list[EmbeddedServer] = []
@@ -64,23 +64,23 @@ async def test_a_server_that_cannot_come_back_is_tried_again_until_it_can(
     machine.lives[0].running = False
     async with asyncio.timeout(20):
         await machine.refused.wait()
-        kept.check()  # nothing has ended
+        kept.check()  # the supervision has not ended
         machine.trouble = None
         await machine.born.wait()
     await kept.stop()
-    assert set(machine.asked) == {0, 4222}, "first on any port, then on that one"
+    assert set(machine.asked) == {0, 4222}, "first on any port, then on the same port"
     assert [life.stopped for life in machine.lives] == [False, True]
     assert "nats does not start: " in capsys.readouterr().err
     assert len(announced) <= 2
 
 
-async def test_a_mistake_of_ours_is_not_hidden() -> None:
+async def test_an_internal_error_is_not_hidden() -> None:
     machine = Machine()
     kept = KeptServer(machine.start, lambda server: None, policy=OFTEN)
     await kept.begin()
-    machine.trouble = RuntimeError("ours")
+    machine.trouble = RuntimeError("internal")
     machine.lives[0].running = False
-    with pytest.raises(RuntimeError, match="ours"):
+    with pytest.raises(RuntimeError, match="internal"):
         async with asyncio.timeout(20):
             while True:
                 kept.check()
@@ -88,18 +88,18 @@ async def test_a_mistake_of_ours_is_not_hidden() -> None:
     await kept.stop()
 
 
-async def test_one_that_was_never_started_is_stopped_without_a_word() -> None:
+async def test_a_server_that_was_never_started_can_be_stopped() -> None:
     await KeptServer(Machine().start, lambda server: None).stop()
 
 
-async def test_a_first_start_that_fails_says_why() -> None:
+async def test_a_failed_first_start_raises_its_reason() -> None:
     machine = Machine(trouble=ServerFailed("no"))
     with pytest.raises(ServerFailed, match="no"):
         await KeptServer(machine.start, lambda server: None).begin()
     assert machine.asked == [0]
 
 
-async def test_one_that_is_stuck_is_started_anew() -> None:
+async def test_a_stuck_server_is_restarted() -> None:
     machine = Machine()
     kept = KeptServer(machine.start, lambda server: None, lambda server: len(machine.lives) == 1, OFTEN)
     await kept.begin()
@@ -111,22 +111,22 @@ async def test_one_that_is_stuck_is_started_anew() -> None:
     assert [life.stopped for life in machine.lives] == [True, True]
 
 
-def test_a_broker_is_stuck_if_it_goes_on_refusing_although_there_is_room(tmp_path: Path) -> None:
+def test_a_broker_is_stuck_if_it_still_reports_a_full_disk_although_there_is_space(tmp_path: Path) -> None:
     log = tmp_path / "nats-server.log"
     refusal = "[1] [ERR] JetStream failed to store a msg on stream '$G > FLEET': no space left on device\n"
-    log.write_text(refusal)  # of a life before
+    log.write_text(refusal)  # of a former process
     server = cast(EmbeddedServer, SimpleNamespace(pid=1, log=log, directory=tmp_path))
     stuck, full = Stuck(), Stuck(room_bytes=1 << 62)
     assert not stuck(server) and not full(server)
 
-    def says(text: str, stuck: Stuck = stuck) -> bool:
+    def stuck_after(text: str, stuck: Stuck = stuck) -> bool:
         with log.open("a") as more:
             more.write(text)
         return stuck(server)
 
-    assert not says("[1] [INF] all is well\n")
-    assert says(refusal)
-    assert not says(""), "what was read is no news"
-    assert not says(refusal, full), "a new start would not help while the disk is full"
+    assert not stuck_after("[1] [INF] all is well\n")
+    assert stuck_after(refusal)
+    assert not stuck_after(""), "old log lines do not count again"
+    assert not stuck_after(refusal, full), "a restart does not help while the disk is full"
     log.unlink()
     assert not stuck(server)

@@ -1,4 +1,4 @@
-"""Logs of a fleet's processes stay within their bound, and nobody who does not read holds the supervisor up."""
+"""Logs of a fleet's processes stay within their limit; an unread pipe does not block the supervisor."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from controller.processes.console import say
 from controller.processes.logs import trim
 
 
-def test_a_log_within_its_bound_is_left_alone(tmp_path: Path) -> None:
+def test_a_log_within_its_limit_is_unchanged(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     log.write_bytes(b"x" * 100)
     trim(log, most=100)
@@ -21,7 +21,7 @@ def test_a_log_within_its_bound_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_a_log_that_has_grown_too_large_begins_anew_under_its_writer(tmp_path: Path) -> None:
+def test_a_log_above_its_limit_is_truncated_while_its_writer_continues(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"old\n" * 100)
@@ -31,36 +31,36 @@ def test_a_log_that_has_grown_too_large_begins_anew_under_its_writer(tmp_path: P
     assert (tmp_path / "w0.log.1").read_bytes() == b"old\n" * 100
 
 
-def test_a_pipe_that_nobody_reads_does_not_hold_up_who_says_something(
+def test_an_unread_pipe_does_not_block_the_writer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, write = os.pipe()
     with os.fdopen(read, "r"), os.fdopen(write, "w") as stream:
         monkeypatch.setattr("sys.stdout", stream)
 
-        def say_much() -> None:
+        def print_much() -> None:
             for _ in range(1000):
                 say("x" * 1000)
 
-        saying = threading.Thread(target=say_much, daemon=True)
-        saying.start()
-        saying.join(10)
-        assert not saying.is_alive()
+        printing = threading.Thread(target=print_much, daemon=True)
+        printing.start()
+        printing.join(10)
+        assert not printing.is_alive()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "script",
     [
         "from events.process.stderr import Stderr; Stderr().write('lost\\n')",
         "from controller.processes.console import warn; warn('lost')",
     ],
 )
-def test_what_could_not_be_said_is_not_the_exit_code(said: str) -> None:
+def test_output_that_could_not_be_written_does_not_change_the_exit_code(script: str) -> None:
     read, write = os.pipe()
     os.close(read)
     try:
         ended = subprocess.run(
-            [sys.executable, "-c", said], stderr=write, timeout=30, check=False, env={"PYTHONPATH": "."}
+            [sys.executable, "-c", script], stderr=write, timeout=30, check=False, env={"PYTHONPATH": "."}
         )
     finally:
         os.close(write)

@@ -1,4 +1,4 @@
-"""`holdfast nats permissions`: the users of a broker of one's own."""
+"""`holdfast nats permissions`: the users of an external broker."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,9 @@ def typed(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.servers
-async def test_a_broker_takes_what_is_printed_and_a_second_printing_is_the_same(tmp_path: Path) -> None:
+async def test_a_broker_accepts_the_printed_configuration_and_a_second_run_prints_the_same(
+    tmp_path: Path,
+) -> None:
     seeds = tmp_path / "seeds"
     code, printed, _ = typed("--keys", str(seeds), "--worker", "w0", "--worker", "x0+3")
     assert code == 0 and keys.users(seeds) == sorted(
@@ -47,7 +49,7 @@ async def test_a_broker_takes_what_is_printed_and_a_second_printing_is_the_same(
         await server.kill()
 
 
-def test_names_and_subjects_alone_need_no_seeds() -> None:
+def test_printing_names_and_subjects_needs_no_seeds() -> None:
     code, printed, _ = typed("-o", "json", "--worker", "w7")
     users = {one["name"]: one for one in json.loads(printed)}
     assert code == 0 and "live.beat.w7" in users["worker-w7"]["publish"]
@@ -56,10 +58,12 @@ def test_names_and_subjects_alone_need_no_seeds() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "name the folder that shall have them with --keys"),
-        (("--worker", "w0+x"), "'w0+x' is no worker's name, or NAME+N"),
+        ((), "name the folder to create them in with --keys"),
+        (("--worker", "w0+x"), "'w0+x' is neither a worker's name nor NAME+N"),
     ],
 )
-def test_what_cannot_be_printed_is_one_sentence(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported_in_one_sentence(
+    words: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
     code, _, error = typed("--data", str(tmp_path), *words)
     assert code == 2 and says in error and error.count("\n") == 1

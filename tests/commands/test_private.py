@@ -1,4 +1,4 @@
-"""What is a fleet's is its own user's alone: its directory, and what its logs may say."""
+"""A fleet's files are private to its user: the directory, and the content of logs."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from controller.processes.private_dir import shut
+from controller.processes.private_dir import restrict
 from events.process import logs
 from events.wire import without_quotes
 
@@ -22,7 +22,7 @@ def modes(place: Path) -> dict[str, int]:
 
 
 def fleet(place: Path) -> Path:
-    """A directory as a release before left it: anybody may read it."""
+    """Create a directory as an older release left it: readable by all users."""
     for name in ("run", "spool/w0", "nats/store", "postgres/data"):
         (place / name).mkdir(parents=True)
     for name in (
@@ -38,31 +38,34 @@ def fleet(place: Path) -> Path:
     return place
 
 
-def test_a_directory_of_a_release_before_is_shut_all_through(tmp_path: Path) -> None:
+def test_a_directory_of_an_older_release_is_restricted_completely(tmp_path: Path) -> None:
     place = fleet(tmp_path / "fleet")
     outside = tmp_path / "outside"
     outside.write_text("x")
     outside.chmod(0o644)
     (place / "run" / "link").symlink_to(outside)
-    assert shut(place) == []
+    assert restrict(place) == []
     found = modes(place)
-    left = {"PG_VERSION", "link"}  # PostgreSQL sees to its own files; what a link leads to is not the fleet's
+    left = {
+        "PG_VERSION",
+        "link",
+    }  # PostgreSQL restricts its own files; the target of a link is not the fleet's
     assert {name for name, mode in found.items() if mode & 0o077} == left
     assert found["fleet.json"] == 0o600 and found["spool"] == found["fleet"] == 0o700
     assert stat.S_IMODE(outside.stat().st_mode) == 0o644
 
 
-def test_a_directory_that_also_holds_what_is_not_the_fleets_stays_open_and_that_is_said(
+def test_a_directory_with_foreign_files_stays_open_and_the_files_are_reported(
     tmp_path: Path,
 ) -> None:
     place = fleet(tmp_path / "home")
     (place / "letters").mkdir(mode=0o755)
-    assert shut(place) == ["letters"]
+    assert restrict(place) == ["letters"]
     found = modes(place)
     assert found["home"] == found["letters"] == 0o755
     assert found["run"] == 0o700 and found["w0.json"] == 0o600
     place.chmod(0o700)
-    assert shut(place) == []  # nobody else can look into it
+    assert restrict(place) == []  # no other user can read it
 
 
 MASKS = """
@@ -70,12 +73,12 @@ import os
 from controller import cli
 for command in ("up", "controller", "projector", "frontend", "worker", "demo", "status"):
     os.umask(0o022)
-    assert cli.main([command]) == 2, "a setting that nobody knows is refused by all of them"
+    assert cli.main([command]) == 2, "all of them reject an unknown setting"
     print(command, oct(os.umask(0)))
 """
 
 
-def test_whoever_writes_into_a_fleets_directory_writes_for_its_own_user_alone() -> None:
+def test_commands_that_write_into_a_fleets_directory_create_private_files() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", MASKS],
         env={**os.environ, "HOLDFAST_ODD": "1"},
@@ -89,7 +92,7 @@ def test_whoever_writes_into_a_fleets_directory_writes_for_its_own_user_alone() 
     assert set(masks.values()) == {"0o77"} and len(masks) == 6
 
 
-def test_a_log_has_an_exceptions_way_through_the_code_and_not_its_words(
+def test_a_log_has_the_traceback_of_an_exception_without_its_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.configure()
@@ -105,11 +108,11 @@ def test_a_log_has_an_exceptions_way_through_the_code_and_not_its_words(
         fail()
     except ExceptionGroup:
         log.exception("request_failed")
-    said = capsys.readouterr().err
-    assert WORDS not in said
+    output = capsys.readouterr().err
+    assert WORDS not in output
     for expected in ("builtins.ValueError", "in fail", "builtins.ExceptionGroup", "builtins.KeyError"):
-        assert expected in said
-    assert "builtins.FileNotFoundError: No such file" in said
+        assert expected in output
+    assert "builtins.FileNotFoundError: No such file" in output
 
 
 @pytest.mark.parametrize(
@@ -129,12 +132,12 @@ def test_a_log_has_an_exceptions_way_through_the_code_and_not_its_words(
         ("engine_shutdown: told to", "engine_shutdown: told to"),
     ],
 )  # fmt: skip
-def test_what_is_kept_of_an_engines_error_does_not_quote_a_server(error: str, kept: str) -> None:
+def test_an_engine_error_is_recorded_without_quoting_the_server(error: str, kept: str) -> None:
     assert without_quotes(error) == kept
 
 
 def test_every_error_that_quotes_a_server_is_known(pytestconfig: pytest.Config) -> None:
-    """Whoever quotes one in a new sentence must have it cut in facts and logs too."""
+    """A new error message that quotes a server must also be truncated in facts and logs."""
     sources = Path(pytestconfig.rootpath / "workers" / "engines" / "openai").glob("*.py")
     quoting = [
         line
@@ -147,7 +150,7 @@ def test_every_error_that_quotes_a_server_is_known(pytestconfig: pytest.Config) 
         "gives the logprobs of {len",
         "LINE_BYTES_MAX",
         "in the worker",
-    )  # numbers and names of our own
+    )  # numbers and names that do not come from a server
     assert len(quoting) >= 6
     for line in quoting:
         sentence = re.sub(r"\{[^}]*status\}", "500", line[line.index("engine_error") :])

@@ -1,4 +1,4 @@
-"""`holdfast up` says who is awaited and why, is ready with who is there, and gives up with a reason."""
+"""`holdfast up` reports missing workers, is ready with the first one, and gives up with a reason."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ import pytest
 from controller.processes.readiness.absent import absent, lines
 from controller.processes.readiness.watch import ReadinessTimes, ReadinessWatch
 
-AWAY = "cannot connect to http://u"
-USUAL = ReadinessTimes()
+UNREACHABLE = "cannot connect to http://u"
+DEFAULT_TIMES = ReadinessTimes()
 
 
 def status(
@@ -24,14 +24,14 @@ def status(
 
 
 class Watched:
-    """A start, and what the controller says of it."""
+    """A start with a scripted status of the controller."""
 
     def __init__(
         self,
         *names: str,
         timeout_s: float = 1000.0,
         patient: bool = True,
-        times: ReadinessTimes = USUAL,
+        times: ReadinessTimes = DEFAULT_TIMES,
     ) -> None:
         self.says: Mapping[str, Any] | None = None
         self.watch = ReadinessWatch(self.ask, names, timeout_s, patient=patient, times=times)
@@ -41,33 +41,33 @@ class Watched:
 
     async def look(self) -> None:
         await self.watch.look()
-        self.watch.tell()
+        self.watch.report()
 
 
-def test_a_line_for_each_reason_names_three_and_counts_the_rest() -> None:
+def test_each_reason_is_one_line_that_names_three_workers_and_counts_the_rest() -> None:
     names = [f"w{n}" for n in range(7)]
-    said = status("w6", joining="w0", awaited=dict.fromkeys(names[1:5], AWAY))
-    missing = absent(names, said, outside=False)
+    reported = status("w6", joining="w0", awaited=dict.fromkeys(names[1:5], UNREACHABLE))
+    missing = absent(names, reported, outside=False)
     assert list(lines(missing)) == [
-        "w0 is awaited: health SUSPICIOUS: joined",
-        f"w1, w2, w3 and 1 more are awaited: {AWAY}",
-        "w5 is awaited: its process has not been heard of yet",
+        "waiting for w0: health SUSPICIOUS: joined",
+        f"waiting for w1, w2, w3 and 1 more: {UNREACHABLE}",
+        "waiting for w5: its process has not reported yet",
     ]
-    assert list(absent(names, said, outside=True)) == names[1:5]
+    assert list(absent(names, reported, outside=True)) == names[1:5]
 
 
-def test_a_spare_that_is_well_is_there_and_one_that_is_not_is_awaited() -> None:
-    said = status("w0")
+def test_a_healthy_spare_counts_as_ready_and_an_unhealthy_one_is_missing() -> None:
+    reported = status("w0")
     for name, reasons in (("s0", ["spare"]), ("s1", ["health SUSPICIOUS: joined", "spare"])):
-        said["workers"].append({"id": name, "weight": 0.0, "spare": True, "reasons": reasons})
-    assert absent(["w0", "s0", "s1"], said, outside=False) == {"s1": "health SUSPICIOUS: joined"}
+        reported["workers"].append({"id": name, "weight": 0.0, "spare": True, "reasons": reasons})
+    assert absent(["w0", "s0", "s1"], reported, outside=False) == {"s1": "health SUSPICIOUS: joined"}
 
 
-async def test_a_fleet_is_ready_with_those_that_are_there_and_awaits_the_others(
+async def test_a_fleet_is_ready_with_its_first_worker_and_waits_for_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     it = Watched("w0", "w1")
-    it.says = status("w0", awaited={"w1": AWAY})
+    it.says = status("w0", awaited={"w1": UNREACHABLE})
     assert await it.watch.serves()
     assert it.watch.there == "1 of 2 workers"
     for _ in range(2):
@@ -80,49 +80,49 @@ async def test_a_fleet_is_ready_with_those_that_are_there_and_awaits_the_others(
     it.says = status("w0", awaited={"w1": "another"})
     await it.look()
     assert capsys.readouterr().out.splitlines() == [
-        *[f"w1 is awaited: {AWAY}"] * 2,
-        "nobody is awaited any longer: 2 workers",
-        "w1 is awaited: another",
-    ], "what the fleet deals with itself is not said once all were there"
+        *[f"waiting for w1: {UNREACHABLE}"] * 2,
+        "no longer waiting for any worker: 2 workers",
+        "waiting for w1: another",
+    ], "problems that the fleet handles itself are not reported once all workers have been ready"
 
 
-async def test_who_never_comes_is_said_again_only_when_the_reason_changes(
+async def test_a_worker_missing_after_the_timeout_is_reported_only_when_the_reason_changes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     it = Watched("w0", "w1", timeout_s=-1.0)
     assert it.watch.late
-    for why in (AWAY, AWAY, "it is loading"):
+    for why in (UNREACHABLE, UNREACHABLE, "it is loading"):
         it.says = status("w0", awaited={"w1": why})
         await it.look()
     assert capsys.readouterr().out.splitlines() == [
-        f"w1 is awaited: {AWAY}",
-        "w1 is awaited: it is loading",
+        f"waiting for w1: {UNREACHABLE}",
+        "waiting for w1: it is loading",
     ]
 
 
-async def test_what_is_said_when_it_took_too_long() -> None:
+async def test_the_verdict_after_a_timeout_names_the_missing_workers() -> None:
     it = Watched("w0", "w1")
-    assert await it.watch.verdict() == "w0, w1 are awaited: the controller cannot be asked yet"
-    it.says = status(joining="w0", awaited={"w1": AWAY})
-    said = await it.watch.verdict()
-    assert said == f"w0 is awaited: health SUSPICIOUS: joined; w1 is awaited: {AWAY}"
+    assert await it.watch.verdict() == "waiting for w0, w1: the controller does not answer yet"
+    it.says = status(joining="w0", awaited={"w1": UNREACHABLE})
+    verdict = await it.watch.verdict()
+    assert verdict == f"waiting for w0: health SUSPICIOUS: joined; waiting for w1: {UNREACHABLE}"
     it.says = status("w0", "w1")
-    assert await it.watch.verdict() == "a worker is there, and no frontend reaches it"
+    assert await it.watch.verdict() == "a worker is ready, but no frontend reaches it"
 
 
-async def test_a_fleet_is_ready_when_its_operator_is_answered() -> None:
+async def test_a_fleet_is_ready_when_its_controller_answers() -> None:
     it = Watched("w0", patient=False)
-    assert not await it.watch.serves(), "nobody answers"
+    assert not await it.watch.serves(), "no controller answers"
     it.says = status(position=None)
-    assert not await it.watch.serves(), "it could not say how far the projector is"
+    assert not await it.watch.serves(), "the position of the projector is unknown"
     it = Watched("w0", patient=False, times=ReadinessTimes(status_s=-1.0))
-    assert await it.watch.serves(), "but it serves, and is not held up for ever"
+    assert await it.watch.serves(), "a serving fleet is ready after a while without an answer"
     assert it.watch.there == "1 worker"
 
 
-async def test_a_telling_that_has_failed_ends_its_supervisor() -> None:
+async def test_an_error_in_the_reporting_reaches_the_supervisor() -> None:
     it = Watched("w0", times=ReadinessTimes(say_every_s=0.0))
-    it.says = {}  # a mistake of ours
+    it.says = {}  # causes an internal error
     it.watch.begin()
     it.watch.check()
     with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""`holdfast restart --rolling` begins with those who take no requests as it is, and asks nobody to stand in for them."""
+"""`holdfast restart --rolling` starts with workers that serve no requests and need no replacement."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from controller.processes.operator_client import Operator
 
 
 class ScriptedOperator(Operator):
-    """A fleet whose workers come back at once, and in what order they were restarted."""
+    """A scripted fleet with workers that return at once. Records the order of restarts."""
 
     def __init__(self, **healths: str) -> None:
         self.healths = healths
@@ -42,7 +42,7 @@ class ScriptedOperator(Operator):
         }
 
 
-async def test_who_takes_no_requests_is_first_and_who_is_gone_is_left_out() -> None:
+async def test_workers_without_requests_are_first_and_ended_workers_are_skipped() -> None:
     operator = ScriptedOperator(w0="HEALTHY", w1="DEAD", w2="DEAD lingers", w3="UNHEALTHY", w4="HEALTHY")
     names = await all_of(operator)
     assert names == ["w2", "w3", "w0", "w4"]
@@ -50,24 +50,24 @@ async def test_who_takes_no_requests_is_first_and_who_is_gone_is_left_out() -> N
     assert operator.asked == names
 
 
-async def test_a_worker_of_a_new_lineage_is_back_though_it_is_held_until_the_next_one_is_of_it() -> None:
+async def test_a_worker_of_a_new_lineage_counts_as_restarted_although_it_is_held_back() -> None:
     operator = ScriptedOperator(w0="HEALTHY", w1="HEALTHY")
     operator.held = True
     await restart(operator, ["w0", "w1"], 2)
     assert operator.asked == ["w0", "w1"]
 
 
-async def test_a_spare_is_back_when_it_is_healthy_though_it_takes_no_requests() -> None:
+async def test_a_spare_counts_as_restarted_when_it_is_healthy() -> None:
     operator = ScriptedOperator(w0="HEALTHY", w1="HEALTHY", s0="HEALTHY")
     names = await all_of(operator)
     await restart(operator, names, 20)
     assert operator.asked == ["s0", "w0", "w1"]
 
 
-async def test_the_only_one_that_takes_requests_is_not_spared_but_one_that_takes_none_is() -> None:
+async def test_the_only_serving_worker_is_not_restarted_but_one_without_requests_is() -> None:
     operator = ScriptedOperator(w0="HEALTHY", w1="UNHEALTHY")
     with pytest.raises(
-        NotRestarted, match="w0 cannot be spared: no other worker of its model takes requests"
+        NotRestarted, match="w0 cannot be spared: no other worker of its model serves requests"
     ):
         await restart(operator, ["w0"], 0.2)
     alone = ScriptedOperator(w0="DEAD lingers")

@@ -1,4 +1,4 @@
-"""`holdfast route`: a running frontend is asked, and its answer shown."""
+"""`holdfast route` queries a running frontend and shows its answer."""
 
 import asyncio
 import io
@@ -32,13 +32,13 @@ ANSWER = {
 
 
 class Frontend:
-    """A frontend's admin port, in a thread of its own."""
+    """A fake frontend's admin port, in its own thread."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
         self.asked: list[Any] = []
         self.answer, self.status = json.dumps(ANSWER), 200
-        self.ends = False  # in the middle of its answer
+        self.ends = False  # disconnect in the middle of the answer
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
@@ -52,7 +52,7 @@ class Frontend:
         return web.Response(text=self.answer, status=self.status)
 
     def ask(self, *arguments: str) -> int:
-        """Run the command beside it."""
+        """Run the command while the port is open."""
 
         async def serve() -> int:
             app = web.Application()
@@ -74,24 +74,24 @@ class Frontend:
         return codes[0]
 
 
-def test_the_terms_of_each_worker_are_a_table_the_cheapest_first(
+def test_explain_prints_the_cost_terms_as_a_table_cheapest_worker_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     frontend = Frontend(tmp_path)
     assert frontend.ask("--explain", "--prompt", "once", "--router-temperature", "0.5", "--model", "m") == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "w2/1 would get it (kv, the lowest cost)"
+    assert shown[0] == "w2/1 would get the request (kv, the lowest cost)"
     assert "blocks of 16: 5" in shown[1]
     assert shown[2].split() == ["worker", "prefill", "device", "credit", "decode", "weight", "cost"]
     assert [line.split()[0] for line in shown[4:6]] == ["w2/1", "w1"]
-    assert shown[6] == "w3 was left out: it is broken"
+    assert shown[6] == "w3 was filtered out: it is broken"
     assert frontend.asked == [
         {"model": "m", "cache_salt": "", "router": {"temperature": "0.5"}, "prompt": "once"}
     ]
 
 
 @pytest.mark.parametrize("text", ["[300, 301]", "300\n301 "])
-def test_token_ids_come_from_a_file_or_standard_input(
+def test_token_ids_are_read_from_a_file_or_standard_input(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frontend, file = Frontend(tmp_path), tmp_path / "ids"
@@ -100,13 +100,11 @@ def test_token_ids_come_from_a_file_or_standard_input(
     assert frontend.ask("--tokens", str(file)) == frontend.ask("--tokens", "-", "-o", "json") == 0
     assert [asked["tokens"] for asked in frontend.asked] == [[300, 301]] * 2
     first, _, rest = capsys.readouterr().out.partition("\n")
-    assert first == "w2/1 would get it (kv, the lowest cost)"
+    assert first == "w2/1 would get the request (kv, the lowest cost)"
     assert json.loads(rest) == ANSWER
 
 
-def test_what_the_frontend_refuses_is_said_in_its_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_of_the_frontend_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frontend = Frontend(tmp_path)
     frontend.answer, frontend.status = '{"error": {"message": "the model does not exist"}}', 404
     assert frontend.ask("--prompt", "once") == 1
@@ -122,14 +120,14 @@ def test_what_the_frontend_refuses_is_said_in_its_words(
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ([], 2, "either --prompt TEXT, or --tokens FILE"),
-        (["--prompt", "a", "--tokens", "-"], 2, "either --prompt TEXT, or --tokens FILE"),
-        (["--tokens", "{tmp}/none"], 2, "none cannot be read: No such file or directory"),
-        (["--tokens", "{tmp}/words"], 2, "words holds no token ids: invalid literal"),
-        (["--tokens", "{tmp}/empty"], 2, "empty holds no token ids"),
+        ([], 2, "give either --prompt TEXT or --tokens FILE"),
+        (["--prompt", "a", "--tokens", "-"], 2, "give either --prompt TEXT or --tokens FILE"),
+        (["--tokens", "{tmp}/none"], 2, "none: No such file or directory"),
+        (["--tokens", "{tmp}/words"], 2, "words is not a list of token ids: invalid literal"),
+        (["--tokens", "{tmp}/empty"], 2, "empty is not a list of token ids"),
         (["--prompt", "a", "--router-mode", "best"], 2, "frontend.router.mode = 'best'"),
-        (["--prompt", "a"], 1, "no frontend runs here; --data DIR names another fleet"),
-        (["--prompt", "a", "--frontend", "f7"], 1, "no frontend f7 runs here"),
+        (["--prompt", "a"], 1, "no frontend is running on this host; --data DIR selects another fleet"),
+        (["--prompt", "a", "--frontend", "f7"], 1, "no frontend f7 is running on this host"),
     ],
 )
 def test_bad_input_gets_one_sentence(
@@ -138,5 +136,5 @@ def test_bad_input_gets_one_sentence(
     (tmp_path / "words").write_text("once upon")
     (tmp_path / "empty").write_text("")
     words = [word.replace("{tmp}", str(tmp_path)) for word in arguments]
-    said = main(["route", "--data", str(tmp_path), *words]), capsys.readouterr().err
-    assert (said[0], says in said[1], said[1].count("\n")) == (code, True, 1), said
+    result = main(["route", "--data", str(tmp_path), *words]), capsys.readouterr().err
+    assert (result[0], says in result[1], result[1].count("\n")) == (code, True, 1), result

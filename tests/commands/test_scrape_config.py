@@ -1,4 +1,4 @@
-"""How Prometheus finds a fleet: `holdfast scrape-config`, and what a controller says of targets."""
+"""Prometheus discovery of a fleet: `holdfast scrape-config`, and the targets that a controller serves."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from events.process import presence
 
 
 def fleet(data: Path) -> Path:
-    """Let processes be there: this one plays all of them."""
+    """Announce processes of every role, all with the pid of this one."""
     for role, name, url in (
         ("frontend", "frontend-0", "http://127.0.0.1:4001"),
         ("controller", "c1", "http://127.0.0.1:4000"),
@@ -30,7 +30,7 @@ def run(data: Path, *words: str) -> int:
     return main(["scrape-config", "--data", str(data), *words])
 
 
-def test_targets_are_the_processes_that_have_metrics(tmp_path: Path) -> None:
+def test_targets_are_the_processes_with_metrics(tmp_path: Path) -> None:
     found = target_groups(presence.present(fleet(tmp_path)))
     assert [(one["labels"]["role"], one["labels"]["process"], *one["targets"]) for one in found] == [
         ("controller", "c1", "127.0.0.1:4000"),
@@ -39,13 +39,15 @@ def test_targets_are_the_processes_that_have_metrics(tmp_path: Path) -> None:
     ]
 
 
-def test_the_configuration_asks_the_controller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_discovers_targets_from_the_controller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(fleet(tmp_path)) == 0
-    said = capsys.readouterr().out
-    assert 'http_sd_configs:\n      - url: "http://127.0.0.1:4000/sd"\n' in said
+    output = capsys.readouterr().out
+    assert 'http_sd_configs:\n      - url: "http://127.0.0.1:4000/sd"\n' in output
 
 
-def test_all_controllers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_lists_all_controllers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     presence.announce(fleet(tmp_path), "controller", "c2", "http://127.0.0.1:4009", os.getpid())
     assert run(tmp_path) == 0
     assert re.findall(r'url: "(.*)"', capsys.readouterr().out) == [
@@ -54,7 +56,7 @@ def test_all_controllers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
 
 
-def test_the_configuration_reads_a_file_that_was_written(
+def test_the_configuration_reads_the_written_target_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = tmp_path / "the targets, all.json"
@@ -67,11 +69,13 @@ def test_the_configuration_reads_a_file_that_was_written(
     assert json.loads(capsys.readouterr().out) == json.loads(written.read_text())
 
 
-def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_fleet_controller_or_folder_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path) == 1
-    assert "no fleet runs in" in capsys.readouterr().err
+    assert "no fleet is running in" in capsys.readouterr().err
     presence.announce(tmp_path, "worker", "w0", "http://127.0.0.1:4002", os.getpid())
     assert run(tmp_path) == 1
-    assert "give --file-sd FILE" in capsys.readouterr().err
+    assert "use --file-sd FILE" in capsys.readouterr().err
     assert run(tmp_path, "--file-sd", str(tmp_path / "no" / "such")) == 1
-    assert "such cannot be written: No such file or directory" in capsys.readouterr().err
+    assert "such: No such file or directory" in capsys.readouterr().err

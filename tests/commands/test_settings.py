@@ -1,4 +1,4 @@
-"""Settings come from defaults, the environment and flags; what makes no sense is named."""
+"""Settings are read from defaults, the environment and flags; invalid ones are named."""
 
 import argparse
 from datetime import timedelta
@@ -21,7 +21,7 @@ from controller.runtime.settings import ControllerSettings
 from events.errors import BadSetting, UsageError
 
 
-def test_the_environment_reaches_into_policies() -> None:
+def test_the_environment_sets_fields_of_policies() -> None:
     environment = {
         "HOLDFAST_CONTROLLER__CANARY__INTERVAL_S": "1.5",
         "HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN": "7",
@@ -30,16 +30,16 @@ def test_the_environment_reaches_into_policies() -> None:
     settings = gather(ControllerSettings, "controller", {}, environment)
     assert settings.canary.interval_s == 1.5
     assert settings.policy.breaker.wait_min == timedelta(seconds=7)
-    assert settings.policy.breaker.failures_max == 3, "what is not set keeps its default"
+    assert settings.policy.breaker.failures_max == 3, "unset fields keep their defaults"
     assert settings.chaos
 
 
-def test_a_flag_wins_over_the_environment() -> None:
+def test_a_flag_takes_precedence_over_the_environment() -> None:
     environment = {"HOLDFAST_CONTROLLER__ADMIN_PORT": "1234"}
     assert gather(ControllerSettings, "controller", {"admin_port": "4321"}, environment).admin_port == 4321
 
 
-def test_the_breakers_wait_is_a_flag_of_the_controller_and_wins_over_the_environment() -> None:
+def test_the_breakers_wait_is_a_flag_of_the_controller_with_precedence_over_the_environment() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, ControllerSettings)
     args = vars(parser.parse_args(["--breaker-wait", "7", "--breaker-backoff", "1.5"]))
@@ -61,7 +61,7 @@ def test_the_breakers_wait_is_a_flag_of_the_controller_and_wins_over_the_environ
             "1",
             "HOLDFAST_CONTROLLER__CANARY__INTERVALL_S is not a setting",
         ),
-        ("HOLDFAST_CONTROLLER__CHAOS__MORE", "1", "chaos has nothing below it"),
+        ("HOLDFAST_CONTROLLER__CHAOS__MORE", "1", "chaos has no settings of its own"),
         ("HOLDFAST_CONTROLLER__CANARY__INTERVAL_S", "-1", "controller.canary.interval_s = '-1'"),
         (
             "HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN",
@@ -75,18 +75,18 @@ def test_the_breakers_wait_is_a_flag_of_the_controller_and_wins_over_the_environ
         ),
     ],
 )
-def test_what_makes_no_sense_is_named(variable: str, value: str, says: str) -> None:
+def test_an_invalid_setting_is_named(variable: str, value: str, says: str) -> None:
     with pytest.raises(BadSetting, match=says.replace(".", r"\.")):
         gather(ControllerSettings, "controller", {}, {variable: value})
 
 
-def test_workers_that_are_named_by_their_ports_are_not_behind_the_broker() -> None:
+def test_static_workers_cannot_be_reached_through_the_broker() -> None:
     flags = {"static": "127.0.0.1:9", "request_plane": "nats"}
     with pytest.raises(BadSetting, match="static names workers that are reached without a broker"):
         gather(FrontendSettings, "frontend", flags, {})
 
 
-def test_defaults_are_shown_as_they_would_be_typed_and_empty_ones_not_at_all() -> None:
+def test_help_shows_defaults_as_typed_and_omits_empty_ones() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, FrontendSettings)
     text = parser.format_help()
@@ -94,14 +94,14 @@ def test_defaults_are_shown_as_they_would_be_typed_and_empty_ones_not_at_all() -
     assert "(default: ()" not in text and "(default: {" not in text
 
 
-def test_a_section_may_have_flags_of_its_own() -> None:
+def test_a_section_may_have_its_own_flags() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, FrontendSettings)
     args = vars(parser.parse_args(["--router-mode", "random", "--no-kv-events", "--port", "7"]))
     below = {"HOLDFAST_FRONTEND__ROUTER__MODE": "kv", "HOLDFAST_FRONTEND__ROUTER__TTL_SECS": "5"}
     settings = gather(FrontendSettings, "frontend", args, below)
     assert (settings.port, settings.router.mode, settings.router.kv_events) == (7, "random", False)
-    assert settings.router.ttl_secs == 5, "what no flag says keeps what the environment says"
+    assert settings.router.ttl_secs == 5, "fields without a flag keep the value of the environment"
     assert settings.router.temperature == 0
     assert as_variables("frontend", FrontendSettings, args) == {
         "HOLDFAST_FRONTEND__ROUTER__MODE": "random",
@@ -113,33 +113,33 @@ def test_a_section_may_have_flags_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])
-def test_a_fleet_is_not_begun_with_a_routing_that_frontends_would_refuse(
+def test_up_and_demo_reject_router_settings_that_frontends_would_reject(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--router-mode", "best"]) == 2
     assert "frontend.router.mode = 'best': input should be 'kv'" in capsys.readouterr().err
 
 
-def test_frontends_of_a_fleet_are_told_how_to_route(tmp_path: Path) -> None:
+def test_up_passes_router_flags_to_its_frontends(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
     args = parser.parse_args(["--router-mode", "round-robin", "--frontends", "2"])
-    told = [c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == "frontend"]
-    assert [own["HOLDFAST_FRONTEND__ROUTER__MODE"] for own in told] == ["round-robin"] * 2
+    environments = [c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == "frontend"]
+    assert [own["HOLDFAST_FRONTEND__ROUTER__MODE"] for own in environments] == ["round-robin"] * 2
 
 
-def test_workers_do_not_publish_what_no_frontend_wants_to_hear(tmp_path: Path) -> None:
+def test_workers_do_not_publish_kv_events_if_no_frontend_uses_them(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
 
-    def told(*flags: str) -> set[str | None]:
+    def kv_events(*flags: str) -> set[str | None]:
         children = plan(parser.parse_args(flags), FleetDir(tmp_path))
         return {c.environment.get("HOLDFAST_WORKER_KV_EVENTS") for c in children if c.role == "worker"}
 
-    assert (told(), told("--no-kv-events")) == ({None}, {"false"})
+    assert (kv_events(), kv_events("--no-kv-events")) == ({None}, {"false"})
 
 
-def test_the_seeds_names_stand_for_ours_wherever_they_are_given() -> None:
+def test_the_seeds_names_of_settings_are_accepted_everywhere() -> None:
     policy = "HOLDFAST_CONTROLLER__POLICY__"
     environment = {
         "HOLDFAST_CONTROLLER__CANARY__CHECK_INTERVAL": "3",
@@ -166,36 +166,40 @@ def test_the_seeds_names_stand_for_ours_wherever_they_are_given() -> None:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"BREAKER__SUCCESS_THRESHOLD": "2"}, "success_threshold = '2': here it is 1, always"),
-        ({"BREAKER": '{"half_open_max_calls": 3}'}, "half_open_max_calls = 3: here it is 1, always"),
+        ({"BREAKER__SUCCESS_THRESHOLD": "2"}, "success_threshold = '2': the value is fixed at 1"),
+        ({"BREAKER": '{"half_open_max_calls": 3}'}, "half_open_max_calls = 3: the value is fixed at 1"),
         ({"BREAKER": '{"failure_threshold": 3, "failures_max": 3}'}, "failures_max is given twice"),
         ({"BREAKER__FAILURE_THRESHOLD": "3", "BREAKER__FAILURES_MAX": "3"}, "failures_max is given twice"),
         ({"DEGRADATION__PRIORITY_TIERS": "gold,lead"}, "tier_default is 'standard', which is none of"),
     ],
 )
-def test_a_seeds_name_that_cannot_be_obeyed_is_refused(environment: dict[str, str], says: str) -> None:
+def test_a_seeds_setting_with_an_unsupported_value_is_rejected(
+    environment: dict[str, str], says: str
+) -> None:
     whole = {f"HOLDFAST_CONTROLLER__POLICY__{name}": value for name, value in environment.items()}
     with pytest.raises(BadSetting, match=says):
         gather(ControllerSettings, "controller", {}, whole)
 
 
 def _up(tmp_path: Path, role: str, *flags: str) -> dict[str, str]:
-    """Return what `up` with these flags tells the processes of a role."""
+    """Return the environment that `up` with these flags gives to the process of a role."""
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
     args = parser.parse_args(flags)
     up_flags.check(args)
-    (told,) = [c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == role]
-    return dict(told)
+    (environment,) = [c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == role]
+    return dict(environment)
 
 
-def test_a_fleet_is_told_its_objectives_and_tiers_by_flags(
+def test_up_passes_objectives_and_tiers_to_the_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ladder_flags.SLOS, '{"m": {"slo_ttft_ms": 9}, "*": {"slo_tpot_ms": 8}}')
     flags = ("--slo-throughput", "12.5", "--max-batch-size", "64", "--slo-ttft-ms", "700")
-    told = _up(tmp_path, "controller", *flags, "--priority-tiers", "gold,lead", "--tier-default", "lead")
-    policy = gather(ControllerSettings, "controller", {}, told).policy.degradation
+    environment = _up(
+        tmp_path, "controller", *flags, "--priority-tiers", "gold,lead", "--tier-default", "lead"
+    )
+    policy = gather(ControllerSettings, "controller", {}, environment).policy.degradation
     assert policy.slo("any") == Slo(
         slo_throughput_rps=12.5, slo_ttft_ms=700, slo_tpot_ms=8, max_batch_size=64
     )
@@ -203,13 +207,13 @@ def test_a_fleet_is_told_its_objectives_and_tiers_by_flags(
     assert policy.tiers == Tiers(("gold", "lead"), "lead")
 
 
-def test_latencies_may_be_promised_without_a_throughput(tmp_path: Path) -> None:
-    told = _up(tmp_path, "controller", "--slo-ttft-ms", "700")
-    policy = gather(ControllerSettings, "controller", {}, told).policy.degradation
+def test_latency_objectives_do_not_need_a_throughput(tmp_path: Path) -> None:
+    environment = _up(tmp_path, "controller", "--slo-ttft-ms", "700")
+    policy = gather(ControllerSettings, "controller", {}, environment).policy.degradation
     assert policy.slo("any") == Slo(slo_ttft_ms=700)
 
 
-def test_spares_are_workers_besides_that_are_told_so(tmp_path: Path) -> None:
+def test_spares_are_additional_workers_marked_as_spares(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     up_flags.add_arguments(parser)
     servers = [part for n in range(3) for part in ("--upstream", f"http://h:{n + 1}")]
@@ -224,48 +228,48 @@ def test_spares_are_workers_besides_that_are_told_so(tmp_path: Path) -> None:
         up_flags.check(args)
         children = {c.name: c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == "worker"}
         assert list(children) == workers
-        told = {name for name, given in children.items() if given.get("HOLDFAST_WORKER_SPARE") == "true"}
-        assert told == {name for name in workers if name.startswith("s")}
-        assert not told or spare.items() <= children["s0"].items()
+        spares = {name for name, given in children.items() if given.get("HOLDFAST_WORKER_SPARE") == "true"}
+        assert spares == {name for name in workers if name.startswith("s")}
+        assert not spares or spare.items() <= children["s0"].items()
 
 
-def test_what_becomes_of_a_spare_is_told_also_where_all_of_them_come_from_elsewhere(tmp_path: Path) -> None:
-    told = _up(tmp_path, "controller", "--spares-on-return", "release")
-    assert gather(ControllerSettings, "controller", {}, told).policy.spares.on_return == "release"
+def test_the_role_of_a_returning_worker_is_passed_on_even_without_own_spares(tmp_path: Path) -> None:
+    environment = _up(tmp_path, "controller", "--spares-on-return", "release")
+    assert gather(ControllerSettings, "controller", {}, environment).policy.spares.on_return == "release"
     assert not [name for name in _up(tmp_path, "controller") if "SPARES" in name]
 
 
-def test_a_fleet_is_told_how_often_requests_may_move(tmp_path: Path) -> None:
-    told = _up(tmp_path, "frontend", "--migration-limit", "0", "--on-corruption", "error")
-    settings = gather(FrontendSettings, "frontend", {}, told)
+def test_up_passes_migration_settings_to_its_frontends(tmp_path: Path) -> None:
+    environment = _up(tmp_path, "frontend", "--migration-limit", "0", "--on-corruption", "error")
+    settings = gather(FrontendSettings, "frontend", {}, environment)
     assert (settings.migration_limit, settings.on_corruption) == (0, "error")
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--spare-threshold", "4"), "--spare-threshold is for --spares auto"),
-        (("--spares", "2", "--spare-threshold", "4"), "--spare-threshold is for --spares auto"),
+        (("--spare-threshold", "4"), "--spare-threshold requires --spares auto"),
+        (("--spares", "2", "--spare-threshold", "4"), "--spare-threshold requires --spares auto"),
         (("--priority-tiers", "gold"), "two different ones at least"),
         (("--tier-default", "gold"), "none of the priority_tiers"),
         (("--migration-limit", "-1"), "frontend.migration_limit = '-1'"),
         (("--on-corruption", "hope"), "frontend.on_corruption = 'hope'"),
     ],
 )
-def test_a_fleet_is_not_begun_with_flags_that_make_no_sense(
+def test_up_rejects_invalid_flags(
     flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["up", *flags]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_objectives_that_are_no_json_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_objectives_that_are_not_json_are_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(ladder_flags.SLOS, "llama=3")
-    with pytest.raises(UsageError, match="is no JSON object of models"):
+    with pytest.raises(UsageError, match="is not a JSON object of models"):
         _up(tmp_path, "controller", "--slo-throughput", "1")
 
 
-def test_a_misspelt_section_is_refused() -> None:
+def test_a_misspelt_section_is_rejected() -> None:
     with pytest.raises(BadSetting, match="HOLDFAST_CONTROLER__CHAOS is not a setting"):
         refuse_unknown({"HOLDFAST_CONTROLER__CHAOS": "1", "HOME": "x", "HOLDFAST_WORKER_NAME": "w0"})
 
@@ -277,7 +281,7 @@ def test_passwords_are_masked() -> None:
     assert shown["controller.policy.breaker.failures_max"] == 3
 
 
-def test_the_settings_command_shows_every_role_and_no_secret() -> None:
+def test_the_settings_command_shows_every_role_and_no_secrets() -> None:
     environment = {"HOLDFAST_WORKER_UPSTREAM_KEY": "hush", "HOLDFAST_FRONTEND__MIGRATION_LIMIT": "1"}
     shown = {name: value for name, value, _ in rows(environment)}
     assert shown["frontend.migration_limit"] == 1

@@ -1,4 +1,4 @@
-"""`holdfast status --watch`: again and again, also while nobody answers; and what lets shells complete commands."""
+"""`holdfast status --watch` repeats, even while no controller answers; and shell completion scripts."""
 
 import argparse
 import asyncio
@@ -19,7 +19,7 @@ WORKER = {"id": "w0", "health": "HEALTHY", "weight": 1.0, "breaker": "closed", "
 
 
 class Answers:
-    """What a controller answers to the first, the second … question, and that the watching ends then."""
+    """Scripted answers of a controller; the watch ends after the last one."""
 
     def __init__(self, *answers: dict[str, Any] | HoldfastError) -> None:
         self._answers = [*answers]
@@ -40,7 +40,7 @@ def shown(*workers: dict[str, Any]) -> dict[str, Any]:
 async def watched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *answers: dict[str, Any] | HoldfastError, output: str
 ) -> None:
-    monkeypatch.setattr(status, "asked", Answers(*answers))
+    monkeypatch.setattr(status, "fetch_status", Answers(*answers))
     monkeypatch.setattr(status, "find", lambda data: {})
     parser = parser_for({"status"})
     args = parser.parse_args(["status", "--data", str(tmp_path), "--watch", "0.001", "-o", output])
@@ -48,41 +48,41 @@ async def watched(
         await status.run(args)
 
 
-def test_it_is_asked_again_after_two_seconds_unless_something_else_is_said() -> None:
+def test_the_default_interval_is_two_seconds() -> None:
     parser = parser_for({"status"})
     assert parser.parse_args(["status"]).watch is None
     assert parser.parse_args(["status", "-w"]).watch == status.WATCH_S
     assert parser.parse_args(["status", "--watch", "0.5"]).watch == 0.5
 
 
-async def test_a_folder_in_which_no_fleet_ever_was_is_said_once(tmp_path: Path) -> None:
+async def test_a_folder_that_never_had_a_fleet_is_reported_once(tmp_path: Path) -> None:
     args = parser_for({"status"}).parse_args(["status", "--data", str(tmp_path), "--watch", "0.001"])
     with pytest.raises(NoFleet):
         await status.run(args)
 
 
-async def test_each_time_is_a_line_of_json_and_an_error_is_one_too(
+async def test_each_status_and_each_error_is_one_line_of_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy = WORKER | {"in_flight": 4}
-    away = HoldfastError("no controller answers")
-    await watched(monkeypatch, tmp_path, shown(WORKER), away, shown(busy), output="json")
+    unavailable = HoldfastError("no controller answers")
+    await watched(monkeypatch, tmp_path, shown(WORKER), unavailable, shown(busy), output="json")
     first, second, third = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (first["workers"], third["workers"]) == ([WORKER], [busy])
     assert second == {"error": "no controller answers"}
 
 
-async def test_for_people_it_goes_on_when_a_controller_is_back(
+async def test_text_output_continues_when_a_controller_answers_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(status, "print_status", lambda status: print(status["workers"][0]["in_flight"]))
-    away = HoldfastError("no controller answers")
-    await watched(monkeypatch, tmp_path, shown(WORKER), away, shown(WORKER), output="text")
+    unavailable = HoldfastError("no controller answers")
+    await watched(monkeypatch, tmp_path, shown(WORKER), unavailable, shown(WORKER), output="text")
     assert capsys.readouterr().out == "3\nholdfast: no controller answers\n3\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_what_completes_knows_every_command_and_is_understood(
+def test_completion_scripts_contain_every_command_and_are_valid(
     shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["completion", shell]) == 0

@@ -1,4 +1,4 @@
-"""A projector that has found a loss waits until the store was made anew, and not for ever."""
+"""A projector that has found a loss is restarted after the store was rebuilt, with a rate limit."""
 
 import asyncio
 import functools
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.virtual_loop import VirtualLoop
 from controller.processes.children import Child
-from controller.processes.losses.store_mending import FINDING, OFTEN, StoreMending
+from controller.processes.losses.store_mending import FINDING, OFTEN, StoreRebuilder
 from events.errors import Finding
 
 
@@ -26,7 +26,7 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 class Rebuilds:
-    """Plays `holdfast replay rebuild`."""
+    """A fake of `holdfast replay rebuild`."""
 
     def __init__(self, *ends: str | Exception) -> None:
         self.ends = list(ends)
@@ -48,59 +48,59 @@ def a_projector(tmp_path: Path) -> Child:
 
 
 @virtual
-async def test_the_projector_waits_for_the_rebuild_and_it_is_said(
+async def test_the_projector_waits_for_the_rebuild_which_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child, rebuilds = a_projector(tmp_path), Rebuilds()
-    mending = StoreMending(tmp_path, rebuilds)
-    mending.ended(child, FINDING)
+    rebuilder = StoreRebuilder(tmp_path, rebuilds)
+    rebuilder.ended(child, FINDING)
     assert (child.restart, rebuilds.made) == (False, 0)
     await asyncio.sleep(2)
     assert (child.restart, rebuilds.made) == (True, 1)
-    said = capsys.readouterr()
-    assert said.err == "rows are missing from incidents.\n"
-    assert said.out == "the state store was made anew from the journal: projected 9 events anew\n"
+    output = capsys.readouterr()
+    assert output.err == "rows are missing from incidents.\n"
+    assert output.out == "the state store was rebuilt from the journal: projected 9 events anew\n"
 
 
 @virtual
-async def test_other_ends_are_no_loss(tmp_path: Path) -> None:
+async def test_other_exits_cause_no_rebuild(tmp_path: Path) -> None:
     child, rebuilds = a_projector(tmp_path), Rebuilds()
-    mending = StoreMending(tmp_path, rebuilds)
-    mending.ended(child, 1)
-    mending.ended(Child("controller", "controller", [], tmp_path / "log"), FINDING)
+    rebuilder = StoreRebuilder(tmp_path, rebuilds)
+    rebuilder.ended(child, 1)
+    rebuilder.ended(Child("controller", "controller", [], tmp_path / "log"), FINDING)
     await asyncio.sleep(2)
     assert child.restart and rebuilds.made == 0
-    await mending.stop()
+    await rebuilder.stop()
 
 
 @virtual
-async def test_a_rebuild_that_fails_says_why_and_is_tried_again(
+async def test_a_failed_rebuild_is_reported_and_retried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child, rebuilds = a_projector(tmp_path), Rebuilds(Finding("no room on the disk"))
-    mending = StoreMending(tmp_path, rebuilds)
-    mending.ended(child, FINDING)
+    rebuilder = StoreRebuilder(tmp_path, rebuilds)
+    rebuilder.ended(child, FINDING)
     await asyncio.sleep(2)
     assert child.restart
-    assert "the state store cannot be made anew: no room on the disk" in capsys.readouterr().err
-    mending.ended(child, FINDING)
+    assert "the state store cannot be rebuilt: no room on the disk" in capsys.readouterr().err
+    rebuilder.ended(child, FINDING)
     await asyncio.sleep(2)
     assert child.restart and rebuilds.made == 2
 
 
 @virtual
-async def test_a_store_that_is_lost_again_and_again_is_not_rebuilt_without_a_pause(
+async def test_rebuilds_of_a_repeatedly_lost_store_are_rate_limited(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child, rebuilds = a_projector(tmp_path), Rebuilds()
-    mending = StoreMending(tmp_path, rebuilds)
+    rebuilder = StoreRebuilder(tmp_path, rebuilds)
     for _ in range(OFTEN + 1):
-        mending.ended(child, FINDING)
+        rebuilder.ended(child, FINDING)
         await asyncio.sleep(2)
     assert (child.restart, rebuilds.made) == (False, OFTEN)
     assert "was lost 3 times" in capsys.readouterr().err
     await asyncio.sleep(600)
     assert (child.restart, rebuilds.made) == (True, OFTEN + 1)
-    mending.ended(child, FINDING)
-    await mending.stop()  # in the middle of it
+    rebuilder.ended(child, FINDING)
+    await rebuilder.stop()  # during the rebuild
     assert rebuilds.made == OFTEN + 1

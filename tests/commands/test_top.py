@@ -1,4 +1,4 @@
-"""`holdfast top` fits the terminal, shows who is in trouble first, and what is served now."""
+"""`holdfast top` fits the terminal, shows unhealthy workers first, and shows the current load."""
 
 import io
 import re
@@ -49,7 +49,7 @@ def served(at: float, count: int, tokens: int, ttft_ms: float = 30.0) -> Recorde
 
 @pytest.mark.parametrize("columns", [80, 200])
 @pytest.mark.parametrize("lines", [12, 23, 60])
-def test_it_fits_with_many_workers_and_long_names(columns: int, lines: int) -> None:
+def test_the_picture_fits_with_many_workers_and_long_names(columns: int, lines: int) -> None:
     seen = FleetSeen(
         status=status(
             *(worker(f"a-worker-with-a-very-long-name-{n}", reasons=["x" * 90]) for n in range(500))
@@ -62,7 +62,7 @@ def test_it_fits_with_many_workers_and_long_names(columns: int, lines: int) -> N
     assert any(line.strip().endswith("more workers") for line in found)
 
 
-def test_workers_in_trouble_come_first() -> None:
+def test_unhealthy_workers_come_first() -> None:
     bad = worker("w9", "UNHEALTHY", weight=0.0, breaker="open", reasons=["health UNHEALTHY: token_mismatch"])
     capped = worker("w5", weight=0.5, reasons=["gpu: leaves 0.5"])
     seen = FleetSeen(
@@ -77,7 +77,7 @@ def test_workers_in_trouble_come_first() -> None:
     assert head[3].startswith("leader c-1   1,234 events   store 3 behind   no degradation")
 
 
-def test_what_somebody_has_named_is_no_markup() -> None:
+def test_names_are_not_parsed_as_markup() -> None:
     seen = FleetSeen(status=status(worker("gpu[/0]", breaker="[red]", reasons=["cannot load [/models/x]"])))
     assert any(
         "gpu[/0]" in line and "[red]" in line and "cannot load [/models/x]" in line
@@ -85,7 +85,7 @@ def test_what_somebody_has_named_is_no_markup() -> None:
     )
 
 
-def test_what_is_served_is_of_the_last_ten_seconds() -> None:
+def test_rates_cover_the_last_ten_seconds() -> None:
     seen = FleetSeen(status=status(worker("w0")))
     seen.take([served(0, 1000, 50_000), served(20, 10, 400, 20.0), served(25, 30, 1600, 40.0)])
     refused = RequestsRejected(frontend="f", model="llama", count=5, reason="queue_full", tier="standard")
@@ -93,36 +93,36 @@ def test_what_is_served_is_of_the_last_ten_seconds() -> None:
     assert seen.rates() == "4.0 answers/s   200 tokens/s   first token 35 ms   0.5 refused/s"
 
 
-def test_the_last_events_are_told_and_routine_is_not() -> None:
+def test_the_latest_events_are_shown_without_routine_ones() -> None:
     history, seen = History().start().corruption(), FleetSeen(status=status(worker("w0")))
     seen.take(history.events)
-    told = drawn(seen)
-    assert any("w2 failed a canary: token_mismatch" in line for line in told)
-    assert not any("passed a canary in" in line for line in told)
+    lines = drawn(seen)
+    assert any("w2 failed a canary: token_mismatch" in line for line in lines)
+    assert not any("passed a canary in" in line for line in lines)
 
 
-def test_what_is_said_of_many_requests_at_once_is_one_line() -> None:
+def test_similar_events_about_many_requests_are_one_line() -> None:
     history, seen = History().start(), FleetSeen(status=status(worker("w0")))
     history.say(
         *(history.exposed(f"r{n}", "w2") for n in range(40)), history.exposed("r", "w1"), source="frontend-0"
     )
     seen.take(history.events)
-    said = [line for line in drawn(seen) if "holds tokens" in line]
+    lines = [line for line in drawn(seen) if "holds tokens" in line]
     assert (
-        len(said) == 2
-        and said[0].startswith("[40 times] ")
-        and "r0 holds" in said[0]
-        and "from w1" in said[1]
+        len(lines) == 2
+        and lines[0].startswith("[40 times] ")
+        and "r0 holds" in lines[0]
+        and "from w1" in lines[1]
     )
 
 
-def test_a_fleet_that_is_not_there_is_said_and_the_last_picture_stays() -> None:
+def test_a_missing_fleet_is_reported_and_the_last_picture_stays() -> None:
     assert drawn(FleetSeen())[0] == "waiting for the fleet"
     found = drawn(FleetSeen(status=status(worker("w0")), fault="no controller answers"))
     assert found[0] == "no controller answers" and any(line.startswith("w0") for line in found)
 
 
-def test_events_of_unknown_kinds_are_counted_and_not_told() -> None:
+def test_events_of_unknown_kinds_are_counted_and_not_shown() -> None:
     seen = FleetSeen(status=status(worker("w0")))
     newer = Skipped(
         why="'worker_dreamt' is unknown",

@@ -1,4 +1,4 @@
-"""Bad input gets one clear sentence and the right exit code; never a traceback, never a hang."""
+"""Bad input produces one clear sentence and the right exit code; never a traceback, never a hang."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ def holdfast(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     return run_command(arguments, env)
 
 
-def test_without_arguments_it_shows_the_commands() -> None:
+def test_without_arguments_the_commands_are_listed() -> None:
     command = [sys.executable, "-m", "controller.cli"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -52,7 +52,7 @@ def test_without_arguments_it_shows_the_commands() -> None:
         (["up", "--cors-origins", "app.example.com"], "'app.example.com' is not an origin, such as https://"),
         (
             ["up", "--admission-control", "deadline", "--ttft-deadlines", "best=5"],
-            "there is no tier 'best'; the tiers are premium, standard, best_effort",
+            "unknown tier 'best'; the tiers are premium, standard, best_effort",
         ),
         (["up", "--tier-default", "gold"], "--tier-default gold: tier_default is 'gold'"),
         (["up", "--tls-key", "key.pem"], "--tls-cert and --tls-key"),
@@ -71,18 +71,18 @@ def test_without_arguments_it_shows_the_commands() -> None:
         (["demo", "--seconds", "nan"], "'nan' is not a number above 0"),
         (["demo", "--seconds", "5"], "--seconds 10 or more"),
         (["demo", "--speedup", "0"], "'0' is not a number above 0"),
-        (["restart"], "either the name of a WORKER, or --rolling"),
-        (["restart", "w0", "--rolling"], "either the name of a WORKER, or --rolling"),
-        (["chaos", "kill", "w0", "3"], "kill takes no number"),
+        (["restart"], "give either a WORKER, or --rolling"),
+        (["restart", "w0", "--rolling"], "give either a WORKER, or --rolling"),
+        (["chaos", "kill", "w0", "3"], "kill accepts no number"),
         (
             ["chaos", "kill", "w0", "--rank", "1"],
-            "kill strikes the whole worker; error, corrupt, drift, slow, xid, nvlink take",
+            "kill affects the whole worker; error, corrupt, drift, slow, xid, nvlink accept",
         ),
-        (["chaos", "kill", "w0", "--for", "3"], "kill is no fault that could last"),
-        (["events", "--kind", "nonsense"], "there is no kind 'nonsense'"),
+        (["chaos", "kill", "w0", "--for", "3"], "--for does not apply to kill"),
+        (["events", "--kind", "nonsense"], "unknown kind 'nonsense'"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_named(arguments: list[str], says: str, tmp_path: Path) -> None:
     done = holdfast(*arguments)
     assert done.returncode == 2
     assert says in done.stderr
@@ -112,12 +112,12 @@ def test_an_address_of_another_host_is_named(tmp_path: Path) -> None:
     assert "in use" not in done.stderr
 
 
-def test_a_data_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+def test_a_data_directory_of_a_newer_version_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("99\n")
     refused(holdfast("up", "--data", str(tmp_path), "--port", str(free_port())), "newer version")
 
 
-def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_data_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     data = str(tmp_path / "file" / "x")
     refused(holdfast("up", "--data", data, "--port", str(free_port())), f"{data} cannot be used")
@@ -134,7 +134,7 @@ def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         ["replay", "timeline"],
     ],
 )
-def test_without_a_fleet_every_command_says_so(command: list[str], tmp_path: Path) -> None:
+def test_every_command_reports_a_missing_fleet(command: list[str], tmp_path: Path) -> None:
     refused(holdfast(*command, "--data", str(tmp_path)), "No fleet runs on this data directory")
 
 
@@ -147,7 +147,7 @@ def test_an_unreachable_broker_is_named_without_its_password(command: list[str],
     assert "secret" not in done.stderr
 
 
-def test_a_trace_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     for content in (b"\xff\x00", b"[]", b'{"timestamp": NaN, "input_length": 1, "output_length": 1}'):
         trace.write_bytes(content)
@@ -163,8 +163,8 @@ def test_a_role_names_a_data_directory_that_it_cannot_use(role: str, tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_command_does_not_know_points_to_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for whose, rest in (
+def test_an_unknown_flag_points_to_the_help_of_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command_words, rest in (
         ("", ["up"]),
         ("up", []),
         ("replay", ["why", "5"]),
@@ -173,13 +173,13 @@ def test_what_a_command_does_not_know_points_to_its_own_help(capsys: pytest.Capt
         ("model tiny", ["DIR"]),
     ):
         with pytest.raises(SystemExit) as ended:
-            cli.main([*whose.split(), "--nonsense", *rest])
-        command = " ".join(["holdfast", *whose.split()])
+            cli.main([*command_words.split(), "--nonsense", *rest])
+        command = " ".join(["holdfast", *command_words.split()])
         said = f"{command}: unrecognized arguments: --nonsense. See `{command} --help`.\n"
         assert (ended.value.code, capsys.readouterr().err) == (2, said)
 
 
-def test_a_closed_pipe_is_no_failure() -> None:
+def test_a_closed_pipe_is_not_a_failure() -> None:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # as a user has it
     for command in ("settings", "--help"):
         read, write = os.pipe()
@@ -192,7 +192,7 @@ def test_a_closed_pipe_is_no_failure() -> None:
         assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_what_cannot_be_written_is_said_in_one_line() -> None:
+def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     for command in ("settings", "--help"):
         with open("/dev/full", "wb") as full:
@@ -204,7 +204,7 @@ def test_what_cannot_be_written_is_said_in_one_line() -> None:
         assert done.stderr == b"holdfast: [Errno 28] No space left on device\n"
 
 
-def test_of_a_large_fleet_the_status_shows_who_is_not_well_and_counts_the_others(
+def test_the_status_of_a_large_fleet_lists_unhealthy_workers_and_counts_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     well = {
@@ -220,15 +220,15 @@ def test_of_a_large_fleet_the_status_shows_who_is_not_well_and_counts_the_others
     status: dict[str, Any] = {"workers": workers, "processes": [], "levels": {}, "leader": None}
     print_status({**status, "journal": {"last_seq": 1}, "projector": {"position": None, "lag": None}})
     shown = capsys.readouterr().out
-    assert "w7 has not its full share: health UNHEALTHY: silent\n" in shown
-    told = " ".join(shown.split())
-    assert "999 more workers of sim are HEALTHY, with their full share, 1998 in flight; -o json has" in told
+    assert "w7 is not at full weight: health UNHEALTHY: silent\n" in shown
+    text = " ".join(shown.split())
+    assert "999 more workers of sim are HEALTHY, at full weight, 1998 in flight; -o json lists" in text
     assert len(shown.splitlines()) < 15
 
 
-def test_the_status_says_who_is_awaited_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    away = {"model": None, "reason": "cannot connect to http://u", "since": "T"}
-    waiting = [{**away, "id": f"w{n}"} for n in range(50)]
+def test_the_status_lists_missing_workers_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    unreachable = {"model": None, "reason": "cannot connect to http://u", "since": "T"}
+    waiting = [{**unreachable, "id": f"w{n}"} for n in range(50)]
     waiting[1]["model"] = "m"
     status: dict[str, Any] = {
         "workers": [],
@@ -239,12 +239,12 @@ def test_the_status_says_who_is_awaited_and_why(capsys: pytest.CaptureFixture[st
     }
     print_status({**status, "journal": {"last_seq": 1}, "projector": {"position": 0, "lag": 1}})
     shown = capsys.readouterr().out
-    assert "w0 is awaited, since T: cannot connect to http://u\n" in shown
-    assert "w1 is awaited with m, since T: cannot connect to http://u\n" in shown
-    assert "10 more are awaited; -o json has each\n" in shown
+    assert "waiting for w0 since T: cannot connect to http://u\n" in shown
+    assert "waiting for w1 with m since T: cannot connect to http://u\n" in shown
+    assert "waiting for 10 more workers; -o json lists all\n" in shown
 
 
-def test_a_killed_fleet_runs_no_more_though_it_says_how_it_was_reached(tmp_path: Path) -> None:
+def test_a_killed_fleet_is_not_running_although_its_address_file_remains(tmp_path: Path) -> None:
     child = subprocess.Popen(["true"])
     child.wait()
     FleetDir(tmp_path).remember(nats_url="nats://127.0.0.1:1", pid=child.pid)
@@ -252,7 +252,7 @@ def test_a_killed_fleet_runs_no_more_though_it_says_how_it_was_reached(tmp_path:
         find(tmp_path)
 
 
-async def test_who_follows_is_told_that_the_broker_is_away_until_the_fleet_is(
+async def test_following_reports_an_unreachable_broker_until_the_fleet_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("HOLDFAST_NATS_URL", raising=False)
@@ -266,18 +266,18 @@ async def test_who_follows_is_told_that_the_broker_is_away_until_the_fleet_is(
 
     with pytest.raises(NoFleet):
         await operator_commands.until_lost(connected, tmp_path, "nats://a:1", look_s=0.001)
-    said = capsys.readouterr().err.splitlines()
-    assert [line.partition("broker ")[2] for line in said] == [
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("broker ")[2] for line in lines] == [
         "cannot be reached",
-        "is back",
+        "is connected again",
         "cannot be reached",
     ]
     FleetDir(tmp_path).remember(nats_url="nats://b:2")
-    with pytest.raises(Unreachable, match="started anew"):
+    with pytest.raises(Unreachable, match="restarted with another broker"):
         await operator_commands.until_lost(lambda: False, tmp_path, "nats://a:1", look_s=0.001)
 
 
-def test_how_a_fleet_is_reached_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_address_file_of_a_fleet_is_private_to_its_owner(tmp_path: Path) -> None:
     FleetDir(tmp_path).remember(nats_url="nats://u:secret@h", database_url="postgresql://u:secret@h/x")
     assert (tmp_path / "fleet.json").stat().st_mode & 0o077 == 0
 
@@ -291,13 +291,13 @@ def test_up_names_a_broker_that_cannot_be_reached_instead_of_waiting_for_it(tmp_
 
 @pytest.mark.parametrize("url", ["nats://localhost:abc", "nats://", "http://localhost:4222", "localhost"])
 @pytest.mark.parametrize("command", ["status", "events", "up", "worker"])
-def test_a_brokers_url_that_is_none_is_named(command: str, url: str, tmp_path: Path) -> None:
+def test_an_invalid_broker_url_is_named(command: str, url: str, tmp_path: Path) -> None:
     port = ["--port", str(free_port())] if command == "up" else []
     done = holdfast(command, *port, "--data", str(tmp_path), HOLDFAST_NATS_URL=url)
     refused(done, f"{url!r} is no broker's URL")
 
 
-def test_an_empty_url_in_the_environment_is_none(tmp_path: Path) -> None:
+def test_an_empty_url_in_the_environment_counts_as_unset(tmp_path: Path) -> None:
     done = holdfast("status", "--data", str(tmp_path), HOLDFAST_NATS_URL="", HOLDFAST_DATABASE_URL="")
     refused(done, "No fleet runs on this data directory")
     FleetDir(tmp_path).remember(nats_url="nats://127.0.0.1:1", database_url="postgresql://x@127.0.0.1:1/x")
@@ -306,7 +306,7 @@ def test_an_empty_url_in_the_environment_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["mysql://u:secret@h/x", "postgresql://u:secret@localhost:abc/x"])
-def test_a_databases_url_that_is_none_is_named_without_its_password(url: str, tmp_path: Path) -> None:
+def test_an_invalid_database_url_is_named_without_its_password(url: str, tmp_path: Path) -> None:
     done = holdfast("up", "--data", str(tmp_path), "--port", str(free_port()), HOLDFAST_DATABASE_URL=url)
     refused(done, "A database's URL reads postgresql://")
     assert "secret" not in done.stderr
@@ -321,8 +321,8 @@ UPSTREAM = ("--upstream", "http://127.0.0.1:1")
         (["--engine", "transformers"], "needs --model DIR"),
         (["--engine", "openai"], "needs --upstream URL"),
         (["--model", "/nonexistent"], "does not exist"),
-        (["--model", "."], "--model is for --engine transformers"),
-        (["--upstream", "http://127.0.0.1:1"], "--upstream is for --engine openai"),
+        (["--model", "."], "--model requires --engine transformers"),
+        (["--upstream", "http://127.0.0.1:1"], "--upstream requires --engine openai"),
         (["--engine", "openai", "--upstream", "http://127.0.0.1:1"], "tokenizer.json"),
         (
             ["--engine", "openai", "--model", ".", "--upstream", "127.0.0.1"],
@@ -332,18 +332,18 @@ UPSTREAM = ("--upstream", "http://127.0.0.1:1")
             ["--engine", "openai", "--model", ".", *UPSTREAM, *UPSTREAM, "--upstream-kv-events", "tcp://h:1"],
             "--upstream-kv-events is given 1 times, --upstream 2 times",
         ),
-        (["--upstream-key-file", "k"], "--upstream-key-file is for --engine openai"),
+        (["--upstream-key-file", "k"], "--upstream-key-file requires --engine openai"),
         (
             ["--engine", "openai", "--model", ".", *UPSTREAM, "--upstream-key-file", "/nonexistent"],
             "--upstream-key-file /nonexistent cannot be read: No such file or directory",
         ),
         (
             ["--engine", "openai", "--model", ".", *UPSTREAM, *("--upstream-key-file", "k") * 2],
-            "--upstream-key-file is given 2 times, --upstream 1 times: once for all, or once for each",
+            "--upstream-key-file is given 2 times, --upstream 1 times: give it once for all, or once for each",
         ),
     ],
 )
-def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path: Path) -> None:
+def test_flags_that_require_others_are_reported(flags: list[str], says: str, tmp_path: Path) -> None:
     refused(holdfast("up", "--data", str(tmp_path), *flags), says, code=2)
 
 
@@ -366,20 +366,20 @@ def test_an_impossible_setting_ends_the_fleet_at_once(
 @pytest.mark.parametrize(
     "command", [["status"], ["events"], ["resume", "w0"], ["replay", "verify"], ["up"], ["worker"]]
 )
-def test_every_command_refuses_a_misspelt_setting(command: list[str], tmp_path: Path) -> None:
+def test_every_command_rejects_a_misspelt_setting(command: list[str], tmp_path: Path) -> None:
     done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_CONTROLER__CHAOS="1")
     refused(done, "HOLDFAST_CONTROLER__CHAOS is not a setting", code=2)
 
 
 @pytest.mark.parametrize(("status", "mode"), [(-9, "immediate"), (70, "self_initiated")])
-def test_the_supervisor_tells_of_a_worker_that_could_not(status: int, mode: str) -> None:
+def test_the_supervisor_records_the_exit_of_a_worker_that_could_not(status: int, mode: str) -> None:
     fact = left("w0", "life-1", status)
     assert fact is not None
     assert (fact.worker, fact.instance, fact.mode, fact.exit) == ("w0", "life-1", mode, shell_status(status))
 
 
 @pytest.mark.parametrize("status", [0, FELL])
-def test_what_a_worker_has_told_is_not_told_again(status: int) -> None:
+def test_an_exit_that_a_worker_recorded_is_not_recorded_again(status: int) -> None:
     assert left("w0", "life-1", status) is None
 
 
@@ -392,10 +392,10 @@ def test_ctrl_c_ends_a_command_that_still_imports(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:
-    with socket.socket() as deaf:  # accepts connections and never answers
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen()
-        url = f"postgresql://x@127.0.0.1:{deaf.getsockname()[1]}/x"
+    with socket.socket() as silent:  # accepts connections and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"postgresql://x@127.0.0.1:{silent.getsockname()[1]}/x"
         command = [sys.executable, "-m", "controller.cli", "up", "--data", str(tmp_path), "--workers", "1"]
         up = subprocess.Popen(
             [*command, "--port", str(free_port())],
@@ -404,17 +404,17 @@ def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        deaf.settimeout(30)
-        caller, _ = deaf.accept()
+        silent.settimeout(30)
+        caller, _ = silent.accept()
         with caller:
             began = time.monotonic()
             up.send_signal(signal.SIGINT)
-            said, _ = up.communicate(timeout=30)
+            output, _ = up.communicate(timeout=30)
         assert time.monotonic() - began < 15
-        assert (up.returncode, said) == (0, "")
+        assert (up.returncode, output) == (0, "")
 
 
-def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_same(
+def test_a_data_directory_adds_to_the_environment_only_if_the_broker_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
@@ -442,8 +442,8 @@ def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: 
     assert FleetSupervisor(args).url == url
 
 
-def test_a_log_that_nobody_can_write_stops_no_role(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")  # where a process would say that it is there
+def test_a_log_that_cannot_be_written_stops_no_role(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")  # blocks the file in which a process announces itself
     command = [sys.executable, "-m", "controller.cli", "worker", "--data", str(tmp_path), "--admin-port", "0"]
     with open("/dev/full", "wb") as full:
         worker = subprocess.Popen(command, stdout=full, stderr=full)
@@ -455,15 +455,15 @@ def test_a_log_that_nobody_can_write_stops_no_role(tmp_path: Path) -> None:
         worker.wait(30)
 
 
-def test_a_readers_url_needs_a_fleet_with_a_database_and_grants_need_none(tmp_path: Path) -> None:
+def test_a_readers_url_needs_a_fleet_with_a_database_but_grants_do_not(tmp_path: Path) -> None:
     refused(
         holdfast("database", "reader", "--data", str(tmp_path)),
         "No fleet runs on this data directory",
         code=1,
     )
     FleetDir(tmp_path).remember(nats_url="nats://a:1", database_url="", pid=os.getpid())
-    refused(holdfast("database", "reader", "--data", str(tmp_path)), "database is not known yet", code=1)
-    refused(holdfast("database", "grants", "--reader", 'x"; DROP'), "is not the name of an account", code=2)
-    said = holdfast("database", "grants", "--reader", "grafana").stdout
-    assert 'GRANT SELECT ON ALL TABLES IN SCHEMA "holdfast" TO "grafana";' in said
-    assert "PASSWORD" not in said and "SUPERUSER" not in said
+    refused(holdfast("database", "reader", "--data", str(tmp_path)), "is not known yet", code=1)
+    refused(holdfast("database", "grants", "--reader", 'x"; DROP'), "is not a valid account name", code=2)
+    output = holdfast("database", "grants", "--reader", "grafana").stdout
+    assert 'GRANT SELECT ON ALL TABLES IN SCHEMA "holdfast" TO "grafana";' in output
+    assert "PASSWORD" not in output and "SUPERUSER" not in output

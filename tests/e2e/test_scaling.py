@@ -54,7 +54,7 @@ async def test_an_operators_number_is_carried_out_and_no_stream_is_cut(tmp_path:
         assert "an operator wants 2" in shown and "sim: workers 2" in shown
         await operator(fleet, "scale", "sim", "--release")
         unknown = await asyncio.to_thread(holdfast, "scale", "none", "4", "--data", str(fleet.data))
-        assert unknown.returncode == 2 and "there is no model 'none'" in unknown.stderr
+        assert unknown.returncode == 2 and "unknown model 'none'" in unknown.stderr
         facts = [event.fact for event in await fleet.events()]
     proposed = [fact for fact in facts if isinstance(fact, ScaleProposed)]
     assert [(one.before, one.after, one.why, one.by) for one in proposed] == [

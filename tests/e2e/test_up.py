@@ -42,7 +42,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoF
 async def test_a_second_up_on_a_busy_directory_is_refused(fleet: DemoFleet) -> None:
     done = holdfast("up", "--data", str(fleet.data), "--port", "18998")
     assert done.returncode == 1
-    assert "Another `holdfast up` runs on this data directory" in done.stderr
+    assert "Another `holdfast up` is running on this data directory" in done.stderr
 
 
 async def test_status_events_and_chaos_as_an_operator_types_them(fleet: DemoFleet) -> None:
@@ -177,7 +177,7 @@ async def test_of_two_that_start_at_once_on_one_port_only_one_does_and_its_lone_
         pid = (await winner.until(lambda s: bool(s["workers"])))["workers"][0]["pid"]
         refused = holdfast("restart", "w0", "--within", "1", "--data", str(winner.data))
         assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-        assert "w0 cannot be spared: no other worker of its model takes requests" in refused.stderr
+        assert "w0 cannot be spared: no other worker of its model serves requests" in refused.stderr
         assert (await winner.status())["workers"][0]["pid"] == pid
         assert winner.stop() == 0, winner.last_words()
     finally:

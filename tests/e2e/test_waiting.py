@@ -54,7 +54,7 @@ async def test_it_waits_for_its_servers_says_so_and_serves_with_the_first(tmp_pa
         why = f"cannot connect to http://127.0.0.1:{ports[0]} (Connection refused)"
         assert status["awaited"][0]["reason"] == why
         shown = holdfast("status", "--data", str(fleet.data)).stdout
-        assert f": {why} " in " ".join(shown.split()) and "not heard of yet" not in shown
+        assert f": {why} " in " ".join(shown.split()) and "has not reported yet" not in shown
         async with asyncio.timeout(20):
             while True:
                 try:

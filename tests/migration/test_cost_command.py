@@ -93,7 +93,7 @@ def test_the_tables_are_printed_and_nonsense_is_refused(capsys: pytest.CaptureFi
     assert max(map(len, text.splitlines())) <= 130
     for words, why in (
         (["--tp", "3"], "one must be a multiple of the other"),
-        (["--gpus", "4"], "--gpus 4 is less than one group of --tp 8"),
+        (["--gpus", "4"], "--gpus 4 is smaller than one group of --tp 8"),
     ):
         assert main(["cost", *words]) == 2
         assert why in capsys.readouterr().err

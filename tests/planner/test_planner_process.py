@@ -116,13 +116,13 @@ def test_a_hook_that_is_none_is_refused_at_once(hook: list[str], says: str, tmp_
 @pytest.mark.parametrize("flag", [["--fleet", "5"], ["--slo-ttft-ms", "9"], ["--step-max", "2"]])
 def test_what_is_of_a_recorded_day_is_refused_without_one(flag: list[str], tmp_path: Path) -> None:
     done = typed("plan", "--data", str(tmp_path), *flag)
-    assert done.returncode == 2 and f"{flag[0]}: of a recorded day, which --trace FILE names" in done.stderr
+    assert done.returncode == 2 and f"{flag[0]}: needs a recorded day, given by --trace FILE" in done.stderr
 
 
 @pytest.mark.parametrize("workers", ["0", "many", "10001"])
 def test_a_model_is_set_to_one_worker_at_least(workers: str, tmp_path: Path) -> None:
     done = typed("scale", "llama", workers, "--data", str(tmp_path))
-    assert done.returncode == 2 and f"'{workers}' is no number of workers, 1 to 10000" in done.stderr
+    assert done.returncode == 2 and f"'{workers}' is not a number of workers from 1 to 10000" in done.stderr
 
 
 def test_without_a_planner_the_command_says_how_to_have_one(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class PlayedFleet:
 
     def left(self, name: str) -> None:
         """Let a worker's process have ended."""
-        assert self.scaling.left(self.child(name), 0) == f"{name} has left"
+        assert self.scaling.left(self.child(name), 0) == f"{name} has stopped"
 
     def child(self, name: str) -> Child:
         return next(child for child in self.children if child.name == name)
@@ -146,7 +146,7 @@ def test_what_is_proposed_before_a_worker_has_joined_waits_for_one(tmp_path: Pat
 
 def test_the_newest_are_let_go_and_not_started_again(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=4)
-    assert fleet.told(2).says == "lets go w3, w2"
+    assert fleet.told(2).says == "stops w3, w2"
     for name in ("w2", "w3"):
         assert fleet.signals(name) == [signal.SIGTERM, signal.SIGCONT] and not fleet.child(name).restart
     assert fleet.signals("w1") == [] and fleet.child("w1").restart
@@ -203,7 +203,7 @@ def test_more_than_this_process_may_open_are_not_begun(
 
 def test_one_worker_stays_whatever_is_proposed(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=2)
-    assert fleet.told(0).says == "lets go w1" and fleet.told(0).says == "there are as many"
+    assert fleet.told(0).says == "stops w1" and fleet.told(0).says == "no change needed"
 
 
 def test_the_last_proposal_holds_and_one_for_another_to_carry_out_is_left_alone(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_a_worker_that_has_fallen_goes_at_once(tmp_path: Path) -> None:
     ("args", "changes", "why"),
     [
         ({}, {"model": "other"}, "the workers of this `holdfast up` serve sim"),
-        ({"engine": "openai"}, {}, "give the planner a hook"),
-        ({"workers_per_process": 4}, {}, "give the planner a hook"),
+        ({"engine": "openai"}, {}, "configure a hook for the planner"),
+        ({"workers_per_process": 4}, {}, "configure a hook for the planner"),
     ],
 )
 def test_what_it_cannot_do_it_says(
@@ -266,10 +266,10 @@ def test_spares_are_not_counted_and_the_lost_one_is_a_spare_from_then_on(tmp_pat
     fleet = PlayedFleet(tmp_path, workers=3)
     fleet.start(Child("s0", "worker", [], tmp_path / "log"))
     fleet.hear(replace(joined("s0"), spare=True))
-    assert fleet.told(3).says == "there are as many"
+    assert fleet.told(3).says == "no change needed"
     fleet.hear(activated("s0", "w2"))
-    assert fleet.told(3).says == "there are as many"
-    assert fleet.told(1).says == "lets go w1, w0" and fleet.signals("w2") == [] == fleet.signals("s0")
+    assert fleet.told(3).says == "no change needed"
+    assert fleet.told(1).says == "stops w1, w0" and fleet.signals("w2") == [] == fleet.signals("s0")
 
 
 def test_who_was_a_spare_before_this_up_began_is_one_still(tmp_path: Path) -> None:
@@ -278,8 +278,8 @@ def test_who_was_a_spare_before_this_up_began_is_one_still(tmp_path: Path) -> No
     fleet.hear(replace(joined("s0"), spare=True))
     fleet.hear(released("w1", "s0"))
     fleet.scaling.begin(["w1"])
-    assert fleet.told(2).says == "there are as many"
-    assert fleet.told(1).says == "lets go w0"
+    assert fleet.told(2).says == "no change needed"
+    assert fleet.told(1).says == "stops w0"
 
 
 def test_with_auto_there_are_more_and_fewer_spares_with_the_workers(tmp_path: Path) -> None:
@@ -288,4 +288,4 @@ def test_with_auto_there_are_more_and_fewer_spares_with_the_workers(tmp_path: Pa
     assert fleet.child("s1").environment["HOLDFAST_WORKER_SPARE"] == "true"
     for name in ("s0", "s1", "s2", "s3"):
         fleet.hear(replace(joined(name), spare=True))
-    assert fleet.told(3).says.endswith("lets go s3, s2, s1, s0")
+    assert fleet.told(3).says.endswith("stops s3, s2, s1, s0")

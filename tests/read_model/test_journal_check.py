@@ -54,12 +54,12 @@ async def test_a_journal_that_was_lost_is_refused_until_it_is_accepted(
     await journal.close()
     await delete_stream(nats_url)
     for _ in range(2):  # nor was one made by the first attempt
-        with pytest.raises(JournalLost, match=r"there is no stream, of which event 3 .*--accept-journal"):
+        with pytest.raises(JournalLost, match=r"the stream is missing, although its event 3 .*--accept-journal"):
             await open_journal(nats_url, tmp_path / "spool")
     await accept(
         nats_url, tmp_path / "spool", FleetDatabase(FleetDir(tmp_path), "", lambda server: None), None
     )
-    assert "the journal is accepted as it is: it holds 0 events" in capsys.readouterr().out
+    assert "accepted the journal, which holds 0 events" in capsys.readouterr().out
     assert not remembered(tmp_path / "spool")
     journal = await open_journal(nats_url, tmp_path / "spool")
     await journal.close()
@@ -135,9 +135,9 @@ async def test_the_console_says_that_the_stream_is_gone_and_that_it_is_another_o
 
     await asyncio.sleep(0.1)
     await delete_stream(nats_url)
-    await eventually(lambda: says("the journal is gone; requests are served"))
+    await eventually(lambda: says("the journal is gone; requests are still served"))
     other = await NatsJournal.connect(nats_url, "controller:c1")
-    await eventually(lambda: says("the journal is another one: its stream was made anew"))
+    await eventually(lambda: says("the journal was replaced: its stream was recreated"))
     await watch.stop()
     await other.close()
     await journal.close()

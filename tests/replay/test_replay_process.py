@@ -54,7 +54,7 @@ async def test_without_a_store_the_journal_answers(nats_url: str) -> None:
     await journal.close()
     nowhere = "postgresql://holdfast@127.0.0.1:1/nowhere"
     code, out, err = await typed(nats_url, nowhere, "at", str(last))
-    assert code == 0 and "w0" in out and "reading the journal alone" in err
+    assert code == 0 and "w0" in out and "reading only the journal" in err
     code, _, err = await typed(nats_url, nowhere, "verify")
     assert code == 1 and "needs the state store" in err
 
@@ -71,4 +71,4 @@ async def test_a_store_that_does_not_answer_is_not_used(capsys: pytest.CaptureFi
         store = PostgresStore(f"postgresql://x@127.0.0.1:{deaf.getsockname()[1]}/x")
         assert await replay.reached(store, within_s=0.2) is None
         await store.close()
-    assert "reading the journal alone: the state store does not answer" in capsys.readouterr().err
+    assert "reading only the journal: the state store does not answer" in capsys.readouterr().err

@@ -100,11 +100,11 @@ def test_two_of_one_name_are_refused_and_none_at_all() -> None:
     ("flags", "says"),
     [
         (("--webhook", "https://x", "--webhook-kinds", "breakers_opened"), "did you mean breaker_opened"),
-        (("--webhook-kinds", "breaker_opened"), "--webhook-kinds, --webhook-template and --webhook-secret-file are for"),
+        (("--webhook-kinds", "breaker_opened"), "--webhook-kinds, --webhook-template and --webhook-secret-file require"),
         (
             ("--webhook", "https://x", "--webhook", "https://y", "--webhook", "https://z",
              "--webhook-template", "slack", "--webhook-template", "slack"),
-            "--webhook-template is given 2 times, --webhook 3 times: once for all, or once for each",
+            "--webhook-template is given 2 times, --webhook 3 times: give it once for all, or once for each",
         ),
         (("--webhook", "x"), "'x' is no webhook's URL"),
     ],

@@ -1,1 +1,1 @@
-"""What a fleet's supervisor does about what was lost while nobody looked: tables, and the journal itself."""
+"""How a fleet's supervisor handles losses: missing tables, and a missing or different journal."""

@@ -1,4 +1,4 @@
-"""Gives the stream its bounds, as `holdfast up` was told: as soon as a snapshot lies in what they leave, and not before."""
+"""Sets the journal stream's retention bounds once a snapshot lies within what they retain, not before."""
 
 import asyncio
 
@@ -11,12 +11,12 @@ from events.journal.broker import BrokerRefused
 from events.journal.nats import NatsJournal
 
 LOOK_EVERY_S = 5.0
-NOT_LET_S = 600.0  # a broker of one's own may not let us: that does not change soon
+FORBIDDEN_S = 600.0  # retry delay if an external broker forbids it
 ASK_S = 60.0
 
 
 class JournalBounding:
-    """Tries until it is done, for as long as the fleet runs."""
+    """Background task that sets the bounds, retrying as long as the fleet runs."""
 
     def __init__(
         self, journal: NatsJournal, wanted: JournalBounds, look_every_s: float = LOOK_EVERY_S
@@ -32,13 +32,13 @@ class JournalBounding:
         while wait_s:
             try:
                 async with asyncio.timeout(ASK_S):
-                    wait_s = await self._look()
+                    wait_s = await self._try()
             except (HoldfastError, TimeoutError):
-                wait_s = self._look_every_s  # the broker is away: whoever keeps it says so
+                wait_s = self._look_every_s  # the broker is unreachable, which its supervisor reports
             await asyncio.sleep(wait_s)
 
-    async def _look(self) -> float:
-        """Set the bounds if nothing is lost by it; return after how many seconds to look again, 0 if they are set."""
+    async def _try(self) -> float:
+        """Set the bounds if that loses nothing. Return the seconds until the next try, 0 if they are set."""
         usage = await self._journal.usage(growth=False)
         if self._wanted == JournalBounds(usage.bytes_max, usage.age_max):
             return 0.0
@@ -49,25 +49,23 @@ class JournalBounding:
             changed = await bounds.bound(self._journal.connection, self._wanted)
         except (HoldfastError, BrokerRefused) as error:
             if not self._warned and self._journal.connected:
-                warn(
-                    f"the broker has not given the journal its bounds, and is asked again now and then: {error}"
-                )
+                warn(f"cannot set the journal's bounds, retrying every {FORBIDDEN_S / 60:g} min: {error}")
             self._warned = self._journal.connected
-            return NOT_LET_S if self._warned else self._look_every_s
+            return FORBIDDEN_S if self._warned else self._look_every_s
         if changed:
-            say(f"the journal keeps {words(self._wanted)}")
+            say(f"the journal now keeps {words(self._wanted)}")
         return 0.0
 
     async def stop(self) -> None:
-        """Stop trying."""
+        """Stop retrying."""
         self._task.cancel()
         await asyncio.wait({self._task})
 
 
 def words(wanted: JournalBounds) -> str:
-    """Say what a journal with these bounds keeps."""
-    said = [] if wanted.bytes is None else [f"at most {wanted.bytes / (1 << 20):,.0f} MiB"]
-    said += (
-        [] if wanted.age is None else [f"what is not older than {wanted.age.total_seconds() / 86400:g} days"]
+    """Return in words what a journal with these bounds keeps."""
+    limits = [] if wanted.bytes is None else [f"at most {wanted.bytes / (1 << 20):,.0f} MiB"]
+    limits += (
+        [] if wanted.age is None else [f"events of the last {wanted.age.total_seconds() / 86400:g} days"]
     )
-    return " and ".join(said) or "everything"
+    return " and ".join(limits) or "everything"

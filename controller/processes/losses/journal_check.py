@@ -1,8 +1,8 @@
-"""Is the journal on the broker the one of this data directory? Asked once, when `holdfast up` starts a fleet.
+"""Checks, when `holdfast up` starts, that the broker's journal belongs to this data directory.
 
-Its processes remember in files what the broker had acknowledged, and the database remembers what it has folded. A broker
-that has neither, or another event in that place, has lost events or is another broker: going on would invent a history. Only
-an operator can know which of the two is right, so he is told, with what he can do.
+Processes store in files which event the broker acknowledged last, and the database stores which event it folded last. A broker
+that lacks such an event, or has another event in its place, has lost events or is another broker. Continuing would invent a
+history. Only the operator can know which of the two is right, so `up` stops with the choices.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from events.journal.nats import NatsJournal
 from events.journal.port import JournalChanged, JournalGone, JournalUnavailable
 from events.versions import Known
 
-Place = tuple[int, str]  # a stream sequence, and the ce-id of that event
+Place = tuple[int, str]  # a stream sequence and the ce-id of that event
 
 
 class JournalLost(HoldfastError):
-    """Put the broker's directory back from a backup. Or go on from what the journal holds now, with `holdfast up
-    --accept-journal`: the database's rows are put aside then, and made anew."""
+    """Restore the broker's directory from a backup. Or continue with what the journal holds now, with `holdfast up
+    --accept-journal`: the database's rows are then put aside and rebuilt."""
 
 
 async def open_journal(url: str, spools: Path) -> NatsJournal:
-    """Return the supervisor's own handle on a journal that is the one of this directory. Raise JournalLost.
+    """Return the supervisor's connection to the journal, if it is the one of this directory. Raise JournalLost.
 
-    Its stream is made if nobody remembers one.
+    The stream is created if no process has seen one before.
     """
     source = f"supervisor:{new_id()}"
     try:
@@ -48,8 +48,8 @@ async def open_journal(url: str, spools: Path) -> NatsJournal:
 
 
 async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = None) -> None:
-    """Raise JournalLost if the stream lacks what was acknowledged, or what the database (its `place`) has folded. A broker that
-    does not answer says nothing of either."""
+    """Raise JournalLost if the stream lacks an acknowledged event, or the event that the database (its `place`) has folded. A
+    broker that does not answer proves neither."""
     with contextlib.suppress(JournalUnavailable):
         newest = max(remembered(spools).values(), key=lambda event: event.seq, default=None)
         if lost := await _lost(journal, newest):
@@ -59,7 +59,7 @@ async def refuse_lost(journal: NatsJournal, spools: Path, place: Place | None = 
 
 
 async def accept(url: str, spools: Path, database: FleetDatabase, place: Place | None) -> None:
-    """Take the journal for what it is: forget what is remembered of another one, and put its projection aside."""
+    """Accept the journal as it is: forget acknowledged events of another journal, and put their projection aside."""
     journal = await NatsJournal.connect(url, "supervisor:accept", None)
     try:
         last = await journal.last_seq()
@@ -69,19 +69,19 @@ async def accept(url: str, spools: Path, database: FleetDatabase, place: Place |
         if place is not None and await _lost(journal, AcknowledgedEvent(*place)):
             name = time.strftime("holdfast_before_%Y%m%d_%H%M%S", time.gmtime())
             await database.put_aside(name)
-            say(f"what the database knew of another journal lies in its schema {name}")
-        say(f"the journal is accepted as it is: it holds {last} events")
+            say(f"the projection of the other journal is kept in the database's schema {name}")
+        say(f"accepted the journal, which holds {last} events")
     finally:
         await journal.close()
 
 
 async def _lost(journal: NatsJournal, seen: AcknowledgedEvent | None) -> str:
-    """Return in words what of an event is lost; "" if nothing is."""
+    """Return in words which part of an event's history is lost, or "" if none is."""
     if seen is None:
         return ""
     try:
         return await lost_since(journal.connection, seen, await journal.stream_state())
     except JournalGone:
-        return f"there is no stream, of which event {seen.seq} had been read or acknowledged"
+        return f"the stream is missing, although its event {seen.seq} had been read or acknowledged"
     except BrokerRefused as error:
         raise JournalUnavailable(str(error)) from error

@@ -1,4 +1,4 @@
-"""Says on the console of `holdfast up` that the journal's stream is gone or another one, while the fleet serves on without it."""
+"""Reports on the console that the journal's stream is gone or was replaced; the fleet keeps serving."""
 
 import asyncio
 
@@ -11,12 +11,12 @@ ASK_S = 5.0
 
 
 class JournalWatch:
-    """Looks at the stream for as long as the fleet runs."""
+    """Background task that checks the stream as long as the fleet runs."""
 
     def __init__(self, journal: NatsJournal, look_every_s: float = LOOK_EVERY_S) -> None:
         self._journal = journal
         self._look_every_s = look_every_s
-        self._said = ""
+        self._reported = ""
         self._task = asyncio.create_task(self._run(), name="journal-watch")
 
     async def _run(self) -> None:
@@ -27,27 +27,27 @@ class JournalWatch:
                 async with asyncio.timeout(ASK_S):
                     found = (await self._journal.stream_state()).created
             except JournalGone as error:
-                self._say(
-                    f"the journal is gone; requests are served, and facts are kept by those who say them. {error}"
+                self._report(
+                    f"the journal is gone; requests are still served, and each process spools its facts. {error}"
                 )
                 continue
             except (JournalUnavailable, TimeoutError):
-                continue  # the broker is away: whoever keeps it says so
+                continue  # the broker is unreachable, which its supervisor reports
             created = created or found
-            self._say(
-                "" if found == created else f"the journal is another one: its stream was made anew at {found}"
+            self._report(
+                "" if found == created else f"the journal was replaced: its stream was recreated at {found}"
             )
 
-    def _say(self, words: str) -> None:
-        if words == self._said:
+    def _report(self, words: str) -> None:
+        if words == self._reported:
             return
-        self._said = words
+        self._reported = words
         if words:
             warn(words)
         else:
-            say("the journal is back")
+            say("the journal is available again")
 
     async def stop(self) -> None:
-        """Stop looking."""
+        """Stop checking."""
         self._task.cancel()
         await asyncio.wait({self._task})

@@ -1,1 +1,1 @@
-"""The notifier as a process, and the flags by which `holdfast up` starts one."""
+"""The notifier process, and the flags of `holdfast up` for it."""

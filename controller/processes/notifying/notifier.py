@@ -1,4 +1,4 @@
-"""The notifier as a process: one delivery for each webhook, the broker behind them, and a small admin port."""
+"""The notifier process: one delivery per webhook, the broker connection, and a small admin port."""
 
 import asyncio
 import signal
@@ -26,13 +26,13 @@ from events.nats.connection import BrokerConnection
 from events.process import presence
 from events.versions import Known
 
-LEAVE_S = 9.0  # `up` waits for 10
+LEAVE_S = 9.0  # `up` waits for 10 s
 
 
 async def run_notifier(
     settings: NotifierSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Deliver until SIGTERM (exit 0). Raise HoldfastError where a person must look, with the reason."""
+    """Deliver until SIGTERM (exit 0). Raise HoldfastError if an operator must act, with the reason."""
     settings.check()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -84,15 +84,15 @@ def _render(deliveries: list[Delivery], metrics: NotifierMetrics) -> bytes:
 
 
 def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str, object]:
-    """Return what /ready and /health say."""
-    away = "" if connection.connected else f"the broker cannot be reached: {connection.why}"
-    webhooks = {one.webhook.called: one.why_not or away for one in deliveries}
+    """Return the body of /ready and /health."""
+    disconnected = "" if connection.connected else f"the broker cannot be reached: {connection.why}"
+    webhooks = {one.webhook.called: one.why_not or disconnected for one in deliveries}
     why = "; ".join(f"{name}: {reason}" for name, reason in webhooks.items() if reason)
     return {"ready": not why, "reason": why, "webhooks": webhooks}
 
 
 async def _until(stop: asyncio.Event, deliveries: list[Delivery]) -> None:
-    """Deliver until told to stop, and then as long as it takes to finish what is under way. Raise what has ended a delivery."""
+    """Deliver until `stop` is set, then finish what is under way. Raise the error that ended a delivery."""
     running = [asyncio.create_task(delivery.run()) for delivery in deliveries]
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
     try:

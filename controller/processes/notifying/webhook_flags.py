@@ -1,4 +1,4 @@
-"""The flags of `holdfast up` for webhooks, as the notifier is told them."""
+"""Flags of `holdfast up` for webhooks, and their translation to the notifier's settings."""
 
 import argparse
 import json
@@ -17,61 +17,61 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--webhook": {
         **EACH,
         "metavar": "[NAME=]URL",
-        "help": "tell this URL what happens (docs/webhooks.md); @FILE: the file has the URL; may be given more than once",
+        "help": "URL to send events to (docs/webhooks.md), or @FILE for a file that contains it; repeatable",
     },
     "--webhook-kinds": {
         **EACH,
         "metavar": "K,K",
-        "help": "which kinds of events (docs/events.md), or all; once for all webhooks, or once for each (default: what a person "
-        "wants to hear of)",
+        "help": "kinds of events to send (docs/events.md), or all; once for all webhooks, or once for each (default: those that "
+        "need attention)",
     },
     "--webhook-template": {
         **EACH,
         "choices": TEMPLATES,
-        "help": "how it is said; once for all webhooks, or once for each (default: cloudevents)",
+        "help": "format of the requests; once for all webhooks, or once for each (default: cloudevents)",
     },
     "--webhook-secret-file": {
         **EACH,
         "metavar": "FILE",
-        "help": f"what signs it (whsec_…), or PagerDuty's routing key; once for all webhooks, or once for each, {NONE} for none",
+        "help": f"file with the secret (whsec_…) or PagerDuty's routing key; once for all or for each webhook, {NONE}: none",
     },
 }
 
 
 def add_webhook_flags(parser: argparse.ArgumentParser) -> None:
-    """Add them."""
-    for flag, words in FLAGS.items():
-        parser.add_argument(flag, **words)
+    """Add the flags."""
+    for flag, options in FLAGS.items():
+        parser.add_argument(flag, **options)
 
 
 def wanted(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
-    """Say whether a fleet has a notifier."""
+    """Return whether the fleet has a notifier."""
     return bool(args.webhook or environment.get(VARIABLE))
 
 
 def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return what the notifier is told through its environment. Raise UsageError."""
+    """Return the flags as environment variables of the notifier. Raise UsageError."""
     if not args.webhook:
         if args.webhook_kinds or args.webhook_template or args.webhook_secret_file:
             raise UsageError(
-                "--webhook-kinds, --webhook-template and --webhook-secret-file are for --webhook URL"
+                "--webhook-kinds, --webhook-template and --webhook-secret-file require --webhook URL"
             )
         return {}
     kinds = _each("--webhook-kinds", args.webhook_kinds, args.webhook)
     templates = _each("--webhook-template", args.webhook_template, args.webhook)
     secrets = _each("--webhook-secret-file", args.webhook_secret_file, args.webhook)
-    said = []
+    webhooks = []
     for text, own_kinds, template, secret in zip(args.webhook, kinds, templates, secrets, strict=True):
         name, url = named(text)
         one: dict[str, Any] = {"url": url, "name": name, "template": template or TEMPLATES[0]}
         one["kinds"] = [kind for kind in (own_kinds or "").split(",") if kind]
         one["secret_file"] = "" if secret in (None, NONE) else secret
-        said.append(one)
-    return {VARIABLE: json.dumps(said)}
+        webhooks.append(one)
+    return {VARIABLE: json.dumps(webhooks)}
 
 
 def check_webhooks(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Raise UsageError or BadSetting for what the notifier would refuse."""
+    """Raise UsageError or BadSetting for values that the notifier would reject."""
     variables = webhook_variables(args)
     if wanted(args, environment):
         gather(NotifierSettings, "notifier", {}, {**environment, **variables}).check()
@@ -80,6 +80,6 @@ def check_webhooks(args: argparse.Namespace, environment: Mapping[str, str]) -> 
 def _each(flag: str, given: Sequence[str], webhooks: Sequence[str]) -> Sequence[str | None]:
     if len(given) not in (0, 1, len(webhooks)):
         raise UsageError(
-            f"{flag} is given {len(given)} times, --webhook {len(webhooks)} times: once for all, or once for each"
+            f"{flag} is given {len(given)} times, --webhook {len(webhooks)} times: give it once for all, or once for each"
         )
     return [*given] if len(given) == len(webhooks) else [given[0] if given else None] * len(webhooks)

@@ -1,1 +1,1 @@
-"""Who measures a fleet, and where he finds what to measure."""
+"""Metrics of a process's journal connection, and Prometheus scrape targets."""

@@ -1,6 +1,6 @@
-"""What a process's own journal handle has to say at a scrape: can it write, and what waits or was lost because it could not?
+"""Metrics of a process's journal connection: whether it can write, and what is waiting or was dropped.
 
-Controllers say the same among their own numbers (`controller.metrics.OWN`), workers among theirs.
+Controllers export the same metrics among their own (`controller.metrics.OWN`), workers among theirs.
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from prometheus_client.registry import Collector
 from controller.metrics import OWN
 from events.journal.counters import SpeakingJournal
 
-SAID = ("journal_reachable", "spool_depth", "facts_dropped", "facts_withheld", "journal_unknown")
+EXPORTED = ("journal_reachable", "spool_depth", "facts_dropped", "facts_withheld", "journal_unknown")
 
 
 class SaidFacts(Collector):
-    """Reads the journal's handle when somebody scrapes."""
+    """Collects journal metrics at scrape time."""
 
     def __init__(self, journal: SpeakingJournal) -> None:
         self._journal = journal
@@ -30,7 +30,7 @@ class SaidFacts(Collector):
             counters.withheld,
             counters.unknown,
         )
-        for name, value in zip(SAID, values, strict=True):
+        for name, value in zip(EXPORTED, values, strict=True):
             text, kind = OWN[name]
             family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
             yield family(f"holdfast_{name}", text, value=float(value))

@@ -1,7 +1,7 @@
-"""Which processes of a fleet answer with metrics, in the words of Prometheus: target groups, as http_sd and file_sd take them.
+"""Prometheus target groups of a fleet's processes, in the format of http_sd and file_sd.
 
-Each process is one target, however many workers are in it; its labels are its role and its name. Only processes of this host are
-known: those of a fleet on several hosts are found where each of them runs.
+Each process is one target, however many workers it runs; its labels are its role and its name. Only processes of this host are
+known. A fleet on several hosts has targets on each of them.
 """
 
 import json
@@ -11,20 +11,27 @@ from urllib.parse import urlsplit
 
 from events.process.presence import Presence
 
-MEASURED = ("controller", "projector", "planner", "notifier", "frontend", "worker")  # roles
-PATH = "/sd"  # of a controller's admin port
+MEASURED = (
+    "controller",
+    "projector",
+    "planner",
+    "notifier",
+    "frontend",
+    "worker",
+)  # roles that serve metrics
+PATH = "/sd"  # on a controller's admin port
 JOB = "holdfast"
 
 
 class TargetGroup(TypedDict):
-    """Targets that have their labels in common."""
+    """Targets that share their labels."""
 
     targets: list[str]  # host:port
     labels: dict[str, str]
 
 
 def target_groups(present: Iterable[Presence]) -> list[TargetGroup]:
-    """Return the target groups of a fleet's processes, in the order of their roles and names."""
+    """Return the target groups of a fleet's processes, sorted by role and name."""
     found = []
     for one in sorted(present, key=lambda one: (one.role, one.name)):
         address = urlsplit(one.url)
@@ -37,21 +44,23 @@ def target_groups(present: Iterable[Presence]) -> list[TargetGroup]:
 
 
 def http_sd(urls: Iterable[str]) -> str:
-    """Return a Prometheus configuration by which it asks controllers' admin ports, at `urls`, for the targets. What
-    several of them name is one target."""
-    asked = "".join(f"      - url: {json.dumps(url + PATH)}\n        refresh_interval: 5s\n" for url in urls)
-    return _config(f"    http_sd_configs:\n{asked}")
+    """Return a Prometheus configuration that discovers targets from the controllers' admin ports at `urls`. Targets that
+    several of them list are scraped once."""
+    discovery = "".join(
+        f"      - url: {json.dumps(url + PATH)}\n        refresh_interval: 5s\n" for url in urls
+    )
+    return _config(f"    http_sd_configs:\n{discovery}")
 
 
 def file_sd(path: str) -> str:
-    """Return a Prometheus configuration by which it reads the targets from a file."""
+    """Return a Prometheus configuration that reads the targets from a file."""
     return _config(
         f"    file_sd_configs:\n      - files: [{json.dumps(path, ensure_ascii=False)}]\n        refresh_interval: 5s\n"
     )
 
 
 def rule_files(paths: Iterable[str]) -> str:
-    """Return what is added to a configuration by which Prometheus knows alerts; nothing without any."""
+    """Return the part of a configuration that loads alert rules; empty without any."""
     quoted = ", ".join(json.dumps(path, ensure_ascii=False) for path in paths)
     return f"rule_files: [{quoted}]\n" if quoted else ""
 

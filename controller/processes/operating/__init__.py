@@ -1,1 +1,1 @@
-"""What a frontend has for its operators: the console, and what it needs of this host."""
+"""A frontend's services for operators: the web console and its data sources."""

@@ -1,4 +1,4 @@
-"""What a frontend's console has of its process: the fold, the last events, connections to workers, the commands of `holdfast`."""
+"""Connects a frontend's console to its process: fold, events, worker connections, commands."""
 
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ from events.journal.port import Journal
 from events.nats.bus import Bus
 from events.process.admin_guard import own_hosts
 
-EARLIER_EVENTS = 4 * TOLD_MAX  # most of them are routine
+EARLIER_EVENTS = 4 * TOLD_MAX  # most events are routine and not shown
 ReadEnded = Callable[[int], Awaitable[Sequence[Mapping[str, Any]]]]
-"""Reads the rows of so many incidents that ended last."""
+"""Reads the rows of the incidents that ended last, at most as many as requested."""
 
 
 def make(
@@ -38,8 +38,8 @@ def make(
     ended: ReadEnded | None,
     acts_in: Path | None,
 ) -> Console:
-    """Return the console of a frontend, which is told of all that its view is. `ended`: of the state store. `acts_in`: the
-    fleet's directory, by which operators' commands find it, if the console may give any."""
+    """Return the console of a frontend, fed by its view. `ended` reads from the state store. `acts_in` is the fleet's directory,
+    if the console may send operator commands."""
     sources = ConsoleSources(
         name=name,
         names=own_hosts(),
@@ -58,19 +58,19 @@ def make(
 
 
 def history_reader(data: Path, nats_url: str, database_url: str | None) -> HistoryReader:
-    """Return what runs `holdfast` beside this process, with its own way to journal and store."""
+    """Return a reader that runs `holdfast` as a child process, which connects to journal and store itself."""
     command, options = [sys.executable, "-m", "controller.cli"], ["--data", str(data)]
     where = {"HOLDFAST_NATS_URL": nats_url, "HOLDFAST_DATABASE_URL": database_url or ""}
     return HistoryReader(command, options, where)
 
 
 def _streams(plane: RequestPlaneClient, worker: str) -> int:
-    """Return how many streams a worker has, of all frontends; its canaries are none."""
+    """Return the number of a worker's streams, of all frontends, without its canaries."""
     return sum(load.running + load.waiting - load.canaries for load in plane.load_by_rank(worker))
 
 
 def _running(director: Director, request: str) -> Sequence[str]:
-    """Say by which workers a request is answered now, of those that this frontend has."""
+    """Return a line for each worker of this frontend that answers the request now."""
     endpoints, at = director.table.endpoints, director.running.at
     return [
         f"is answered now, by {endpoint.worker}: {count(len(one.accepted), 'token')} so far"
@@ -87,13 +87,13 @@ def _fault(view: FleetView, bus: Bus) -> str:
 
 
 async def _earlier(journal: Journal, until: int) -> Sequence[Recorded]:
-    """Return the last events up to a sequence, as far as the journal holds them. Raise JournalUnavailable."""
+    """Return the last events up to a sequence, as far as the journal retains them. Raise JournalUnavailable."""
     after = max(0, until - EARLIER_EVENTS)
     return [event async for batch in held(journal, after, until) for event in batch]
 
 
 async def _ended(read: ReadEnded | None) -> Sequence[EndedIncident]:
-    """Return the last incidents that are over, as far as the state store knows them. Raise StoreUnavailable."""
+    """Return the incidents that ended last, as far as the state store has them. Raise StoreUnavailable."""
     return [_incident(row) for row in await read(ENDED_MAX)] if read is not None else ()
 
 
@@ -103,7 +103,7 @@ def _incident(row: Mapping[str, Any]) -> EndedIncident:
 
 
 async def _act(data: Path, verb: str, body: dict[str, Any]) -> str:
-    """Do one thing as an operator's command does. Raise HoldfastError with why it was not done."""
+    """Run one operator command. Raise HoldfastError with the reason if it was not done."""
     operator = await Operator.connect(data)
     try:
         answer = await operator.ask(verb, body)

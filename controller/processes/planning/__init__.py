@@ -1,1 +1,1 @@
-"""The planner as a process of its own."""
+"""The planner process."""

@@ -1,4 +1,4 @@
-"""The planner as a process: the state store and the journal, the planning between them, and a small admin port."""
+"""The planner process: state store, journal, planning loop, and a small admin port."""
 
 import asyncio
 import shlex
@@ -26,8 +26,8 @@ from events.versions import Known
 async def run_planner(
     settings: PlannerSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Plan until SIGTERM (exit 0). Raise HoldfastError where a person must look, with the reason."""
-    assert database_url, "its role has asked for it"
+    """Plan until SIGTERM (exit 0). Raise HoldfastError if an operator must act, with the reason."""
+    assert database_url, "the role's settings require it"
     hook = hook_of(settings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ async def run_planner(
         collector.calm()
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            working.result()  # raises what has ended it
+            working.result()  # raises the error that ended it
         return 0
     finally:
         for task in (working, stopping):
@@ -60,7 +60,7 @@ async def run_planner(
 
 
 def hook_of(settings: PlannerSettings) -> ScaleHook | None:
-    """Return who carries proposals out, if it is no supervisor. Raise BadSetting."""
+    """Return the hook that carries out proposals, or None if the supervisor does. Raise BadSetting."""
     if settings.by == "command":
         from controller.adapters.scaling.command_hook import CommandScaleHook
 

@@ -1,1 +1,1 @@
-"""When is a fleet that `holdfast up` starts there, and who is still awaited?"""
+"""Readiness of a fleet that `holdfast up` starts: when it serves, and which workers are still missing."""

@@ -1,16 +1,16 @@
-"""Which of a fleet's workers are not there, and why, by what `holdfast status` says?"""
+"""Finds which of a fleet's workers are missing, and why, from the status of the controller."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from controller.deciders.worker import SPARE
 
-NAMED_MAX = 3  # workers that a line names; more that wait for the same are counted
+NAMED_MAX = 3  # workers named per line; the others with the same reason are counted
 
 
 def absent(names: Sequence[str], status: Mapping[str, Any], *, outside: bool) -> dict[str, str]:
-    """Return which of these workers neither take requests nor are spares that are ready to, and why. `outside`: only who waits
-    for something outside of the fleet, which deals with all else itself."""
+    """Return which of these workers neither serve requests nor are ready spares, with the reason. `outside`: only workers that
+    wait for something outside of the fleet, because the fleet handles everything else itself."""
     known = {worker["id"]: worker for worker in status["workers"]}
     waiting = {one["id"]: str(one["reason"]) for one in status.get("awaited", ())}
     found: dict[str, str] = {}
@@ -23,21 +23,21 @@ def absent(names: Sequence[str], status: Mapping[str, Any], *, outside: bool) ->
 
 
 def _why_not(worker: Mapping[str, Any] | None) -> str:
-    """Return why a worker takes no requests; nothing if it does."""
+    """Return why a worker serves no requests, or "" if it does."""
     if worker is None:
-        return "its process has not been heard of yet"
+        return "its process has not reported yet"
     why = [reason for reason in worker.get("reasons") or () if reason != SPARE]
     if worker["weight"] or (worker.get("spare") and not why):
         return ""
-    return "; ".join(why) or "it takes no requests yet"
+    return "; ".join(why) or "it serves no requests yet"
 
 
 def lines(missing: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line for each reason, with those for whom it holds."""
+    """Yield one line per reason, with the workers to which it applies."""
     alike: dict[str, list[str]] = {}
     for name, why in missing.items():
         alike.setdefault(why, []).append(name)
     for why, names in alike.items():
         named = ", ".join(names[:NAMED_MAX])
         more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-        yield f"{named}{more} {'is' if len(names) == 1 else 'are'} awaited: {why}"
+        yield f"waiting for {named}{more}: {why}"

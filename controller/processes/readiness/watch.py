@@ -1,7 +1,7 @@
-"""Who looks after a fleet's start: says every ten seconds who is awaited and why, and what to say when it took too long.
+"""Follows a fleet's start and reports every ten seconds which workers are missing, and why.
 
-What a reader would get wrong: a fleet is ready with the first worker that takes requests, and awaits the others all the same.
-Who does not come within the time that its start may take is then said again whenever the reason changes, not for ever.
+A fleet is ready as soon as its first worker serves requests, and continues to wait for the others. A worker that is still
+missing after the timeout of the start is reported only when its reason changes.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from controller.processes.readiness.absent import absent, lines
 from events.errors import HoldfastError
 
 ASK_S = 1.0
-UNASKED = "the controller cannot be asked yet"
+UNASKED = "the controller does not answer yet"
 
 Ask = Callable[[], Awaitable[Mapping[str, Any] | None]]
-"""Returns a fleet's status; None if nobody can be asked."""
+"""Returns a fleet's status; None if no controller answers."""
 
 
-def asking(data: Path) -> Ask:
-    """Return what asks the controller of a data directory's fleet."""
+def status_reader(data: Path) -> Ask:
+    """Return a function that reads the status from the controller of a data directory's fleet."""
 
     async def ask() -> Mapping[str, Any] | None:
         with contextlib.suppress(HoldfastError):
@@ -41,16 +41,14 @@ def asking(data: Path) -> Ask:
 
 @dataclass(frozen=True, slots=True)
 class ReadinessTimes:
-    """How often it is said who is awaited, and how long an answer is waited for, in seconds."""
+    """How often missing workers are reported, and how long to wait for a status, in seconds."""
 
     say_every_s: float = 10.0
-    status_s: float = (
-        10.0  # a fleet that serves is ready after this, whether or not its controller can be asked
-    )
+    status_s: float = 10.0  # a serving fleet is ready after this, even if its controller does not answer
 
 
 class ReadinessWatch:
-    """One fleet's start, as its supervisor follows it."""
+    """The start of one fleet, as its supervisor follows it."""
 
     def __init__(
         self,
@@ -62,101 +60,101 @@ class ReadinessWatch:
         spares: Sequence[str] = (),
         times: ReadinessTimes = ReadinessTimes(),
     ) -> None:
-        """Follow the start of these workers and `spares`, which may take `timeout_s`. `patient`: they wait for something outside
-        of the fleet, and go on being looked at when it serves."""
+        """Follow the start of these workers and `spares`, which may take `timeout_s`. `patient`: the workers wait for something
+        outside of the fleet, so the watch continues after the fleet serves."""
         self.timeout_s = timeout_s
         self._ask = ask
         self._names = [*names, *spares]
         self._spares = len(spares)
-        self.kept: frozenset[str] = frozenset()  # workers that are spares, as the fleet said last
+        self.kept: frozenset[str] = frozenset()  # workers that are spares, by the last status
         self._patient = patient
         self._times = times
         self._until = time.monotonic() + timeout_s
         self._serving_since: float | None = None
-        self._complete = False  # all of them were there once
+        self._complete = False  # all of them have been ready once
         self._missing: dict[str, str] = {}
-        self._said: list[str] = []
-        self._undecided = ""  # why nobody can fold the journal
-        self._telling: asyncio.Task[None] | None = None
+        self._reported: list[str] = []
+        self._undecided = ""  # why no process can fold the journal
+        self._reporting: asyncio.Task[None] | None = None
 
     @property
     def late(self) -> bool:
-        """Whether the time is over that the start may take."""
+        """Whether the start has exceeded its timeout."""
         return time.monotonic() > self._until
 
     def wait_for_decision(self, why: str) -> None:
-        """Give the start all of its time again: it waits for an operator, who is told once why."""
+        """Restart the timeout, because the start waits for an operator. Prints each reason once."""
         self._until = time.monotonic() + self.timeout_s
         if why != self._undecided:
             self._undecided = why
-            warn(f"nothing goes on before you have decided: {why}")
+            warn(f"the start waits for your decision: {why}")
 
     @property
     def there(self) -> str:
-        """How many workers are there, as one says it."""
+        """The number of workers that are ready, in words."""
         total, missing = len(self._names), len(self._missing)
         counted = f"{total - missing} of {total}" if missing else f"{total}"
         spares = f", {self._spares} of them spare" if self._spares else ""
         return f"{counted} worker{'s' if total != 1 else ''}{spares}"
 
     def begin(self) -> None:
-        """Tell from now on who is awaited."""
-        self._telling = asyncio.create_task(self._tell_for_ever(), name="readiness")
+        """Start reporting missing workers."""
+        self._reporting = asyncio.create_task(self._report_periodically(), name="readiness")
 
     def check(self) -> None:
-        """Raise what has ended the telling, if anything has."""
-        if self._telling is not None and self._telling.done():
-            self._telling.result()
+        """Raise the error that ended the reporting, if any."""
+        if self._reporting is not None and self._reporting.done():
+            self._reporting.result()
 
     async def end(self) -> None:
-        """Tell no more."""
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.wait({self._telling})
+        """Stop reporting."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.wait({self._reporting})
 
     async def serves(self) -> bool:
-        """Take in that requests are served. Return whether the fleet is ready: an operator's commands are answered, too."""
+        """Note that requests are served. Return whether the fleet is ready, that is, whether its controller answers too."""
         now = time.monotonic()
         self._serving_since = self._serving_since or now
         status = await self._ask()
         if status is not None:
-            self._take(status)
-            self._said = list(lines(self._missing))
+            self._update(status)
+            self._reported = list(lines(self._missing))
             if status["projector"]["position"] is not None:
                 return True
         return now - self._serving_since > self._times.status_s
 
     async def verdict(self) -> str:
-        """Return who is missing of a fleet that did not get ready in time."""
+        """Return which workers are missing in a fleet that did not become ready in time."""
         await self.look()
-        return "; ".join(lines(self._missing)) or "a worker is there, and no frontend reaches it"
+        return "; ".join(lines(self._missing)) or "a worker is ready, but no frontend reaches it"
 
     async def look(self) -> None:
-        """See who is missing now."""
+        """Update the missing workers from the status."""
         status = await self._ask()
         if status is not None:
-            self._take(status)
+            self._update(status)
         elif not self._missing:
             self._missing = dict.fromkeys(self._names, UNASKED)
 
-    def tell(self) -> None:
-        """Say who is awaited, and that nobody is any longer."""
-        said, self._said = self._said, list(lines(self._missing))
-        if self._said != said or not self.late:
-            for line in self._said:
+    def report(self) -> None:
+        """Print the missing workers, or once that none is missing any more."""
+        before, self._reported = self._reported, list(lines(self._missing))
+        if self._reported != before or not self.late:
+            for line in self._reported:
                 say(line)
-        if said and not self._said:
-            say(f"nobody is awaited any longer: {self.there}")
+        if before and not self._reported:
+            say(f"no longer waiting for any worker: {self.there}")
 
-    def _take(self, status: Mapping[str, Any]) -> None:
+    def _update(self, status: Mapping[str, Any]) -> None:
         outside = self._complete or self.late or (not self._patient and self._serving_since is not None)
         self._missing = absent(self._names, status, outside=outside)
         self.kept = frozenset(worker["id"] for worker in status["workers"] if worker.get("spare"))
         self._complete = self._complete or not self._missing
 
-    async def _tell_for_ever(self) -> None:
+    async def _report_periodically(self) -> None:
         while True:
             await asyncio.sleep(self._times.say_every_s)
             if self._patient or self._serving_since is None:
                 await self.look()
-                self.tell()
+                self.report()

@@ -1,1 +1,1 @@
-"""How `holdfast up` carries out what a planner proposes: it starts workers, and lets others leave in good order."""
+"""Scaling in `holdfast up`: starts and gracefully stops workers as the planner proposes."""

@@ -1,10 +1,10 @@
-"""How many worker processes does a fleet of `up` have? As many as the planner's last proposal says.
+"""Worker scaling in `holdfast up`: applies the planner's latest proposal to the worker processes.
 
     ScaleProposed ─▶ more: start w3, w4 …               ─▶ ScaleApplied
-                  └▶ fewer: SIGTERM, the newest first   ─▶ ScaleApplied; the worker drains, its streams go on, and it leaves
+                  └▶ fewer: SIGTERM, the newest first   ─▶ ScaleApplied; the worker drains (its streams end or move) and exits
 
-No worker gets a name that another one has, or has had since this fleet was started. One worker stays, whatever is proposed.
-Spares are not counted, whoever they are by now; with `--spares auto` there are more or fewer of them with the workers.
+A worker name is never used twice in the life of a fleet. At least one worker stays, whatever is proposed. Spares are not
+counted, even if roles have been swapped; with `--spares auto` their number follows the number of workers.
 """
 
 import argparse
@@ -25,21 +25,20 @@ from events.process import descriptors
 
 SUPERVISOR = "supervisor"
 GRACE = "HOLDFAST_WORKER_GRACE_S"
-GRACE_S = 60.0  # a worker's own, until its streams must have ended or moved
-CLEANUP_S = 15.0  # beyond it, until its process is killed
+GRACE_S = 60.0  # the worker's default: time for its streams to end or move
+CLEANUP_S = 15.0  # time after the grace until the process is killed
 SAYS_MAX = 300  # characters
 NAMED = re.compile(r"([ws])(\d+)")
 
 
 class NotScaled(HoldfastError):
-    """A proposal that this supervisor cannot carry out; the text says why."""
+    """This supervisor cannot carry out a proposal, for the reason in the text."""
 
 
 def change(there: Sequence[str], used: int, after: int) -> tuple[list[int], list[str]]:
-    """Return the numbers of those to start, and the names of those to let go: the newest first, and who was started as a spare
-    last.
+    """Return the numbers of workers to start, and the names of workers to stop: the newest first, those started as spares last.
 
-    `there`: those that are not on their way out; `used`: the highest number that was ever given.
+    `there`: the workers that are not stopping; `used`: the highest number that was ever assigned.
     """
     after = min(after, WORKERS_MAX)
     if after >= len(there):
@@ -53,13 +52,13 @@ def _newest(name: str) -> tuple[bool, int]:
 
 
 def _named(name: str) -> tuple[str, int]:
-    """Return what a worker was started as, and its number; nothing and -1 for a name that is not of ours."""
+    """Return a worker's letter and number; "" and -1 for a name that this module does not assign."""
     found = NAMED.fullmatch(name)
     return (found[1], int(found[2])) if found else ("", -1)
 
 
 class WorkerScaling:
-    """Carries proposals out, the last one last. Times are monotonic seconds."""
+    """Carries out scaling proposals, the latest per model. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -69,30 +68,30 @@ class WorkerScaling:
         start: Callable[[Child], object],
         say: Callable[[ScaleApplied], object],
     ) -> None:
-        """`children`: all processes of the fleet, now and later; `start` is given those to be added to them."""
+        """`children` lists all processes of the fleet; `start` starts a child and adds it to them."""
         self._args, self._directory = args, directory
         self._children, self._start, self._say = children, start, say
-        self._model = ""  # of our workers, once one has joined
+        self._model = ""  # model of the own workers, known once one has joined
         self._used = {"w": -1, "s": -1}
         self._kept: set[str] = set()  # workers that are spares
-        self._known: set[str] = set()  # those of which that is known
+        self._known: set[str] = set()  # workers that are known to be spares or not
         self._wanted: dict[str, Recorded] = {}  # the last proposal, by model
-        self._until: dict[str, float] = {}  # until when a worker that was told to leave may take, by name
+        self._until: dict[str, float] = {}  # deadline of each stopping worker, by name
 
     def begin(self, kept: Iterable[str]) -> None:
-        """Take in who is a spare as the fleet begins to serve: who lost his place before this `up` is one still."""
+        """Set which workers are spares at the start: a worker replaced before this `up` is still one."""
         self._kept |= {*kept}
         self._known |= {child.name for child in self._workers()}
 
     def hear(self, recorded: Recorded) -> None:
-        """Take in an event of the journal."""
+        """Update the state with an event of the journal."""
         fact = recorded.fact
         if isinstance(fact, ScaleProposed) and fact.by == SUPERVISOR:
             self._wanted[fact.model] = recorded
         elif isinstance(fact, WorkerJoined):
             if any(child.name == fact.worker for child in self._workers()):
                 self._model = fact.model
-            letter, number = _named(fact.worker)  # somebody else may have started it
+            letter, number = _named(fact.worker)  # it may have been started elsewhere
             self._used[letter] = max(self._used.get(letter, -1), number)
             if fact.spare and fact.worker not in self._known:
                 self._kept.add(fact.worker)
@@ -110,8 +109,8 @@ class WorkerScaling:
         return [child for child in self._children if child.role == "worker"]
 
     def tend(self, now: float) -> None:
-        """Do what is due: carry the last proposal out, and end who should have left long ago. What is proposed before it is known
-        what our workers serve waits until it is."""
+        """Carry out the latest proposals, and kill workers past their deadline. Proposals wait until the model of the own
+        workers is known."""
         wanted: dict[str, Recorded] = {}
         if self._model or self._cannot:
             wanted, self._wanted = self._wanted, {}
@@ -131,31 +130,31 @@ class WorkerScaling:
                 child.signal(signal.SIGKILL)
 
     def left(self, child: Child, status: int) -> str:
-        """A worker that was told to leave has left: it is no process of the fleet any more. Return what is said of it."""
+        """Remove a stopped worker from the fleet's processes. Return a line for the console."""
         self._until.pop(child.name, None)
         self._kept.discard(child.name)
         self._children.remove(child)
-        return f"{child.name} has left" + (f", with status {shell_status(status)}" if status else "")
+        return f"{child.name} has stopped" + (f", with status {shell_status(status)}" if status else "")
 
     def _carry_out(self, model: str, after: int, now: float) -> str:
-        """Return what was done. Raise NotScaled, another HoldfastError or OSError."""
+        """Scale a model. Return what was done. Raise NotScaled, another HoldfastError or OSError."""
         if self._cannot:
             raise NotScaled(
-                "`holdfast up` starts and stops workers of --engine simulated and transformers only, one in each process: "
-                "give the planner a hook"
+                "`holdfast up` scales only --engine simulated and transformers, with one worker per process: "
+                "configure a hook for the planner"
             )
         if model != self._model:
             raise NotScaled(f"the workers of this `holdfast up` serve {self._model}")
         after = max(1, after)
         kept = [child.name for child in self._workers() if child.restart and child.name in self._kept]
         besides = spares(self._args, after) if self._args.spares == AUTO else len(kept)
-        descriptors.require(after + besides + descriptors.SPARE, "set the planner a lower workers_max")
+        descriptors.require(after + besides + descriptors.SPARE, "set a lower workers_max for the planner")
         serving = [child.name for child in self._workers() if child.restart and child.name not in self._kept]
         done = [self._to("w", serving, after, now), self._to("s", kept, besides, now)]
-        return ", ".join(filter(None, done)) or "there are as many"
+        return ", ".join(filter(None, done)) or "no change needed"
 
     def _to(self, letter: str, there: Sequence[str], after: int, now: float) -> str:
-        """Have so many workers, or spares. Return what was done."""
+        """Scale to `after` workers, or spares. Return what was done."""
         children = {child.name: child for child in self._workers()}
         self._used[letter] = max([self._used[letter], *(_named(n)[1] for n in children if n[0] == letter)])
         more, fewer = change(there, self._used[letter], after)
@@ -166,13 +165,13 @@ class WorkerScaling:
                 self._kept.add(f"s{number}")
             self._start(make(self._args, self._directory, number))
         for name in fewer:
-            self._let_go(children[name], now)
+            self._stop(children[name], now)
         started = [f"{letter}{number}" for number in more]
-        return _said("starts", started) or _said("lets go", fewer)
+        return _phrase("starts", started) or _phrase("stops", fewer)
 
-    def _let_go(self, child: Child, now: float) -> None:
+    def _stop(self, child: Child, now: float) -> None:
         child.restart = False
-        if child.process is None:  # it fell, and has not been started again
+        if child.process is None:  # it has crashed and is not running
             self._children.remove(child)
             return
         self._until[child.name] = now + _grace_s() + CLEANUP_S
@@ -183,9 +182,9 @@ class WorkerScaling:
 def _grace_s() -> float:
     try:
         return float(os.environ.get(GRACE) or GRACE_S)
-    except ValueError:  # the workers refuse to start with it, and say why
+    except ValueError:  # the workers refuse to start with it and report why
         return GRACE_S
 
 
-def _said(verb: str, names: Sequence[str]) -> str:
+def _phrase(verb: str, names: Sequence[str]) -> str:
     return f"{verb} {', '.join(names)}" if names else ""

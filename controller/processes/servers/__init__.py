@@ -1,1 +1,1 @@
-"""The servers of a fleet, broker and database: started and kept alive, or of somebody's own."""
+"""The broker, database and Prometheus of a fleet: embedded and supervised, or external."""

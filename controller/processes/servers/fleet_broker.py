@@ -1,8 +1,8 @@
-"""The broker of a fleet: the embedded one, started, kept alive and told who may do what, or one of the operator's own.
+"""The broker of a fleet: the embedded one with its users and permissions, or an external one.
 
-The embedded one knows a user for each role and for each process of workers, by nkeys whose seeds lie in DIR/secrets/nats. Who
-joins later puts his own there, and is let in a moment later. What the broker refuses anybody is told, on the console and on the
-journal. A broker of one's own has the users that its operator gave it.
+The embedded broker has a user for each role and for each process of workers, authenticated by nkeys; their seeds are in
+DIR/secrets/nats. A process that joins later puts its own seed there and is admitted a moment later. Refusals of the broker are
+reported on the console and on the journal. An external broker has the users that its operator configured.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ LOOK_EVERY_S = 2.0
 
 
 class FleetBroker:
-    """One fleet's broker. `url` is known once it has begun: each process finds in it as whom it comes."""
+    """One fleet's broker. `url` is set once it has started; each process derives its own user from it."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class FleetBroker:
 
     @property
     def log(self) -> Path | None:
-        """The embedded server's log; None where there is none."""
+        """The log of the embedded server; None if there is none."""
         return self._server.log
 
     async def begin(self, processes: Iterable[str]) -> None:
-        """Start the embedded server with users for all roles and for these processes of workers, or make sure that the other
-        one answers. Raise ServerFailed, Unreachable, BadSetting or OSError."""
+        """Start the embedded server with users for all roles and for these worker processes, or check that the external one
+        answers. Raise ServerFailed, Unreachable, BadSetting or OSError."""
         if not self._embedded:
             await reachable(self.url)
             return
@@ -63,17 +63,17 @@ class FleetBroker:
         self.url = with_keys((await self._server.begin()).url, self._users.folder)
 
     def admit(self, process: str) -> None:
-        """Let one more process of workers in, before it is started. Raise OSError or what `written` raises."""
+        """Create the user of one more worker process, before it starts. Raise OSError or what `written` raises."""
         if self._embedded:
             self._users.make((process,))
-            self._let_in()
+            self._reload_users()
 
     def hear(self, fact: Fact) -> None:
-        """Withdraw the broker account of a sender that is to be ejected. Its successor gets a new seed with `admit`."""
+        """Withdraw the account of a sender that is to be ejected. Its successor gets a new seed through `admit`."""
         if self._embedded and isinstance(fact, IntrusionRefused) and fact.eject and workers_of(fact.who):
             for user in self._users.withdraw(fact.who, fact.worker):
-                warn(f"{user} is shut out of the broker: it tried to {fact.tried}")
-            self._let_in()
+                warn(f"withdrew the broker account of {user}: it tried to {fact.tried}")
+            self._reload_users()
 
     async def _start(self, port: int) -> EmbeddedServer:
         return await start_nats(
@@ -83,34 +83,34 @@ class FleetBroker:
     def _began(self, server: EmbeddedServer) -> None:
         self._running = server
         with contextlib.suppress(OSError):
-            self._log.news(server)  # what is refused from now on is told, however late the first look comes
+            self._log.news(server)  # refusals are reported from here on
         self._users.admitted()
         self._present(server)
 
     def check(self) -> None:
-        """Let in who has come since the last look, and tell of those who were refused. Raise what has ended the looking
-        after, if anything has."""
+        """Admit users that were added since the last call, and report refusals. Raise the error that ended the supervision of
+        the server, if any."""
         self._server.check()
         if self._running is None or not self._running.running:
             return
-        self._let_in()
+        self._reload_users()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY_S
-            self._tell_refusals(self._running)
+            self._report_refusals(self._running)
 
-    def _let_in(self) -> None:
-        """Let in whoever has come since the last look."""
+    def _reload_users(self) -> None:
+        """Reload the server's configuration if users have changed."""
         if self._running is not None and self._users.changed():
             reload_users(self._running, self._users.written())
             self._users.admitted()
 
-    def _tell_refusals(self, server: EmbeddedServer) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the log stays
-            if REFUSAL in (said := self._log.news(server)):
-                for one in refusals(said, self._users.who()):
-                    warn(f"the broker has refused {one.who} {one.times} times, first: to {one.tried}")
+    def _report_refusals(self, server: EmbeddedServer) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the next call reads the log again
+            if REFUSAL in (news := self._log.news(server)):
+                for one in refusals(news, self._users.who()):
+                    warn(f"the broker refused {one.who} {one.times} times; first attempt: to {one.tried}")
                     self._tell(IntrusionRefused(who=one.who, tried=one.tried, times=one.times))
 
     async def stop(self) -> None:
-        """Stop the embedded server in order."""
+        """Stop the embedded server gracefully."""
         await self._server.stop()

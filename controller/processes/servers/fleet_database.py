@@ -1,10 +1,10 @@
-"""The database of a fleet: the embedded one, started and kept alive, or one of the operator's own; and who gets which URL.
+"""The database of a fleet, embedded or external, and the URL that each process gets.
 
-    owner    migrations and rebuilds: no process that stays has it
+    owner    migrations and rebuilds; no long-running process has it
     writer   the projector
     reader   controllers and frontends; `holdfast database reader` prints it
 
-A database of one's own has the one account that its URL names, for everything.
+An external database has one account for everything: the one in its URL.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ class FleetDatabase:
 
     @property
     def log(self) -> Path | None:
-        """The embedded server's log; None where there is none."""
+        """The log of the embedded server; None if there is none."""
         return self._server.log
 
     async def begin(self) -> None:
-        """Start the embedded server, if that is the one. Raise ServerFailed."""
+        """Start the embedded server, unless the database is external. Raise ServerFailed."""
         if self.embedded:
             server = await self._server.begin()
             assert self._accounts is not None
@@ -52,50 +52,54 @@ class FleetDatabase:
         return await start_postgres(self._directory.postgres, port=port, accounts=self._accounts)
 
     def known(self) -> dict[str, str]:
-        """Return what the fleet's other commands are told: how to read it, and how to make it anew."""
+        """Return the URLs for the fleet's other commands: one to read, one to rebuild."""
         return {"database_url": self.urls.reader, "database_owner_url": self.urls.owner}
 
     def environment(self, role: str) -> dict[str, str]:
-        """Return what a process of a role is told. What it is not told it does not inherit from us either."""
-        told = {
+        """Return the environment of a role's process. An empty value keeps it from inheriting ours."""
+        url_of = {
             "projector": self.urls.writer,
             **dict.fromkeys(("controller", "frontend", "planner"), self.urls.reader),
         }
-        return {VARIABLE: told.get(role, "")}
+        return {VARIABLE: url_of.get(role, "")}
 
     async def migrate(self) -> tuple[int, str] | None:
-        """Bring the schema up to date, in a process of its own: its imports are not wanted here. Return how far it has folded
-        the journal, as a stream sequence and the ce-id of that event; None: not at all. Raise HoldfastError."""
+        """Migrate the schema in a child process, to keep its imports out of this one. Raise HoldfastError.
+
+        Return the last event that the database has folded, as a stream sequence and ce-id; None if there is none."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, VARIABLE: self.urls.owner},  # `ps` shows arguments to everybody
+            env={
+                **os.environ,
+                VARIABLE: self.urls.owner,
+            },  # not an argument, which `ps` would show to all users
             preexec_fn=die_with(os.getpid()),
         )
         try:
-            said, words = await process.communicate()  # it has its own deadline
+            output, errors = await process.communicate()  # the child has its own deadline
         finally:
-            if process.returncode is None:  # nobody waits for it any more
+            if process.returncode is None:  # cancelled: no caller waits for it
                 process.kill()
         if process.returncode:
             raise HoldfastError(
-                words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
+                errors.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
             )
-        place = json.loads(said.decode().strip().splitlines()[-1])
+        place = json.loads(output.decode().strip().splitlines()[-1])
         return (place[0], place[1]) if place else None
 
     async def put_aside(self, name: str) -> None:
-        """Give the schema another name: its rows stay to be read, and a fresh one takes its place. Raise HoldfastError."""
+        """Rename the schema, so that its rows stay readable, and create a new one. Raise HoldfastError."""
         from controller.adapters.postgres.aside import rename
 
         await rename(self.urls.owner, name)
         await self.migrate()
 
     def check(self) -> None:
-        """Raise what has ended the looking after, if anything has."""
+        """Raise the error that ended the supervision of the server, if any."""
         self._server.check()
 
     async def stop(self) -> None:
-        """Stop the embedded server in order."""
+        """Stop the embedded server gracefully."""
         await self._server.stop()

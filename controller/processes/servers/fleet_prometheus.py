@@ -1,7 +1,7 @@
-"""The Prometheus of `holdfast up --observability`: it measures every process of the fleet, and knows the alerts.
+"""The Prometheus of `holdfast up --observability`: scrapes every process and loads alert rules.
 
-It reads from a file where they are, which is written anew as they come and go. A fleet does without it: that it cannot be had,
-or does not start, is said, and ends nothing.
+It reads the targets from a file that is rewritten when processes start or stop. The fleet does not depend on it: if it is not
+installed or does not start, that is reported and has no other effect.
 """
 
 import json
@@ -21,7 +21,7 @@ WRITE_EVERY_S = 2.0
 
 
 class FleetPrometheus:
-    """One fleet's."""
+    """The Prometheus server of one fleet."""
 
     def __init__(self, data: Path, announce: Callable[[EmbeddedServer], None]) -> None:
         self._data = data
@@ -34,20 +34,20 @@ class FleetPrometheus:
 
     @property
     def log(self) -> Path | None:
-        """The log that it writes; None where it does not run."""
+        """The log of the server; None if it does not run."""
         return self._server.log
 
     async def begin(self) -> None:
-        """Start it, and look after it from now on. Where that cannot be, say so."""
+        """Start the server and supervise it from now on. Report a failure on the console."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write()
             server = await self._server.begin()
         except (HoldfastError, OSError) as error:
-            return warn(f"nothing measures the fleet: {error}")
+            return warn(f"Prometheus is not running: {error}")
         self._begun = True
         say(
-            f"  Prometheus at {server.url}{'' if alert_rules() else ' (without alerts: they are in the source tree)'}"
+            f"  Prometheus at {server.url}{'' if alert_rules() else ' (without alert rules, which are only in the source tree)'}"
         )
 
     async def _start(self, port: int) -> EmbeddedServer:
@@ -55,7 +55,7 @@ class FleetPrometheus:
         return await start_prometheus(self._folder, config, port=port)
 
     def tend(self) -> None:
-        """Tell it who is there now. Raise what has ended the looking after it."""
+        """Update its targets. Raise the error that ended its supervision."""
         if not self._begun:
             return
         self._server.check()
@@ -63,7 +63,7 @@ class FleetPrometheus:
             try:
                 self._write()
             except OSError as error:
-                warn(f"{self._targets} cannot be written: {error.strerror}")
+                warn(f"cannot write {self._targets}: {error.strerror}")
 
     def _write(self) -> None:
         self._write_at = time.monotonic() + WRITE_EVERY_S
@@ -76,5 +76,5 @@ class FleetPrometheus:
         self._written = groups
 
     async def stop(self) -> None:
-        """Stop it in order."""
+        """Stop the server gracefully."""
         await self._server.stop()

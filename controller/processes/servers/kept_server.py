@@ -1,7 +1,7 @@
-"""The broker or the database of a fleet, started again on its port whenever it ends, for as long as that takes.
+"""Supervises an embedded server (broker, database, Prometheus): restarts it whenever it ends.
 
-A fleet serves without them, so one that cannot come back (a full disk, a stolen port) is said and tried again; it
-never ends the fleet, and never keeps anybody from looking after the rest.
+The fleet keeps serving without these servers. One that cannot be restarted (full disk, port taken) is reported and retried; it
+never ends the fleet, and never blocks the supervision of the rest.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ from controller.processes.console import warn
 from events.errors import HoldfastError
 
 Start = Callable[[int], Coroutine[Any, Any, EmbeddedServer]]
-"""Starts the server on a port; 0: any."""
+"""Starts the server on a port; 0: any free port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingPolicy:
-    """How often a server is looked at, and how soon it is started again. Seconds."""
+    """Intervals of checks and restarts, in seconds."""
 
     look_s: float = 0.05
-    looks_per_checkup: int = 40  # every so many looks, one that runs is asked whether it is stuck
-    wait_min_s: float = 0.2  # between two attempts to start it; twice as long after each that fails
+    looks_per_checkup: int = 40  # a running server is checked for being stuck once per this many looks
+    wait_min_s: float = 0.2  # delay between two attempts to start it; doubles after each failure
     wait_max_s: float = 10.0
 
 
 class KeptServer:
-    """One embedded server, over all of its lives."""
+    """One embedded server across restarts."""
 
     def __init__(
         self,
@@ -41,25 +41,25 @@ class KeptServer:
     ) -> None:
         self._policy = policy
         self._start = start
-        self._stuck = stuck  # it runs, and only a new start helps
-        self._announce = announce  # called at the beginning of each life
+        self._stuck = stuck  # whether it runs but only a restart helps
+        self._announce = announce  # called after each start
         self._server: EmbeddedServer | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     @property
     def log(self) -> Path | None:
-        """The log that it writes; None before it was started."""
+        """The log of the server; None before its first start."""
         return self._server.log if self._server is not None else None
 
     async def begin(self) -> EmbeddedServer:
-        """Start it for the first time, and look after it from now on. Raise ServerFailed."""
+        """Start the server for the first time, and supervise it from now on. Raise ServerFailed."""
         server = self._server = await self._start(0)
         self._announce(server)
         self._keeping = asyncio.create_task(self._keep(server), name=f"keep-{server.role}")
         return server
 
     def check(self) -> None:
-        """Raise what has ended the looking after, if anything has."""
+        """Raise the error that ended the supervision, if any."""
         if self._keeping is not None and self._keeping.done():
             self._keeping.result()
 
@@ -70,7 +70,7 @@ class KeptServer:
             self._announce(server)
 
     async def _end_of(self, server: EmbeddedServer) -> None:
-        """Wait until it has ended, or end it because only that helps."""
+        """Wait until the server has ended, or stop it if it is stuck."""
         for look in itertools.count(1):
             await asyncio.sleep(self._policy.look_s)
             if not server.running:
@@ -81,20 +81,20 @@ class KeptServer:
                 return None
 
     async def _again(self, server: EmbeddedServer) -> EmbeddedServer:
-        """Start it on its old port, which the kernel may take a moment to give back."""
+        """Start the server on its old port, which the kernel may free only after a moment."""
         wait_s, failures = self._policy.wait_min_s, 0
         while True:
             try:
                 return await self._start(server.port)
             except (HoldfastError, OSError) as error:
                 failures += 1
-                if failures > 1:  # the first may only be the port
+                if failures > 1:  # the first failure may only be the port
                     warn(f"{server.role} does not start: {error}")
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2, self._policy.wait_max_s)
 
     async def stop(self) -> None:
-        """Stop it in order."""
+        """Stop the server gracefully."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait({self._keeping})

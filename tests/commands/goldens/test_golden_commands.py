@@ -1,4 +1,4 @@
-"""`holdfast golden` as an operator types it, on a fleet of one worker: approve, list, export, retire, import."""
+"""`holdfast golden` on a fleet of one worker: approve, list, export, retire and import."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ async def typed(fleet: DemoFleet, *arguments: str) -> tuple[int, str]:
 
 
 async def listed(fleet: DemoFleet, wanted: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-    """Return the goldens once the projection shows what is wanted."""
+    """Return the goldens once the projection satisfies `wanted`."""
     for _ in range(60):
         _, text = await typed(fleet, "list", "-o", "json")
         found: list[dict[str, Any]] = json.loads(text)
@@ -49,8 +49,8 @@ async def test_goldens_are_approved_exported_retired_and_imported_and_each_step_
     fleet: DemoFleet, tmp_path: Path
 ) -> None:
     await listed(fleet, all_of("provisional"))
-    code, said = await typed(fleet, "approve", "--model", "sim")
-    assert (code, "become agreed" in said) == (0, True)
+    code, output = await typed(fleet, "approve", "--model", "sim")
+    assert (code, "become agreed" in output) == (0, True)
     agreed = await listed(fleet, all_of("agreed"))
     assert all(one["by"][0].startswith("operator") and one["by"][1:] == ["w0"] for one in agreed)
     assert all(one["since"] for one in agreed)
@@ -65,15 +65,15 @@ async def test_goldens_are_approved_exported_retired_and_imported_and_each_step_
     first = exported[0]["canary"]
     assert (await typed(fleet, "retire", "--model", "sim", "--canary", first))[0] == 0
     await listed(fleet, lambda found: {one["status"] for one in found} > {"agreed"})
-    code, said = await typed(fleet, "import", str(path))
-    assert (code, first in said) == (0, True)
+    code, output = await typed(fleet, "import", str(path))
+    assert (code, first in output) == (0, True)
     assert await listed(fleet, all_of("agreed"))
 
-    code, said = await typed(fleet, "approve", "--model", "sim")
-    assert (code, "no provisional golden" in said) == (1, True)
+    code, output = await typed(fleet, "approve", "--model", "sim")
+    assert (code, "no provisional golden" in output) == (1, True)
     path.write_text(path.read_text().replace('"tokens": [', '"tokens": [-1, ', 1))
-    code, said = await typed(fleet, "import", str(path))
-    assert (code, "goldens[0].tokens[0]" in said) == (1, True)
+    code, output = await typed(fleet, "import", str(path))
+    assert (code, "goldens[0].tokens[0]" in output) == (1, True)
 
     facts = [event.fact for event in await fleet.events()]
     requests = [fact for fact in facts if isinstance(fact, GoldenRequested)]
