@@ -14,7 +14,7 @@ from grafana.boards.common import OURS
 
 OBJECTIVE = 0.999  # share of requests that must not fail by the fleet's fault
 FIRST_TOKEN_LE = "2.2"  # seconds; a bucket of the histogram
-BURNS = (("1h", "5m", 14.4, "critical"), ("6h", "30m", 6.0, "warning"))  # long window, short window, burn rate, severity
+BURNS = (("1h", "5m", 14.4, "critical"), ("6h", "30m", 6.0, "warning"))  # windows, burn rate, severity
 WRONG = 'reason=~"token_mismatch|logit_drift|non_finite"'
 REQUESTS, FIRST = "dynamo_frontend_requests_total", "dynamo_frontend_time_to_first_token_seconds"
 DAY_S, DISK_BYTES_MIN = 86_400, 1 << 30

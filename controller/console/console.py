@@ -52,7 +52,7 @@ class Console:
         self._memory = FlowMemory()
         self._picture = FleetPicture(self._memory)
         self._first: int | None = None  # sequence of the first event that this console received
-        self._heard: tuple[datetime, float] | None = None  # time of the last event by the stream, and by the monotonic clock here
+        self._heard: tuple[datetime, float] | None = None  # of the last event: stream time, own clock
         self._loaded_earlier = False
         self._feed = ConsoleFeed(self._take, self._times, self._begin)
         self._endpoints = ConsoleEndpoints(

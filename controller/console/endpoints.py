@@ -172,7 +172,9 @@ class ConsoleEndpoints:
             log.info("console_action_failed", verb=action.verb, worker=action.worker, by=by, why=str(error))
             return _error(409, str(error))
         except TimeoutError:
-            return _error(504, f"no controller reported within {ACT_S:g} s whether it was done; the events show it")
+            return _error(
+                504, f"no controller reported within {ACT_S:g} s whether it was done; see the events"
+            )
         log.info("console_action", verb=action.verb, worker=action.worker, by=by)
         return web.json_response({"says": result}, headers=COMMON)
 

@@ -56,7 +56,7 @@ class FleetPicture:
         self._workers: dict[str, tuple[Worker, WorkerShown, WorkerRow]] = {}
         self._rows: dict[str, WorkerRow] = {}
         self._told: dict[int, tuple[EventTold, int, EventRow]] = {}  # by sequence
-        self._of: tuple[object, object] | None = None  # the workers and awaited workers that the rows describe
+        self._of: tuple[object, object] | None = None  # the workers that the rows describe
         self._shares: dict[str, float] = {}  # by model; "" for the whole fleet
 
     def taken(self, moment: FleetMoment) -> Sections:

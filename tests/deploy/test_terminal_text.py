@@ -57,7 +57,9 @@ def test_control_characters_are_shown_as_text() -> None:
 def test_events_and_timeline_show_names_and_reasons_as_text() -> None:
     for text in (line(EVENT), event_line(EVENT, "text"), event_line(EVENT, "json")):
         assert clean(text) and "u001b" in text
-    assert json.loads(event_line(EVENT, "json"))["body"]["reason"] == EVIL, "the decoded JSON has the original text"
+    assert json.loads(event_line(EVENT, "json"))["body"]["reason"] == EVIL, (
+        "the decoded JSON has the original text"
+    )
 
 
 def test_status_shows_names_and_reasons_as_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +123,14 @@ def test_the_demo_shows_names_and_reasons_as_text() -> None:
 def test_plan_shows_the_planners_answer_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"model": EVIL, "workers": 1, "proposed": 2, "why": EVIL, "held": EVIL, "lost": 0, "set_by_operator": None,
              "forecast": None, "minutes_known": 1}  # fmt: skip
-    answer = {"planner": EVIL, "mode": EVIL, "waits": EVIL, "at": EVIL, "position": 1, "projection_age_s": None}
+    answer = {
+        "planner": EVIL,
+        "mode": EVIL,
+        "waits": EVIL,
+        "at": EVIL,
+        "position": 1,
+        "projection_age_s": None,
+    }
 
     class Planner(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -140,7 +149,9 @@ def test_plan_shows_the_planners_answer_as_text(tmp_path: Path, capsys: pytest.C
     assert clean(out) and out.count("u001b") > 3
 
 
-def test_errors_of_drawing_commands_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_drawing_commands_are_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--data", str(tmp_path / EVIL)]) == 1
     err = capsys.readouterr().err
     assert clean(err) and "u001b" in err

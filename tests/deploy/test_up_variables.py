@@ -36,7 +36,9 @@ def test_a_variable_overrides_the_default_and_a_flag_overrides_both(
     assert str(getattr(parsed(flag, given), name)) == given
 
 
-def test_frontends_listen_on_the_address_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frontends_listen_on_the_address_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLDFAST_FRONTEND__HOST", "127.0.0.9")
     monkeypatch.setenv("HOLDFAST_CONTROLLER__CHAOS", "true")
     args = parsed()
