@@ -143,7 +143,7 @@ def _growth(journal: dict[str, Any]) -> str:
     )
     if journal["first_seq"] > 1:
         left = ", full"
-    return f"{most}, {_size(journal['bytes_a_day'])} per day{left}"
+    return f"{most}, {_size(journal['bytes_a_day'])} a day{left}"
 
 
 def _size(count: float) -> str:

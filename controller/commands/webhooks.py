@@ -193,7 +193,7 @@ async def _sent_again(args: argparse.Namespace) -> int:
             if is_away(answer.status):
                 print("the receiver is unavailable: the remaining events are not sent")
                 break
-    print(f"{accepted} accepted, {kept} not taken")
+    print(f"{accepted} accepted, {kept} not accepted")
     return 1 if kept else 0
 
 

@@ -83,7 +83,7 @@ async def test_a_planner_of_its_own_reads_the_database_and_calls_the_command(
         "model": "llama", "before": 3, "after": 5, "why": "operator", "proposal": proposed.id, "planner": "planner",
         "secrets": [],
     }  # fmt: skip
-    assert shown.returncode == 0 and "an operator wants 5" in shown.stdout, shown.stderr
+    assert shown.returncode == 0 and "an operator has set 5" in shown.stdout, shown.stderr
 
 
 @pytest.mark.parametrize(

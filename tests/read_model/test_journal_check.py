@@ -54,7 +54,9 @@ async def test_a_journal_that_was_lost_is_refused_until_it_is_accepted(
     await journal.close()
     await delete_stream(nats_url)
     for _ in range(2):  # nor was one made by the first attempt
-        with pytest.raises(JournalLost, match=r"the stream is missing, although its event 3 .*--accept-journal"):
+        with pytest.raises(
+            JournalLost, match=r"the stream is missing, although its event 3 .*--accept-journal"
+        ):
             await open_journal(nats_url, tmp_path / "spool")
     await accept(
         nats_url, tmp_path / "spool", FleetDatabase(FleetDir(tmp_path), "", lambda server: None), None

@@ -40,7 +40,7 @@ async def test_size_growth_and_the_days_until_the_limit(
 ) -> None:
     stored = await told(JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB / 4), tmp_path)
     assert stored["journal"]["days_left"] == 32.0 and stored["journal"]["fault"] is None
-    assert "900 events, 2.0 GiB of 10.0 GiB, 256.0 MiB per day, room for 32 days" in printed(stored, capsys)
+    assert "900 events, 2.0 GiB of 10.0 GiB, 256.0 MiB a day, room for 32 days" in printed(stored, capsys)
 
 
 async def test_where_the_oldest_events_go_it_says_which_are_left(
@@ -49,7 +49,7 @@ async def test_where_the_oldest_events_go_it_says_which_are_left(
     full = JournalUsage(501, 900, 2 * GIB, 2 * GIB, GIB / 4, timedelta(days=30))
     stored = await told(full, tmp_path)
     assert stored["journal"]["age_max_s"] == 30 * 86_400
-    assert "events 501 to 900, 2.0 GiB of 2.0 GiB, 256.0 MiB per day, full\n" in printed(stored, capsys)
+    assert "events 501 to 900, 2.0 GiB of 2.0 GiB, 256.0 MiB a day, full\n" in printed(stored, capsys)
 
 
 async def test_without_a_limit_the_disk_is_one_where_it_is_ours(
@@ -57,11 +57,11 @@ async def test_without_a_limit_the_disk_is_one_where_it_is_ours(
 ) -> None:
     elsewhere = await told(JournalUsage(1, 900, 2048, None, 1.0), tmp_path)
     assert elsewhere["journal"]["days_left"] is None
-    assert "900 events, 2.0 KiB, 1 B per day\n" in printed(elsewhere, capsys)
+    assert "900 events, 2.0 KiB, 1 B a day\n" in printed(elsewhere, capsys)
     (tmp_path / "nats").mkdir()
     here = await told(JournalUsage(1, 900, 2048, None, 1.0), tmp_path)
     assert here["journal"]["days_left"] > 1_000
-    assert "1 B per day, room for years" in printed(here, capsys)
+    assert "1 B a day, room for years" in printed(here, capsys)
     young = await told(JournalUsage(1, 900, 2048, None, None), tmp_path)
     assert young["journal"]["days_left"] is None
     assert "2.0 KiB, growth not known yet" in printed(young, capsys)

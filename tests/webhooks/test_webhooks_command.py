@@ -22,7 +22,9 @@ async def test_a_sample_is_sent_and_what_came_back_is_printed(tmp_path: Path) ->
     async with receiving(202, 403) as receiver:
         good = await typed("test", f"{receiver.url}/a", "--secret-file", str(secret))
         bad = await typed("test", f"{receiver.url}/a", "--template", "slack")
-    assert good.returncode == 0 and re.search(r"answer  202, after \d+ ms: accepted", good.stdout), good.stderr
+    assert good.returncode == 0 and re.search(r"answer  202, after \d+ ms: accepted", good.stdout), (
+        good.stderr
+    )
     assert bad.returncode == 1 and "403" in bad.stdout and "says    as you wish" in bad.stdout
     first, second = receiver.all
     assert Verifier(KEY).verify(first.body, first.headers)["type"] == "holdfast.incident_opened"
