@@ -321,7 +321,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             events = await fleet.events()
             found = report(walk, events, began, ended, back_s)
             said = fleet.log.read_text(errors="replace")
-            found["ended by sentence"] = said.count("the fleet holds ")
+            found["ended by sentence"] = said.count(" was declared dead (")
             if args.keep:
                 keep(args.keep, fleet, found, walk, events)
             return found
