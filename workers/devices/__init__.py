@@ -1,1 +1,1 @@
-"""The accelerators under a worker: NVML, Xids, and what they mean."""
+"""The accelerators of a worker: NVML, Xids, and the faults derived from them."""

@@ -1,4 +1,4 @@
-"""Which GPUs are this worker's: those it was told, or those that its processes compute on."""
+"""Selects a worker's GPUs: the configured ones, or those that its processes compute on."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -8,7 +8,7 @@ from workers.devices.nvml import Device
 
 
 class UnknownGpus(HoldfastError):
-    """A worker was told of GPUs that this host does not have, or has lost: whoever starts it may try again."""
+    """Some configured GPUs do not exist on this host, or are lost. Starting again may succeed."""
 
 
 def parse(gpus: str) -> tuple[str, ...]:
@@ -16,14 +16,14 @@ def parse(gpus: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in gpus.split(",")) if gpus.strip() else ()
     for name in names:
         if not (name.isdecimal() or name.startswith("GPU-")):
-            raise ValueError(f"{name!r} is neither the index of a GPU nor a UUID (GPU-...)")
+            raise ValueError(f"{name!r} is neither a GPU index nor a UUID (GPU-...)")
     if len(set(names)) != len(names):
-        raise ValueError("a GPU is named twice")
+        raise ValueError("a GPU is listed twice")
     return names
 
 
 def told(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Return the UUIDs of the named GPUs. A prefix of a UUID will do. Raise UnknownGpus for those that are not there."""
+    """Return the UUIDs of the named GPUs; an unambiguous UUID prefix is enough. Raise UnknownGpus for those not found."""
     found: list[str] = []
     missing: list[str] = []
     for name in names:
@@ -45,12 +45,12 @@ def used(users: Mapping[str, Collection[int]], own: Collection[int]) -> tuple[st
 
 
 def own_pids() -> frozenset[int]:
-    """Return this process and all below it."""
+    """Return the pids of this process and all its descendants."""
     return family(os.getpid())
 
 
 def family(pid: int) -> frozenset[int]:
-    """Return a process and all below it; nothing if it is gone."""
+    """Return the pids of a process and all its descendants; empty if it has ended."""
     import psutil
 
     try:

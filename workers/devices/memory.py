@@ -1,7 +1,7 @@
-"""What stood against the GPUs of a worker when its last watch ended, in a file of the host that they are in.
+"""Stores the active GPU faults of a worker in a file on the GPUs' host, for the next watch.
 
-A GPU is reset only when nobody reads it: the watch that said a fault has ended by then, and its successor must know of
-it to say that it is over.
+A GPU can be reset only while no process reads it. By then the watch that reported a fault has ended, and its successor must
+know the fault to report its end.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +17,13 @@ log = structlog.get_logger(__name__)
 
 
 class Memory:
-    """The file of one watch. It holds what stands, and is not there while nothing does."""
+    """The file of one watch. It lists the active faults, and does not exist while there are none."""
 
     def __init__(self, data: Path, name: str) -> None:
         self._path = data / "devices" / f"{token(name)}.json"
 
     def recall(self) -> dict[str, list[FaultChange]]:
-        """Return what stood, by device. A file that cannot be read is as none."""
+        """Return the stored faults by device. An unreadable file counts as empty."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=dict[str, list[FaultChange]])
         except FileNotFoundError:
@@ -33,7 +33,7 @@ class Memory:
             return {}
 
     def keep(self, standing: Mapping[str, Iterable[FaultChange]]) -> None:
-        """Keep what stands now. A disk that takes nothing costs only this."""
+        """Store the active faults. If the disk cannot be written, only this memory is lost."""
         faults = {device: found for device, changes in standing.items() if (found := list(changes))}
         try:
             if not faults:
@@ -42,6 +42,6 @@ class Memory:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh = self._path.with_suffix(".tmp")
             fresh.write_bytes(msgspec.json.encode(faults))
-            fresh.replace(self._path)  # whole or not at all
+            fresh.replace(self._path)  # atomic replacement
         except OSError as error:
             log.warning("device_memory_unwritable", path=str(self._path), error=str(error))

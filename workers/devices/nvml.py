@@ -1,7 +1,10 @@
-"""NVML, the driver's own interface, with every failing call a value: None where a device cannot say, `lost` where it is gone.
+"""NVML, the driver's own interface. A failing call becomes a value: None or `lost`.
 
-The module `pynvml` (nvidia-ml-py) is imported only where the driver's library is: it takes 4 MB and 20 ms. Drivers and
-its versions differ in what they have: what is asked for is named, and what is not there is as what a device cannot say.
+None: the device does not report the value. `lost`: the device is gone.
+
+The module `pynvml` (nvidia-ml-py) is imported only if the driver's library is present: it takes 4 MB and 20 ms. Drivers and
+versions of `pynvml` differ in the calls that they support. Calls are therefore looked up by name, and a missing one counts as
+a value that the device does not report.
 """
 
 import contextlib
@@ -16,25 +19,25 @@ from workers.devices.faults import DeviceReading
 
 LIBRARY = "libnvidia-ml.so.1"
 LOST = (1, 9, 15, 16, 28)  # uninitialised, driver not loaded, GPU is lost, reset required, GPU not found
-MUTE = (
+UNSPECIFIC_ERRORS = (
     10,
     11,
     17,
     999,
-)  # timeout, interrupts, operating system, unknown: some drivers say no more of a GPU that is gone
+)  # timeout, interrupts, operating system, unknown: all that some drivers report for a lost GPU
 TIMEOUT = 10
-MISSED_MAX = 64  # Xids kept until somebody waits again
+PENDING_XIDS_MAX = 64  # number of Xids kept until the next wait
 REPLAY, RECOVERY = 0, 1  # NVLink error counters
 REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 TEMPERATURE = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
 PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-WIDE = (2, 3)  # types of a field's value: unsigned long, unsigned long long
+WIDE_TYPES = (2, 3)  # types of a field's value: unsigned long, unsigned long long
 LINK_ERRORS = ("NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS", "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_ERRORS")
-"""Of NVLink 5 (Blackwell), which has no replay and recovery counters."""
+"""Counters of NVLink 5 (Blackwell), which has no replay and recovery counters."""
 
 
 class NoDriver(HoldfastError):
-    """There is no NVIDIA driver here, or it cannot be used: devices are not watched."""
+    """This host has no usable NVIDIA driver: devices are not watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +54,34 @@ class _Lost(Exception):
 
 
 class Nvml:
-    """One session with the driver. Used by one thread. Raise NoDriver if there is none."""
+    """One session with the driver, used by one thread. Raise NoDriver if there is none."""
 
     def __init__(self) -> None:
         try:
             ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise NoDriver(f"no NVIDIA driver here: {LIBRARY} cannot be loaded") from error
+            raise NoDriver(f"no NVIDIA driver on this host: cannot load {LIBRARY}") from error
         import pynvml
 
         self._api: Any = pynvml
         self._handles: dict[str, Any] = {}
-        self._names: dict[int, str] = {}  # by the handle's address, as events name their device
+        self._names: dict[int, str] = {}  # by handle address, which is how events identify their device
         self._events: Any = None
-        self._missed: deque[tuple[str, int]] = deque()  # Xids that came while nobody waited
-        self._mute = False  # a question of this reading met an error that says nothing
+        self._pending_xids: deque[tuple[str, int]] = (
+            deque()
+        )  # Xids that arrived while no call waited for them
+        self._unspecific_error = (
+            False  # a call of this reading failed with one of the UNSPECIFIC_ERRORS errors
+        )
         self.devices: tuple[Device, ...] = ()
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise NoDriver(f"the NVIDIA driver cannot be used: {error}") from error
+            raise NoDriver(f"cannot use the NVIDIA driver: {error}") from error
         self._find()
 
     def _find(self) -> None:
-        """Take what devices there are. One that does not even say its name is not listed."""
+        """Find the devices of this host. A device without a readable UUID is not listed."""
         found = []
         for index in range(self._or_none(self._api.nvmlDeviceGetCount) or 0):
             handle = self._or_none(self._api.nvmlDeviceGetHandleByIndex, index)
@@ -88,7 +95,7 @@ class Nvml:
         self.devices = (*found, *(device for device in self.devices if device.uuid not in known))
 
     def reopen(self) -> None:
-        """Begin anew with the driver: a GPU that was reset, or whose driver was loaded again, is found only so."""
+        """Open a new session with the driver: the only way to find a GPU that was reset, or a reloaded driver's GPUs."""
         self.close()
         self._handles, self._names = {}, {}
         try:
@@ -103,14 +110,14 @@ class Nvml:
         self._or_none(self._api.nvmlShutdown)
 
     def listen(self, uuids: Collection[str]) -> bool:
-        """Ask for the Xids of these devices, and of no others; return whether there is anything to wait for."""
+        """Subscribe to the Xids of these devices only; return whether there is anything to wait for."""
         events = self._or_none(self._api.nvmlEventSetCreate)
-        heard = [uuid for uuid in uuids if events is not None and self._register(uuid, events)]
+        registered = [uuid for uuid in uuids if events is not None and self._register(uuid, events)]
         self._end_events()
         self._events = events
-        if not heard:
+        if not registered:
             self._end_events()
-        return bool(heard or self._missed)
+        return bool(registered or self._pending_xids)
 
     def _register(self, uuid: str, events: Any) -> bool:
         try:
@@ -121,22 +128,25 @@ class Nvml:
         return True
 
     def _end_events(self) -> None:
-        """Wait for Xids no longer, after those that have come are taken."""
+        """Stop waiting for Xids, after storing those that have arrived."""
         if self._events is None:
             return
         with contextlib.suppress(NoDriver):
-            while len(self._missed) < MISSED_MAX and (xid := self._next(0)) is not None:
-                self._missed.append(xid)
+            while len(self._pending_xids) < PENDING_XIDS_MAX and (xid := self._next(0)) is not None:
+                self._pending_xids.append(xid)
         self._or_none(self._api.nvmlEventSetFree, self._events)
         self._events = None
 
     def wait(self, timeout_ms: int) -> tuple[str, int] | None:
-        """Wait for an Xid; return its device ("": one of those that are listened to, nobody knows which) and its code, None
-        after the time. Raise NoDriver if nothing can be waited for, as it is with a lost GPU among them."""
-        if self._missed:
-            return self._missed.popleft()
+        """Wait for an Xid; return its device and its code, or None after `timeout_ms`.
+
+        The device is "" if it is an unknown one of those subscribed to. Raise NoDriver if waiting is impossible, for example
+        because one of the devices is lost.
+        """
+        if self._pending_xids:
+            return self._pending_xids.popleft()
         if self._events is None:
-            raise NoDriver("no events here")
+            raise NoDriver("no subscription to events")
         return self._next(timeout_ms)
 
     def _next(self, timeout_ms: int) -> tuple[str, int] | None:
@@ -145,12 +155,12 @@ class Nvml:
         except self._api.NVMLError as error:
             if error.value == TIMEOUT:
                 return None
-            raise NoDriver(f"no events: {error}") from error
+            raise NoDriver(f"cannot wait for events: {error}") from error
         uuid = self._names.get(ctypes.cast(data.device, ctypes.c_void_p).value or 0)
         return uuid or self._or_none(self._api.nvmlDeviceGetUUID, data.device) or "", int(data.eventData)
 
     def read(self, uuid: str) -> DeviceReading:
-        """Look at a device."""
+        """Read a device."""
         handle = self._handles.get(uuid)
         if handle is None:
             return DeviceReading(lost=True)
@@ -163,38 +173,40 @@ class Nvml:
         """Return the processes that compute on a device."""
         handle = self._handles.get(uuid)
         try:
-            found = self._ask(PROCESSES, handle) if handle else None
+            found = self._call(PROCESSES, handle) if handle else None
         except _Lost:
             found = None
         return frozenset(process.pid for process in found or ())
 
     def _read(self, handle: Any) -> DeviceReading:
         n = self._api
-        self._mute = False
+        self._unspecific_error = False
 
-        def ask(name: str | tuple[str, ...], *arguments: Any) -> Any:
-            return self._ask((name,) if isinstance(name, str) else name, handle, *arguments)
+        def call(name: str | tuple[str, ...], *arguments: Any) -> Any:
+            return self._call((name,) if isinstance(name, str) else name, handle, *arguments)
 
-        reasons = ask(REASONS)
-        clock = ask("nvmlDeviceGetClockInfo", n.NVML_CLOCK_SM)
-        temperature = ask(TEMPERATURE, n.NVML_TEMPERATURE_GPU)
-        if self._mute and (reasons, clock, temperature) == (None, None, None):
-            raise _Lost  # what never changes the driver may still know by heart
-        rows = ask("nvmlDeviceGetRemappedRows")
+        reasons = call(REASONS)
+        clock = call("nvmlDeviceGetClockInfo", n.NVML_CLOCK_SM)
+        temperature = call(TEMPERATURE, n.NVML_TEMPERATURE_GPU)
+        if self._unspecific_error and (reasons, clock, temperature) == (None, None, None):
+            raise _Lost  # the driver may still know constant values by heart
+        rows = call("nvmlDeviceGetRemappedRows")
         links = self._links(handle)
         return DeviceReading(
-            ecc=ask("nvmlDeviceGetTotalEccErrors", n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC),
+            ecc=call(
+                "nvmlDeviceGetTotalEccErrors", n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC
+            ),
             remap_pending=None if rows is None else bool(rows[2]),
             remap_failed=None if rows is None else bool(rows[3]),
             recovery=self._field(handle, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"),
             reasons=reasons,
             clock=clock,
-            clock_max=ask("nvmlDeviceGetMaxClockInfo", n.NVML_CLOCK_SM),
+            clock_max=call("nvmlDeviceGetMaxClockInfo", n.NVML_CLOCK_SM),
             temperature=temperature,
-            slowdown=ask("nvmlDeviceGetTemperatureThreshold", n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
-            margin=ask("nvmlDeviceGetMarginTemperature"),
-            pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+            slowdown=call("nvmlDeviceGetTemperatureThreshold", n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+            margin=call("nvmlDeviceGetMarginTemperature"),
+            pcie_width=call("nvmlDeviceGetCurrPcieLinkWidth"),
+            pcie_width_max=call("nvmlDeviceGetMaxPcieLinkWidth"),
             links=links,
             link_errors=tuple(self._link_errors(handle, link, up) for link, up in enumerate(links)),
         )
@@ -202,18 +214,18 @@ class Nvml:
     def _links(self, handle: Any) -> tuple[bool | None, ...]:
         links: list[bool | None] = []
         for link in range(self._api.NVML_NVLINK_MAX_LINKS):
-            up = self._ask(("nvmlDeviceGetNvLinkState",), handle, link)
+            up = self._call(("nvmlDeviceGetNvLinkState",), handle, link)
             if up is None and not any(links):
-                break  # no NVLink at all, or none in use: one call says so
+                break  # no NVLink, or none in use: one call is enough to find out
             links.append(None if up is None else bool(up))
         return tuple(links)
 
     def _link_errors(self, handle: Any, link: int, up: bool | None) -> int | None:
-        """Return how many errors a link has counted so far."""
+        """Return the number of errors that a link has counted so far."""
         if not up:
             return None
         counts = [
-            self._ask(("nvmlDeviceGetNvLinkErrorCounter",), handle, link, counter)
+            self._call(("nvmlDeviceGetNvLinkErrorCounter",), handle, link, counter)
             for counter in (REPLAY, RECOVERY)
         ]
         if counts == [None, None]:
@@ -222,18 +234,18 @@ class Nvml:
         return sum(known) if known else None
 
     def _field(self, handle: Any, name: str, scope: int = 0) -> int | None:
-        """Return a field's value, None where the device, the driver or `pynvml` does not know it."""
+        """Return a field's value; None if the device, the driver or `pynvml` does not support it."""
         field = getattr(self._api, name, None)
-        values = field and self._ask(("nvmlDeviceGetFieldValues",), handle, [(field, scope)])
+        values = field and self._call(("nvmlDeviceGetFieldValues",), handle, [(field, scope)])
         if not values or values[0].nvmlReturn != 0:
             return None
         value = values[0].value
-        return int(value.ullVal if values[0].valueType in WIDE else value.uiVal)
+        return int(value.ullVal if values[0].valueType in WIDE_TYPES else value.uiVal)
 
-    def _ask(self, names: tuple[str, ...], *arguments: Any) -> Any:
-        """Return what a device says to the first of these questions that is known here, None if it cannot say that.
+    def _call(self, names: tuple[str, ...], *arguments: Any) -> Any:
+        """Return the result of the first of these calls that is supported; None if the device cannot report the value.
 
-        Raise _Lost if it does not answer at all.
+        Raise _Lost if the device does not answer at all.
         """
         for name in names:
             call = getattr(self._api, name, None)
@@ -244,7 +256,7 @@ class Nvml:
             except self._api.NVMLError as error:
                 if error.value in LOST:
                     raise _Lost from error
-                self._mute = self._mute or error.value in MUTE
+                self._unspecific_error = self._unspecific_error or error.value in UNSPECIFIC_ERRORS
         return None
 
     def _or_none(self, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From the watch's changes to facts about a worker, and to its end where a device takes the engine along."""
+"""Turns changes of the device watch into facts about a worker, and ends the worker with a lost GPU."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from workers.devices.taxonomy import meaning
 
 
 class ReportedDevices(Protocol):
-    """Devices that tell what is wrong with them, until they are stopped."""
+    """Devices that report changes of their faults until they are stopped."""
 
     @property
     def stopped(self) -> bool: ...
@@ -47,13 +47,13 @@ def report(
     died: Callable[[str], None],
     broke: Callable[[Exception], None],
 ) -> None:
-    """Let the watch say what it sees to the journal.
+    """Write the changes of a watch to the journal.
 
-    `doubt` is told why what the GPUs hold cannot be trusted, and "" when it can again. `died` is told of one that has
-    failed under the engine; one that had failed before is only reported: whoever starts again because of it meets it
-    again. `broke` is told if the watch itself fails.
+    `doubt` is called with the reason why the GPUs' contents cannot be trusted, and with "" when they can be trusted again.
+    `died` is called for a device that has failed under the engine. A device that had failed before is only reported: a worker
+    that restarts because of the fault finds it again. `broke` is called if the watch itself fails.
     """
-    standing: set[tuple[str, str]] = set()  # fatal faults
+    standing: set[tuple[str, str]] = set()  # active fatal faults
 
     def observe(device: str, change: FaultChange) -> None:
         journal.observe(fact(worker, instance, device, change))
@@ -74,7 +74,7 @@ def report(
 def listen(
     watch: ReportedDevices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
 ) -> None:
-    """Let the watch begin, and tell of each change in the loop that calls this, for as long as it is not stopped."""
+    """Start the watch, and call `told` with each change in the calling loop until the watch is stopped."""
     loop = asyncio.get_running_loop()
 
     def unless_stopped(call: Callable[..., None], *arguments: object) -> None:

@@ -1,18 +1,18 @@
-"""What can a GPU report, what does NVIDIA mean by it, and what do we do?
+"""The faults that a GPU can report, their meaning according to NVIDIA, and the action taken.
 
-    fatal      the worker is UNHEALTHY at once; its streams are wanted elsewhere
-    nvlink     a worker of several GPUs gets nothing new until it is repaired; to a worker of one GPU a warning
+    fatal      the worker is UNHEALTHY at once; its streams must continue elsewhere
+    nvlink     a worker with several GPUs gets no new requests until repair; a warning for a worker with one GPU
     throttle   the worker's share of traffic shrinks to the share of its clock
-    warning    noted on the journal, and nothing else
+    warning    recorded on the journal, and nothing else
 
-Xids are events: the driver says them once. Fatal ones and NVLink's stand until a repair is seen (the GPU was away and is
-back, its recovery action or its volatile errors are gone), others until none came for a while. Everything else is a level that
-is read again and again.
+Xids are events: the driver reports each once. Fatal ones and NVLink's stay active until a repair is seen: the GPU was lost
+and has returned, or its recovery action or volatile errors are gone. The others end when none has occurred for a while.
+Everything else is a level that is read repeatedly.
 
-Meanings: NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). Where it says RESET_GPU,
-RESTART_VM or RESTART_BM the class is fatal, and so is what only adds to such an Xid. RESTART_APP and IGNORE are warnings,
-because an engine that was hit says so itself; but for Xid 94: the memory that was lost may be the weights', and nobody says
-whose it was.
+Meanings: NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). An Xid is fatal if the catalog
+says RESET_GPU, RESTART_VM or RESTART_BM, or if it only adds details to such an Xid. RESTART_APP and IGNORE are warnings,
+because an engine that was hit reports the error itself. The exception is Xid 94: the lost memory may hold the weights, and no
+report says which memory it was.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ Action = Literal["fatal", "nvlink", "throttle", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What one report means, and what is done about it."""
+    """The meaning of one report, and the action taken."""
 
     text: str
     action: Action
@@ -93,13 +93,13 @@ XID_CLASSES: Mapping[Action, str] = {
     "nvlink": "xid_nvlink",
     "warning": "xid_warning",
 }
-"""The fault class of an Xid's fact: what is repaired together is one class, and a warning's end acquits nobody of more."""
+"""The fault class of an Xid's fact. What is repaired together is one class; the end of a warning ends nothing more severe."""
 
 LEVELS: Mapping[str, Meaning] = {
-    "lost": Meaning("the GPU does not answer any more: lost, gone, or its driver is", "fatal"),
+    "lost": Meaning("the GPU no longer answers: the GPU or its driver is lost", "fatal"),
     "ecc": Meaning("new uncorrectable (volatile) ECC errors since the watch began", "fatal"),
     "row_remap_failure": Meaning("a bad memory row could not be remapped: replace the GPU", "fatal"),
-    "recovery": Meaning("the driver recommends to reset the GPU, or to reboot the node", "fatal"),
+    "recovery": Meaning("the driver recommends resetting the GPU or rebooting the node", "fatal"),
     "nvlink_down": Meaning("an NVLink that was up is down", "nvlink"),
     "throttle": Meaning(
         "clocks are reduced by heat (thermal) or by the power supply (power_brake)", "throttle"
@@ -107,17 +107,17 @@ LEVELS: Mapping[str, Meaning] = {
     "row_remap_pending": Meaning("a bad memory row will be remapped at the next reset", "warning"),
     "nvlink_errors": Meaning("NVLink replays or recoveries are being counted", "warning"),
     "pcie_width": Meaning("the PCIe link is narrower than the GPU and its slot allow", "warning"),
-    "temperature": Meaning("the GPU is as hot as where it slows itself down", "warning"),
+    "temperature": Meaning("the GPU has reached its slowdown temperature", "warning"),
 }
 
 
 def xid_meaning(code: int) -> Meaning:
-    """Return what an Xid means; one that the table does not know is a warning."""
+    """Return the meaning of an Xid; one that is not in the table is a warning."""
     return XIDS.get(code, UNKNOWN_XID)
 
 
 def meaning(fault_class: str, code: str) -> str:
-    """Return a fault in words."""
+    """Return the description of a fault."""
     if fault_class in XID_CLASSES.values():
         return f"Xid {code}, {xid_meaning(int(code)).text}"
     return f"{LEVELS[fault_class].text}{f' ({code})' if code else ''}"

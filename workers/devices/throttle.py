@@ -1,55 +1,58 @@
-"""How much slower is a throttled GPU than its peers, and when is that worth a fact?
+"""The weight of a throttled GPU compared with its peers, and when a change of it is reported.
 
-    calm ── throttled for hold_s ──▶ said (weight) ── a step of dead_band ──▶ said (another weight)
-      ▲                                  └── not throttled for hold_s ──▶ cleared ─┐
-      └────────────────────────────────────────────────────────────────────────────┘
+    calm ── throttled for hold_s ──▶ reported (weight) ── a step of dead_band ──▶ reported (another weight)
+      ▲                                    └── not throttled for hold_s ──▶ cleared ─┐
+      └──────────────────────────────────────────────────────────────────────────────┘
 
-The weight is clamp(clock / median of the peers' clocks, 0.1, 1). Short dips are normal, and a weight that trembles would
-move traffic to and fro: hence the wait and the dead band.
+The weight is clamp(clock / median of the peers' clocks, 0.1, 1). Short dips are normal, and a fluctuating weight would move
+traffic back and forth: hence the hold time and the dead band.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-WEIGHT_MIN = 0.1  # a slow worker is still a worker
+WEIGHT_MIN = 0.1  # a slow worker still gets some traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThrottlePolicy:
-    """When a throttled clock is worth a fact."""
+    """When a throttled clock is reported."""
 
     hold_s: float = 10.0
-    dead_band: float = 0.1  # of the full weight
+    dead_band: float = 0.1  # as a share of the full weight
 
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """One GPU's throttling. Times are of the watch's own clock, in seconds."""
+    """The throttling state of one GPU. Times are in seconds of the watch's own clock."""
 
     throttled: bool = False
-    since: float = 0.0  # when `throttled` changed last
-    said: float | None = None  # the weight that was said; None: none stands
+    since: float = 0.0  # when `throttled` last changed
+    reported: float | None = None  # the last reported weight; None: none is active
 
 
 def clock_weight(clock: int | None, peers: Sequence[int], clock_max: int | None) -> float | None:
-    """Return the weight for a clock beside its peers' (without peers, beside what it can do); None if nobody knows."""
-    beside = median(peers) if peers else clock_max
-    if clock is None or not beside:
+    """Return the clock's ratio to its peers, or without peers to its maximum; None if unknown."""
+    reference = median(peers) if peers else clock_max
+    if clock is None or not reference:
         return None
-    return round(min(1.0, max(WEIGHT_MIN, clock / beside)), 2)
+    return round(min(1.0, max(WEIGHT_MIN, clock / reference)), 2)
 
 
 def evolve(
     policy: ThrottlePolicy, state: Throttle, throttled: bool, weight: float | None, now: float
 ) -> Throttle:
-    """Absorb one reading."""
+    """Apply one reading."""
     if throttled != state.throttled:
         return replace(state, throttled=throttled, since=now)
     if now - state.since < policy.hold_s:
         return state
     if not throttled:
-        return replace(state, said=None)
-    if weight is None or abs(weight - (1.0 if state.said is None else state.said)) < policy.dead_band - 1e-9:
+        return replace(state, reported=None)
+    if (
+        weight is None
+        or abs(weight - (1.0 if state.reported is None else state.reported)) < policy.dead_band - 1e-9
+    ):
         return state
-    return replace(state, said=weight)
+    return replace(state, reported=weight)

@@ -1,11 +1,11 @@
-"""The device watch: which faults do this worker's GPUs have, and when are they over?
+"""The device watch: detects faults of a worker's GPUs, and their end.
 
-    open ── no driver ──▶ off, said once
-      └─▶ find the worker's GPUs ──▶ (the worker has joined) ─┬─▶ the reader: everything but Xids, every second
+    open ── no driver ──▶ off, logged once
+      └─▶ find the worker's GPUs ──▶ (the worker has joined) ─┬─▶ the reader: everything except Xids, every second
                                                               └─▶ the listener: waits for Xids
 
-Both are threads of their own: a call of the driver's may hang for seconds while a GPU dies, and the loop that serves
-must not. Nor may an Xid wait for such a call: a driver that has just said one answers everything else slowly.
+Reader and listener are separate threads. A driver call may hang for seconds while a GPU dies, and must not block the loop
+that serves requests. It must not block Xids either: a driver that has just reported one answers everything else slowly.
 """
 
 import logging
@@ -30,20 +30,20 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How often to look."""
+    """Intervals of the device watch."""
 
-    wait_ms: int = 200  # for an Xid, at most: the watch can be stopped in between
+    wait_ms: int = 200  # maximum wait for an Xid, after which the watch can be stopped
     read_s: float = 1.0
-    reopen_s: float = 10.0  # a lost GPU is looked for so often
-    look_s: float = 10.0  # and so often GPUs on which the worker's processes have begun to compute
+    reopen_s: float = 10.0  # interval between searches for a lost GPU
+    look_s: float = 10.0  # interval between searches for GPUs that the worker's processes have begun to use
     throttle: ThrottlePolicy = field(default_factory=ThrottlePolicy)
 
 
 class DeviceWatch:
-    """Watches the GPUs of one worker, from `begin` on, until `stop`. `gpus`: as told; empty: those that `users` use.
+    """Watches the GPUs of one worker, from `begin` until `stop`.
 
-    `users` returns the processes whose GPUs are meant: by default this one and all below it. `memory` keeps what stands
-    for the watch that comes after this one. `driver` opens a session with the driver.
+    `gpus`: the configured ones; if empty, those used by `users`. `users` returns the processes to consider, by default this
+    one and its descendants. `memory` stores active faults for the next watch. `driver` opens a session with the driver.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DeviceWatch:
         driver: Callable[[], Nvml] = Nvml,
     ) -> None:
         self.off = ""  # why nothing is watched
-        self._told = gpus
+        self._configured = gpus
         self._policy = policy or WatchPolicy()
         self._users = users
         self._driver = driver
@@ -63,75 +63,75 @@ class DeviceWatch:
         self._ready = threading.Event()
         self._begun = threading.Event()
         self._stopped = threading.Event()
-        self._awake = threading.Event()  # a flag: the reader is wanted before its time
+        self._wake_reader = threading.Event()  # a flag: the reader must run before its time
         self._faults = StandingFaults(self._policy.throttle, memory)
-        self._xids = XidListener(self._policy.wait_ms, self._stopped, self._take_xid, self._awake.set)
+        self._xids = XidListener(self._policy.wait_ms, self._stopped, self._take_xid, self._wake_reader.set)
         self._reader = self._thread("device-watch", self._read)
-        self._refused: HoldfastError | None = None
+        self._start_error: HoldfastError | None = None
         self._reopened_at = 0.0
-        self._looked_at = 0.0
+        self._searched_at = 0.0
 
     @property
     def named(self) -> bool:
-        """Whether it was told which GPUs; otherwise they are found once something computes on them."""
-        return bool(self._told)
+        """Whether the GPUs are configured; otherwise they are found once a process computes on them."""
+        return bool(self._configured)
 
     @property
     def stopped(self) -> bool:
-        """Whether what it says does not matter any more."""
+        """Whether the watch was stopped, so that its reports no longer matter."""
         return self._stopped.is_set()
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The UUIDs of the worker's GPUs, as far as they are known."""
+        """The UUIDs of the worker's GPUs found so far."""
         return self._faults.gpus
 
     @property
     def hears(self) -> frozenset[str]:
-        """The GPUs whose Xids it waits for: those that are there."""
+        """The GPUs for which the watch waits for Xids: those that are present."""
         return self._xids.gpus
 
     def start(self, within_s: float) -> None:
         """Open the driver and find the worker's GPUs; return when that is done, or after `within_s` seconds.
 
-        Raise UnknownGpus if it was told of some that are not there.
+        Raise UnknownGpus if a configured GPU does not exist.
         """
         self._reader.start()
         self._ready.wait(within_s)
-        if self._refused is not None:
-            raise self._refused
+        if self._start_error is not None:
+            raise self._start_error
 
     def begin(self, say: Say, broke: Callable[[Exception], None] | None = None) -> None:
-        """Say from now on what is wrong, beginning with what is wrong already. `broke` is told if the watch itself fails."""
+        """Report faults from now on, starting with the active ones. `broke` is called if the watch itself fails."""
         self._faults.begin(say)
         self._broke = broke
         self._begun.set()
 
     def stop(self) -> None:
-        """Watch no longer. The threads end within their next wait; nobody waits for them, because the driver may hang."""
+        """Stop watching. The threads end within their next wait; they are not joined, because the driver may hang."""
         self._stopped.set()
         self._begun.set()
-        self._awake.set()
+        self._wake_reader.set()
         self._xids.stop()
 
     def play(self, fault: str, argument: float, rank: int) -> bool:
-        """Real devices break by themselves."""
+        """Return False: faults cannot be injected into real devices."""
         return False
 
     def mend(self, fault: str, argument: float, rank: int) -> None:
-        """Nothing was played."""
+        """Do nothing: no fault was injected."""
 
     def join(self, within_s: float) -> None:
-        """Wait for the end of the threads."""
+        """Wait for the reader thread to end."""
         self._reader.join(within_s)
 
     # --- the threads
 
     def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+        return threading.Thread(target=self._run_guarded, args=(work,), name=name, daemon=True)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """Do a thread's work. That it failed must be said: nobody would miss what it no longer says."""
+    def _run_guarded(self, work: Callable[[], None]) -> None:
+        """Run a thread's work, and report its failure: otherwise the missing reports would go unnoticed."""
         try:
             work()
         except Exception as error:
@@ -149,39 +149,43 @@ class DeviceWatch:
         self._begun.wait()
         self._thread("device-xids", lambda: self._xids.run(nvml)).start()
         while not self._stopped.is_set():
-            self._awake.clear()
+            self._wake_reader.clear()
             self._read_all(nvml)
             self._faults.keep()
-            self._awake.wait(self._policy.read_s)
+            self._wake_reader.wait(self._policy.read_s)
         self._faults.keep()
         with self._xids.kept_out() as out:
             if out:
                 nvml.close()
 
     def _open(self) -> Nvml | None:
-        """Open the driver and find the worker's GPUs; None if nothing can be watched."""
+        """Open the driver and find the worker's GPUs; return None if there is nothing to watch."""
         self._faults.recall()
         try:
             nvml = self._driver()
-            self._add(nvml, mapping.told(self._told, nvml.devices) if self._told else self._used(nvml))
+            self._add(
+                nvml, mapping.told(self._configured, nvml.devices) if self._configured else self._used(nvml)
+            )
         except NoDriver as reason:
             self.off = str(reason)
-            log.log(logging.WARNING if self._told else logging.INFO, "device_watch_off", reason=self.off)
+            log.log(
+                logging.WARNING if self._configured else logging.INFO, "device_watch_off", reason=self.off
+            )
             return None
         except mapping.UnknownGpus as error:
-            self._refused = error
+            self._start_error = error
             return None
         self._report(nvml)
         return nvml
 
     def _used(self, nvml: Nvml) -> tuple[str, ...]:
-        """Return the GPUs, not watched yet, on which the worker's processes compute."""
-        self._looked_at = time.monotonic()
+        """Return the unwatched GPUs on which the worker's processes compute."""
+        self._searched_at = time.monotonic()
         users = {d.uuid: nvml.pids(d.uuid) for d in nvml.devices if d.uuid not in self.gpus}
         return mapping.used(users, self._users()) if any(users.values()) else ()
 
     def _add(self, nvml: Nvml, uuids: Collection[str]) -> bool:
-        """Watch these GPUs too; False if the driver hangs."""
+        """Watch these GPUs too; return False if the driver hangs."""
         with self._xids.kept_out() as out:
             if out:
                 self._faults.add(uuids)
@@ -189,51 +193,51 @@ class DeviceWatch:
         return out
 
     def _report(self, nvml: Nvml) -> None:
-        """Say once what is watched, and which GPUs of this host are not this worker's."""
+        """Log once which GPUs are watched, and which GPUs of this host do not belong to this worker."""
         others = [device.uuid for device in nvml.devices if device.uuid not in self.gpus]
         log.info("device_watch_on", gpus=list(self.gpus), unmapped=others, xids=self._xids.listens)
 
     def _take_xid(self, uuid: str, code: int) -> None:
         self._faults.take_xid(uuid, code)
-        self._awake.set()  # what else the GPU says of it is wanted now
+        self._wake_reader.set()  # read the GPU's other values now
 
     # --- the reader
 
     def _read_all(self, nvml: Nvml) -> None:
-        looks = not self.gpus or time.monotonic() - self._looked_at >= self._policy.look_s
-        if not self._told and looks and (used := self._used(nvml)) and self._add(nvml, used):
+        search_due = not self.gpus or time.monotonic() - self._searched_at >= self._policy.look_s
+        if not self._configured and search_due and (used := self._used(nvml)) and self._add(nvml, used):
             self._report(nvml)
         readings = {uuid: nvml.read(uuid) for uuid in self.gpus}
-        there = frozenset(uuid for uuid, reading in readings.items() if not reading.lost)
-        if there - self._xids.gpus:  # whoever is told that it is back may count on its being heard
-            self._listen_again(nvml, there)
+        present = frozenset(uuid for uuid, reading in readings.items() if not reading.lost)
+        if present - self._xids.gpus:  # a GPU that is reported as recovered must already be subscribed to
+            self._resubscribe(nvml, present)
         for uuid, reading in readings.items():
             peers = _peers(nvml, uuid, readings) if reading.throttled else ()
             self._faults.take_reading(uuid, reading, peers)
-        if there != self._xids.gpus:
-            self._listen_again(nvml, there)
-            self._reopened_at = time.monotonic()  # to reopen is to be deaf, and it is not back at once
-        late = time.monotonic() - self._reopened_at >= self._policy.reopen_s
-        if (self._xids.deafened or len(there) < len(readings)) and late:
+        if present != self._xids.gpus:
+            self._resubscribe(nvml, present)
+            self._reopened_at = time.monotonic()  # reopening misses Xids, and the GPU does not return at once
+        reopen_due = time.monotonic() - self._reopened_at >= self._policy.reopen_s
+        if (self._xids.deafened or len(present) < len(readings)) and reopen_due:
             self._reopened_at = time.monotonic()
             self._reopen(nvml)
 
-    def _listen_again(self, nvml: Nvml, there: frozenset[str]) -> None:
-        """Go on hearing those GPUs that are there: the driver tells nothing to who waits for a lost one, too."""
+    def _resubscribe(self, nvml: Nvml, present: frozenset[str]) -> None:
+        """Keep listening to the GPUs that are present: with a lost one among them, the driver reports nothing."""
         with self._xids.kept_out() as out:
             if out:
-                self._xids.ask(nvml, there)
+                self._xids.ask(nvml, present)
 
     def _reopen(self, nvml: Nvml) -> None:
         with self._xids.kept_out() as out:
-            if out:  # else the driver hangs; perhaps later
+            if out:  # otherwise the driver hangs; try again later
                 nvml.reopen()
                 self._xids.ask(nvml, [uuid for uuid in self.gpus if not nvml.read(uuid).lost])
 
 
 def _peers(nvml: Nvml, uuid: str, readings: dict[str, DeviceReading]) -> tuple[int, ...]:
-    """Return the clocks of this host's other GPUs of the same model that work, and are not throttled themselves."""
+    """Return the clocks of this host's other GPUs of the same model that are busy and not throttled."""
     model = next((device.model for device in nvml.devices if device.uuid == uuid), "")
     others = [d.uuid for d in nvml.devices if d.model == model and d.uuid != uuid]
-    beside = [readings[other] if other in readings else nvml.read(other) for other in others]
-    return tuple(r.clock for r in beside if r.clock is not None and not r.throttled and not r.idle)
+    peers = [readings[other] if other in readings else nvml.read(other) for other in others]
+    return tuple(r.clock for r in peers if r.clock is not None and not r.throttled and not r.idle)

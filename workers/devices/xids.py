@@ -1,4 +1,4 @@
-"""Waiting for Xids in a thread of its own, and keeping that thread out of the driver while others need it alone."""
+"""Waits for Xids in a thread that can be kept out of the driver while others need it alone."""
 
 import contextlib
 import threading
@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator
 
 from workers.devices.nvml import NoDriver, Nvml
 
-DRIVER_S_MAX = 5.0  # how long it is waited for before the session with the driver may be ended
+DRIVER_S_MAX = 5.0  # how long to wait for that thread before the driver session may be closed
 
 
 class XidListener:
-    """Waits for the Xids of some GPUs. All but `run` is for the thread that reads them."""
+    """Waits for the Xids of some GPUs. Everything except `run` is called by the thread that reads the GPUs."""
 
     def __init__(
         self,
@@ -19,8 +19,11 @@ class XidListener:
         told: Callable[[str, int], None],
         deaf: Callable[[], None],
     ) -> None:
-        """`told` is called with each Xid: the GPU's UUID, "" for all of them, and the number. `deaf` is called when the
-        driver refuses to say any more. Once `stopped` is set it ends within `wait_ms`."""
+        """Build a listener that ends within `wait_ms` once `stopped` is set.
+
+        `told` is called with each Xid: the GPU's UUID ("" for all of them) and the number. `deaf` is called when the driver
+        refuses further waits.
+        """
         self._wait_ms = wait_ms
         self._stopped = stopped
         self._told = told
@@ -28,9 +31,9 @@ class XidListener:
         self._may_wait = (
             threading.Event()
         )  # a flag: the session is open, and Xids of some GPUs can be waited for
-        self._waiting = threading.Lock()  # held while it is in the driver
-        self.deafened = False  # it waited for Xids, until the driver refused
-        self.gpus: frozenset[str] = frozenset()  # whose Xids were asked for
+        self._waiting = threading.Lock()  # held while the thread is inside the driver
+        self.deafened = False  # the driver refused to wait any longer
+        self.gpus: frozenset[str] = frozenset()  # GPUs subscribed to
 
     @property
     def listens(self) -> bool:
@@ -38,22 +41,22 @@ class XidListener:
         return self._may_wait.is_set()
 
     def run(self, nvml: Nvml) -> None:
-        """Wait for Xids, and say each the moment the driver tells it."""
+        """Wait for Xids, and report each one immediately."""
         while True:
             self._may_wait.wait()
             if self._stopped.is_set():
                 return
             with self._waiting:
-                heard = self._wait(nvml) if self._may_wait.is_set() else None
-            if heard is not None:
-                uuid, code = heard
+                xid = self._wait(nvml) if self._may_wait.is_set() else None
+            if xid is not None:
+                uuid, code = xid
                 for gpu in (uuid,) if uuid else self.gpus:
                     self._told(gpu, code)
 
     def _wait(self, nvml: Nvml) -> tuple[str, int] | None:
         try:
             return nvml.wait(self._wait_ms)
-        except NoDriver:  # with a GPU that is lost nothing can be heard of the others, either
+        except NoDriver:  # with one lost GPU, the driver reports nothing about the others either
             self.deafened = True
             if not self._stopped.is_set():
                 self._may_wait.clear()
@@ -61,7 +64,7 @@ class XidListener:
             return None
 
     def ask(self, nvml: Nvml, uuids: Collection[str]) -> None:
-        """Ask for the Xids of these GPUs. Only while it is kept out."""
+        """Subscribe to the Xids of these GPUs. Call it only inside `kept_out`."""
         self.gpus = frozenset(uuids)
         if nvml.listen(uuids):
             self.deafened = False
@@ -69,11 +72,11 @@ class XidListener:
 
     @contextlib.contextmanager
     def kept_out(self) -> Iterator[bool]:
-        """Keep it out of the driver meanwhile; False if the driver hangs, and it is not. `ask` lets it in again."""
+        """Keep the thread out of the driver during the block; yield False if the driver hangs. `ask` lets it back in."""
         self._may_wait.clear()
         out = self._waiting.acquire(timeout=DRIVER_S_MAX)
         if self._stopped.is_set():
-            self._may_wait.set()  # so that it ends
+            self._may_wait.set()  # so that the thread ends
         try:
             yield out
         finally:
@@ -81,5 +84,5 @@ class XidListener:
                 self._waiting.release()
 
     def stop(self) -> None:
-        """Let it end, once `stopped` is set."""
+        """Let the thread end, once `stopped` is set."""
         self._may_wait.set()

@@ -1,4 +1,4 @@
-"""GPUs for the tests of the device watch."""
+"""Fixtures with GPUs for the tests of the device watch."""
 
 import ctypes
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import shim
-from watch_kit import QUICK, Said, Watching
+from watch_kit import QUICK, Reports, Watching
 
 from workers.devices.memory import Memory
 from workers.devices.nvml import Nvml
@@ -23,26 +23,26 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpus(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> shim.State:
-    """Two well GPUs on this host."""
+    """Two healthy GPUs on this host."""
     state = shim.gpus(tmp_path / "gpus", 2)
     monkeypatch.setenv(shim.STATE, str(tmp_path / "gpus"))
-    ctypes.CDLL(str(library))  # by its name it is found from now on
+    ctypes.CDLL(str(library))  # later loads by name now find this library
     return state
 
 
 @pytest.fixture
 def watching() -> Iterator[Watching]:
-    """`watching("0")` begins to watch; returns the watch and what it says."""
+    """`watching("0")` starts a watch; returns the watch and its reports."""
     watches: list[DeviceWatch] = []
 
     def begin(
         *gpus: str, policy: WatchPolicy = QUICK, memory: Memory | None = None, driver: type[Nvml] = Nvml
-    ) -> tuple[DeviceWatch, Said]:
-        watch, said = DeviceWatch(gpus, policy, memory=memory, driver=driver), Said()
+    ) -> tuple[DeviceWatch, Reports]:
+        watch, reported = DeviceWatch(gpus, policy, memory=memory, driver=driver), Reports()
         watches.append(watch)
         watch.start(5)
-        watch.begin(lambda uuid, change: said.append((uuid, change)))
-        return watch, said
+        watch.begin(lambda uuid, change: reported.append((uuid, change)))
+        return watch, reported
 
     yield begin
     for watch in watches:

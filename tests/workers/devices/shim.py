@@ -1,4 +1,4 @@
-"""GPUs that a test makes: a libnvidia-ml.so.1 of our own, and the file in which it reads what to say."""
+"""A test driver: a replacement libnvidia-ml.so.1, and the state file that defines its answers."""
 
 import ctypes
 import mmap
@@ -20,7 +20,7 @@ WELL = {
 
 
 class Gpu(ctypes.Structure):
-    """One GPU; every field of it can be changed while it is watched. Below zero: not supported. `mute`: no error says why."""
+    """One GPU; every field can be changed while it is watched. Negative: not supported. `mute`: errors give no reason."""
 
     _fields_ = tuple(
         (name, ctypes.c_int)
@@ -43,8 +43,7 @@ class Gpu(ctypes.Structure):
 
 
 class State(ctypes.Structure):
-    """The host. `old`: its driver has not all functions. `anonymous`: its Xids do not say whose they are. `opened`: how often
-    the driver was."""
+    """The host. `old`: its driver lacks some functions. `anonymous`: its Xids name no GPU. `opened`: number of sessions."""
 
     _fields_ = (
         ("devices", ctypes.c_int), ("gpu", Gpu * DEVICES_MAX),
@@ -52,7 +51,7 @@ class State(ctypes.Structure):
     )  # fmt: skip
 
     def ring(self) -> None:
-        """Wake whoever waits for an Xid, in whichever process."""
+        """Wake every waiter for an Xid, in any process."""
         self.bell += 1
         address = ctypes.c_void_p(ctypes.addressof(self) + State.bell.offset)
         ctypes.CDLL(None).syscall(FUTEX[platform.machine()], address, FUTEX_WAKE, DEVICES_MAX, None, None, 0)
@@ -70,7 +69,7 @@ def build(folder: Path) -> Path:
 
 
 def gpus(path: Path, count: int) -> State:
-    """Write well GPUs into a state file; return them, to be changed."""
+    """Write healthy GPUs into a state file; return them for modification."""
     path.write_bytes(bytes(ctypes.sizeof(State)))
     with path.open("r+b") as file:
         state = State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(State)))

@@ -1,4 +1,4 @@
-"""Which GPUs are a worker's."""
+"""The mapping of GPUs to a worker."""
 
 import os
 
@@ -18,13 +18,13 @@ def test_gpus_are_named_by_index_or_uuid() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "0,,1", "-1", "0,0", "GPU", "0;1"])
-def test_other_names_are_refused(text: str) -> None:
+def test_invalid_gpu_names_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"neither|twice"):
         parse(text)
 
 
 @pytest.mark.parametrize("name", ["2", "GPU-6", "GPU-5d"])
-def test_a_gpu_that_is_not_there_or_not_one_is_refused(name: str) -> None:
+def test_a_missing_or_ambiguous_gpu_is_refused(name: str) -> None:
     with pytest.raises(UnknownGpus, match=name):
         told((name,), HERE)
 

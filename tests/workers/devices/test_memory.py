@@ -1,4 +1,4 @@
-"""A watch that ends leaves its successor word of what stands: a GPU is repaired while nobody reads it."""
+"""A watch stores the active faults for its successor: a GPU is repaired while no process reads it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import shim
 from structlog.testing import capture_logs
-from watch_kit import Said, Watching, until
+from watch_kit import Reports, Watching, until
 
 from workers.devices.faults import FaultChange
 from workers.devices.memory import Memory
@@ -18,21 +18,21 @@ Before = dict[str, int]
 
 
 @contextmanager
-def watch(watching: Watching, data: Path, *gpus: str) -> Iterator[Said]:
+def watch(watching: Watching, data: Path, *gpus: str) -> Iterator[Reports]:
     """One life of a watch."""
-    watch, said = watching(*gpus, memory=Memory(data, "w0"))
+    watch, reported = watching(*gpus, memory=Memory(data, "w0"))
     assert isinstance(watch, DeviceWatch)
-    yield said
+    yield reported
     watch.stop()
     watch.join(10)
 
 
-def begun(gpus: shim.State, said: Said) -> None:
-    """Wait until GPU 0 was read: there the watch began."""
+def begun(gpus: shim.State, reported: Reports) -> None:
+    """Wait until GPU 0 was read: then the watch has started."""
     for temperature in (95, 50):
         gpus.gpu[0].temperature = temperature
-        until(lambda: bool(said) and said[-1][1].over is (gpus.gpu[0].temperature < 90))
-    said.clear()
+        until(lambda: bool(reported) and reported[-1][1].over is (gpus.gpu[0].temperature < 90))
+    reported.clear()
 
 
 def kept(data: Path) -> list[Path]:
@@ -49,23 +49,23 @@ def kept(data: Path) -> list[Path]:
         ({"lost": 1}, {"lost": 0}, ["lost"]),
     ],
 )
-def test_what_was_repaired_between_two_watches_is_said_to_be_over(
+def test_a_fault_repaired_between_two_watches_is_reported_as_over(
     gpus: shim.State, watching: Watching, tmp_path: Path, fault: Before, repaired: Before, expected: list[str]
 ) -> None:
-    with watch(watching, tmp_path, "0") as said:
-        begun(gpus, said)
-        gpus.gpu[1].remap_pending = 1  # not its business
+    with watch(watching, tmp_path, "0") as reported:
+        begun(gpus, reported)
+        gpus.gpu[1].remap_pending = 1  # belongs to another worker
         gpus.gpu[0].set(**fault)
-        until(lambda: len(said) == len(expected))
+        until(lambda: len(reported) == len(expected))
     gpus.gpu[0].set(**repaired)
-    with watch(watching, tmp_path, "0") as said:
-        until(lambda: sum(change.over for _, change in said) == len(expected))
-        assert sorted(change.fault_class for _, change in said if change.over) == expected
+    with watch(watching, tmp_path, "0") as reported:
+        until(lambda: sum(change.over for _, change in reported) == len(expected))
+        assert sorted(change.fault_class for _, change in reported if change.over) == expected
     assert not kept(tmp_path)
 
 
 @pytest.mark.parametrize("fault", [{"links_up": 0b01}, {"remap_failed": 1}, {"recovery": 2}])
-def test_what_still_stands_is_said_again_to_whoever_comes_next(
+def test_a_fault_that_is_still_active_is_reported_again_by_the_next_watch(
     gpus: shim.State, watching: Watching, tmp_path: Path, fault: Before
 ) -> None:
     with watch(watching, tmp_path, "0", "1") as first:
@@ -75,44 +75,46 @@ def test_what_still_stands_is_said_again_to_whoever_comes_next(
     with watch(watching, tmp_path, "0", "1") as again:
         until(lambda: len(again) == 1)
         assert again == first
-        assert again[0][1].found, "nobody has to end for it a second time"
+        assert again[0][1].found, "no worker has to end for it a second time"
 
 
 @pytest.mark.parametrize(
     ("recovery", "expected"), [(0, [(True, "48")]), (1, [(False, "48"), (False, "gpu_reset")]), (-1, [])]
 )
-def test_an_xid_is_over_where_the_driver_wants_no_reset_and_forgotten_where_it_cannot_say(
+def test_an_xid_ends_if_the_driver_asks_for_no_reset_and_is_forgotten_if_unknown(
     gpus: shim.State, watching: Watching, tmp_path: Path, recovery: int, expected: list[tuple[bool, str]]
 ) -> None:
     Memory(tmp_path, "w0").keep({"GPU-0000": [XID]})
     gpus.gpu[0].recovery = recovery
-    with watch(watching, tmp_path, "0") as said:
+    with watch(watching, tmp_path, "0") as reported:
         gpus.gpu[0].temperature = 95
-        until(lambda: len(said) == len(expected) + 1)
-    assert sorted((c.over, c.code) for _, c in said if c.fault_class != "temperature") == expected
+        until(lambda: len(reported) == len(expected) + 1)
+    assert sorted((c.over, c.code) for _, c in reported if c.fault_class != "temperature") == expected
 
 
-def test_the_same_xid_in_the_next_life_is_news(gpus: shim.State, watching: Watching, tmp_path: Path) -> None:
+def test_the_same_xid_is_reported_again_in_the_next_life(
+    gpus: shim.State, watching: Watching, tmp_path: Path
+) -> None:
     Memory(tmp_path, "w0").keep({"GPU-0000": [XID]})
     gpus.gpu[0].recovery = 1
-    with watch(watching, tmp_path, "0") as said:
-        until(lambda: len(said) == 2)
+    with watch(watching, tmp_path, "0") as reported:
+        until(lambda: len(reported) == 2)
         gpus.gpu[0].raise_xid(48)
-        until(lambda: len(said) == 3)
-    assert (said[2][1], said[2][1].found) == (XID, False)
+        until(lambda: len(reported) == 3)
+    assert (reported[2][1], reported[2][1].found) == (XID, False)
 
 
-def test_gpus_that_are_not_watched_yet_are_not_forgotten(
+def test_stored_faults_of_gpus_that_are_not_watched_yet_are_kept(
     gpus: shim.State, watching: Watching, tmp_path: Path
 ) -> None:
     memory = Memory(tmp_path, "w0")
     memory.keep({"GPU-0000": [XID], "GPU-0001": [XID]})
-    with watch(watching, tmp_path, "0") as said:
-        until(lambda: len(said) == 1)
+    with watch(watching, tmp_path, "0") as reported:
+        until(lambda: len(reported) == 1)
     assert memory.recall() == {"GPU-0001": [XID]}
 
 
-def test_a_file_that_makes_no_sense_or_cannot_be_written_costs_a_line_only(tmp_path: Path) -> None:
+def test_an_invalid_or_unwritable_file_is_only_logged(tmp_path: Path) -> None:
     memory = Memory(tmp_path, "w0")
     memory.keep({"GPU-0000": [XID]})
     (file,) = kept(tmp_path)

@@ -1,4 +1,4 @@
-"""A device watch beside a worker: it speaks for the worker's present life, and for nothing but its GPUs."""
+"""A device watch next to a worker: it reports for the worker's current life, about its GPUs only."""
 
 import asyncio
 import os
@@ -37,25 +37,25 @@ def beat(instance: str) -> dict[str, str]:
     return {"worker": "w0", "instance": instance}
 
 
-def told(stream: MemoryStream) -> list[Fact]:
+def facts_of(stream: MemoryStream) -> list[Fact]:
     return [event.fact for event in stream.events]
 
 
-# --- for whom it speaks
+# --- the instance it reports for
 
 
-def test_what_it_sees_waits_until_the_worker_is_heard_and_is_said_of_each_life() -> None:
+def test_faults_wait_for_the_workers_heartbeat_and_are_reported_for_each_life() -> None:
     stream = MemoryStream()
     deputy = Deputy("w0", MemoryJournal(stream, "watch:w0"))
     deputy.changed("GPU-0000", FaultChange(fault_class="xid", code="79", fatal=True))
     deputy.changed("GPU-0000", FaultChange(fault_class="throttle", code="thermal", weight=0.5))
-    assert not stream.events, "nobody knows of which life"
+    assert not stream.events, "the instance is not known yet"
     for instance in ("i1", "i1", "i2", "i1"):
         deputy.on_beat("", beat(instance))
     throttled = {"device": "GPU-0000", "fault_class": "throttle", "code": "thermal"}
     deputy.changed("GPU-0000", FaultChange(fault_class="throttle", code="thermal", over=True))
     deputy.on_beat("", beat("i3"))
-    assert told(stream) == [
+    assert facts_of(stream) == [
         DeviceFaulted(worker="w0", instance="i1", **XID, fatal=True, weight=None),
         DeviceFaulted(worker="w0", instance="i1", **throttled, fatal=False, weight=0.5),
         DeviceFaulted(worker="w0", instance="i2", **XID, fatal=True, weight=None),
@@ -66,12 +66,12 @@ def test_what_it_sees_waits_until_the_worker_is_heard_and_is_said_of_each_life()
     ]
 
 
-# --- whose GPUs it watches
+# --- the GPUs it watches
 
 
 @pytest.fixture
 async def watched(gpus: shim.State, tmp_path: Path) -> AsyncIterator[Watched]:
-    """`await watched(gpus="0")` watches; returns what it says of w0, whose life is i1."""
+    """`await watched(gpus="0")` starts a watch; returns its facts about w0, which has the instance i1."""
     stops: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
     async def start(**flags: object) -> MemoryStream:
@@ -97,24 +97,24 @@ async def watched(gpus: shim.State, tmp_path: Path) -> AsyncIterator[Watched]:
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_named_gpus_are_watched_for_the_worker_and_shown(
+async def test_configured_gpus_are_watched_for_the_worker_and_shown(
     gpus: shim.State, watched: Watched, tmp_path: Path, eventually: Eventually
 ) -> None:
     stream = await watched(gpus="0")
     assert [(p.role, p.name) for p in present(tmp_path)] == [("watch", "w0-watch")]
-    gpus.gpu[1].raise_xid(119)  # not its
+    gpus.gpu[1].raise_xid(119)  # of another worker
     gpus.gpu[0].raise_xid(79)
     await eventually(lambda: stream.events)
-    assert told(stream) == [DeviceFaulted(worker="w0", instance="i1", **XID, fatal=True, weight=None)]
+    assert facts_of(stream) == [DeviceFaulted(worker="w0", instance="i1", **XID, fatal=True, weight=None)]
 
 
-async def test_the_gpus_of_a_given_process_are_found_also_when_it_takes_them_later(
+async def test_the_gpus_of_a_given_process_are_found_even_if_it_uses_them_later(
     gpus: shim.State, watched: Watched, eventually: Eventually
 ) -> None:
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
     try:
         with capture_logs() as logs:
-            stream = await watched(engine_pid=os.getpid())  # the child is below it
+            stream = await watched(engine_pid=os.getpid())  # the child is its descendant
             gpus.gpu[1].pid = child.pid
             await eventually(lambda: any(line.get("gpus") == ["GPU-0001"] for line in logs))
         gpus.gpu[1].remap_failed = 1
@@ -125,11 +125,11 @@ async def test_the_gpus_of_a_given_process_are_found_also_when_it_takes_them_lat
         ["GPU-0000", "GPU-0001"],
         ["GPU-0000"],
     ]
-    (fact,) = told(stream)
+    (fact,) = facts_of(stream)
     assert isinstance(fact, DeviceFaulted) and fact.fault_class == "row_remap_failure"
 
 
-def test_a_second_gpu_that_its_process_takes_makes_links_matter(gpus: shim.State) -> None:
+def test_links_matter_once_the_process_uses_a_second_gpu(gpus: shim.State) -> None:
     changes: list[FaultChange] = []
     watch = DeviceWatch((), QUICK, users=lambda: {7})
     gpus.gpu[0].pid = 7
@@ -146,18 +146,18 @@ def test_a_second_gpu_that_its_process_takes_makes_links_matter(gpus: shim.State
     assert changes == [FaultChange(fault_class="xid_nvlink", code="74", weight=0.0)]
 
 
-async def test_a_process_that_is_not_there_is_refused(gpus: shim.State, watched: Watched) -> None:
+async def test_a_missing_process_is_refused(gpus: shim.State, watched: Watched) -> None:
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await child.wait()
     with pytest.raises(BadSetting, match=f"engine_pid = {child.pid}: there is no such process"):
         await watched(engine_pid=child.pid)
 
 
-async def test_without_a_driver_there_is_nothing_to_do(
+async def test_the_watch_fails_without_a_driver(
     gpus: shim.State, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(shim.STATE, "")
-    with pytest.raises(WatchOff, match="the NVIDIA driver cannot be used"):
+    with pytest.raises(WatchOff, match="cannot use the NVIDIA driver"):
         await watched(gpus="0")
 
 
@@ -166,21 +166,21 @@ async def test_without_a_driver_there_is_nothing_to_do(
     [
         ({}, "either gpus or engine_pid"),
         ({"gpus": "0", "engine_pid": 1}, "either gpus or engine_pid"),
-        ({"gpus": "0", "nats_url": ""}, "needs nats_url"),
-        ({"engine_pid": 1, "count": 2}, "for one worker"),
-        ({"engine_pid": 1, "watch_only": False}, "only with watch_only"),
+        ({"gpus": "0", "nats_url": ""}, "requires nats_url"),
+        ({"engine_pid": 1, "count": 2}, "of one worker"),
+        ({"engine_pid": 1, "watch_only": False}, "only valid with watch_only"),
         ({"engine_pid": 0}, "engine_pid = 0"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(flags: dict[str, object], message: str) -> None:
+def test_incompatible_flags_are_refused(flags: dict[str, object], message: str) -> None:
     with pytest.raises(BadSetting, match=message):
         load_settings({"watch_only": True, "nats_url": "nats://x", **flags}, {})
 
 
-# --- as a process, beside one that it did not start
+# --- as a process, next to one that it did not start
 
 
-async def until_said(url: str, holds: Callable[[list[Fact]], bool]) -> list[Fact]:
+async def wait_for_facts(url: str, holds: Callable[[list[Fact]], bool]) -> list[Fact]:
     journal = await NatsJournal.connect(url, "test:reader:1")
     found: list[Fact] = []
     try:
@@ -195,7 +195,7 @@ async def until_said(url: str, holds: Callable[[list[Fact]], bool]) -> list[Fact
 
 
 @pytest.mark.servers
-async def test_a_process_watches_and_its_end_is_nobodys_silence(
+async def test_a_watch_process_reports_and_its_end_is_not_taken_for_the_workers_silence(
     gpus: shim.State,
     library: Path,
     spawn: Spawn,
@@ -207,8 +207,8 @@ async def test_a_process_watches_and_its_end_is_nobodys_silence(
     worker = await spawn("--name", "w0", nats_url=url, HOLDFAST_WORKER_INSTANCE="i1")
     await eventually(lambda: worker.ready, START_S)
     bus = await NatsBus.connect(url, "test")
-    heard: list[object] = []
-    await bus.subscribe(subjects.beat("w0"), lambda subject, body: heard.append(body.get("instance")))
+    beating: list[object] = []
+    await bus.subscribe(subjects.beat("w0"), lambda subject, body: beating.append(body.get("instance")))
 
     async def watch() -> Process:
         process = await spawn("--watch-only", "--name", "w0", "--gpus", "0", nats_url=url, **driver)
@@ -217,22 +217,22 @@ async def test_a_process_watches_and_its_end_is_nobodys_silence(
 
     first = await watch()
     gpus.gpu[0].raise_xid(79)
-    said = await until_said(url, lambda facts: any(isinstance(f, DeviceFaulted) for f in facts))
-    assert said[-1] == DeviceFaulted(worker="w0", instance="i1", **XID, fatal=True, weight=None)
-    await eventually(lambda: any(tmp_path.glob("devices/*.json")))  # said first, kept for the next one then
+    recorded = await wait_for_facts(url, lambda facts: any(isinstance(f, DeviceFaulted) for f in facts))
+    assert recorded[-1] == DeviceFaulted(worker="w0", instance="i1", **XID, fatal=True, weight=None)
+    await eventually(lambda: any(tmp_path.glob("devices/*.json")))  # stored after it was reported
     first.inner.kill()
     assert await first.ended() == -signal.SIGKILL
-    heard.clear()
-    await eventually(lambda: len(heard) >= 2)
-    assert worker.inner.returncode is None and set(heard) == {"i1"}, "the worker beats for itself"
-    second = await watch()  # the driver wants no reset (any more)
-    said = await until_said(url, lambda facts: any(isinstance(f, DeviceRecovered) for f in facts))
-    assert said[-1] == DeviceRecovered(worker="w0", instance="i1", **XID)
+    beating.clear()
+    await eventually(lambda: len(beating) >= 2)
+    assert worker.inner.returncode is None and set(beating) == {"i1"}, "only the worker sends heartbeats"
+    second = await watch()  # the driver asks for no reset any more
+    recorded = await wait_for_facts(url, lambda facts: any(isinstance(f, DeviceRecovered) for f in facts))
+    assert recorded[-1] == DeviceRecovered(worker="w0", instance="i1", **XID)
     second.inner.send_signal(signal.SIGTERM)
     assert await second.ended() == 0
-    kinds = [type(fact) for fact in said]
+    kinds = [type(fact) for fact in recorded]
     assert (kinds[0], set(kinds[1:])) == (WorkerJoined, {DeviceFaulted, DeviceRecovered}), (
-        "it registers nothing"
+        "the watch registers nothing"
     )
     assert not any("Traceback" in line for line in second.lines)
     await bus.close()

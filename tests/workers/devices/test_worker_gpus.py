@@ -1,4 +1,4 @@
-"""A worker tells the fleet of its GPUs and of their faults."""
+"""A worker reports its GPUs and their faults to the fleet."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ Begin = Callable[..., "Life"]
 
 @dataclass
 class Life:
-    """A worker with GPU 1, and what it has said."""
+    """A worker with GPU 1, and its facts."""
 
     worker: InferenceWorker
     stream: MemoryStream
@@ -87,11 +87,11 @@ async def begin(gpus: shim.State) -> AsyncIterator[Begin]:
         life.stop.set()
         async with asyncio.timeout(20):
             assert await life.running in (0, 1)
-    gpus.gpu[1].raise_xid(79)  # nobody listens any more
+    gpus.gpu[1].raise_xid(79)  # no watch is left to receive it
 
 
-async def fallen(life: Life) -> str:
-    """Wait until the worker has fallen; return why, by its own word."""
+async def failure_reason(life: Life) -> str:
+    """Wait until the worker has failed; return the reason that it recorded."""
     async with asyncio.timeout(20):
         assert await life.running == 1
     began = life.facts[-3]
@@ -101,10 +101,10 @@ async def fallen(life: Life) -> str:
     return began.reason
 
 
-async def test_it_registers_its_gpus_and_reports_their_faults_after_that(
+async def test_a_worker_registers_its_gpus_and_then_reports_their_faults(
     gpus: shim.State, begin: Begin, eventually: Eventually
 ) -> None:
-    gpus.gpu[1].remap_pending = 1  # before it begins to watch
+    gpus.gpu[1].remap_pending = 1  # before the watch begins
     life = begin()
     await eventually(lambda: len(life.facts) == 2)
     joined, pending = life.facts
@@ -120,7 +120,7 @@ async def test_it_registers_its_gpus_and_reports_their_faults_after_that(
     assert await life.running == 0
 
 
-async def test_it_goes_with_a_gpu_that_dies_under_its_engine(
+async def test_a_worker_ends_with_a_gpu_that_fails_under_its_engine(
     gpus: shim.State, begin: Begin, eventually: Eventually
 ) -> None:
     life = begin()
@@ -129,7 +129,7 @@ async def test_it_goes_with_a_gpu_that_dies_under_its_engine(
     stream = frontend.ask(prompt(), max_tokens=20_000)
     await frontend.until(lambda: frontend.tokens(stream))
     gpus.gpu[1].raise_xid(79)
-    assert await fallen(life) == "GPU GPU-0001: Xid 79, the GPU has fallen off the bus"
+    assert await failure_reason(life) == "GPU GPU-0001: Xid 79, the GPU has fallen off the bus"
     assert life.facts[1] == DeviceFaulted(**ABOUT, fault_class="xid", code="79")
     assert life.facts[-2] == DrainFinished(worker="w0", instance="i1", completed=0, migrated=1)
     end = frontend.end(stream)
@@ -137,17 +137,17 @@ async def test_it_goes_with_a_gpu_that_dies_under_its_engine(
     frontend.transport.abort()
 
 
-async def test_an_xid_from_before_it_serves_is_not_forgotten(gpus: shim.State, begin: Begin) -> None:
+async def test_an_xid_from_before_the_worker_serves_is_not_forgotten(gpus: shim.State, begin: Begin) -> None:
     class Late(DeviceWatch):
-        def begin(self, *told: Any) -> None:
-            gpus.gpu[1].raise_xid(48)  # its GPUs are listened to, and nobody is told yet
-            super().begin(*told)
+        def begin(self, *callbacks: Any) -> None:
+            gpus.gpu[1].raise_xid(48)  # its Xids are subscribed to, but not reported yet
+            super().begin(*callbacks)
 
     life = begin(watch=Late)
-    assert "Xid 48" in await fallen(life)
+    assert "Xid 48" in await failure_reason(life)
 
 
-async def test_a_fault_that_was_there_before_ends_nobody_who_starts_with_it(
+async def test_an_earlier_fault_does_not_end_a_worker_that_starts_with_it(
     gpus: shim.State, begin: Begin, eventually: Eventually
 ) -> None:
     gpus.gpu[1].set(remap_failed=1, recovery=1)
@@ -156,9 +156,9 @@ async def test_a_fault_that_was_there_before_ends_nobody_who_starts_with_it(
     found = {(f.fault_class, f.fatal) for f in life.facts[1:] if isinstance(f, DeviceFaulted)}
     assert found == {("row_remap_failure", True), ("recovery", True)}
     trust = life.worker.server.moves.trust
-    assert trust.doubts == {"device"}, "it sends nobody a KV cache"
+    assert trust.doubts == {"device"}, "it ships no KV cache"
     gpus.gpu[1].recovery = 0
-    await eventually(lambda: len(life.facts) == 4)  # it waits for the repair, and says it
+    await eventually(lambda: len(life.facts) == 4)  # it waits for the repair, and reports it
     assert trust.doubts == {"device"}
     gpus.gpu[1].remap_failed = 0
     await eventually(lambda: len(life.facts) == 5)
@@ -167,7 +167,7 @@ async def test_a_fault_that_was_there_before_ends_nobody_who_starts_with_it(
     assert await life.running == 0
 
 
-async def test_a_worker_before_a_server_outlives_the_servers_gpu(
+async def test_a_worker_in_front_of_a_server_survives_a_fault_of_the_servers_gpu(
     gpus: shim.State, begin: Begin, eventually: Eventually
 ) -> None:
     life = begin(computes_on_gpus=False)
@@ -184,14 +184,14 @@ async def test_a_watch_that_fails_ends_the_worker(
     gpus: shim.State, begin: Begin, eventually: Eventually, part: str
 ) -> None:
     def fail(*arguments: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
+        raise ZeroDivisionError("a bug")
 
-    reason = await fallen(begin(driver=type("Failing", (Nvml,), {part: fail})))
-    assert reason == "the device watch failed: ZeroDivisionError('a mistake of ours')"
+    reason = await failure_reason(begin(driver=type("Failing", (Nvml,), {part: fail})))
+    assert reason == "the device watch failed: ZeroDivisionError('a bug')"
     await eventually(lambda: not any(thread.name.startswith("device-") for thread in threading.enumerate()))
 
 
-async def test_a_process_goes_with_its_gpu_and_leaves_nothing(
+async def test_a_process_ends_with_its_gpu_and_leaves_nothing_behind(
     gpus: shim.State, library: Path, spawn: Spawn, eventually: Eventually
 ) -> None:
     driver = {"LD_LIBRARY_PATH": str(library.parent)}
@@ -209,7 +209,7 @@ async def test_a_process_goes_with_its_gpu_and_leaves_nothing(
 
 
 @pytest.mark.servers
-async def test_a_broker_that_hangs_holds_up_nobody_who_falls_and_nothing_is_unsaid(
+async def test_a_hanging_broker_does_not_delay_a_failing_worker_and_no_fact_is_lost(
     gpus: shim.State, library: Path, spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     driver = {"LD_LIBRARY_PATH": str(library.parent), "nats_url": own_nats.url}
@@ -239,30 +239,32 @@ async def test_a_broker_that_hangs_holds_up_nobody_who_falls_and_nothing_is_unsa
     await journal.close()
 
 
-async def test_a_worker_of_a_gpu_that_is_not_there_does_not_start(gpus: shim.State) -> None:
+async def test_a_worker_with_a_missing_gpu_does_not_start(gpus: shim.State) -> None:
     with pytest.raises(UnknownGpus, match="not on this host"):
         await made(MemoryStream(), DeviceWatch(("5",), QUICK)).run(asyncio.Event())
 
 
 @pytest.mark.servers
 @pytest.mark.parametrize("flags", [(), ("--watch-only",)])
-async def test_a_gpu_that_is_not_there_is_no_mistake_for_ever(
+async def test_a_missing_gpu_is_not_a_usage_error(
     flags: tuple[str, ...], gpus: shim.State, library: Path, spawn: Spawn, nats_url: str
 ) -> None:
     process = await spawn("--gpus", "5", *flags, nats_url=nats_url, LD_LIBRARY_PATH=str(library.parent))
-    assert await process.ended() == FELL, "it may come back, and so may the worker: a usage error would not"
+    assert await process.ended() == FELL, (
+        "the GPU may return, so a restart may succeed; a usage error is permanent"
+    )
     assert "gpus = 5: not on this host, which has 0 (GPU-0000), 1 (GPU-0001)" in process.lines[-1]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"), [({"gpus": "first"}, "neither"), ({"gpus": "0", "count": 2}, "2 workers")]
 )
-def test_gpus_that_make_no_sense_are_refused(flags: dict[str, object], message: str) -> None:
+def test_invalid_gpu_settings_are_refused(flags: dict[str, object], message: str) -> None:
     with pytest.raises(BadSetting, match=message):
         load_settings(flags, {})
 
 
-def test_a_simulated_worker_imports_nothing_of_it() -> None:
+def test_a_simulated_worker_imports_no_device_modules() -> None:
     code = (
         "import sys\n"
         "from workers.runtime import _devices\n"

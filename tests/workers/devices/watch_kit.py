@@ -1,4 +1,4 @@
-"""What the tests of the device watch share."""
+"""Helpers of the device watch tests."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from workers.devices.watch import DeviceWatch, WatchPolicy
 
 QUICK = WatchPolicy(wait_ms=5, read_s=0.01, reopen_s=0.02, look_s=0.02, throttle=ThrottlePolicy(hold_s=0.05))
 
-Said = list[tuple[str, FaultChange]]
-Watching = Callable[..., tuple[DeviceWatch, Said]]
+Reports = list[tuple[str, FaultChange]]
+Watching = Callable[..., tuple[DeviceWatch, Reports]]
 
 
 def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Wait for the watch's thread."""
+    """Wait until a condition holds that the watch's thread makes true."""
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
