@@ -1,13 +1,16 @@
-"""The target's reservations: how much a source may write, until when, and which bytes have arrived and were verified.
+"""The reservations of a transfer's target: limits, deadlines, and the verified bytes so far.
+
+A reservation states how much a source may write and until when.
 
     reserve ──▶ open ── every chunk marked, tokens agree ──▶ committed ── the engine has taken it ──▶ (gone)
                  └───────────── abort, deadline ─────────────────┴──────────────────────────────────▶ (gone)
 
-It has neither sockets nor memory, and takes the time as an argument. A refusal changes nothing; the caller that refuses a
-source aborts its reservation. What ends a reservation returns it, so that the caller can free what belongs to it.
+The ledger has neither sockets nor memory, and takes the time as an argument. A refusal changes nothing; the caller that
+refuses a source aborts its reservation. Every call that ends a reservation returns it, so that the caller can free its
+resources.
 
-Chunks may come in any order and more than once. The intervals of what is there are kept merged: chunks that come in
-order leave one interval, however many they are.
+Chunks may arrive in any order and more than once. The intervals that have arrived are kept merged: chunks that arrive in
+order leave one interval, whatever their number.
 """
 
 import secrets
@@ -46,30 +49,30 @@ class Coverage:
 
     @property
     def count(self) -> int:
-        """How many different chunks there are."""
+        """Number of different chunks that have arrived."""
         return len(self._chunks)
 
     @property
     def prefix(self) -> int:
-        """How many bytes there are without a gap, from the first."""
+        """Number of bytes that have arrived without a gap, from the first."""
         return self._ends[0] if self._begins and self._begins[0] == 0 else 0
 
     def repeated(self, chunk: KvChunk) -> bool:
-        """Say whether exactly this chunk is marked already."""
+        """Return whether exactly this chunk is already marked."""
         return self._chunks.get(chunk.number) == chunk
 
     def objection(self, chunk: KvChunk) -> str:
-        """Say why a chunk that is no repetition cannot be taken; empty if it can."""
+        """Return why a chunk that is not a repetition must be refused; empty if it is accepted."""
         where = f"chunk {chunk.number}"
         if chunk.number in self._chunks:
-            return f"{where} came twice, and differed"
+            return f"{where} arrived twice with different contents"
         if not 0 <= chunk.number < CHUNKS_MAX:
             return f"{where} is not between 0 and {CHUNKS_MAX - 1}"
         if not 0 < chunk.bytes <= CHUNK_BYTES_MAX:
             return f"{where} has {chunk.bytes} bytes, not 1 to {CHUNK_BYTES_MAX}"
         end = chunk.offset + chunk.bytes
         if chunk.offset < 0 or end > self.size:
-            return f"{where} lies beyond the region: bytes {chunk.offset} to {end} of {self.size}"
+            return f"{where} is outside the region: bytes {chunk.offset} to {end} of {self.size}"
         after = bisect_right(self._begins, chunk.offset)
         if (after and self._ends[after - 1] > chunk.offset) or (
             after < len(self._begins) and self._begins[after] < end
@@ -78,7 +81,7 @@ class Coverage:
         return ""
 
     def mark(self, chunk: KvChunk) -> None:
-        """Note a chunk to which there is no objection."""
+        """Record an accepted chunk."""
         begin, end = chunk.offset, chunk.offset + chunk.bytes
         self._chunks[chunk.number] = chunk
         self.bytes += chunk.bytes
@@ -95,7 +98,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationPolicy:
-    """How much to promise at once, and for how long."""
+    """How many reservations to hold at once, and for how long."""
 
     live_max: int = 16  # of one shard
     bytes_max: int = 4 << 30
@@ -104,26 +107,26 @@ class ReservationPolicy:
 
 @dataclass(slots=True)
 class KvReservation:
-    """One promise to one source."""
+    """One reservation of one source."""
 
     ticket: str
     size: int  # bytes
-    deadline_s: float  # of the clock that `now_s` is of
+    deadline_s: float  # by the same clock as `now_s`
     coverage: Coverage
-    count: int  # tokens known when it was made
-    digest: bytes  # of those
+    count: int  # number of tokens known when it was made
+    digest: bytes  # of these tokens
     own: Description
-    first_block: int = 0  # the target has those before it
+    first_block: int = 0  # the target already has the blocks before this one
     opened: bool = False
     ending: Ending | None = field(default=None, repr=False)
 
     def need(self, computed: int) -> int:
-        """Return how many bytes must arrive for this many computed tokens."""
+        """Return the number of bytes that must arrive for this many computed tokens."""
         return max(0, self.own.blocks(computed) - self.first_block) * self.own.block_bytes
 
 
 class TransferReservations:
-    """The ledger of one target."""
+    """The reservations of one target."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class TransferReservations:
         policy: ReservationPolicy,
         name: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
-        """Promise blocks of these descriptions only, one of each shard. `name` invents tickets; none may come twice."""
+        """Accept blocks of these descriptions only, one of each shard. `name` creates unique tickets."""
         self._own = {one.rank: one for one in own}
         self._policy = policy
         self._name = name
@@ -142,7 +145,7 @@ class TransferReservations:
 
     @property
     def bytes(self) -> int:
-        """How many bytes are promised."""
+        """Number of reserved bytes."""
         return sum(one.size for one in self._live.values())
 
     def get(self, ticket: str) -> KvReservation | None:
@@ -157,26 +160,28 @@ class TransferReservations:
         now_s: float,
         first_block: int = 0,
     ) -> KvReservation | TransferRefused:
-        """Promise room for `blocks` blocks, from `first_block` of the sequence on, of a request whose tokens so far
-        are these; what arrives must begin with them."""
+        """Reserve `blocks` blocks, starting at `first_block` of the sequence, for a request.
+
+        `tokens` are the request's tokens so far; what arrives must begin with them.
+        """
         own = self._own.get(description.rank)
         if own is None:
             return TransferRefused(
-                f"another model: rank is {description.rank} there, and there is none such here"
+                f"another model: rank is {description.rank} there, which does not exist here"
             )
         if differs := own.difference(description):
             return TransferRefused(f"another model: {differs}")
         if blocks < 1 or first_block < 0:
-            return TransferRefused(f"{blocks} blocks from block {first_block} on are nothing to reserve")
+            return TransferRefused(f"cannot reserve {blocks} blocks from block {first_block} on")
         if sum(one.own is own for one in self._live.values()) >= self._policy.live_max:
             return TransferRefused(f"too many at once: {self._policy.live_max} reservations are live")
         need = blocks * own.block_bytes
         if need > (free := self._policy.bytes_max - self.bytes):
-            return TransferRefused(f"no room: {need} bytes wanted, {free} free")
+            return TransferRefused(f"no room: {need} bytes requested, {free} free")
         try:
             so_far = packed(tokens)
         except (OverflowError, TypeError):
-            return TransferRefused("the tokens are no token ids")
+            return TransferRefused("the tokens are not token ids")
         made = KvReservation(
             self._name(),
             need,
@@ -191,12 +196,12 @@ class TransferReservations:
         return made
 
     def open(self, message: Open, now_s: float) -> KvReservation | TransferRefused:
-        """Let the source in. A reservation has one source, and that one comes once."""
-        found = self._open(message.ticket, now_s)
+        """Admit the source. A reservation has one source, which opens it once."""
+        found = self._find_open(message.ticket, now_s)
         if isinstance(found, TransferRefused):
             return found
         if message.version != VERSION:
-            return TransferRefused(f"version {message.version} of the transfer is not known here")
+            return TransferRefused(f"version {message.version} of the transfer is not supported here")
         if differs := found.own.difference(message.description):
             return TransferRefused(f"another model: {differs}")
         if found.opened:
@@ -205,8 +210,8 @@ class TransferReservations:
         return found
 
     def check(self, ticket: str, chunk: KvChunk, now_s: float) -> bool | TransferRefused:
-        """Say whether a chunk is wanted: False for a repetition, which changes nothing."""
-        found = self._open(ticket, now_s)
+        """Return whether a chunk is needed: False for a repetition, which changes nothing."""
+        found = self._find_open(ticket, now_s)
         if isinstance(found, TransferRefused):
             return found
         if chunk.ticket != ticket:
@@ -217,27 +222,27 @@ class TransferReservations:
         return TransferRefused(objection) if objection else True
 
     def mark(self, ticket: str, chunk: KvChunk, xxh3: int, now_s: float) -> TransferRefused | None:
-        """Note a wanted chunk whose bytes in the region have this xxh3-64."""
-        wanted = self.check(ticket, chunk, now_s)
-        if isinstance(wanted, TransferRefused):
-            return wanted
-        if wanted and xxh3 != chunk.xxh3:
+        """Record a needed chunk; `xxh3` is the xxh3-64 of its bytes in the region."""
+        needed = self.check(ticket, chunk, now_s)
+        if isinstance(needed, TransferRefused):
+            return needed
+        if needed and xxh3 != chunk.xxh3:
             return TransferRefused(f"chunk {chunk.number} is damaged: its checksum differs")
-        if wanted:
+        if needed:
             self._live[ticket].coverage.mark(chunk)
         return None
 
     def commit(self, ticket: str, ending: Ending, now_s: float) -> KvReservation | TransferRefused:
-        """Settle a reservation: all its bytes are there, and both sides mean the same tokens."""
-        found = self._open(ticket, now_s)
+        """Commit a reservation: all its bytes have arrived, and both sides agree on the tokens."""
+        found = self._find_open(ticket, now_s)
         if isinstance(found, TransferRefused):
             return found
-        if objection := self._objection(found, ending):
+        if objection := self._commit_objection(found, ending):
             return TransferRefused(objection)
         found.ending = ending
         return found
 
-    def _objection(self, one: KvReservation, ending: Ending) -> str:
+    def _commit_objection(self, one: KvReservation, ending: Ending) -> str:
         if ending.ticket != one.ticket:
             return "the ending belongs to another ticket"
         if ending.count * 4 != len(ending.tokens) or digest(ending.tokens) != ending.digest:
@@ -245,7 +250,7 @@ class TransferReservations:
         if ending.count < one.count or digest(ending.tokens[: one.count * 4]) != one.digest:
             return "the tokens do not continue those of the reservation"
         if not 0 < ending.computed <= ending.count:
-            return f"the KV of {ending.computed} of {ending.count} tokens is said to be there"
+            return f"the source claims the KV of {ending.computed} of {ending.count} tokens"
         if len(ending.state) > STATE_BYTES_MAX:
             return f"the state has {len(ending.state)} bytes, more than {STATE_BYTES_MAX}"
         need = one.need(ending.computed)
@@ -254,22 +259,22 @@ class TransferReservations:
             return f"not all arrived: {arrived}, in {one.coverage.count} of {ending.chunks} chunks"
         return ""
 
-    def _open(self, ticket: str, now_s: float) -> KvReservation | TransferRefused:
+    def _find_open(self, ticket: str, now_s: float) -> KvReservation | TransferRefused:
         found = self._live.get(ticket)
         if found is None:
-            return TransferRefused("there is no such reservation, or no longer")
+            return TransferRefused("the reservation does not exist, or has ended")
         if found.deadline_s <= now_s:
-            return TransferRefused("the reservation's time is up")
+            return TransferRefused("the reservation's deadline has passed")
         if found.ending is not None:
             return TransferRefused("the reservation is committed already")
         return found
 
     def abort(self, ticket: str) -> KvReservation | None:
-        """End a reservation, whatever became of it. Also how an engine says that it has taken the bytes."""
+        """End a reservation in any state. An engine that has taken the bytes ends it this way too."""
         return self._live.pop(ticket, None)
 
     def expire(self, now_s: float) -> list[KvReservation]:
-        """End the reservations whose time is up, committed ones too."""
+        """End the reservations that have expired, including committed ones."""
         ended = [one for one in self._live.values() if one.deadline_s <= now_s]
         for one in ended:
             del self._live[one.ticket]

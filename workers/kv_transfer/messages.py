@@ -1,14 +1,14 @@
-"""What the two ends of a KV transfer say to each other, and what the target hands out beforehand.
+"""The messages between the two ends of a KV transfer, and the grant that the target issues beforehand.
 
-    source ── Open ──▶ target                    ── Opened ──▶ source       where both know the fleet's key
-    source ── Chunk, Chunk, … ──▶ target         on a socket its bytes follow; in shared memory they lie there
+    source ── Open ──▶ target                    ── Opened ──▶ source       if both know the fleet's key
+    source ── Chunk, Chunk, … ──▶ target         on a socket, followed by its bytes; in shared memory, they are in place
     source ── Ending ──▶ target                  ── Accepted or Refused ──▶ source
 
-Refused may come at any time and ends the transfer; so does a connection that closes before Accepted.
+Refused may arrive at any time and ends the transfer. So does a connection that closes before Accepted.
 
-A frame is four bytes of length and eight of xxh3-64 (little endian) of the msgpack value that follows, so that a
-frame flipped in any byte is refused, and one that was cut is waited for until the deadline. `TransferSocket` sends and
-receives them over a blocking socket, all of it before one deadline.
+A frame is four bytes of length and eight of xxh3-64 (little endian), followed by the msgpack value. A frame with a flipped
+bit is therefore refused, and a truncated one is waited for until the deadline. `TransferSocket` sends and receives frames
+over a blocking socket, all before one deadline.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from events.errors import HoldfastError
 
 VERSION = 1
 Buffer = bytes | bytearray | memoryview
-Words = bytes  # for messages with a field of that name
+Words = bytes  # an alias for messages with a field named `bytes`
 STATE_BYTES_MAX = 1 << 20
-FRAME_BYTES_MAX = 8 << 20  # the ending has all tokens of the request and the state
+FRAME_BYTES_MAX = 8 << 20  # the ending carries all tokens of the request, and the state
 _HEADER = struct.Struct("<IQ")
 _encoder = msgspec.msgpack.Encoder()
 
 
 class TransferFailed(HoldfastError):
-    """The KV cache could not be transferred. The stream continues by re-prefill, or where it is."""
+    """The KV cache could not be transferred. The stream continues by re-prefill, or at its source."""
 
 
 class RegionTaken(HoldfastError):
@@ -43,7 +43,7 @@ class RegionTaken(HoldfastError):
 
 
 class Description(msgspec.Struct, array_like=True, frozen=True):
-    """What blocks mean: two workers may exchange them only if all of this agrees. `block_bytes` is one shard's."""
+    """The format of KV blocks. Two workers may exchange blocks only if all fields agree. `block_bytes` is per shard."""
 
     model: str
     revision: str
@@ -57,19 +57,19 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     rank: int = 0
 
     def difference(self, other: "Description") -> str:
-        """Say in what another description differs from this one; empty if in nothing."""
+        """Describe the first difference of another description; empty if there is none."""
         for name in self.__struct_fields__:
             if (ours := getattr(self, name)) != (theirs := getattr(other, name)):
                 return f"{name} is {theirs!r} there and {ours!r} here"
         return ""
 
     def blocks(self, tokens: int) -> int:
-        """Return how many blocks the KV of this many tokens fills."""
+        """Return the number of blocks that the KV of this many tokens fills."""
         return -(-tokens // self.block_size)
 
 
 class TransferAddress(msgspec.Struct, array_like=True, frozen=True):
-    """Where a target listens: a Unix socket for its own host, TCP for the others."""
+    """Where a target listens: a Unix socket for its own host, TCP for others."""
 
     host: str
     port: int
@@ -77,39 +77,39 @@ class TransferAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Grant(msgspec.Struct, array_like=True, frozen=True):
-    """A reservation as its source sees it. `region` names the memory's file on the target's host, if it has one."""
+    """A reservation as its source sees it. `region` is the path of the memory's file on the target's host, if any."""
 
     ticket: str
     endpoint: TransferAddress
     bytes: int
-    seconds: float  # how long it lasts
-    description: Description  # of the blocks that the target takes
+    seconds: float  # its duration
+    description: Description  # of the blocks that the target accepts
     region: str = ""
-    first_block: int = 0  # of the sequence; the target has those before it, and its bytes begin the region
-    offer: Words = b""  # how a `Transport` writes into the region, in its own words
+    first_block: int = (
+        0  # of the sequence; the target has the blocks before it, and the region begins with it
+    )
+    offer: Words = b""  # how a `Transport` writes into the region, in its own encoding
 
 
 class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
-    """A source has come for its reservation. `shared`: it writes into the region itself."""
+    """A source opens its reservation. `shared`: it writes into the region itself."""
 
     ticket: str
     description: Description
     shared: bool
     version: int = VERSION
     nonce: bytes = b""
-    proof: bytes = (
-        b""  # that the source knows the fleet's key: of the ticket, which is used once, and the nonce
-    )
+    proof: bytes = b""  # of the fleet's key, over the single-use ticket and the nonce
 
 
 class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
-    """The target knows the fleet's key, too, and takes what follows. Without a key it says nothing to an Open."""
+    """The target knows the fleet's key too, and accepts what follows. Without a key it does not answer an Open."""
 
     proof: bytes
 
 
 class KvChunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
-    """`bytes` bytes lie at this offset of the region, or follow on the socket, and have this xxh3-64."""
+    """A chunk: `bytes` bytes at this offset of the region, or following on the socket, with this xxh3-64."""
 
     ticket: str
     number: int
@@ -119,25 +119,25 @@ class KvChunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
 
 
 class Ending(msgspec.Struct, tag="end", array_like=True, frozen=True):
-    """The source has stopped the stream and sent all. The KV of the first `computed` tokens is in the blocks."""
+    """The source has stopped the stream and sent everything. The blocks hold the KV of the first `computed` tokens."""
 
     ticket: str
     chunks: int
     computed: int
     count: int
     tokens: bytes  # ids, 4 bytes each, little endian
-    digest: bytes  # their xxh3-128
-    state: bytes = b""  # of sampling: the engine's own
+    digest: bytes  # xxh3-128 of the tokens
+    state: bytes = b""  # sampling state, in the engine's own encoding
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
-    """Every chunk is there and verified, and the tokens agree: the target has committed."""
+    """Every chunk has arrived and is verified, and the tokens agree: the target has committed."""
 
     ticket: str
 
 
 class TransferRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The target does not take it, or no longer. Nothing of it is left there."""
+    """The target refuses the transfer, or ends it. It keeps nothing of it."""
 
     reason: str
 
@@ -146,7 +146,7 @@ Message = Open | Opened | KvChunk | Ending | Accepted | TransferRefused
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Return token ids as they travel. Raise OverflowError for one that is negative or has more than 32 bits."""
+    """Encode token ids for the wire. Raise OverflowError for an id that is negative or has more than 32 bits."""
     ids = array("I", tokens)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -154,7 +154,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def unpacked(tokens: bytes) -> list[int]:
-    """Return the ids that `packed` has packed. Raise ValueError if their bytes were cut."""
+    """Decode what `packed` has encoded. Raise ValueError for truncated data."""
     ids = array("I")
     ids.frombytes(tokens)
     if sys.byteorder == "big":
@@ -173,7 +173,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
 
 
 def framed(message: Message) -> bytes:
-    """Return a message as it travels. Raise TransferFailed if it is too long."""
+    """Encode a message as a frame. Raise TransferFailed if it is too long."""
     body = _encoder.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise TransferFailed(f"a message of {len(body)} bytes is longer than {FRAME_BYTES_MAX}")
@@ -181,10 +181,10 @@ def framed(message: Message) -> bytes:
 
 
 class TransferSocket:
-    """A connected socket and the instant (time.monotonic) until which everything on it must have happened."""
+    """A connected socket and the deadline (time.monotonic) for everything on it."""
 
     def __init__(self, connected: socket.socket, deadline_s: float) -> None:
-        """Own this socket."""
+        """Take ownership of this socket."""
         self._socket = connected
         self.deadline_s = deadline_s
         self.kind = "unix" if connected.family == socket.AF_UNIX else "tcp"
@@ -192,7 +192,7 @@ class TransferSocket:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message, payload: memoryview | None = None) -> None:
-        """Send a message, and the bytes that belong to it. Raise TransferFailed."""
+        """Send a message and its payload. Raise TransferFailed."""
         frame = framed(message)
         try:
             self._socket.settimeout(self._left_s())
@@ -204,7 +204,7 @@ class TransferSocket:
             raise _broken(error) from error
 
     def receive(self) -> Message:
-        """Return the next message. Raise TransferFailed: it is damaged, the connection ended, the time is up."""
+        """Return the next message. Raise TransferFailed if it is damaged, the connection ended or the deadline has passed."""
         header = bytearray(_HEADER.size)
         self.fill(memoryview(header))
         length, xxh3 = _HEADER.unpack(header)
@@ -217,7 +217,7 @@ class TransferSocket:
         try:
             return _decoder.decode(body)
         except msgspec.MsgspecError as error:
-            raise TransferFailed(f"a message is none of the transfer's: {error}") from error
+            raise TransferFailed(f"not a message of a KV transfer: {error}") from error
 
     def fill(self, view: memoryview) -> None:
         """Receive exactly this many bytes into memory. Raise TransferFailed."""
@@ -233,19 +233,21 @@ class TransferSocket:
             done += got
 
     def readable(self) -> bool:
-        """Say whether something has come, or the other side has closed."""
+        """Return whether data has arrived, or the peer has closed."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def break_off(self, how: int = socket.SHUT_RDWR) -> None:
-        """Make the call that waits on this socket fail, from any thread. After SHUT_RD
-        the other side can still be sent the reason."""
-        with contextlib.suppress(OSError):  # it is broken already
+        """Make the call that waits on this socket fail, from any thread.
+
+        After SHUT_RD, the reason can still be sent to the peer.
+        """
+        with contextlib.suppress(OSError):  # it is already broken
             self._socket.shutdown(how)
 
     def close(self, last: Message | None = None, patience_s: float = 0.5) -> None:
-        """Close, after a last message and what the other side was still saying: a reset would destroy that message."""
+        """Close after a last message and after reading what the peer still sends: a reset would destroy that message."""
         try:
             if last is not None:
                 self.deadline_s = time.monotonic() + patience_s
@@ -255,16 +257,16 @@ class TransferSocket:
                 while True:
                     self.fill(scratch)
         except (OSError, TransferFailed):
-            pass  # the other side has closed
+            pass  # the peer has closed
         finally:
             self._socket.close()
 
     def _left_s(self) -> float:
         if (left_s := self.deadline_s - time.monotonic()) <= 0:
-            raise TransferFailed("the time is up")
+            raise TransferFailed("the deadline has passed")
         return left_s
 
 
 def _broken(error: OSError) -> TransferFailed:
     late = isinstance(error, TimeoutError)
-    return TransferFailed("the time is up" if late else f"the connection broke: {error}")
+    return TransferFailed("the deadline has passed" if late else f"the connection broke: {error}")

@@ -1,9 +1,12 @@
-"""KV transfers over NIXL: RDMA, NVLink or whatever else UCX finds between two hosts. Its one home; the extra `[nixl]`.
+"""KV transfers over NIXL: RDMA, NVLink or whatever else UCX finds between two hosts.
 
-What one would get wrong: an agent answers one thread at a time, and nobody may wait for another's transfer; memory must be
-registered on both sides, so that what is sent goes through a buffer of our own; the state of a transfer is polled, there is
-nothing to wait on. And a transfer that was given up is not over: UCX goes on reading the source's buffer, and over TCP it
-writes what still comes to the target's address, registered or not. Memory that was unmapped there would end the process.
+This is the only module that uses NIXL, an optional dependency (extra `[nixl]`). Its pitfalls:
+
+- An agent serves one thread at a time, and no thread may wait for another's transfer.
+- Memory must be registered on both sides, so data is sent through a buffer of our own.
+- The state of a transfer must be polled.
+- An aborted transfer is not over. UCX keeps reading the source's buffer, and over TCP it writes what still arrives to the
+  target's address, registered or not. If that memory were unmapped, the process would crash.
 """
 
 import threading
@@ -19,7 +22,7 @@ from workers.kv_transfer.ledger import CHUNK_BYTES
 from workers.kv_transfer.messages import TransferFailed
 
 POLL_S = 50e-6
-FORSAKEN_MAX = 256  # each has a file descriptor
+STILL_WRITABLE_MAX = 256  # each has a file descriptor
 
 
 class NoNixl(UsageError):
@@ -32,12 +35,12 @@ class _Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Nixl:
-    """A `Transport`: this process's agent."""
+    """A `Transport`: the NIXL agent of this process."""
 
     name = "nixl"
 
     def __init__(self, worker: str) -> None:
-        """Start the agent; it takes seconds to load. Raise NoNixl."""
+        """Start the agent; loading the library takes seconds. Raise NoNixl."""
         try:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
@@ -45,26 +48,26 @@ class Nixl:
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = nixl_agent(worker, nixl_agent_config(sync_mode=strict))
         self._registered: dict[int, Any] = {}  # by address
-        # Addresses that somebody may still write to; who is so late that this many have come since is gone.
-        self._forsaken: deque[memoryview] = deque(maxlen=FORSAKEN_MAX)
-        self._unfinished: list[NixlRemote] = []  # their buffers may still be read
-        self.lock = threading.RLock()  # around every call of the library, by its regions too
+        # Addresses that a source may still write to. A source that is later than this many others is assumed gone.
+        self._still_writable: deque[memoryview] = deque(maxlen=STILL_WRITABLE_MAX)
+        self._unfinished: list[NixlRemote] = []  # aborted transfers that may still read their buffers
+        self.lock = threading.RLock()  # held around every call of the library, including those of its regions
 
     @property
     def unfinished(self) -> int:
-        """How many transfers were given up whose buffers may still be read."""
+        """Number of aborted transfers that may still read their buffers."""
         return len(self._unfinished)
 
     def offer(self, memory: memoryview) -> bytes:
-        """Let sources write into this memory; return how. Raise TransferFailed."""
+        """Let sources write into this memory; return the encoded offer. Raise TransferFailed."""
         address = _address(memory)
         with self.lock, _failing():
             self._registered[address] = self.register(address, len(memory))
             return msgspec.msgpack.encode(_Offer(self._agent.get_agent_metadata(), address))
 
     def withdraw(self, memory: memoryview, quiet: bool) -> None:
-        if not quiet:  # the address stays ours; the receiver gives its memory back
-            self._forsaken.append(memory)
+        if not quiet:  # keep the address allocated; the receiver frees the memory itself
+            self._still_writable.append(memory)
         with self.lock, _failing():
             if (registered := self._registered.pop(_address(memory), None)) is not None:
                 self.deregister(registered)
@@ -74,23 +77,21 @@ class Nixl:
         try:
             known = msgspec.msgpack.decode(offer, type=_Offer)
         except msgspec.MsgspecError as error:
-            raise TransferFailed(
-                f"the target offers its memory in words that NIXL does not know: {error}"
-            ) from error
+            raise TransferFailed(f"the target's memory offer is not a NIXL offer: {error}") from error
         with self.lock, _failing():
-            self._unfinished = [one for one in self._unfinished if not self._over(one)]
+            self._unfinished = [one for one in self._unfinished if not self._deregister_if_over(one)]
             peer = self._agent.add_remote_agent(known.agent)
         return NixlRemote(self, peer, known.address, deadline_s)
 
-    def _over(self, remote: "NixlRemote") -> bool:
-        """Let go of a transfer that was given up, if it has come to its end."""
+    def _deregister_if_over(self, remote: "NixlRemote") -> bool:
+        """Deregister the buffer of an aborted transfer once that has ended; return False while it is running."""
         if self.state(remote.handle) == "PROC":
             return False
         self.deregister(remote.registered)
         return True
 
     def register(self, address: int, size: int) -> Any:
-        """Let the library write from here, or to here. Raises what it raises."""
+        """Let the library read and write this memory. Propagates the library's errors."""
         return self._agent.register_memory([(address, size, 0, "")], mem_type="DRAM")
 
     def deregister(self, registered: Any) -> None:
@@ -98,11 +99,11 @@ class Nixl:
         self._agent.deregister_memory(registered)
 
     def give_up(self, remote: "NixlRemote") -> None:
-        """Deregister a region's buffer later, when its transfer, which goes on, has come to its end."""
+        """Deregister a region's buffer later, when its transfer, which is still running, has ended."""
         self._unfinished.append(remote)
 
     def begin_write(self, source: int, peer: Any, target: int, size: int) -> Any:
-        """Begin a transfer to this address of that agent, and return its handle. Raise TransferFailed."""
+        """Start a transfer to this address of that agent, and return its handle. Raise TransferFailed."""
         with self.lock, _failing():
             ours = self._agent.get_xfer_descs([(source, size, 0)], mem_type="DRAM")
             theirs = self._agent.get_xfer_descs([(target, size, 0)], mem_type="DRAM")
@@ -111,11 +112,11 @@ class Nixl:
             return handle
 
     def state(self, handle: Any) -> str:
-        """Return PROC, DONE or ERR, and release what is over."""
+        """Return PROC, DONE or ERR, and release a transfer that is over."""
         with self.lock:
             try:
                 state: str = self._agent.check_xfer_state(handle)
-            except Exception:  # a disconnected peer, among others
+            except Exception:  # for example a disconnected peer
                 state = "ERR"
             if state != "PROC":
                 with _failing():
@@ -136,24 +137,24 @@ class NixlRemote:
         self._own = self._buffer.ctypes.data
         self._broken = False
         self._lock = threading.Lock()
-        self.handle: Any = None  # of the transfer under way
+        self.handle: Any = None  # of the running transfer
         with nixl.lock, _failing():
             self.registered: Any = nixl.register(self._own, CHUNK_BYTES)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write there, and return when it has arrived. Raise TransferFailed."""
+        """Write the data, and return when it has arrived. Raise TransferFailed."""
         with self._lock:
             if self.registered is None or self.handle is not None:
-                raise TransferFailed("it is not open")
+                raise TransferFailed("the transfer is not open")
             self._buffer[: len(data)] = np.frombuffer(data, np.uint8)
             self.handle = self._nixl.begin_write(self._own, self._peer, self._address + offset, len(data))
             while (state := self._nixl.state(self.handle)) == "PROC":
                 if self._broken or time.monotonic() > self._deadline_s:
-                    raise TransferFailed("NIXL did not get done in time")
+                    raise TransferFailed("the NIXL transfer did not finish in time")
                 time.sleep(POLL_S)
             self.handle = None
             if state != "DONE":
-                raise TransferFailed("NIXL says that a transfer failed")
+                raise TransferFailed("the NIXL transfer failed")
 
     def break_off(self) -> None:
         self._broken = True
@@ -163,7 +164,7 @@ class NixlRemote:
             self._lock,
             self._nixl.lock,
             _failing(),
-        ):  # its agent and its lock are ours too: one library, one state
+        ):  # the agent and its lock too: the library has one state
             registered, self.registered = self.registered, None
             if registered is None:
                 return
@@ -175,7 +176,7 @@ class NixlRemote:
 
 
 class _failing:
-    """Makes what NIXL raises a TransferFailed: it has a dozen classes of errors without a common one."""
+    """Turns any NIXL error into TransferFailed: the library has a dozen error classes without a common base."""
 
     def __enter__(self) -> None:
         pass

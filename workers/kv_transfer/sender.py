@@ -1,7 +1,7 @@
-"""The source's side of a KV transfer: ships the blocks of one request while it decodes, then the rest, and waits for the answer.
+"""The source's side of a KV transfer: ships a request's blocks while it decodes, then the rest.
 
 `Sender` blocks, and needs a thread; `Shipment` runs it in one, for an event loop. Each call returns when the bytes have left
-the caller's memory. Any failure, a refusal too, is TransferFailed, and ends the transfer.
+the caller's memory. Any failure, including a refusal, is TransferFailed and ends the transfer.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from workers.kv_transfer.transport import Remote, Transport
 
 Bytes = npt.NDArray[np.uint8]
 CONNECT_S = 2.0
-REASON_S = 0.5  # to hear why the target broke off
+REASON_S = 0.5  # to receive the reason why the target closed the connection
 MAPPINGS_MAX = 4
 SHIPPERS = (
     2  # threads that hash and copy into shared memory: one takes a third longer, if processors are free
@@ -53,14 +53,14 @@ QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a
 
 
 class Mapped:
-    """A region on this host."""
+    """A region on this host, written through a mapping."""
 
     def __init__(self, memory: Bytes) -> None:
         """Write into this mapping."""
         self._memory = memory
 
     def write(self, offset: int, data: memoryview) -> None:
-        # numpy copies without the GIL, which a memoryview does not
+        # numpy copies without the GIL, a memoryview does not
         self._memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def break_off(self) -> None:
@@ -71,21 +71,21 @@ class Mapped:
 
 
 class Mappings:
-    """Regions of other workers that are mapped here: a first mapping costs 0.1 s a gigabyte. For any thread.
+    """Mapped regions of other workers: a first mapping costs 0.1 s per gigabyte. Thread-safe.
 
-    What is mapped stays memory, even if its owner has unlinked it or is dead. So no more is kept than a target keeps for
-    the next transfer: a larger region is never used again.
+    A mapping keeps its memory allocated even if its owner has unlinked it or is dead. So no more is kept mapped than a target
+    keeps for the next transfer: a larger region is never reused.
     """
 
     def __init__(self, bytes_max: int = SPARE_BYTES_MAX) -> None:
-        """Map nothing yet."""
+        """Build an empty cache."""
         self._bytes_max = bytes_max
-        self._mapped: dict[tuple[str, int], Bytes] = {}  # by path and inode, the least recently used first
+        self._mapped: dict[tuple[str, int], Bytes] = {}  # by path and inode, least recently used first
         self._lock = threading.Lock()
 
     @property
     def kept(self) -> int:
-        """How many are mapped, to be used again."""
+        """Number of regions kept mapped for reuse."""
         return len(self._mapped)
 
     def get(self, path: str, size: int) -> Bytes | None:
@@ -114,7 +114,7 @@ class Mappings:
             self._mapped = {one: kept for one, kept in self._mapped.items() if Path(one[0]).exists()}
             flags = (
                 mmap.MAP_SHARED | mmap.MAP_POPULATE
-            )  # page by page, at the first write, takes twice as long
+            )  # populating page by page, at the first write, takes twice as long
             memory = np.frombuffer(mmap.mmap(held, found.st_size, flags=flags), np.uint8)
         if len(memory) <= self._bytes_max:
             self._mapped[key] = memory
@@ -124,7 +124,7 @@ class Mappings:
 
 
 class Sender:
-    """One transfer. Its calls come one after the other; `cancel` may come at any time, from any thread."""
+    """One transfer. Calls must not overlap, except `cancel`, which may be called at any time from any thread."""
 
     def __init__(
         self,
@@ -134,58 +134,61 @@ class Sender:
         transport: Transport | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """Prepare to use a grant, whose time runs from now. Where the target offers its memory to this transport, that
-        is how bytes get there. `key`: the fleet's, which the target must know, too, before it is sent anything."""
+        """Prepare to use a grant; its time runs from now.
+
+        If the target offers its memory to this `transport`, the bytes are written through it. `key`: the fleet key, which the
+        target must prove to know before it is sent anything.
+        """
         self.grant = grant
         self._key = key
         self._description = description
         self._mappings = mappings or Mappings()
         self._transport = transport
         self._deadline_s = time.monotonic() + grant.seconds
-        self._line: TransferSocket | None = None
+        self._connection: TransferSocket | None = None
         self._remote: Remote | None = None
         self._cancelled = False
         self._failure = ""  # why it has ended
-        self._lock = threading.Lock()  # one message after the other
+        self._lock = threading.Lock()  # serialises messages
         self._offset = 0
         self._number = 0
 
     @property
     def shared(self) -> bool:
-        """Whether we write into the target's memory ourselves. Known once it is open."""
+        """Whether this process writes into the target's memory itself. Known once the transfer is open."""
         return self._remote is not None
 
     @property
     def way(self) -> str:
-        """Over what the bytes go: shm, socket, or the transport's name. Known once it is open."""
+        """How the bytes travel: shm, socket, or the transport's name. Known once the transfer is open."""
         if self._remote is None:
             return "socket"
         return "shm" if isinstance(self._remote, Mapped) or self._transport is None else self._transport.name
 
     def open(self) -> None:
-        """Connect to the target and say for which reservation. Raise TransferFailed."""
-        self._remote = self._opened()
-        self._line = line = TransferSocket(_connected(self.grant.endpoint), self._deadline_s)
+        """Connect to the target and open the reservation. Raise TransferFailed."""
+        self._remote = self._open_remote()
+        self._connection = connection = TransferSocket(_connect(self.grant.endpoint), self._deadline_s)
         message = Open(self.grant.ticket, self._description, self.shared)
         if self._key is None:
-            self._say(message)
+            self._send_message(message)
             return
-        ticket, said = self.grant.ticket, nonce()
-        proof = self._key.proof("source", ticket.encode(), said)
-        self._say(msgspec.structs.replace(message, nonce=said, proof=proof))
+        ticket, sent_nonce = self.grant.ticket, nonce()
+        proof = self._key.proof("source", ticket.encode(), sent_nonce)
+        self._send_message(msgspec.structs.replace(message, nonce=sent_nonce, proof=proof))
         try:
-            answer = line.receive()
+            answer = connection.receive()
             if isinstance(answer, TransferRefused):
                 raise TransferFailed(answer.reason)
             if not isinstance(answer, Opened) or not self._key.proves(
-                answer.proof, "target", ticket.encode(), said
+                answer.proof, "target", ticket.encode(), sent_nonce
             ):
-                raise TransferFailed("the target does not know the fleet's key, or knows another one")
+                raise TransferFailed("the target does not have this fleet's key")
         except TransferFailed as error:
             with self._lock:
                 raise self._ended(str(error)) from error
 
-    def _opened(self) -> Remote | None:
+    def _open_remote(self) -> Remote | None:
         grant = self.grant
         if self._transport is not None and grant.offer:
             return self._transport.remote(grant.offer, self._deadline_s)
@@ -193,11 +196,11 @@ class Sender:
         return None if region is None else Mapped(region)
 
     def send(self, blocks: Buffer) -> None:
-        """Ship whole blocks that follow those before. They must not change until this returns. Raise TransferFailed."""
+        """Ship whole blocks that follow the previous ones. They must not change until this returns. Raise TransferFailed."""
         view = memoryview(blocks).cast("B")
         if self._offset + len(view) > self.grant.bytes:
             self.close()
-            raise TransferFailed(f"the reservation has no room for more than {self.grant.bytes} bytes")
+            raise TransferFailed(f"the reservation has room for only {self.grant.bytes} bytes")
         parts = [
             (self._number + n, view[at : at + CHUNK_BYTES], self._offset + at)
             for n, at in enumerate(range(0, len(view), CHUNK_BYTES))
@@ -210,14 +213,18 @@ class Sender:
             list(threads.map(self._ship, [parts[n::SHIPPERS] for n in range(SHIPPERS)]))
 
     def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
-        """Ship the last blocks (the last may be partly filled) and the state; return when the target has committed. Raise
-        TransferFailed."""
+        """Ship the last blocks (the last one may be partly filled) and the state; return when the target has committed.
+
+        Raise TransferFailed.
+        """
         self.send(tail)
         ids = packed(tokens)
-        self._say(Ending(self.grant.ticket, self._number, computed, len(tokens), ids, digest(ids), state))
-        assert self._line is not None
+        self._send_message(
+            Ending(self.grant.ticket, self._number, computed, len(tokens), ids, digest(ids), state)
+        )
+        assert self._connection is not None
         try:
-            answer = self._line.receive()
+            answer = self._connection.receive()
         except TransferFailed as error:
             raise self._failed(error) from error
         self.close()
@@ -225,18 +232,18 @@ class Sender:
             raise TransferFailed(f"the KV cache could not be transferred: {_reason(answer)}")
 
     def cancel(self) -> None:
-        """Break the transfer off: the call that runs fails, and the target frees what it has reserved."""
+        """Abort the transfer: the running call fails, and the target frees what it has reserved."""
         self._cancelled = True
-        if (line := self._line) is not None:
-            line.break_off()
+        if (connection := self._connection) is not None:
+            connection.break_off()
         if (remote := self._remote) is not None:
             remote.break_off()
 
     def close(self) -> None:
-        """Let go of the connection. Before the target has committed it ends the transfer."""
-        if (line := self._line) is not None:
-            line.close()
-        self._line = None
+        """Close the connection. Before the target has committed, this ends the transfer."""
+        if (connection := self._connection) is not None:
+            connection.close()
+        self._connection = None
         if (remote := self._remote) is not None:
             remote.close()
         self._remote = None
@@ -247,9 +254,9 @@ class Sender:
             remote = self._remote
             if remote is not None:
                 self._write(remote, offset, view)
-                self._say(chunk)
+                self._send_message(chunk)
             else:
-                self._say(chunk, view)
+                self._send_message(chunk, view)
 
     def _write(self, remote: Remote, offset: int, view: memoryview) -> None:
         try:
@@ -258,35 +265,37 @@ class Sender:
             with self._lock:
                 raise self._failed(error) from error
 
-    def _say(self, message: Open | KvChunk | Ending, payload: memoryview | None = None) -> None:
+    def _send_message(self, message: Open | KvChunk | Ending, payload: memoryview | None = None) -> None:
         with self._lock:
             if self._failure:
                 raise TransferFailed(self._failure)
             try:
-                if self._line is None or self._cancelled:
-                    raise TransferFailed("it is not open")
-                if self._line.readable():  # before the ending, only a refusal can come
+                if self._connection is None or self._cancelled:
+                    raise TransferFailed("the transfer is not open")
+                if self._connection.readable():  # before the ending, only a refusal can arrive
                     raise TransferFailed("the connection was closed")
-                self._line.send(message, payload)
+                self._connection.send(message, payload)
             except TransferFailed as error:
                 raise self._failed(error) from error
 
     def _failed(self, error: TransferFailed) -> TransferFailed:
-        """End the transfer, and say why: the target's reason, if it gave one. Only words are kept: an error would keep
-        its frames, and these all that was to be sent."""
+        """End the transfer, and return the error with the target's reason, if it sent one.
+
+        Only text is kept: an exception would keep its frames alive, and with them all data that was to be sent.
+        """
         if self._failure:
             return TransferFailed(self._failure)
         reason = str(error)
-        if self._line is not None and not self._cancelled:
-            self._line.deadline_s = time.monotonic() + REASON_S
-            with contextlib.suppress(TransferFailed):  # it gave none
-                reason = _reason(self._line.receive())
+        if self._connection is not None and not self._cancelled:
+            self._connection.deadline_s = time.monotonic() + REASON_S
+            with contextlib.suppress(TransferFailed):  # there may be none
+                reason = _reason(self._connection.receive())
         return self._ended(reason)
 
     def _ended(self, reason: str) -> TransferFailed:
-        """Close, for this reason."""
+        """Close the transfer, for this reason."""
         if self._cancelled:
-            reason = "it was cancelled"
+            reason = "the transfer was cancelled"
         self.close()
         self._failure = f"the KV cache could not be transferred: {reason}"
         return TransferFailed(self._failure)
@@ -294,12 +303,14 @@ class Sender:
 
 def _reason(answer: object) -> str:
     return (
-        answer.reason if isinstance(answer, TransferRefused) else f"the target said {type(answer).__name__}"
+        answer.reason
+        if isinstance(answer, TransferRefused)
+        else f"unexpected answer of the target: {type(answer).__name__}"
     )
 
 
-def _connected(endpoint: TransferAddress) -> socket.socket:
-    """Connect on this host if the target is on it, else over TCP. Raise TransferFailed."""
+def _connect(endpoint: TransferAddress) -> socket.socket:
+    """Connect over the Unix socket if the target is on this host, else over TCP. Raise TransferFailed."""
     if endpoint.path and Path(endpoint.path).exists():
         unix = socket.socket(socket.AF_UNIX)
         try:
@@ -311,18 +322,18 @@ def _connected(endpoint: TransferAddress) -> socket.socket:
     try:
         return socket.create_connection((endpoint.host, endpoint.port), CONNECT_S)
     except OSError as error:
-        raise TransferFailed(f"the target cannot be reached: {error}") from error
+        raise TransferFailed(f"cannot connect to the target: {error}") from error
 
 
 class Shipment:
     """One transfer from this worker.
 
-    async with Shipment(grant, description, mappings, threads) as shipment:
-        await shipment.send(blocks)
-        await shipment.finish(tail, tokens, computed, state)
+        async with Shipment(grant, description, mappings, threads) as shipment:
+            await shipment.send(blocks)
+            await shipment.finish(tail, tokens, computed, state)
 
-    An await that is cancelled cancels the transfer, and ends when the caller's memory is read no more. A shipment uses
-    one of `threads` at a time, until its target answers or its grant's time is up: have one for each shipment.
+    Cancelling an await cancels the transfer, and returns when the caller's memory is no longer read. A shipment uses one of
+    `threads` at a time, until its target answers or its grant expires: provide one thread per shipment.
     """
 
     def __init__(
@@ -334,15 +345,15 @@ class Shipment:
         transport: Transport | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """Prepare to use a grant, whose time runs from now. Without `threads` it makes one for itself."""
+        """Prepare to use a grant; its time runs from now. Without `threads`, the shipment creates one."""
         self._sender = Sender(grant, description, mappings, transport, key)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="kv-send") if threads is None else None
         self._threads = threads or self._own
-        self._turn = threading.Lock()  # one call after the other: a socket is not closed while it is used
+        self._turn = threading.Lock()  # serialises calls: a socket is not closed while it is in use
 
     @property
     def way(self) -> str:
-        """Over what the bytes go: shm, socket, or the transport's name. Known once it is open."""
+        """How the bytes travel: shm, socket, or the transport's name. Known once the transfer is open."""
         return self._sender.way
 
     async def __aenter__(self) -> "Shipment":
@@ -357,33 +368,33 @@ class Shipment:
         self.close()
 
     async def open(self) -> None:
-        """Connect to the target. Raise TransferFailed. The caller calls `close` too, also after a failure."""
-        await self._do(self._sender.open)
+        """Connect to the target. Raise TransferFailed. The caller must call `close`, also after a failure."""
+        await self._run(self._sender.open)
 
     def close(self) -> None:
-        """Let go of the connection. Before the target has committed it ends the transfer."""
+        """Close the connection. Before the target has committed, this ends the transfer."""
         self._sender.cancel()
         assert self._threads is not None
         try:
             self._threads.submit(self._in_turn, self._sender.close)
-        except RuntimeError:  # the threads are gone, and none uses the connection
+        except RuntimeError:  # the threads have ended, so none uses the connection
             self._sender.close()
         if self._own is not None:
             self._own.shutdown(wait=False)
 
     async def send(self, blocks: Buffer) -> None:
-        """Ship whole blocks that follow those before. Raise TransferFailed."""
-        await self._do(lambda: self._sender.send(blocks))
+        """Ship whole blocks that follow the previous ones. Raise TransferFailed."""
+        await self._run(lambda: self._sender.send(blocks))
 
     async def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
         """Ship the last blocks and the state; return when the target has committed. Raise TransferFailed."""
-        await self._do(lambda: self._sender.finish(tail, tokens, computed, state))
+        await self._run(lambda: self._sender.finish(tail, tokens, computed, state))
 
     def cancel(self) -> None:
-        """Break the transfer off: the await that runs fails with TransferFailed."""
+        """Abort the transfer: the running await fails with TransferFailed."""
         self._sender.cancel()
 
-    async def _do(self, call: Callable[[], None]) -> None:
+    async def _run(self, call: Callable[[], None]) -> None:
         running = asyncio.get_running_loop().run_in_executor(self._threads, self._in_turn, call)
         try:
             await asyncio.shield(running)
@@ -391,10 +402,12 @@ class Shipment:
             self._sender.cancel()
             await asyncio.wait([running], timeout=QUIET_S)
             if running.done():
-                running.exception()  # it was cancelled: no other caller asks
+                running.exception()  # retrieve the error: the await was cancelled, so no other caller does
             raise
         finally:
-            del running  # else it and its error would keep each other, and all that was to be sent
+            del (
+                running
+            )  # otherwise it and its error would keep each other alive, and all data that was to be sent
 
     def _in_turn(self, call: Callable[[], None]) -> None:
         with self._turn:

@@ -1,1 +1,1 @@
-"""Moving a running request to another worker with its KV cache, or taking one in: docs/kv-transfer.md."""
+"""Moves a running request to or from another worker with its KV cache: docs/kv-transfer.md."""

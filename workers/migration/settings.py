@@ -1,4 +1,4 @@
-"""Where does a worker take KV caches in, and how much of one is copied at once?"""
+"""Settings of KV moves: addresses, reservations, copy sizes and transport."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from workers.kv_transfer.transport import Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMoveSettings:
-    """How one worker moves KV caches, out and in."""
+    """How one worker sends and receives KV caches."""
 
-    host: str = "127.0.0.1"  # to listen on
-    advertise: str = ""  # where sources are told to come; empty: the same
-    root: Path = ROOT  # where the regions are
-    policy: ReservationPolicy | None = None  # None: the receiver's own
-    piece_bytes: int = 16 << 20  # copied out of an engine at once, for each shard
-    take_bytes: int = 64 << 20  # copied into an engine at once, for each shard
-    key: FleetKey | None = None  # the fleet's: both ends of a transfer prove that they know it
+    host: str = "127.0.0.1"  # address to listen on
+    advertise: str = ""  # address announced to sources; empty: the same as `host`
+    root: Path = ROOT  # directory of the regions
+    policy: ReservationPolicy | None = None  # None: the receiver's default
+    piece_bytes: int = 16 << 20  # copied out of an engine at once, per shard
+    take_bytes: int = 64 << 20  # copied into an engine at once, per shard
+    key: FleetKey | None = None  # the fleet key: both ends of a transfer prove that they know it
     transport: Callable[[], Transport] | None = (
-        None  # makes a way besides shared memory and sockets; may take seconds
+        None  # builds a transport besides shared memory and sockets; may take seconds
     )

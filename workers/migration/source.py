@@ -1,14 +1,16 @@
-"""The source's side of a planned move: ships a stream's KV cache while it decodes, then stops it and ships the rest.
+"""The source's side of a planned move: ships a stream's KV cache, mostly while it decodes.
+
+Then it stops the stream and ships the rest.
 
     decoding ── Ship ──▶ shipping ── little is left ──▶ stopped ── all shards accepted ──▶ shipped ── Cancel ──▶ gone
        ▲                    │                              │                                  │
        └──── Stay, failure ─┴──────────────────────────────┴──── Stay, failure, 2 s ──────────┘
 
-The pause does not depend on the stream's length: what is shipped after the stop is what it has said since the last
-look, a block or two. No shard says that it is at its end before all have sent everything.
+The pause does not depend on the stream's length. After the stop, only the output since the last check is shipped, a block or
+two. No shard sends its ending before all have sent everything.
 
-Whatever goes wrong, the stream goes on here as if nothing had been; a frontend that did not ask for that is told why.
-Two attempts may then decode at once, here and at the target: the frontend accepts the tokens of one only.
+After any failure, the stream continues here unchanged. If its frontend did not ask for that, it receives the reason. Two
+attempts may then decode at once, here and at the target: the frontend accepts the tokens of only one.
 """
 
 import asyncio
@@ -31,18 +33,18 @@ from workers.kv_transfer.messages import Buffer, Grant
 from workers.migration.state import packed_state
 from workers.migration.trust import THREADS_MAX, OutgoingShipment, SenderDistrusted, Trust, TrustedSender
 
-STOPPED_S_MAX = 2.0  # for the tail to travel, and for the frontend to say Cancel or Stay
+STOPPED_S_MAX = 2.0  # for the tail to travel, and for the frontend to send Cancel or Stay
 STOP_S_MAX = 10.0  # an engine's step; longer is a hang
-SETTLE_S_MAX = 0.05  # for the target to take in what was sent, before the stream stops
+SETTLE_S_MAX = 0.05  # for the target to copy what was sent, before the stream stops
 _grants = msgspec.msgpack.Decoder(Grant)
 
 log = structlog.get_logger(__name__)
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all of these at once. The first failure ends the others, and is raised when they have ended.
+    """Run all of these concurrently. The first failure cancels the others, and is raised when they have ended.
 
-    No TaskGroup: in Python 3.11 it swallows a cancellation that meets a failure.
+    Not a TaskGroup: in Python 3.11 it swallows a cancellation that coincides with a failure.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -55,21 +57,21 @@ async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
             await asyncio.wait(ending)
             for one in ending:
                 if not one.cancelled():
-                    one.exception()  # the first one counts
+                    one.exception()  # only the first failure counts
     try:
         for one in failed or tasks:
             one.result()
-    finally:  # else they and their errors would keep each other, and what they worked on
+    finally:  # otherwise tasks and errors would keep each other alive, and what they worked on
         del one, tasks, failed, ending
 
 
 class CannotShip(HoldfastError):
-    """This stream cannot be shipped. It goes on decoding here."""
+    """This stream cannot be shipped. It continues decoding here."""
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingStream:
-    """A stream on its way out."""
+    """A stream that is moving to another worker."""
 
     key: int
     stream: Stream
@@ -78,14 +80,14 @@ class OutgoingStream:
     grants: list[Grant]
     task: "asyncio.Task[None] | None" = None
     stopping: "asyncio.Future[Stopped] | None" = None
-    handed: bool = False  # all was sent, and the target may decode already
+    handed_over: bool = False  # everything was sent, and the target may already decode
     bytes: int = 0
     over: bool = False  # its frontend needs no answer any more
     shipments: list[OutgoingShipment] = field(default_factory=list)
 
 
 class OutgoingMigrations:
-    """All streams of one worker that are on their way out."""
+    """All streams of one worker that are moving to other workers."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class OutgoingMigrations:
         counters: WorkerCounters,
         piece_bytes: int,
     ) -> None:
-        """`piece_bytes` are copied out of the engine at once, for each shard."""
+        """Build it for one engine; `piece_bytes` are copied out of the engine at once, per shard."""
         self._engine = engine
         self._trust = trust
         self._counters = counters
@@ -109,17 +111,17 @@ class OutgoingMigrations:
 
     @staticmethod
     def at_once(shards: int) -> int:
-        """Return how many streams may be on their way at once: each shard of each has a thread."""
+        """Return how many streams may move at once: each shard of each stream has a thread."""
         return max(1, min(MOVES_MAX, THREADS_MAX // max(1, shards)))
 
     def under_way(self) -> list[OutgoingStream]:
-        """Return the streams that are on their way out."""
+        """Return the streams that are moving to other workers."""
         return list(self._leaving.values())
 
     def begin(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream | None:
-        """Return a stream for `ship`, or None once its frontend is told why it cannot be shipped."""
+        """Return a stream for `ship`; or tell its frontend why it cannot be shipped, and return None."""
         try:
-            leaving = self._begun(key, stream, grants)
+            leaving = self._prepare(key, stream, grants)
         except HoldfastError as refusal:
             self._counters.moved("out", "declined")
             log.info("ship_declined", reason=str(refusal))
@@ -129,73 +131,75 @@ class OutgoingMigrations:
         stream.leaving = True
         return leaving
 
-    def _begun(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream:
-        """Return a stream whose shipment may begin. Raise HoldfastError."""
+    def _prepare(self, key: int, stream: Stream, grants: Sequence[bytes]) -> OutgoingStream:
+        """Return a stream that is ready to be shipped. Raise HoldfastError."""
         if not self._engine.kv:
-            raise CannotShip("this engine sends no KV cache")
+            raise CannotShip("this engine cannot send its KV cache")
         trusted = TrustedSender(self._trust)
         if stream.turn != self._trust.turns:
-            raise SenderDistrusted("the source is not trusted: it was doubted while it computed this stream")
+            raise SenderDistrusted(
+                "the source is not trusted: it was distrusted while it computed this stream"
+            )
         if key in self._leaving:
-            raise CannotShip("it is being shipped already")
-        if len(self._leaving) >= (most := self.at_once(len(self._engine.kv))):
-            raise CannotShip(f"too many at once: {most} streams are on their way")
-        read = self._read(grants)
+            raise CannotShip("the stream is already being shipped")
+        if len(self._leaving) >= (limit := self.at_once(len(self._engine.kv))):
+            raise CannotShip(f"too many at once: {limit} streams are moving")
+        read = self._decode_grants(grants)
         export = self._engine.export(key)
         if export is None:
-            raise CannotShip("the stream does not decode yet, or too many are on their way")
+            raise CannotShip("the stream does not decode yet, or too many are moving")
         return OutgoingStream(key, stream, export, trusted, read)
 
-    def _read(self, grants: Sequence[bytes]) -> list[Grant]:
-        """Return grants for all shards of this engine, in the order of the ranks. Raise CannotShip."""
+    def _decode_grants(self, grants: Sequence[bytes]) -> list[Grant]:
+        """Decode the grants for all shards of this engine, in the order of the ranks. Raise CannotShip."""
         own = self._engine.kv
         try:
             read = [_grants.decode(one) for one in grants]
         except msgspec.MsgspecError as error:
-            raise CannotShip(f"the grants are none: {error}") from error
+            raise CannotShip(f"cannot decode the grants: {error}") from error
         if len(read) != len(own):
-            raise CannotShip(f"there are {len(read)} grants for {len(own)} shards")
+            raise CannotShip(f"got {len(read)} grants for {len(own)} shards")
         for ours, grant in zip(own, read, strict=True):
             if differs := ours.difference(grant.description):
                 raise CannotShip(f"another model: {differs}")
             if not (grant.first_block >= 0 and grant.bytes > 0 and 0 < grant.seconds < 3600):
-                raise CannotShip("the grants make no sense")
+                raise CannotShip("the grants have invalid values")
         if len({grant.first_block for grant in read}) > 1:
             raise CannotShip("the grants begin at different blocks")
         return read
 
-    # --- what ends it
+    # --- how a shipment ends
 
     def stay(self, key: int) -> None:
-        """Break a stream's shipment off and let it go on, even if it has stopped."""
+        """Abort a stream's shipment and let the stream continue here, even if it has stopped."""
         if (leaving := self._remove(key)) is not None:
             self._counters.moved("out", "failed")
             log.info("ship_given_up", request=leaving.stream.asked.request)
-            self._part(leaving, goes_on=True)
+            self._release(leaving, continues=True)
 
     def forget(self, key: int) -> bool:
-        """Let go of a stream that is over here; return whether it has moved."""
+        """Release a stream that has ended here; return whether it has moved."""
         leaving = self._remove(key)
         if leaving is None:
             return False
-        self._counters.moved("out", "committed" if leaving.handed else "failed", leaving.bytes)
-        self._part(leaving, goes_on=False)
-        return leaving.handed
+        self._counters.moved("out", "committed" if leaving.handed_over else "failed", leaving.bytes)
+        self._release(leaving, continues=False)
+        return leaving.handed_over
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let all streams stay, and close the trust."""
         for key in list(self._leaving):
             self.stay(key)
         self._trust.close()
 
     def decline(self, leaving: OutgoingStream, reason: str) -> bool:
-        """Let a stream continue here, and tell its frontend why it did not move; False if it is not on its way any more."""
+        """Let a stream continue here, and tell its frontend why. Return False if the stream is not moving any more."""
         if self._remove(leaving.key) is None:
             return False
         self._counters.moved("out", "failed")
         stream = leaving.stream
         log.warning("ship_failed", request=stream.asked.request, reason=reason)
-        self._part(leaving, goes_on=True)
+        self._release(leaving, continues=True)
         stream.connection.send(Declined(stream.number, reason))
         return True
 
@@ -204,28 +208,28 @@ class OutgoingMigrations:
             leaving.over, leaving.stream.leaving = True, False
         return leaving
 
-    def _part(self, leaving: OutgoingStream, goes_on: bool) -> None:
-        """Let go of a stream's blocks. A stop that the engine has not come to yet is waited for, then undone."""
+    def _release(self, leaving: OutgoingStream, continues: bool) -> None:
+        """Release a stream's blocks. If the engine has yet to carry out a stop, wait for it, then undo it."""
         if leaving.task is not None and leaving.task is not asyncio.current_task():
             leaving.task.cancel()
         for one in leaving.shipments:
             one.cancel()
 
-        def part(stopping: "asyncio.Future[Stopped] | None") -> None:
+        def release(stopping: "asyncio.Future[Stopped] | None") -> None:
             stopped = stopping is not None and not stopping.cancelled() and stopping.exception() is None
-            if stopped and goes_on:
+            if stopped and continues:
                 leaving.export.resume()
             leaving.export.close()
 
         if leaving.stopping is None or leaving.stopping.done():
-            part(leaving.stopping)
+            release(leaving.stopping)
         else:
-            leaving.stopping.add_done_callback(part)
+            leaving.stopping.add_done_callback(release)
 
-    # --- how it goes
+    # --- how a shipment runs
 
     async def ship(self, leaving: OutgoingStream) -> bool:
-        """Ship a stream that `begin` returned, until it ends; return whether it stays here after all."""
+        """Ship a stream that `begin` returned, until the shipment ends; return whether the stream stays here."""
         reason, grants = "", leaving.grants
         try:
             async with asyncio.timeout(min(grant.seconds for grant in grants)) as timer:
@@ -233,12 +237,16 @@ class OutgoingMigrations:
                     await self._open(leaving, stack)
                     sent = await self._ship_full(leaving, grants[0].first_block)
                     await self._ship_rest(leaving, sent, timer)
-                await asyncio.Event().wait()  # for Cancel or Stay, which end this task
+                await asyncio.Event().wait()  # until Cancel or Stay ends this task
         except TimeoutError:
-            reason = "nobody took it over in time" if leaving.handed else "it took too long"
+            reason = (
+                "the target did not take over in time"
+                if leaving.handed_over
+                else "the shipment took too long"
+            )
         except HoldfastError as error:
             reason = str(error)
-        except Exception as error:  # the stream goes on all the same
+        except Exception as error:  # the stream continues all the same
             log.exception("ship_broke")
             reason = f"the engine failed: {error!r}"
         return not leaving.over and self.decline(leaving, reason)
@@ -251,7 +259,7 @@ class OutgoingMigrations:
         await together(one.open() for one in leaving.shipments)
 
     async def _ship_full(self, leaving: OutgoingStream, first: int) -> int:
-        """Ship full blocks while the stream decodes, until next to none is left; return how many went or were there."""
+        """Ship full blocks while the stream decodes, until almost none is left; return how many the target then has."""
         sent, before = first, 0
         while (missing := leaving.export.full_blocks() - sent) > 0:
             if before and (missing == 1 or missing >= before):
@@ -259,12 +267,12 @@ class OutgoingMigrations:
             began = time.monotonic()
             await self._send(leaving, sent, missing)
             sent, before = sent + missing, missing
-            # The target checks and copies for about as long: what it had not done by the stop would be pause.
+            # The target needs about as long to verify and copy: what is unfinished at the stop would lengthen the pause.
             await asyncio.sleep(min(time.monotonic() - began, SETTLE_S_MAX))
         return sent
 
     async def _ship_rest(self, leaving: OutgoingStream, sent: int, timer: asyncio.Timeout) -> None:
-        """Stop the stream, and ship what is left of it."""
+        """Stop the stream, and ship the rest of it."""
         loop = asyncio.get_running_loop()
         leaving.stopping = asyncio.ensure_future(leaving.export.stop())
         async with asyncio.timeout(STOP_S_MAX):
@@ -276,25 +284,25 @@ class OutgoingMigrations:
         tokens, computed = stopped.tokens, stopped.computed
         stopped_ms, way = (time.monotonic() - began) * 1e3, leaving.shipments[0].way
         state = packed_state(leaving.stream.asked, len(tokens), computed, stopped_ms, way)
-        leaving.handed = True
+        leaving.handed_over = True
         await together(one.finish(b"", tokens, computed, state) for one in leaving.shipments)
 
     async def _send(self, leaving: OutgoingStream, first: int, count: int) -> None:
-        """Send so many blocks of every shard."""
+        """Send `count` blocks of every shard."""
         if count > 0:
             shards = range(len(leaving.shipments))
             await together(self._send_shard(leaving, shard, first, count) for shard in shards)
 
     async def _send_shard(self, leaving: OutgoingStream, shard: int, first: int, count: int) -> None:
-        """Send so many blocks of a shard, piece by piece; while one travels the next is copied out of the engine."""
-        most, end = max(1, self._piece_bytes // self._engine.kv[shard].block_bytes), first + count
+        """Send `count` blocks of a shard, piece by piece; while one is sent, the next is copied out of the engine."""
+        limit, end = max(1, self._piece_bytes // self._engine.kv[shard].block_bytes), first + count
 
         def copy(at: int) -> asyncio.Future[Buffer]:
-            return asyncio.ensure_future(leaving.export.blocks(shard, at, min(most, end - at)))
+            return asyncio.ensure_future(leaving.export.blocks(shard, at, min(limit, end - at)))
 
         copying = copy(first)
         try:
-            for after in range(first + most, end + most, most):
+            for after in range(first + limit, end + limit, limit):
                 piece = await copying
                 if after < end:
                     copying = copy(after)
@@ -302,11 +310,11 @@ class OutgoingMigrations:
                 leaving.bytes += len(memoryview(piece).cast("B"))
         finally:
             copying.cancel()
-            copying.add_done_callback(_seen)
-            del copying  # else it and its error would keep each other, and the last piece
+            copying.add_done_callback(_retrieve_error)
+            del copying  # otherwise it and its error would keep each other alive, and the last piece
 
 
-def _seen(copying: "asyncio.Future[Buffer]") -> None:
-    """Retrieve the error of a copy that is not needed any more, so that asyncio logs none."""
+def _retrieve_error(copying: "asyncio.Future[Buffer]") -> None:
+    """Retrieve the error of a copy that is no longer needed, so that asyncio does not log it."""
     if not copying.cancelled():
         copying.exception()

@@ -1,8 +1,8 @@
-"""What of a request travels besides its tokens and its KV cache, for the target to compare with what it was asked for.
+"""The state of a request that a move transfers besides tokens and KV cache, for the target to compare.
 
-Of the first document's state of a request, token ids travel beside it (`Ending.tokens`), and instead of block ids the
-blocks come in the order of the sequence. The target needs none of it to go on: the frontend has told it the request, and
-random numbers are keyed by (seed, position). It shows that both mean the same.
+The first design document lists a request's state. Of that, token ids travel separately (`Ending.tokens`), and blocks arrive in
+the order of the sequence instead of with block ids. The target does not need this state to continue: the frontend has sent it
+the request, and random numbers are keyed by (seed, position). The state shows that both sides mean the same request.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from workers.kv_transfer.messages import STATE_BYTES_MAX
 
 
 class SamplingState(msgspec.Struct, array_like=True, frozen=True):
-    """How its tokens are chosen. Of random numbers nothing is kept: they follow from the seed and the position."""
+    """How tokens are sampled. No random state is kept: random numbers follow from the seed and the position."""
 
     seed: int | None
     temperature: float
@@ -30,7 +30,7 @@ class SamplingState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StopCriteria(msgspec.Struct, array_like=True, frozen=True):
-    """When it ends."""
+    """When a request ends."""
 
     max_tokens: int  # of the whole answer
     ignore_eos: bool
@@ -47,8 +47,8 @@ class RequestMigrationState(msgspec.Struct, array_like=True, frozen=True):
     sampling_state: SamplingState
     stop_criteria: StopCriteria
     sequence_position: int  # of the next token to sample
-    stopped_ms: float = 0.0  # since it stopped at the source
-    link: str = ""  # over what its blocks went: shm, socket, or a transport's name
+    stopped_ms: float = 0.0  # time since it stopped at the source
+    link: str = ""  # how its blocks travelled: shm, socket, or a transport's name
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -56,29 +56,29 @@ _decoder = msgspec.msgpack.Decoder(RequestMigrationState)
 
 
 def sampling_state(s: Sampling) -> SamplingState:
-    """Return what a request's tokens are chosen by."""
+    """Return the part of the sampling parameters that determines a request's tokens."""
     penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
     return SamplingState(
         s.seed, s.temperature, s.top_p, s.top_k, *penalties, s.logprobs, s.min_p, s.logit_bias
     )
 
 
-def stop_criteria(asked: RequestOrigin) -> StopCriteria:
-    """Return when a request ends, reckoned from its first token: each replay brings a lower limit of its own."""
-    s = asked.sampling
-    return StopCriteria(s.max_tokens + asked.replayed, s.ignore_eos, sorted(s.stop_token_ids))
+def stop_criteria(origin: RequestOrigin) -> StopCriteria:
+    """Return when a request ends, counted from its first token: after each replay, `max_tokens` is a smaller number."""
+    s = origin.sampling
+    return StopCriteria(s.max_tokens + origin.replayed, s.ignore_eos, sorted(s.stop_token_ids))
 
 
-def packed_state(asked: RequestOrigin, tokens: int, computed: int, stopped_ms: float, link: str) -> bytes:
-    """Return the state of a request that has so many tokens now."""
+def packed_state(origin: RequestOrigin, tokens: int, computed: int, stopped_ms: float, link: str) -> bytes:
+    """Encode the state of a request that now has this many tokens."""
     return _encoder.encode(
         RequestMigrationState(
-            asked.request,
-            asked.prompt_tokens,
-            tokens - asked.prompt_tokens,
+            origin.request,
+            origin.prompt_tokens,
+            tokens - origin.prompt_tokens,
             computed,
-            sampling_state(asked.sampling),
-            stop_criteria(asked),
+            sampling_state(origin.sampling),
+            stop_criteria(origin),
             tokens,
             stopped_ms,
             link,
@@ -87,26 +87,26 @@ def packed_state(asked: RequestOrigin, tokens: int, computed: int, stopped_ms: f
 
 
 def unpacked_state(data: bytes) -> RequestMigrationState:
-    """Return a state that arrived. Raise ValueError if it is none."""
+    """Decode a state that arrived. Raise ValueError if it is invalid."""
     if len(data) > STATE_BYTES_MAX:
         raise ValueError(f"the state has {len(data)} bytes, more than {STATE_BYTES_MAX}")
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"the state is none: {error}") from error
+        raise ValueError(f"cannot decode the state: {error}") from error
 
 
 def difference(
-    state: RequestMigrationState, asked: RequestOrigin, tokens: Sequence[int], computed: int
+    state: RequestMigrationState, origin: RequestOrigin, tokens: Sequence[int], computed: int
 ) -> str:
-    """Say in what the request that arrived is not the one that was reserved for; empty: it is."""
+    """Describe how the request that arrived differs from the reserved one; empty if it does not."""
     pairs = (
-        ("request_id", state.request_id, asked.request),
-        ("prompt_tokens", state.prompt_tokens, asked.prompt_tokens),
+        ("request_id", state.request_id, origin.request),
+        ("prompt_tokens", state.prompt_tokens, origin.prompt_tokens),
         ("sequence_position", state.sequence_position, len(tokens)),
         ("num_computed_tokens", state.num_computed_tokens, computed),
-        ("sampling_state", state.sampling_state, sampling_state(asked.sampling)),
-        ("stop_criteria", state.stop_criteria, stop_criteria(asked)),
+        ("sampling_state", state.sampling_state, sampling_state(origin.sampling)),
+        ("stop_criteria", state.stop_criteria, stop_criteria(origin)),
     )
     for name, theirs, ours in pairs:
         if theirs != ours:

@@ -1,15 +1,15 @@
-"""The target's side of a planned move: keeps room for a stream, takes its KV cache in, and goes on with it.
+"""The target's side of a planned move: reserves room, receives a KV cache, continues the stream.
 
     Reserve ──▶ reserved ── every shard has arrived ──▶ committing ──▶ decoding: a stream like any other
        │           │                                        │
        ▼           └── Cancel, deadline, cut, damaged ──────┴──▶ all freed; Declined, unless the frontend has gone
     Declined: no room, …
 
-All or nothing: every shard arrives, or all shards and the engine's room are freed. What is verified is copied into the
-engine while the rest still comes, so that after the source has stopped only its tail is left to do.
+A move is all or nothing: every shard arrives, or all shards and the engine's room are freed. Verified bytes are copied into
+the engine while the rest still arrives, so that only the tail is left once the source has stopped.
 
-What a reader would get wrong: the engine's room may be freed only when no copy into it runs any more. So nothing here
-is cancelled: a stream that is given up loses its reservations, its copies come to their end, and then it goes.
+The engine's room may be freed only when no copy into it is running. So nothing here is cancelled: an aborted stream loses its
+reservations, its copies finish, and then the stream is removed.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from workers.migration.state import RequestMigrationState, difference, unpacked_
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.7
-COMMIT_S_MAX = 10.0  # the engine is between two steps before; longer is a hang
+COMMIT_S_MAX = 10.0  # before that, the engine is between two steps; longer is a hang
 
 log = structlog.get_logger(__name__)
 
 
 class Landing:
-    """The receiver of one worker, or none yet. A worker that takes nothing in has no port, thread or file for it."""
+    """Creates the receiver of one worker when it is first needed: until then it has no port, thread or file for it."""
 
     def __init__(
         self,
@@ -50,19 +50,22 @@ class Landing:
         settings: KvMoveSettings | None = None,
         transport: Callable[[], Transport | None] = lambda: None,
     ) -> None:
-        """Receive for this instance, whose shards `own` describes. `transport`: by which sources may send that have it too,
-        besides shared memory and sockets; asked when the first one comes."""
+        """Receive for this instance, with the shards that `own` describes.
+
+        `transport` returns a transport besides shared memory and sockets, for sources that have it too. It is called when the
+        first stream arrives.
+        """
         self.receiver: Receiver | None = None
         self._instance = instance
         self._own = own
         self._settings = settings or KvMoveSettings()
         self._transport = transport
         self._closed = False
-        self._making = asyncio.Lock()
+        self._build_lock = asyncio.Lock()
 
     async def grants(self, blocks: int, tokens: Sequence[int], first_block: int) -> list[Grant]:
-        """Reserve so many blocks for each shard, all or none. Raise MoveRefused."""
-        receiver = await self._made()
+        """Reserve this many blocks for each shard, all or none. Raise MoveRefused."""
+        receiver = await self._get_receiver()
         made = await asyncio.to_thread(self._reserve, receiver, blocks, tokens, first_block)
         if isinstance(made, TransferRefused):
             raise MoveRefused(made.reason)
@@ -81,22 +84,22 @@ class Landing:
             made.append(grant)
         return made
 
-    async def _made(self) -> Receiver:
-        async with self._making:
+    async def _get_receiver(self) -> Receiver:
+        async with self._build_lock:
             if self._closed:
                 raise MoveRefused("this worker is shutting down")
             if self.receiver is None:
-                self.receiver = await asyncio.to_thread(self._make)
+                self.receiver = await asyncio.to_thread(self._build_receiver)
             return self.receiver
 
-    def _make(self) -> Receiver:
+    def _build_receiver(self) -> Receiver:
         name, settings = self._instance, self._settings
         if not NAME.fullmatch(name):
             name = xxhash.xxh3_128_hexdigest(name.encode())
         try:
             regions = Regions(name, settings.root)
         except (OSError, RegionTaken) as error:
-            raise MoveRefused(f"no KV cache can be received: {error}") from error
+            raise MoveRefused(f"cannot receive KV caches: {error}") from error
         try:
             return Receiver(
                 tuple(self._own()),
@@ -109,46 +112,46 @@ class Landing:
             )
         except OSError as error:
             regions.close()
-            raise MoveRefused(f"no KV cache can be received: {error}") from error
+            raise MoveRefused(f"cannot receive KV caches: {error}") from error
 
     def abort(self, grants: Sequence[Grant], why: str) -> None:
-        """End reservations, in whatever state they are."""
+        """End reservations in any state."""
         if self.receiver is not None:
             for grant in grants:
                 self.receiver.abort(grant.ticket, why)
 
     def release(self, grants: Sequence[Grant]) -> None:
-        """Free what has arrived and was copied."""
+        """Free memory after its contents were copied."""
         if self.receiver is not None:
             for grant in grants:
                 self.receiver.release(grant.ticket)
 
     async def close(self) -> None:
-        """Free everything: connections, threads, and files."""
+        """Free everything: connections, threads and files."""
         self._closed = True
-        async with self._making:
+        async with self._build_lock:
             if self.receiver is not None:
                 await asyncio.to_thread(self.receiver.close, CLOSE_S_MAX)
 
 
 @dataclass(slots=True, eq=False)
 class IncomingStream:
-    """A stream that is to come."""
+    """A stream that is arriving from another worker."""
 
     key: int
     room: Import
     room_tokens: int
     connection: FrontendConnection
-    number: int  # of the stream, by which its frontend knows it
+    number: int  # the frontend's number for the stream
     asked: RequestOrigin
     known: list[int]  # its tokens so far
     grants: list[Grant] = field(default_factory=list)
     gone: bool = False  # its frontend has given it up
-    why: str = ""  # it was given up
+    why: str = ""  # why it was given up
 
 
 class IncomingMigrations:
-    """All streams of one worker that are on their way in."""
+    """All streams of one worker that are arriving from other workers."""
 
     def __init__(
         self,
@@ -159,7 +162,7 @@ class IncomingMigrations:
         counters: WorkerCounters,
         take_bytes: int,
     ) -> None:
-        """`take_bytes` are copied into the engine at once, for each shard."""
+        """Build it for one engine; `take_bytes` are copied into the engine at once, per shard."""
         self._engine = engine
         self._trust = trust
         self._landing = landing
@@ -167,7 +170,7 @@ class IncomingMigrations:
         self._counters = counters
         self._take_bytes = take_bytes
         self._incoming: dict[int, IncomingStream] = {}
-        self.tasks: set[asyncio.Task[None]] = set()  # one for each stream
+        self.tasks: set[asyncio.Task[None]] = set()  # one per stream
 
     def __len__(self) -> int:
         return len(self._incoming)
@@ -177,11 +180,11 @@ class IncomingMigrations:
 
     @property
     def awaited(self) -> int:
-        """How many of them have not been given up."""
+        """Number of arriving streams that have not been given up."""
         return sum(not incoming.why for incoming in self._incoming.values())
 
     def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> IncomingStream | None:
-        """Keep room for a stream under this key of the engine's, for `arrive`; None once its frontend is told why not."""
+        """Reserve room for a stream under this engine key, for `arrive`; or tell its frontend why not, and return None."""
         asked = RequestOrigin.of(frame.request)
         room = self._room(key, frame)
         if isinstance(room, str):
@@ -200,41 +203,41 @@ class IncomingMigrations:
     def _room(self, key: int, frame: Reserve) -> Import | str:
         request = frame.request
         if not self._engine.kv:
-            return "this engine takes no KV cache in"
+            return "this engine cannot receive KV caches"
         if request.canary:
-            return "a canary does not move"
+            return "canaries cannot move"
         if not 0 < request.prompt_tokens <= len(request.tokens) <= frame.room_tokens:
             return (
-                f"room for {frame.room_tokens} tokens is wanted, of which {len(request.tokens)} are known "
-                f"and {request.prompt_tokens} are the prompt"
+                f"invalid reservation: room for {frame.room_tokens} tokens, {len(request.tokens)} known tokens, "
+                f"{request.prompt_tokens} prompt tokens"
             )
         if len(self._incoming) >= MOVES_MAX:
-            return f"too many at once: {MOVES_MAX} streams are on their way"
+            return f"too many at once: {MOVES_MAX} streams are arriving"
         return self._engine.reserve(key, request, frame.room_tokens)
 
     def drop(self, key: int, why: str = "") -> None:
-        """Give a stream up. With a reason: its frontend is told it."""
+        """Give a stream up. A non-empty reason is sent to its frontend."""
         if (incoming := self._incoming.get(key)) is not None:
             incoming.gone = incoming.gone or not why
-            self._give_up(incoming, why or "the frontend gave it up")
+            self._give_up(incoming, why or "the frontend cancelled the move")
 
     def drop_all(self, why: str) -> None:
-        """Give up all that are on their way, and tell their frontends why."""
+        """Give up all arriving streams, and tell their frontends why."""
         for key in list(self._incoming):
             self.drop(key, why)
 
     def _give_up(self, incoming: IncomingStream, why: str) -> None:
-        """Free a stream's reservations; what copies from them fails. Off the loop: they may be gigabytes."""
+        """Free a stream's reservations; copies from them fail. Runs off the loop, because they may be gigabytes."""
         incoming.why = incoming.why or why
         if incoming.grants:
             asyncio.get_running_loop().run_in_executor(
                 None, self._landing.abort, incoming.grants, incoming.why
             )
 
-    # --- how it goes
+    # --- how a stream arrives
 
     async def arrive(self, incoming: IncomingStream) -> bool:
-        """Take a stream in that has room; return whether it decodes here, and its frontend is told so."""
+        """Receive a stream for which room is reserved. Return whether it now decodes here, which its frontend is told."""
         try:
             await self._reserve(incoming)
             arrived = await self._arrive(incoming)
@@ -249,11 +252,11 @@ class IncomingMigrations:
         return False
 
     async def free(self, incoming: IncomingStream) -> None:
-        """Free what the KV cache of a stream came in."""
+        """Free the memory in which a stream's KV cache arrived."""
         await asyncio.to_thread(self._landing.release, incoming.grants)
 
     def _end(self, incoming: IncomingStream, why: str) -> None:
-        """Free all that a stream had here, and tell its frontend."""
+        """Free all resources of a stream, and tell its frontend."""
         self._give_up(incoming, why)
         incoming.room.abort()
         self._forget(incoming)
@@ -274,43 +277,46 @@ class IncomingMigrations:
         first = room.cached_tokens // own.block_size
         blocks = max(1, own.blocks(incoming.room_tokens) - first)
         incoming.grants = await self._landing.grants(blocks, incoming.known, first)
-        if incoming.why:  # meanwhile
+        if incoming.why:  # given up meanwhile
             raise MoveRefused(incoming.why)
         grants = [msgspec.msgpack.encode(grant) for grant in incoming.grants]
         incoming.connection.send(Reserved(incoming.number, grants, room.cached_tokens))
 
     async def _arrive(self, incoming: IncomingStream) -> list[Arrived]:
-        """Take every shard in while it comes; return what came. Raise MoveRefused when all that runs has ended."""
+        """Receive all shards concurrently and return them. Raise MoveRefused only after all of them have ended."""
         shards = range(len(incoming.grants))
-        came = await asyncio.gather(
+        received = await asyncio.gather(
             *(self._arrive_shard(incoming, shard) for shard in shards), return_exceptions=True
         )
-        failed = next((one for one in came if isinstance(one, BaseException)), None)
+        failed = next((one for one in received if isinstance(one, BaseException)), None)
         if failed is not None:
             try:
                 raise failed
             finally:
-                del failed, came  # else it and its frames would keep each other, and the memory that came
-        arrived = [one for one in came if isinstance(one, Arrived)]
+                del (
+                    failed,
+                    received,
+                )  # otherwise the error and its frames would keep each other alive, and the received memory
+        arrived = [one for one in received if isinstance(one, Arrived)]
         first = arrived[0]
         for other in arrived[1:]:
             if (other.tokens, other.computed, other.state) != (first.tokens, first.computed, first.state):
-                raise MoveRefused("the shards do not belong together")
+                raise MoveRefused("the shards differ in their tokens or state")
         return arrived
 
     async def _arrive_shard(self, incoming: IncomingStream, shard: int) -> Arrived:
         receiver, grant = self._landing.receiver, incoming.grants[shard]
         assert receiver is not None
         try:
-            return await _taken(receiver, grant, shard, incoming.room, self._take_bytes)
-        except BaseException as error:  # the others need not come any more
+            return await _receive_shard(receiver, grant, shard, incoming.room, self._take_bytes)
+        except BaseException as error:  # the other shards are no longer needed
             self._give_up(incoming, str(error))
             raise
 
     async def _commit(self, incoming: IncomingStream, arrived: list[Arrived]) -> None:
-        """Begin to decode, and tell the frontend. The output is held until then."""
-        came_at, first = time.monotonic(), arrived[0]
-        state = _state(incoming, first)
+        """Start decoding, and tell the frontend. Output is held back until then."""
+        received_at, first = time.monotonic(), arrived[0]
+        state = _checked_state(incoming, first)
         bytes_, blocks = sum(len(one.memory) for one in arrived), self._blocks(arrived)
         begun = asyncio.get_running_loop().time()
         turn = self._trust.turns
@@ -319,19 +325,21 @@ class IncomingMigrations:
         self._streams.first_output(stream)
         try:
             await _within(COMMIT_S_MAX, incoming.room.commit(first.tokens, first.computed))
-            if incoming.why:  # meanwhile; the engine is told to forget it, as it decodes already
+            if incoming.why:  # given up meanwhile: the engine must forget the stream, which already decodes
                 raise MoveRefused(incoming.why)
         except BaseException:
             self._streams.end(incoming.key)
             self._engine.cancel(incoming.key)
             raise
         self._incoming.pop(incoming.key)
-        stopped_ms = state.stopped_ms + (time.monotonic() - came_at) * 1e3
-        said = first.tokens[len(incoming.known) :]
+        stopped_ms = state.stopped_ms + (time.monotonic() - received_at) * 1e3
+        new_tokens = first.tokens[len(incoming.known) :]
         link = (
             state.link or first.link if first.link == "shm" else first.link
-        )  # a source that writes here itself knows how
-        incoming.connection.send(Committed(incoming.number, said, bytes_, blocks, link, round(stopped_ms, 3)))
+        )  # a source that writes here itself knows the link
+        incoming.connection.send(
+            Committed(incoming.number, new_tokens, bytes_, blocks, link, round(stopped_ms, 3))
+        )
         self._counters.moved("in", "committed", bytes_, stopped_ms / 1e3)
         log.info("moved_in", request=incoming.asked.request, bytes=bytes_, link=link)
 
@@ -339,7 +347,7 @@ class IncomingMigrations:
         return sum(len(a.memory) // own.block_bytes for a, own in zip(arrived, self._engine.kv, strict=True))
 
     async def close(self) -> None:
-        """Give everything up, and wait until it is freed."""
+        """Give all streams up, and wait until they are freed."""
         self.drop_all("this worker is shutting down")
         await self._landing.close()
         if self.tasks:
@@ -351,11 +359,11 @@ async def _within(seconds: float, commit: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(seconds):
             await commit
     except TimeoutError:
-        raise MoveRefused(f"the engine did not take it over within {seconds:g} s") from None
+        raise MoveRefused(f"the engine did not take the stream over within {seconds:g} s") from None
 
 
-def _state(incoming: IncomingStream, arrived: Arrived) -> RequestMigrationState:
-    """Return the state that came along. Raise MoveRefused if it is of another request."""
+def _checked_state(incoming: IncomingStream, arrived: Arrived) -> RequestMigrationState:
+    """Decode the state that arrived. Raise MoveRefused if it belongs to another request."""
     try:
         state = unpacked_state(arrived.state)
     except ValueError as error:
@@ -365,10 +373,12 @@ def _state(incoming: IncomingStream, arrived: Arrived) -> RequestMigrationState:
     return state
 
 
-async def _taken(receiver: Receiver, grant: Grant, shard: int, room: Import, take_bytes: int) -> Arrived:
-    """Copy one shard's blocks into the engine as they come; return what came. Raise MoveRefused."""
+async def _receive_shard(
+    receiver: Receiver, grant: Grant, shard: int, room: Import, take_bytes: int
+) -> Arrived:
+    """Copy one shard's blocks into the engine as they arrive; return the shard. Raise MoveRefused."""
     size = grant.description.block_bytes
-    most = max(1, take_bytes // size)
+    limit = max(1, take_bytes // size)
     arrival = asyncio.wrap_future(receiver.arrival(grant.ticket))
     more = ArrivalProgress()
     arrival.add_done_callback(more.settled)
@@ -376,7 +386,7 @@ async def _taken(receiver: Receiver, grant: Grant, shard: int, room: Import, tak
     taken = 0
 
     async def take(memory: memoryview) -> int:
-        end = min(len(memory) // size, taken + most)
+        end = min(len(memory) // size, taken + limit)
         if end > taken:
             await room.take(shard, grant.first_block + taken, memory[taken * size : end * size])
         return end
@@ -386,9 +396,9 @@ async def _taken(receiver: Receiver, grant: Grant, shard: int, room: Import, tak
         before, taken = taken, await take(receiver.received(grant.ticket))
         if taken == before:
             await more.wait()
-    came = arrival.result()
-    if isinstance(came, TransferRefused):
-        raise MoveRefused(came.reason)
-    while taken * size < len(came.memory):
-        taken = await take(came.memory)
-    return came
+    received = arrival.result()
+    if isinstance(received, TransferRefused):
+        raise MoveRefused(received.reason)
+    while taken * size < len(received.memory):
+        taken = await take(received.memory)
+    return received

@@ -1,12 +1,13 @@
-"""May what this worker has computed be sent to another?
+"""Decides whether the KV caches that this worker has computed may be sent to another worker.
 
     trusted ── convicted, a fatal device fault, NaN in the logits ──▶ distrusted
 
-Checksums show that bytes arrive as they left, not that they were computed well: a KV cache of a worker whose answers are
-wrong would take the corruption along. So the way out leads through here: only a `TrustedSender` makes a shipment, only a
-`Trust` without doubts hands one out (an import contract sees to the rest), and the first doubt breaks off every
-shipment and makes every `TrustedSender` of before worthless, for ever. A doubt that is taken back is no word about what was
-computed before: a stream that had begun by then is not shipped.
+Checksums show that bytes arrive as they left, not that they were computed correctly: the KV cache of a worker with wrong
+answers would spread the corruption. Therefore every shipment must pass through this module. Only a `TrustedSender` makes a
+shipment, and only a `Trust` without doubts creates one; an import contract enforces the rest.
+
+The first doubt aborts every shipment and permanently invalidates every earlier `TrustedSender`. Clearing a doubt says nothing
+about what was computed before: a stream that had begun by then is not shipped.
 """
 
 import asyncio
@@ -23,22 +24,24 @@ from workers.kv_transfer.messages import Buffer, Description, Grant
 from workers.kv_transfer.transport import Transport
 
 CONVICTED = "convicted"  # a doubt: the fleet has convicted this worker of wrong answers
-THREADS_MAX = 32  # each shipment under way has one
+THREADS_MAX = 32  # one per running shipment
 
 log = structlog.get_logger(__name__)
 
 
 class SenderDistrusted(HoldfastError):
-    """What this worker has computed may be wrong, and is sent nowhere."""
+    """This worker's results may be wrong and must not be sent."""
 
 
 class OutgoingShipment(Protocol):
-    """A transfer from this worker, which `kv_transfer.sender` makes once numpy is there. All but `cancel` and `close` raise
-    TransferFailed."""
+    """A transfer from this worker. `kv_transfer.sender` implements it, and is imported late because it needs numpy.
+
+    All methods except `cancel` and `close` raise TransferFailed.
+    """
 
     @property
     def way(self) -> str:
-        """Over what the bytes go. Known once it is open."""
+        """How the bytes travel. Known once the transfer is open."""
         ...
 
     async def open(self) -> None: ...
@@ -49,60 +52,63 @@ class OutgoingShipment(Protocol):
 
 
 class TrustedSender:
-    """The permission to send. Made only for a `Trust`."""
+    """The permission to send KV caches. Obtained only from a `Trust`."""
 
     def __init__(self, trust: "Trust") -> None:
-        """Hold for as long as that trust has no new doubt. Raise SenderDistrusted if it has one already."""
+        """Be valid until the trust gets a new doubt. Raise SenderDistrusted if it already has one."""
         trust.check()
         self._trust = trust
         self._losses = trust.losses
 
     def check(self) -> None:
-        """Raise SenderDistrusted if there was a doubt since."""
+        """Raise SenderDistrusted if a doubt has occurred since."""
         if self._losses != self._trust.losses:
-            raise SenderDistrusted(self._trust.reason or "there was a doubt about it meanwhile")
+            raise SenderDistrusted(self._trust.reason or "the source was distrusted meanwhile")
 
     async def shipment(self, grant: Grant, description: Description) -> OutgoingShipment:
-        """Prepare a transfer, which the first doubt breaks off. Raise SenderDistrusted."""
+        """Prepare a transfer, which the first doubt aborts. Raise SenderDistrusted."""
         await self._trust.load()
         self.check()
         return self._trust.shipment(grant, description)
 
 
 class Trust:
-    """The doubts about what one worker computes, and its only way out for KV caches."""
+    """The doubts about what one worker computes, and its only way to send KV caches."""
 
     def __init__(
         self,
         transport: Callable[[], Transport | None] = lambda: None,
         key: FleetKey | None = None,
     ) -> None:
-        """Trust it. `transport`: by which to send to targets that have it too, besides shared memory and sockets. `key`: the
-        fleet's, which targets must know."""
+        """Start without doubts.
+
+        `transport` returns a transport besides shared memory and sockets, for targets that have it too. `key`: the fleet key,
+        which targets must know.
+        """
         self.losses = 0
-        self.turns = 0  # doubts that came, and that went: two equal numbers have no doubt in between
+        self.turns = 0  # number of doubts raised and cleared: between two equal values there was none
         self._transport = transport
         self._key = key
         self._doubts: dict[str, str] = {}
         self._shipments: weakref.WeakSet[OutgoingShipment] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
         self._mappings: Any = (
-            None  # of `kv_transfer.sender`, which needs numpy; None until something is shipped
+            None  # of `kv_transfer.sender`, which needs numpy; None until the first shipment
         )
 
     @property
     def doubts(self) -> Set[str]:
-        """The causes of the present doubts."""
+        """The causes of the current doubts."""
         return self._doubts.keys()
 
     @property
     def reason(self) -> str:
-        """Why it is not trusted; empty: it is."""
+        """Why this worker is not trusted; empty: it is."""
         return next(iter(self._doubts.values()), "")
 
     @property
     def mapped(self) -> int:
-        """How many regions of other workers are mapped here, to be used again."""
+        """Number of regions of other workers kept mapped for reuse."""
         return 0 if self._mappings is None else int(self._mappings.kept)
 
     def check(self) -> None:
@@ -111,7 +117,7 @@ class Trust:
             raise SenderDistrusted(self.reason)
 
     def lose(self, cause: str, reason: str) -> bool:
-        """Doubt what this worker computes, and break off all shipments; False if the cause is known already."""
+        """Add a doubt, and abort all shipments; return False if the cause is already known."""
         if cause in self._doubts:
             return False
         self._doubts[cause] = reason
@@ -123,13 +129,13 @@ class Trust:
         return True
 
     def regain(self, cause: str) -> None:
-        """Take a doubt back: what is computed from now on may be sent. What was under way stays broken off."""
+        """Clear a doubt: what is computed from now on may be sent. Aborted shipments stay aborted."""
         if self._doubts.pop(cause, None) is not None:
             self.turns += 1
             log.info("doubt_cleared", cause=cause, trusted=not self._doubts)
 
     async def load(self) -> None:
-        """Import what shipping needs, off the loop: a worker that never ships does without numpy."""
+        """Import what shipping needs, off the loop: a worker that never ships needs no numpy."""
         if self._mappings is None:
             sender: Any = await asyncio.to_thread(
                 __import__, "workers.kv_transfer.sender", fromlist=["Mappings"]
@@ -147,7 +153,7 @@ class Trust:
         return made
 
     def close(self) -> None:
-        """Break off what is under way, and let the threads go."""
+        """Abort running shipments, and shut the threads down."""
         for one in list(self._shipments):
             one.cancel()
         if self._threads is not None:

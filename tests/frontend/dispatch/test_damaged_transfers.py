@@ -75,13 +75,13 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a snapshot of another model": (at(0, described(model="other")), "model is 'other' there"),
     "a snapshot of another dtype": (at(0, described(dtype="float16")), "dtype is 'float16' there"),
     "a snapshot of another block size": (at(0, described(block_size=32)), "block_size is 32 there"),
-    "another ticket": (at(0, changed(ticket="x")), "no such reservation"),
+    "another ticket": (at(0, changed(ticket="x")), "reservation does not exist"),
     "a later version": (at(0, changed(version=9)), "version 9"),
     "a chunk too few": (lambda pieces: [pieces[0], *pieces[2:]], "not all arrived"),
     "a flipped byte": (at(1, flipped), "checksum differs"),
     "a chunk over another": (at(2, changed(offset=1)), "overlaps another"),
     "other tokens": (at(-1, other_tokens), "not those of their count and digest"),
-    "a state of nothing": (at(-1, changed(state=b"\xc1")), "the state is none"),
+    "a state of nothing": (at(-1, changed(state=b"\xc1")), "cannot decode the state"),
 }  # fmt: skip
 HARMLESS: dict[str, Damage] = {
     "nothing": list,

@@ -1,4 +1,4 @@
-"""A small model's blocks, and a target in a process of its own."""
+"""A small model's KV blocks, and a transfer target in a separate process."""
 
 import os
 import random
@@ -27,12 +27,12 @@ WAYS = ("shared", "unix", "tcp")
 
 
 def content(blocks: int, of: Description = KV, seed: int = 1) -> bytes:
-    """Return bytes that differ everywhere."""
+    """Return bytes without repetition."""
     return random.Random(seed).randbytes(blocks * of.block_bytes)
 
 
 def by(way: str, grant: Grant) -> Grant:
-    """Return the grant as a source sees it that can come this way only."""
+    """Return the grant as seen by a source that can only use this way."""
     if way == "tcp":
         grant = msgspec.structs.replace(
             grant, endpoint=TransferAddress(grant.endpoint.host, grant.endpoint.port)
@@ -58,7 +58,7 @@ def receiving(
 
 
 class Target:
-    """A target in its own process, which answers a line with a line."""
+    """A target in a separate process, which answers a line with a line."""
 
     def __init__(self, root: Path, *, nixl: bool = False) -> None:
         self.process = subprocess.Popen(
@@ -70,17 +70,17 @@ class Target:
         )
 
     def ask(self, *words: object) -> str:
-        """Say a line and return the answer."""
+        """Send a line and return the answer."""
         assert self.process.stdin and self.process.stdout
         print(*words, file=self.process.stdin, flush=True)
         return self.process.stdout.readline().strip()
 
     def grant(self, blocks: int) -> Grant:
-        """Have blocks of `BIG` reserved."""
+        """Reserve blocks of `BIG`."""
         return msgspec.json.decode(self.ask("reserve", blocks), type=Grant)
 
     def end(self) -> None:
-        """Let it go in peace, or kill it."""
+        """Stop the process, or kill it."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
         self.process.wait(10)
@@ -88,9 +88,9 @@ class Target:
 
 
 def main(root: Path, nixl: bool) -> None:
-    """Serve lines: `reserve BLOCKS`, `arrival TICKET` (then the digest of what came)."""
+    """Serve lines: `reserve BLOCKS`, `arrival TICKET` (then the digest of what arrived)."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output printed by libraries is not an answer
     with receiving(root, BIG, Nixl(f"target-{os.getpid()}") if nixl else None) as (receiver, _):
         for line in sys.stdin:
             word, _, rest = line.strip().partition(" ")

@@ -1,4 +1,4 @@
-"""What is noted of chunks is what a plain set of bytes would say."""
+"""The record of received chunks behaves like a plain set of bytes."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ SIZE = 12
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, SIZE), st.integers(0, 5)), max_size=20))
-def test_chunks_are_noted_as_a_set_of_bytes_would_note_them(places: list[tuple[int, int]]) -> None:
+def test_chunks_are_recorded_like_a_set_of_bytes(places: list[tuple[int, int]]) -> None:
     coverage, there = Coverage(SIZE), set[int]()
     for number, (offset, size) in enumerate(places):
         chunk = KvChunk("t", number, offset, size, 0)

@@ -1,4 +1,4 @@
-"""What either side keeps for the next transfer is bounded: it is memory, and has file descriptors."""
+"""What either side keeps for the next transfer is limited: it is memory, and has file descriptors."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ MB = 1 << 20
 
 
 def mapped(regions: list[Region]) -> list[int]:
-    """Return which of these regions are mapped besides by their owner."""
+    """Return which of these regions are mapped by another holder besides their owner."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [n for n, one in enumerate(regions) if sum(line.endswith(one.path) for line in lines) > 1]
 
@@ -31,7 +31,7 @@ def mapped(regions: list[Region]) -> list[int]:
         ([MB, 9 * MB], [0]),
     ],
 )
-def test_a_source_keeps_the_latest_as_far_as_there_is_room(
+def test_a_source_keeps_the_most_recent_mappings_within_its_limit(
     tmp_path: Path, sizes: list[int], kept: list[int]
 ) -> None:
     owner, mappings = Regions("a", tmp_path), Mappings(8 * MB)
@@ -42,7 +42,7 @@ def test_a_source_keeps_the_latest_as_far_as_there_is_room(
     owner.close()
 
 
-def test_a_target_keeps_the_latest_as_far_as_there_are_places(tmp_path: Path) -> None:
+def test_a_target_keeps_the_most_recent_regions_within_its_limit(tmp_path: Path) -> None:
     owner = Regions("a", tmp_path, spare_bytes_max=1 << 30)
     regions = [owner.take(n * MB) for n in range(1, SPARES_MAX + 4)]
     for one in regions:
@@ -51,15 +51,15 @@ def test_a_target_keeps_the_latest_as_far_as_there_are_places(tmp_path: Path) ->
     owner.close()
 
 
-def test_memory_is_given_back_while_somebody_still_refers_to_it(tmp_path: Path) -> None:
-    """Whoever lets go of a gigabyte last would else pay for it, and that is the event loop."""
+def test_memory_is_returned_to_the_kernel_while_it_is_still_referenced(tmp_path: Path) -> None:
+    """Otherwise the last holder of a gigabyte, the event loop, would spend the time to free it."""
     root = SHARED if SHARED.is_dir() else tmp_path
     regions = Regions(f"test-{uuid4().hex}", root, spare_bytes_max=0)
     receiver = Receiver((KV,), regions)
     try:
         grant = receiver.reserve(KV, 256, TOKENS)
         assert isinstance(grant, Grant)
-        memory = receiver.received(grant.ticket)  # nothing yet; it refers to all of the region
+        memory = receiver.received(grant.ticket)  # empty so far, but it refers to the whole region
         with Path(grant.region).open("rb") as file:
             assert os.fstat(file.fileno()).st_blocks * 512 >= MB
             receiver.abort(grant.ticket)
@@ -72,7 +72,7 @@ def test_memory_is_given_back_while_somebody_still_refers_to_it(tmp_path: Path) 
         receiver.close()
 
 
-def test_a_region_that_is_taken_while_all_is_closed_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_region_created_during_close_leaves_no_directory(tmp_path: Path) -> None:
     for number in range(100):
         owner = Regions(f"late-{number}", tmp_path)
         taking = threading.Thread(target=lambda owner=owner: [owner.take(4096) for _ in range(8)])

@@ -1,4 +1,4 @@
-"""A KV cache goes to nobody, and comes from nobody, who does not know the fleet's key."""
+"""KV caches are exchanged only between workers that know the fleet's key."""
 
 import socket
 import threading
@@ -33,7 +33,7 @@ def reserved(receiver: Receiver) -> Grant:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_between_two_that_know_it_everything_arrives(tmp_path: Path, way: str) -> None:
+def test_a_transfer_between_two_workers_with_the_key_succeeds(tmp_path: Path, way: str) -> None:
     with receiving(tmp_path, key=OURS) as (receiver, _):
         grant = reserved(receiver)
         sender = Sender(by(way, grant), KV, key=OURS)
@@ -47,15 +47,15 @@ def test_between_two_that_know_it_everything_arrives(tmp_path: Path, way: str) -
 
 @pytest.mark.parametrize("key", [None, OTHERS])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_source_that_does_not_know_it_is_refused(tmp_path: Path, way: str, key: FleetKey | None) -> None:
+def test_a_source_without_the_key_is_refused(tmp_path: Path, way: str, key: FleetKey | None) -> None:
     with receiving(tmp_path, key=OURS) as (receiver, _):
         sender = Sender(by(way, reserved(receiver)), KV, key=key)
-        with pytest.raises(TransferFailed, match="the source does not know the fleet's key"):
+        with pytest.raises(TransferFailed, match="the source does not have this fleet's key"):
             sender.open()
             sender.finish(content(BLOCKS), TOKENS, 50)
 
 
-def test_a_ticket_that_a_stranger_tries_is_still_its_owners(tmp_path: Path) -> None:
+def test_a_ticket_tried_by_a_stranger_is_still_valid_for_its_owner(tmp_path: Path) -> None:
     with receiving(tmp_path, key=OURS) as (receiver, _):
         grant = reserved(receiver)
         with pytest.raises(TransferFailed):
@@ -67,11 +67,11 @@ def test_a_ticket_that_a_stranger_tries_is_still_its_owners(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("answer", [Opened(b"p" * 32), TransferRefused("no"), None])
-def test_a_stranger_at_the_targets_port_gets_no_byte_of_it(
+def test_a_stranger_at_the_targets_port_receives_no_byte_of_the_cache(
     tmp_path: Path, answer: Opened | TransferRefused | None
 ) -> None:
-    """The target has died, and somebody else listens where it did."""
-    heard: list[object] = []
+    """The target has died, and another process listens on its port."""
+    received: list[object] = []
     with (
         closing(socket.create_server(("127.0.0.1", 0))) as port,
         receiving(tmp_path, key=OURS) as (receiver, _),
@@ -81,11 +81,11 @@ def test_a_stranger_at_the_targets_port_gets_no_byte_of_it(
 
         def listen() -> None:
             line = TransferSocket(port.accept()[0], time.monotonic() + 20)
-            heard.append(line.receive())
+            received.append(line.receive())
             if answer is not None:
                 line.send(answer)
             try:
-                heard.append(line.receive())
+                received.append(line.receive())
             except TransferFailed:
                 line.close()
 
@@ -94,4 +94,4 @@ def test_a_stranger_at_the_targets_port_gets_no_byte_of_it(
         with pytest.raises(TransferFailed):
             Sender(grant, KV, key=OURS).open()
         stranger.join(20)
-        assert [type(one) for one in heard] == [Open]
+        assert [type(one) for one in received] == [Open]

@@ -1,4 +1,4 @@
-"""The ledger of reservations, against a plain reference in random orders, and each refusal by example."""
+"""The ledger of reservations, against a reference model in random orders, and each refusal by example."""
 
 import itertools
 from datetime import timedelta
@@ -27,7 +27,7 @@ def ending(ticket: str, chunks: int, computed: int = 50, tokens: list[int] = TOK
 
 
 def whole(book: TransferReservations, blocks: int = BLOCKS) -> str:
-    """Reserve, open and mark everything, a block a chunk."""
+    """Reserve, open and mark everything, one chunk per block."""
     made = book.reserve(KV, blocks, TOKENS[:10], 0.0)
     assert isinstance(made, KvReservation)
     assert not isinstance(book.open(Open(made.ticket, KV, True), 0.0), TransferRefused)
@@ -55,10 +55,10 @@ def test_another_models_blocks_are_refused_before_a_byte_moves(change: dict[str,
     assert not made.opened
 
 
-def test_what_has_no_room_or_is_too_much_at_once_is_refused() -> None:
+def test_a_reservation_beyond_room_or_limits_is_refused() -> None:
     book = ledger()
     assert "no room" in str(book.reserve(KV, 11, [], 0.0))
-    assert "nothing" in str(book.reserve(KV, 0, [], 0.0))
+    assert "cannot reserve" in str(book.reserve(KV, 0, [], 0.0))
     for _ in range(3):
         assert isinstance(book.reserve(KV, 1, [], 0.0), KvReservation)
     assert "too many" in str(book.reserve(KV, 1, [], 0.0))
@@ -80,7 +80,7 @@ def test_what_has_no_room_or_is_too_much_at_once_is_refused() -> None:
         (lambda t: msgspec.structs.replace(ending(t, 4), state=bytes(2 << 20)), "state"),
     ],
 )  # fmt: skip
-def test_an_ending_that_does_not_agree_is_refused_and_changes_nothing(end, why: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_inconsistent_ending_is_refused_and_changes_nothing(end, why: str) -> None:  # type: ignore[no-untyped-def]
     book = ledger()
     ticket = whole(book)
     refused = book.commit(ticket, end(ticket), 0.0)
@@ -96,12 +96,12 @@ def test_a_reservation_has_one_source_of_one_version_and_a_deadline() -> None:
     assert "version" in str(book.open(Open(made.ticket, KV, True, version=2), 0.0))
     assert isinstance(book.open(Open(made.ticket, KV, True), 0.0), KvReservation)
     assert "source already" in str(book.open(Open(made.ticket, KV, True), 0.0))
-    assert "time is up" in str(book.check(made.ticket, KvChunk(made.ticket, 0, 0, 1, 0), 10.0))
+    assert "deadline has passed" in str(book.check(made.ticket, KvChunk(made.ticket, 0, 0, 1, 0), 10.0))
     assert book.expire(9.9) == [] and book.expire(10.0) == [made]
     assert (len(book), book.bytes) == (0, 0)
 
 
-def test_blocks_that_the_target_has_already_are_not_waited_for() -> None:
+def test_blocks_that_the_target_already_has_are_not_required() -> None:
     book = ledger()
     made = book.reserve(KV, 2, TOKENS[:48], 0.0, first_block=2)
     assert isinstance(made, KvReservation) and made.size == 2 * KV.block_bytes
@@ -109,7 +109,7 @@ def test_blocks_that_the_target_has_already_are_not_waited_for() -> None:
     for n in range(2):
         book.mark(made.ticket, KvChunk(made.ticket, n, n * KV.block_bytes, KV.block_bytes, n), n, 0.0)
     assert isinstance(book.commit(made.ticket, ending(made.ticket, 2, computed=50), 0.0), KvReservation)
-    assert "nothing" in str(book.reserve(KV, 1, [], 0.0, first_block=-1))
+    assert "cannot reserve" in str(book.reserve(KV, 1, [], 0.0, first_block=-1))
     made = book.reserve(KV, 1, TOKENS[:48], 0.0, first_block=3)
     assert isinstance(made, KvReservation)
     book.open(Open(made.ticket, KV, True), 0.0)
@@ -128,7 +128,7 @@ def test_each_shard_has_its_own_description_and_its_own_count() -> None:
 
 
 class AgainstAReference(RuleBasedStateMachine):
-    """The reference keeps a set of bytes for each reservation, and nothing else clever."""
+    """The reference model keeps a set of bytes for each reservation, and nothing more."""
 
     def __init__(self) -> None:
         super().__init__()

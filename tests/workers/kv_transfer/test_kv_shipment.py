@@ -1,4 +1,4 @@
-"""Transfers awaited on an event loop, which goes on meanwhile."""
+"""Transfers awaited on an event loop, which keeps running meanwhile."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from workers.kv_transfer.receiver import ArrivalProgress, Arrived
 from workers.kv_transfer.sender import Shipment
 
 
-async def test_the_loop_goes_on_while_blocks_travel(tmp_path: Path) -> None:
+async def test_the_loop_keeps_running_during_a_transfer(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
         grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
         assert isinstance(grant, Grant)
@@ -63,7 +63,7 @@ async def test_leaving_a_shipment_early_frees_the_reservation(tmp_path: Path) ->
 
 
 async def test_a_cancelled_await_ends_soon_and_cancels_the_transfer(tmp_path: Path) -> None:
-    """The target's thread is held, so that the source waits for an answer."""
+    """The target's thread is blocked, so that the source waits for an answer."""
     with receiving(tmp_path) as (receiver, _):
         grant = await asyncio.to_thread(receiver.reserve, KV, BLOCKS, TOKENS[:10])
         assert isinstance(grant, Grant)

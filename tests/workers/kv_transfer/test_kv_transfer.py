@@ -1,4 +1,4 @@
-"""Whole transfers: between two processes, damaged in every way, and broken off at any point."""
+"""Whole transfers: between two processes, damaged in every way, and aborted at any point."""
 
 import os
 import resource
@@ -50,19 +50,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("turn", ["first", "into memory used before"])
-def test_what_another_process_gets_is_what_was_sent(target: Target, way: str, turn: str) -> None:
+def test_another_process_receives_exactly_what_was_sent(target: Target, way: str, turn: str) -> None:
     source = content(4, BIG, seed=len(way + turn))
     grant = target.grant(4)
     sender = Sender(by(way, grant), BIG, MAPPINGS)
     sender.open()
     assert sender.shared == (way == "shared")
-    sender.send(source[: 1 << 20])  # the engine goes on meanwhile
+    sender.send(source[: 1 << 20])  # the engine keeps decoding meanwhile
     sender.send(source[1 << 20 : 3 << 20])
     sender.finish(source[3 << 20 :], TOKENS, 50, b"\x05")
     assert target.ask("arrival", grant.ticket).split() == [sha256(source).hexdigest(), "50", "05"]
 
 
-def test_a_large_send_is_shared_among_threads_and_arrives_whole(target: Target) -> None:
+def test_a_large_send_is_split_among_threads_and_arrives_complete(target: Target) -> None:
     source = content(12, BIG, seed=12)
     grant = target.grant(12)
     sender = Sender(grant, BIG, MAPPINGS)
@@ -77,7 +77,7 @@ def test_a_target_that_is_killed_ends_the_transfer_and_its_memory_is_swept(tmp_p
     sender = Sender(grant, BIG)
     sender.open()
     sender.send(content(1, BIG))
-    assert sweep(tmp_path) == []  # it lives
+    assert sweep(tmp_path) == []  # the target is alive
     there.process.send_signal(signal.SIGKILL)
     there.end()
     with pytest.raises(TransferFailed):
@@ -94,7 +94,7 @@ def reserved(receiver: Receiver, blocks: int = BLOCKS) -> Grant:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_source_learns_why_it_is_refused(tmp_path: Path, way: str) -> None:
+def test_the_source_receives_the_reason_of_a_refusal(tmp_path: Path, way: str) -> None:
     with receiving(tmp_path) as (receiver, _):
         grant = by(way, reserved(receiver))
         sender = Sender(grant, KV)
@@ -113,12 +113,12 @@ def test_more_than_was_reserved_is_not_written(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
         sender = Sender(reserved(receiver), KV)
         sender.open()
-        with pytest.raises(TransferFailed, match="no room for more"):
+        with pytest.raises(TransferFailed, match="room for only"):
             sender.send(content(BLOCKS + 1))
 
 
 class Grown(ArrivalProgress):
-    """How much has arrived, at each step."""
+    """Records how much has arrived, at each step."""
 
     def __init__(self, receiver: Receiver, ticket: str) -> None:
         self.sizes: list[int] = []
@@ -163,7 +163,7 @@ def test_a_cancelled_transfer_frees_what_was_reserved(tmp_path: Path, way: str) 
         assert receiver.live == 0
 
 
-def test_a_target_that_gives_up_says_so_to_a_source_that_waits(tmp_path: Path) -> None:
+def test_a_target_that_aborts_sends_the_reason_to_a_waiting_source(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
         grant = reserved(receiver)
         sender = Sender(grant, KV)
@@ -173,8 +173,8 @@ def test_a_target_that_gives_up_says_so_to_a_source_that_waits(tmp_path: Path) -
         while len(receiver.received(grant.ticket)) < KV.block_bytes and time.monotonic() < until:
             pass
         assert receiver.received(grant.ticket) == content(1)
-        receiver.abort(grant.ticket, "the operator changed his mind")
-        with pytest.raises(TransferFailed, match="changed his mind"):
+        receiver.abort(grant.ticket, "the operator aborted it")
+        with pytest.raises(TransferFailed, match="operator aborted it"):
             sender.finish(content(3), TOKENS, 50)
         assert receiver.live == 0
 
@@ -186,13 +186,13 @@ def test_a_silent_source_is_ended_at_the_deadline(tmp_path: Path, way: str) -> N
         arrival = receiver.arrival(grant.ticket)
         sender = Sender(grant, KV)
         sender.open()
-        assert "time is up" in str(arrival.result(10))
+        assert "deadline has passed" in str(arrival.result(10))
         with pytest.raises(TransferFailed):
             sender.finish(content(BLOCKS), TOKENS, 50)
         assert receiver.live == 0
 
 
-def test_memory_of_an_ended_reservation_is_used_again_only_if_nobody_can_write_there(tmp_path: Path) -> None:
+def test_memory_of_an_ended_reservation_is_reused_only_if_no_source_can_write_there(tmp_path: Path) -> None:
     with receiving(tmp_path) as (receiver, _):
         first = reserved(receiver)
         slow = Sender(first, KV)
@@ -211,7 +211,7 @@ def test_memory_of_an_ended_reservation_is_used_again_only_if_nobody_can_write_t
         slow.close()
 
 
-def test_without_a_folder_the_bytes_come_over_the_socket(tmp_path: Path) -> None:
+def test_without_a_directory_the_bytes_come_over_the_socket(tmp_path: Path) -> None:
     for root in (None, tmp_path / "missing"):
         with receiving(root) as (receiver, regions):
             grant = reserved(receiver)
@@ -224,7 +224,7 @@ def test_without_a_folder_the_bytes_come_over_the_socket(tmp_path: Path) -> None
             assert isinstance(got, Arrived) and got.memory == content(BLOCKS)
 
 
-def test_where_the_folder_is_full_a_region_is_plain_memory(tmp_path: Path) -> None:
+def test_a_region_is_plain_memory_if_the_directory_is_full(tmp_path: Path) -> None:
     regions = Regions("a", tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -237,7 +237,7 @@ def test_where_the_folder_is_full_a_region_is_plain_memory(tmp_path: Path) -> No
     regions.close()
 
 
-def test_memory_that_the_machine_does_not_have_is_no_room(tmp_path: Path) -> None:
+def test_a_reservation_beyond_the_machines_memory_is_refused(tmp_path: Path) -> None:
     with receiving(tmp_path, bytes_max=1 << 62) as (receiver, _):
         assert "no room" in str(receiver.reserve(KV, 1 << 48))
         assert receiver.live == 0
@@ -249,7 +249,7 @@ Piece = tuple[Message, bytes]
 
 
 def good_stream(grant: Grant, source: bytes) -> list[Piece]:
-    """Return what a source says over a socket: four chunks of 4 KiB."""
+    """Return the messages of a source over a socket: four chunks of 4 KiB."""
     pieces: list[Piece] = [(Open(grant.ticket, KV, False), b"")]
     for n in range(BLOCKS):
         part = source[n * KV.block_bytes : (n + 1) * KV.block_bytes]
@@ -260,8 +260,8 @@ def good_stream(grant: Grant, source: bytes) -> list[Piece]:
     return [*pieces, (Ending(grant.ticket, BLOCKS, 50, 50, ids, digest(ids), b"s"), b"")]
 
 
-def said(grant: Grant, data: bytes) -> Message | None:
-    """Say raw bytes and end; return the answer."""
+def answer_to(grant: Grant, data: bytes) -> Message | None:
+    """Send raw bytes and close; return the answer."""
     with socket.create_connection((grant.endpoint.host, grant.endpoint.port), 10) as raw:
         with suppress(OSError):
             raw.sendall(data)
@@ -279,7 +279,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver]:
 
 def check(receiver: Receiver, grant: Grant, data: bytes, source: bytes, good: bool) -> None:
     arrival = receiver.arrival(grant.ticket)
-    answer = said(grant, data)
+    answer = answer_to(grant, data)
     if good:
         assert isinstance(answer, Accepted)
         got = arrival.result(10)
@@ -288,7 +288,7 @@ def check(receiver: Receiver, grant: Grant, data: bytes, source: bytes, good: bo
     else:
         assert not isinstance(answer, Accepted)
         assert answer is None or (isinstance(answer, TransferRefused) and answer.reason)
-        receiver.abort(grant.ticket)  # where not even the ticket was readable
+        receiver.abort(grant.ticket)  # if not even the ticket was readable
         got = arrival.result(10)
         assert isinstance(got, TransferRefused) and got.reason
     assert receiver.live == 0
@@ -334,7 +334,7 @@ SAY = {
     "nothing at all in it": lambda g, s: [s[0], (changed(s[1], bytes=0), b"")],
     "no ticket first": lambda g, s: s[1:],
     "a ticket twice": lambda g, s: [s[0], *s],
-    "a ticket that nobody has": lambda g, s: [(changed(s[0], ticket="x"), b""), *s[1:]],
+    "an unknown ticket": lambda g, s: [(changed(s[0], ticket="x"), b""), *s[1:]],
     "an answer": lambda g, s: [s[0], (Accepted(g.ticket), b"")],
 }
 
@@ -344,7 +344,7 @@ def changed(piece: Piece, **fields: object) -> Message:
 
 
 @pytest.mark.parametrize("what", SAY)
-def test_a_stream_that_makes_no_sense_is_refused(here: Receiver, what: str) -> None:
+def test_an_invalid_stream_is_refused(here: Receiver, what: str) -> None:
     grant, source = reserved(here), content(BLOCKS)
     pieces = SAY[what](grant, good_stream(grant, source))  # type: ignore[no-untyped-call]
     check(here, grant, b"".join(framed(m) + p for m, p in pieces), source, good=False)
@@ -366,7 +366,7 @@ def test_bytes_overwritten_in_shared_memory_before_their_notice_are_refused(here
     memory[: len(source)] = list(source)
     memory[5000] ^= 1
     opening = Open(grant.ticket, KV, True)
-    answer = said(grant, b"".join(framed(m) for m, _ in [(opening, b""), *pieces[1:]]))
+    answer = answer_to(grant, b"".join(framed(m) for m, _ in [(opening, b""), *pieces[1:]]))
     assert answer == TransferRefused("chunk 1 is damaged: its checksum differs")
     assert here.live == 0
 
@@ -383,7 +383,7 @@ def test_bytes_overwritten_in_shared_memory_before_their_notice_are_refused(here
         max_size=6,
     )
 )
-def test_however_transfers_end_nothing_is_left(
+def test_nothing_is_left_however_transfers_end(
     tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, int, str]]
 ) -> None:
     root = tmp_path_factory.mktemp("shm")
@@ -428,7 +428,7 @@ def act(receiver: Receiver, source: bytes, way: str, before: int, end: str) -> N
     sender.close()
 
 
-def test_an_instance_has_one_living_owner(tmp_path: Path) -> None:
+def test_an_instance_has_one_live_owner(tmp_path: Path) -> None:
     first = Regions("a", tmp_path)
     with pytest.raises(RegionTaken):
         Regions("a", tmp_path)
@@ -449,7 +449,7 @@ def test_regions_may_be_closed_by_two_threads_at_once(
     regions, closed = Regions("a", tmp_path), list[int]()
     monkeypatch.setattr("workers.kv_transfer.receiver.os.close", closed.append)
     monkeypatch.setattr("workers.kv_transfer.receiver.shutil.rmtree", lambda *_, **__: regions.close())
-    regions.close()  # the other thread is as far as this one
+    regions.close()  # now the other thread is at the same point
     assert len(closed) == 1
     monkeypatch.undo()
     os.close(*closed)

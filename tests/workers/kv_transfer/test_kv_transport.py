@@ -1,4 +1,4 @@
-"""A transport writes into the target's region; everything else of a transfer stays as it is."""
+"""A transport writes into the target's region; the rest of a transfer is unchanged."""
 
 import importlib.util
 import mmap
@@ -28,7 +28,7 @@ def granted(receiver: Receiver) -> Grant:
     return found
 
 
-def test_bytes_go_the_way_that_the_target_offers(tmp_path: Path) -> None:
+def test_bytes_go_through_the_transport_that_the_target_offers(tmp_path: Path) -> None:
     transport, source = Playing(), content(BLOCKS)
     with receiving(tmp_path, transport=transport) as (receiver, _):
         grant = granted(receiver)
@@ -45,7 +45,7 @@ def test_bytes_go_the_way_that_the_target_offers(tmp_path: Path) -> None:
     assert not transport.open and not transport.late
 
 
-def test_a_transport_hears_which_memory_may_still_be_written_to(tmp_path: Path) -> None:
+def test_a_transport_is_told_which_memory_may_still_be_written_to(tmp_path: Path) -> None:
     transport = Playing()
     with receiving(tmp_path, transport=transport) as (receiver, _):
         grant = granted(receiver)
@@ -77,8 +77,8 @@ def test_a_transport_that_fails_ends_the_transfer_with_its_reason(
     assert not transport.open
 
 
-@pytest.mark.parametrize("fault", ["offer", "nobody asks"])
-def test_without_a_common_transport_bytes_go_as_ever(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["offer", "unused"])
+def test_without_a_common_transport_bytes_go_over_the_usual_path(tmp_path: Path, fault: str) -> None:
     theirs = Playing(fault)
     with receiving(tmp_path, transport=theirs) as (receiver, _):
         grant = granted(receiver)
@@ -93,7 +93,7 @@ def test_without_a_common_transport_bytes_go_as_ever(tmp_path: Path, fault: str)
     importlib.util.find_spec("nixl") is not None,
     reason="needs an environment without NIXL: make clean install",
 )
-def test_without_nixl_its_transport_says_what_to_install() -> None:
+def test_without_nixl_its_transport_names_the_package_to_install() -> None:
     with pytest.raises(NoNixl, match=r"pip install -e"):
         Nixl("w0")
 
@@ -102,7 +102,7 @@ def test_without_nixl_its_transport_says_what_to_install() -> None:
 def test_nixl_carries_blocks_between_two_processes(tmp_path: Path) -> None:
     target = Target(tmp_path, nixl=True)
     nixl = Nixl(f"source-{os.getpid()}")
-    for turn in range(2):  # the second time into memory used before
+    for turn in range(2):  # the second time into reused memory
         source = content(BLOCKS, BIG, seed=turn)
         sender = opened(target, nixl, blocks=BLOCKS)
         sender.send(source[: 1 << 20])
@@ -113,12 +113,12 @@ def test_nixl_carries_blocks_between_two_processes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have UCX send over TCP, where the other process takes part in each write."""
+    """Make UCX send over TCP, where the peer process takes part in each write."""
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
 @real
-def test_a_target_outlives_what_nixl_writes_late(tmp_path: Path, over_tcp: None) -> None:
+def test_a_target_survives_late_writes_of_nixl(tmp_path: Path, over_tcp: None) -> None:
     target = Target(tmp_path, nixl=True)
     nixl = Nixl(f"source-{os.getpid()}-3")
     source = content(64, BIG)
@@ -127,8 +127,8 @@ def test_a_target_outlives_what_nixl_writes_late(tmp_path: Path, over_tcp: None)
         with ThreadPoolExecutor(1) as threads:
             writing = threads.submit(sender.send, source)
             target.process.send_signal(signal.SIGSTOP)
-            time.sleep(0.1)  # so that something is on its way
-            sender._line.break_off()  # type: ignore[union-attr]  # `cancel` would break the write off, too
+            time.sleep(0.1)  # so that some bytes are under way
+            sender._connection.break_off()  # type: ignore[union-attr]  # `cancel` would break the write off, too
             target.process.send_signal(signal.SIGCONT)
             with pytest.raises(TransferFailed):
                 writing.result(20)
@@ -139,7 +139,7 @@ def test_a_target_outlives_what_nixl_writes_late(tmp_path: Path, over_tcp: None)
 
 
 @real
-def test_nobody_waits_for_anothers_write(tmp_path: Path, over_tcp: None) -> None:
+def test_a_write_does_not_wait_for_another_sources_write(tmp_path: Path, over_tcp: None) -> None:
     target = Target(tmp_path, nixl=True)
     nixl = Nixl(f"source-{os.getpid()}-4")
     sender = opened(target, nixl, blocks=BLOCKS)
@@ -164,7 +164,7 @@ def test_nobody_waits_for_anothers_write(tmp_path: Path, over_tcp: None) -> None
 
 
 def opened(target: Target, nixl: Nixl, blocks: int) -> Sender:
-    """Have blocks reserved, and begin to send them."""
+    """Reserve blocks, and begin to send them."""
     sender = Sender(msgspec.structs.replace(target.grant(blocks), region=""), BIG, transport=nixl)
     sender.open()
     assert sender.way == "nixl"
@@ -172,9 +172,9 @@ def opened(target: Target, nixl: Nixl, blocks: int) -> Sender:
 
 
 @real
-def test_an_offer_that_is_none_of_nixls_is_refused() -> None:
+def test_an_invalid_nixl_offer_is_refused() -> None:
     nixl = Nixl(f"source-{os.getpid()}-2")
-    with pytest.raises(TransferFailed, match="does not know"):
+    with pytest.raises(TransferFailed, match="not a NIXL offer"):
         nixl.remote(b"\x00", 0.0)
     with pytest.raises(TransferFailed, match="NIXL"):
         nixl.remote(msgspec.msgpack.encode([b"no metadata", 4096]), 0.0)

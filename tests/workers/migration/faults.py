@@ -1,4 +1,4 @@
-"""Engines that something happens in, and a line between two workers that does something to what goes over it."""
+"""Engines with hooks at points of a move, and a proxy between two workers that alters bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,14 +21,14 @@ POINTS = (*SOURCE_POINTS, *TARGET_POINTS)
 
 
 class Watched(SimulatedEngine):
-    """A simulated engine in which something happens at points of a move."""
+    """A simulated engine with hooks at points of a move."""
 
     def __init__(self, step_s: float = STEP_S) -> None:
         super().__init__(SHAPE, ConstantTiming(itl_s=step_s))
         self.at: dict[str, At] = {}
 
     async def reach(self, point: str) -> None:
-        """Let happen what shall, once."""
+        """Run the hook of this point, once."""
         if (happens := self.at.pop(point, None)) is not None:
             await happens()
 
@@ -72,7 +72,7 @@ class _Import:
 
 
 def over_tcp(grants: list[bytes], port: int = 0) -> list[bytes]:
-    """Return grants for a source that is elsewhere; with a port, it comes through a line of ours."""
+    """Return grants for a source on another host; with a port, it connects through our proxy."""
     read = [msgspec.msgpack.decode(one, type=Grant) for one in grants]
     ends = [TransferAddress(one.endpoint.host, port or one.endpoint.port) for one in read]
     return [
@@ -83,7 +83,7 @@ def over_tcp(grants: list[bytes], port: int = 0) -> list[bytes]:
 
 @asynccontextmanager
 async def line(grants: list[bytes], at: int, flip: int) -> AsyncIterator[list[bytes]]:
-    """Pass on what sources say, but flip byte `at` of a connection by `flip`; 0: the line is cut there."""
+    """Forward what sources send, but flip byte `at` of a connection by `flip`; 0: cut the connection there."""
     to = msgspec.msgpack.decode(grants[0], type=Grant).endpoint
     busy: set[asyncio.Task[Any]] = set()
 

@@ -1,4 +1,4 @@
-"""Two workers' servers in this process, a frontend of few words at each, and planned moves between them."""
+"""Two workers' servers in this process, a plain frontend at each, and planned moves between them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -33,7 +33,7 @@ from workers.server import WorkerServer
 
 SHAPE = EngineShape(context_tokens=4096, kv_blocks=1024, tp=2)
 STEP_S = 0.012
-COUNT = 250  # tokens of an answer: it is not over before it has moved
+COUNT = 250  # tokens of an answer: it is still running when it moves
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
 F = TypeVar("F", bound=ToFrontend)
 
@@ -42,26 +42,26 @@ _undisturbed: dict[str, list[int]] = {}
 
 @dataclass
 class End:
-    """One worker, as a frontend has it."""
+    """One worker, as seen by a frontend."""
 
     server: WorkerServer
     engine: Any
     frontend: PlainFrontend
 
-    def said(self, kind: type[F], stream: int) -> F | None:
-        """Return the frame of this kind that came about a stream."""
+    def frame_of(self, kind: type[F], stream: int) -> F | None:
+        """Return the frame of this type about a stream."""
         return next((frame for frame in self.frontend.of(kind) if frame.stream == stream), None)  # type: ignore[union-attr]
 
-    async def heard(self, kind: type[F], stream: int) -> F:
-        """Wait for it."""
-        await self.frontend.until(lambda: self.said(kind, stream))
-        found = self.said(kind, stream)
+    async def wait_for(self, kind: type[F], stream: int) -> F:
+        """Wait for this frame and return it."""
+        await self.frontend.until(lambda: self.frame_of(kind, stream))
+        found = self.frame_of(kind, stream)
         assert found is not None
         return found
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is held here for anybody."""
+        """Whether the worker holds no resources for any stream."""
         load, moves, receiver = self.engine.load(), self.server.moves, self.server.moves.landing.receiver
         reserved = receiver is not None and receiver.live
         return not (load.running or load.kv_used or len(moves.source) or len(moves.target) or reserved)
@@ -69,31 +69,31 @@ class End:
 
 @dataclass
 class Move:
-    """One stream on its way, as the frontend sees it."""
+    """One moving stream, as seen by the frontend."""
 
     tokens: list[int]  # the prompt
     stream: int  # at the source
     sampling: dict[str, Any]
-    there: int = 0  # its stream at the target
-    accepted: list[int] = field(default_factory=list)  # when it was reserved
+    there: int = 0  # its stream number at the target
+    accepted: list[int] = field(default_factory=list)  # tokens known at the reservation
     grants: list[bytes] = field(default_factory=list)
 
 
 class Road:
-    """A source and a target, and what a frontend says to both."""
+    """A source and a target, and a frontend's messages to both."""
 
     def __init__(self, source: End, target: End, root: Path) -> None:
         self.source, self.target, self.root = source, target, root
 
-    async def begin(self, length: int = 100, salt: int = 0, most: int = COUNT, said: int = 3) -> Move:
-        """Ask the source, and wait until it has said something."""
+    async def begin(self, length: int = 100, salt: int = 0, most: int = COUNT, first: int = 3) -> Move:
+        """Send a request to the source, and wait for its first tokens."""
         tokens, sampling = prompt(length, salt), {"max_tokens": most, "ignore_eos": True, **SAMPLING}
         stream = self.source.frontend.ask(tokens, **sampling)
-        await self.source.frontend.until(lambda: len(self.source.frontend.tokens(stream)) >= said)
+        await self.source.frontend.until(lambda: len(self.source.frontend.tokens(stream)) >= first)
         return Move(tokens, stream, sampling)
 
     def ask_for_room(self, move: Move, room: int = 0, **changed: Any) -> int:
-        """Say Reserve."""
+        """Send Reserve."""
         frontend = self.target.frontend
         move.there = frontend.number()
         move.accepted = self.source.frontend.tokens(move.stream)
@@ -105,56 +105,56 @@ class Road:
         return move.there
 
     async def reserve(self, move: Move, **changed: Any) -> Reserved:
-        """Have room reserved."""
-        reserved = await self.target.heard(Reserved, self.ask_for_room(move, **changed))
+        """Reserve room, and return the answer."""
+        reserved = await self.target.wait_for(Reserved, self.ask_for_room(move, **changed))
         move.grants = reserved.grants
         return reserved
 
     def ship(self, move: Move) -> None:
-        """Say Ship."""
+        """Send Ship."""
         self.source.frontend.say(Ship(move.stream, move.grants))
 
     async def moved(self, move: Move) -> Committed:
-        """Reserve, ship, and wait until it decodes at the target."""
+        """Reserve, ship, and wait until the stream decodes at the target."""
         await self.reserve(move)
         self.ship(move)
-        return await self.target.heard(Committed, move.there)
+        return await self.target.wait_for(Committed, move.there)
 
-    def hurry(self, step_s: float = 0.0) -> None:
-        """Let both engines go flat out from now on, as what was to be seen has been; or slowly again."""
+    def set_speed(self, step_s: float = 0.0) -> None:
+        """Let both engines run at full speed from now on; or slow down again."""
         for end in (self.source, self.target):
             for rank in end.engine.each:
                 rank.timing = ConstantTiming(itl_s=step_s)
 
     async def switch(self, move: Move) -> list[int]:
-        """Let the source go, and return what it has said."""
-        committed = await self.target.heard(Committed, move.there)
-        said = move.accepted + committed.tokens
-        await self.source.frontend.until(lambda: len(self.source.frontend.tokens(move.stream)) >= len(said))
-        assert self.source.frontend.tokens(move.stream) == said, "the source said nothing more"
+        """Cancel the stream at the source, and return the source's tokens."""
+        committed = await self.target.wait_for(Committed, move.there)
+        tokens = move.accepted + committed.tokens
+        await self.source.frontend.until(lambda: len(self.source.frontend.tokens(move.stream)) >= len(tokens))
+        assert self.source.frontend.tokens(move.stream) == tokens, "the source sent no further tokens"
         self.source.frontend.say(Cancel(move.stream))
-        return said
+        return tokens
 
     async def rest(self, move: Move) -> list[int]:
-        """Switch, and return the whole answer."""
-        said = await self.switch(move)
-        self.hurry()
-        return said + await self.target.frontend.answer(move.there)
+        """Switch to the target, and return the whole answer."""
+        tokens = await self.switch(move)
+        self.set_speed()
+        return tokens + await self.target.frontend.answer(move.there)
 
     async def undisturbed(self, move: Move) -> list[int]:
-        """Return the answer of an engine that nothing happens to. It is always the same."""
+        """Return the answer of an undisturbed engine. It is always the same."""
         asked = repr((move.tokens, move.sampling))
         if asked not in _undisturbed:
             _undisturbed[asked] = await alone(move.tokens, **move.sampling)
         return _undisturbed[asked]
 
     async def stays(self, move: Move) -> None:
-        """The stream says at the source, to its end, what the undisturbed one says."""
-        self.hurry()
+        """Check that the stream's answer at the source is the undisturbed one, to its end."""
+        self.set_speed()
         assert await self.source.frontend.answer(move.stream) == await self.undisturbed(move)
 
     async def is_empty(self) -> None:
-        """Wait until neither side holds anything, and no file is left but those kept for the next transfer."""
+        """Wait until neither side holds resources, and no file is left except those kept for the next transfer."""
         async with asyncio.timeout(DEADLINE_S):
             while not (self.source.empty and self.target.empty):  # noqa: ASYNC110 (an engine has no flags)
                 await asyncio.sleep(0.002)
@@ -167,12 +167,12 @@ class Road:
 
 
 async def alone(tokens: list[int], **sampling: Any) -> list[int]:
-    """Return what an engine says that nothing happens to."""
-    over, said = asyncio.Event(), []
+    """Return the answer of an undisturbed engine."""
+    over, answer = asyncio.Event(), []
 
     def deliver(out: list[Any]) -> None:
         for _, chunk in out:
-            said.extend(chunk.tokens)
+            answer.extend(chunk.tokens)
             if chunk.finish or chunk.error:
                 over.set()
 
@@ -182,17 +182,17 @@ async def alone(tokens: list[int], **sampling: Any) -> list[int]:
     async with asyncio.timeout(DEADLINE_S):
         await over.wait()
     await engine.stop()
-    return said
+    return answer
 
 
 def simulated(shape: EngineShape = SHAPE, step_s: float = STEP_S) -> SimulatedEngine:
-    """Return an engine that takes its time."""
+    """Return an engine with slow steps."""
     return SimulatedEngine(shape, ConstantTiming(itl_s=step_s))
 
 
 @asynccontextmanager
 async def end(name: str, engine: Engine, root: Path, **settings: Any) -> AsyncIterator[End]:
-    """Run one worker's server, and connect to it. `settings`: how it moves KV caches."""
+    """Run one worker's server, and connect to it. `settings`: of its KV moves."""
     moves = KvMoveSettings(root=root, **settings)
     server = WorkerServer(worker=name, instance=f"{name}-1", engine=engine, kv_moves=moves)
     await engine.start(server.deliver)
@@ -216,7 +216,7 @@ async def road(
     target: Callable[[], Engine] = simulated,
     **settings: Any,
 ) -> AsyncIterator[Road]:
-    """Run a source and a target. `settings`: how both move KV caches."""
+    """Run a source and a target. `settings`: of both workers' KV moves."""
     async with (
         end("source", source(), root, **settings) as one,
         end("target", target(), root, **settings) as other,

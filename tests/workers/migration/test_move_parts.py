@@ -1,4 +1,4 @@
-"""The parts of a planned move: what travels besides the blocks, doing several things at once, where caches land."""
+"""The parts of a planned move: the transferred state, concurrent work, and the receiver."""
 
 import asyncio
 import gc
@@ -35,8 +35,8 @@ def state(**changed: object) -> RequestMigrationState:
     return msgspec.structs.replace(made, **changed)
 
 
-def test_a_replay_that_has_come_further_is_the_same_request() -> None:
-    """Its limits are reduced by what it brings along."""
+def test_a_later_replay_is_the_same_request() -> None:
+    """Its limits are reduced by the replayed tokens."""
     reduced = msgspec.structs.replace(SAMPLING, max_tokens=35, stop_token_ids=[4, 9])
     later = RequestOrigin.of(Generate(7, "r1", list(range(17)), 10, reduced))
     assert difference(state(), later, range(20), 19) == ""
@@ -57,12 +57,12 @@ def test_each_field_that_differs_is_named(changed: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x90", bytes(STATE_BYTES_MAX + 1)])
-def test_what_is_no_state_is_a_value_error(data: bytes) -> None:
+def test_an_invalid_state_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="the state"):
         unpacked_state(data)
 
 
-async def test_the_first_failure_ends_the_others_and_is_the_one_told() -> None:
+async def test_the_first_failure_ends_the_others_and_is_raised() -> None:
     ended: list[str] = []
 
     async def waits(name: str) -> None:
@@ -80,7 +80,7 @@ async def test_the_first_failure_ends_the_others_and_is_the_one_told() -> None:
     assert ended == ["a", "b"]
 
 
-async def test_who_is_cancelled_ends_what_it_waits_for() -> None:
+async def test_a_cancelled_caller_ends_the_work_that_it_awaits() -> None:
     ended = asyncio.Event()
 
     async def waits() -> None:
@@ -98,7 +98,7 @@ async def test_who_is_cancelled_ends_what_it_waits_for() -> None:
     assert ended.is_set()
 
 
-def test_what_is_registered_is_what_a_tokens_cache_takes() -> None:
+def test_the_registered_layout_matches_the_cache_size_of_a_token() -> None:
     shards = [msgspec.structs.replace(KV, tp_size=2, rank=rank) for rank in range(2)]
     made = layout(shards)
     assert made is not None and (made.kv_heads, made.element_bytes) == (2 * KV.heads, 4)
@@ -107,7 +107,7 @@ def test_what_is_registered_is_what_a_tokens_cache_takes() -> None:
     assert layout(()) is None
 
 
-async def test_sources_are_told_to_come_where_the_worker_is_reached(tmp_path: Path) -> None:
+async def test_sources_connect_to_the_workers_advertised_address(tmp_path: Path) -> None:
     async with road(tmp_path, advertise="worker-7.example") as way:
         move = await way.begin()
         await way.reserve(move)
@@ -116,34 +116,36 @@ async def test_sources_are_told_to_come_where_the_worker_is_reached(tmp_path: Pa
         assert {grant.description.rank for grant in grants} == {0, 1}
 
 
-async def test_a_worker_that_can_receive_nothing_says_why(tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_receive_declines_with_the_reason(tmp_path: Path) -> None:
     async with road(tmp_path) as way:
         taken = Regions("target-1", tmp_path)
         move = await way.begin()
-        assert "another live process" in (await way.target.heard(Declined, way.ask_for_room(move))).reason
+        assert "another live process" in (await way.target.wait_for(Declined, way.ask_for_room(move))).reason
         taken.close()
         await way.reserve(move)
         await way.stays(move)
     async with road(tmp_path, host="203.0.113.1") as way:
         move = await way.begin()
-        assert "can be received" in (await way.target.heard(Declined, way.ask_for_room(move))).reason
+        assert (
+            "cannot receive KV caches" in (await way.target.wait_for(Declined, way.ask_for_room(move))).reason
+        )
         assert not list(tmp_path.iterdir())
         await way.stays(move)
 
 
-async def test_a_root_that_is_too_deep_for_a_socket_is_a_reason(tmp_path: Path) -> None:
+async def test_a_root_path_too_long_for_a_socket_is_declined_with_the_reason(tmp_path: Path) -> None:
     root = tmp_path / ("x" * 60)
     root.mkdir()
     landing = Landing("w" * 64, lambda: (KV,), KvMoveSettings(root=root))
     with pytest.raises(MoveRefused, match="too long"):
         await landing.grants(2, [1, 2, 3], 0)
     assert not list(root.iterdir())
-    gc.collect()  # a socket that was left open would be told of
+    gc.collect()  # an unclosed socket would cause a warning
 
 
 @pytest.mark.parametrize("instance", ["a/b:c", "..", "x" * 200])
-async def test_any_name_of_an_instance_will_do(instance: str) -> None:
-    with TemporaryDirectory() as folder:  # a socket's path is short
+async def test_any_instance_name_works(instance: str) -> None:
+    with TemporaryDirectory() as folder:  # a socket's path must be short
         root = Path(folder)
         landing = Landing(instance, lambda: (KV,), KvMoveSettings(root=root))
         (grant,) = await landing.grants(2, [1, 2, 3], 0)

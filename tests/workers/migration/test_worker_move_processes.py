@@ -1,4 +1,4 @@
-"""Streams that move between two worker processes, of which one may be killed in the middle."""
+"""Streams that move between two worker processes, one of which may be killed in the middle."""
 
 import asyncio
 import signal
@@ -26,7 +26,7 @@ Eventually = Callable[..., Awaitable[None]]
 
 @dataclass
 class Side:
-    """A worker process, and a frontend at it."""
+    """A worker process, and a frontend connected to it."""
 
     name: str
     process: Process
@@ -36,7 +36,7 @@ class Side:
     def folder(self) -> Path:
         return ROOT / f"{PREFIX}{self.process.ready[0]['instance']}"
 
-    async def heard(self, kind: type[Any], stream: int) -> Any:
+    async def wait_for(self, kind: type[Any], stream: int) -> Any:
         found: list[Any] = []
 
         def has() -> bool:
@@ -70,16 +70,16 @@ class Pair:
     accepted: int = 0
 
     async def begin(self) -> None:
-        """Ask the source, and have room reserved."""
+        """Send a request to the source, and reserve room at the target."""
         frontend = self.source.frontend
         self.stream = frontend.ask(self.tokens, max_tokens=COUNT, **SAMPLING)
         await frontend.until(lambda: len(frontend.tokens(self.stream)) > 2)
-        said = frontend.tokens(self.stream)
-        self.accepted = len(said)
-        left = Sampling(**{"max_tokens": COUNT - len(said), "ignore_eos": True, **SAMPLING})
-        request = Generate(0, f"r{self.stream}", self.tokens + said, len(self.tokens), left)
-        self.target.frontend.say(Reserve(1, request, len(self.tokens) + len(said) + 1500))
-        self.grants = (await self.target.heard(Reserved, 1)).grants
+        tokens = frontend.tokens(self.stream)
+        self.accepted = len(tokens)
+        left = Sampling(**{"max_tokens": COUNT - len(tokens), "ignore_eos": True, **SAMPLING})
+        request = Generate(0, f"r{self.stream}", self.tokens + tokens, len(self.tokens), left)
+        self.target.frontend.say(Reserve(1, request, len(self.tokens) + len(tokens) + 1500))
+        self.grants = (await self.target.wait_for(Reserved, 1)).grants
 
     def ship(self) -> None:
         self.source.frontend.say(Ship(self.stream, self.grants))
@@ -95,20 +95,22 @@ async def pair(spawn: Spawn, eventually: Eventually) -> AsyncIterator[Pair]:
     await asyncio.to_thread(sweep)
 
 
-async def test_a_stream_moves_between_processes_and_nothing_is_left(
+async def test_a_stream_moves_between_processes_and_nothing_is_left_behind(
     pair: Pair, eventually: Eventually
 ) -> None:
     source, target = pair.source, pair.target
-    assert not source.folder.exists() and not target.folder.exists(), "who takes nothing in has no files"
+    assert not source.folder.exists() and not target.folder.exists(), (
+        "a worker without incoming moves has no files"
+    )
     await pair.begin()
     assert target.folder.exists()
     pair.ship()
-    committed = await target.heard(Committed, 1)
+    committed = await target.wait_for(Committed, 1)
     assert committed.link == "shm" and committed.bytes > 2 * 62 * 65536
-    said = pair.accepted + len(committed.tokens)
-    await source.frontend.until(lambda: len(source.frontend.tokens(pair.stream)) >= said)
+    count = pair.accepted + len(committed.tokens)
+    await source.frontend.until(lambda: len(source.frontend.tokens(pair.stream)) >= count)
     source.frontend.say(Cancel(pair.stream))
-    whole = source.frontend.tokens(pair.stream)[:said] + await target.frontend.answer(1)
+    whole = source.frontend.tokens(pair.stream)[:count] + await target.frontend.answer(1)
     assert whole == await pair.undisturbed()
     await eventually(lambda: source.free and target.free)
     for one in (source, target):
@@ -118,35 +120,35 @@ async def test_a_stream_moves_between_processes_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("when", ["reserved", "shipping", "committed"])
-async def test_a_target_that_is_killed_leaves_the_stream_where_it_is(pair: Pair, when: str) -> None:
+async def test_the_stream_stays_at_its_source_if_the_target_is_killed(pair: Pair, when: str) -> None:
     await pair.begin()
     source, target = pair.source, pair.target
     if when != "reserved":
         pair.ship()
     if when == "committed":
-        await target.heard(Committed, 1)
+        await target.wait_for(Committed, 1)
     target.process.inner.send_signal(signal.SIGKILL)
     await target.process.ended()
     if when == "reserved":
         pair.ship()
-    assert (await source.heard(Declined, pair.stream)).reason  # or nobody took it over in time
+    assert (await source.wait_for(Declined, pair.stream)).reason  # or the target did not take over in time
     assert await source.frontend.answer(pair.stream) == await pair.undisturbed()
     await source.frontend.until(lambda: source.free)
 
 
 @pytest.mark.parametrize("when", ["shipping", "committed"])
-async def test_a_source_that_is_killed_leaves_nothing_at_the_target(
+async def test_a_killed_source_leaves_nothing_at_the_target(
     pair: Pair, eventually: Eventually, when: str
 ) -> None:
     await pair.begin()
     source, target = pair.source, pair.target
     pair.ship()
     if when == "committed":
-        await target.heard(Committed, 1)
+        await target.wait_for(Committed, 1)
     source.process.inner.send_signal(signal.SIGKILL)
     await source.process.ended()
     if when == "committed":
-        committed = await target.heard(Committed, 1)
+        committed = await target.wait_for(Committed, 1)
         whole = await pair.undisturbed()
         assert committed.tokens + await target.frontend.answer(1) == whole[pair.accepted :]
     else:
@@ -162,7 +164,7 @@ async def test_the_next_worker_that_starts_sweeps_the_region_of_a_target_that_wa
 ) -> None:
     await pair.begin()
     target = pair.target
-    assert list(target.folder.iterdir()), "it holds a region for what was reserved"
+    assert list(target.folder.iterdir()), "it holds the reserved region"
     target.process.inner.send_signal(signal.SIGKILL)
     await target.process.ended()
     async with side(spawn, eventually, "w3"):

@@ -1,4 +1,4 @@
-"""A stream moves from one worker to another with its KV cache, and nobody can tell by its tokens."""
+"""A stream moves from one worker to another with its KV cache, and its tokens stay the same."""
 
 import asyncio
 from pathlib import Path
@@ -19,12 +19,12 @@ from workers.engines.simulated.sequence import EngineShape
 from workers.shutdown import DRAINING, depart, drain
 
 
-async def test_a_moved_stream_says_what_the_undisturbed_one_says(tmp_path: Path) -> None:
+async def test_a_moved_stream_has_the_same_tokens_as_an_undisturbed_one(tmp_path: Path) -> None:
     async with road(tmp_path) as way:
         move = await way.begin()
         committed = await way.moved(move)
         assert await way.rest(move) == await way.undisturbed(move)
-        assert committed.blocks == committed.bytes // 4096 > 12  # two ranks' blocks of 100 tokens
+        assert committed.blocks == committed.bytes // 4096 > 12  # 100 tokens: blocks of two ranks
         assert committed.link == "shm" and 0 < committed.stopped_ms < 1000
         await way.is_empty()
         ours, theirs = way.source.server.counters, way.target.server.counters
@@ -45,7 +45,7 @@ async def test_a_moved_stream_says_what_the_undisturbed_one_says(tmp_path: Path)
 
 
 def metrics(end: End) -> str:
-    """Return what the worker's /metrics would say."""
+    """Return the worker's metrics as /metrics renders them."""
     worker: Any = SimpleNamespace(
         config=SimpleNamespace(name="w"), engine=end.engine, server=end.server, kv=None
     )
@@ -54,7 +54,7 @@ def metrics(end: End) -> str:
     return generate_latest(registry).decode()
 
 
-async def test_blocks_of_a_cached_prefix_do_not_travel(tmp_path: Path) -> None:
+async def test_blocks_of_a_cached_prefix_are_not_transferred(tmp_path: Path) -> None:
     async with road(tmp_path) as way:
         move = await way.begin(length=200)
         warm = way.target.frontend.ask(move.tokens, max_tokens=1)
@@ -62,14 +62,14 @@ async def test_blocks_of_a_cached_prefix_do_not_travel(tmp_path: Path) -> None:
         reserved = await way.reserve(move)
         assert reserved.cached_tokens == 192
         way.ship(move)
-        committed = await way.target.heard(Committed, move.there)
+        committed = await way.target.wait_for(Committed, move.there)
         length = 200 + len(move.accepted) + len(committed.tokens)
         assert committed.blocks == 2 * (-(-(length - 1) // 16) - 12)
         assert await way.rest(move) == await way.undisturbed(move)
         await way.is_empty()
 
 
-async def test_a_long_stream_goes_in_pieces(tmp_path: Path) -> None:
+async def test_a_long_stream_is_sent_in_pieces(tmp_path: Path) -> None:
     async with road(tmp_path, piece_bytes=3 * 4096, take_bytes=5 * 4096) as way:
         move = await way.begin(length=1000)
         await way.moved(move)
@@ -82,8 +82,10 @@ async def test_several_streams_move_at_once_while_others_decode(tmp_path: Path) 
         moves = [await way.begin(length=50 + 90 * n, salt=n) for n in range(4)]
         stays = await way.begin(salt=9)
         await asyncio.gather(*(way.moved(move) for move in moves))
-        for move, said in zip(moves, await asyncio.gather(*(way.rest(move) for move in moves)), strict=True):
-            assert said == await way.undisturbed(move)
+        for move, tokens in zip(
+            moves, await asyncio.gather(*(way.rest(move) for move in moves)), strict=True
+        ):
+            assert tokens == await way.undisturbed(move)
         await way.stays(stays)
         await way.is_empty()
 
@@ -93,16 +95,16 @@ async def test_a_stream_moves_there_and_back(tmp_path: Path) -> None:
         move = await way.begin()
         committed = await way.moved(move)
         way.source.frontend.say(Cancel(move.stream))
-        said = move.accepted + committed.tokens
+        tokens = move.accepted + committed.tokens
         back = Road(way.target, way.source, way.root)
-        again = await way.begin(salt=5)  # another, so that numbers differ
+        again = await way.begin(salt=5)  # a different prompt, so that stream numbers differ
         there, frontend = move.there, way.target.frontend
         await frontend.until(lambda: len(frontend.tokens(there)) > 20)
-        turned = type(move)(move.tokens + said, there, {**move.sampling, "max_tokens": COUNT - len(said)})
+        turned = type(move)(move.tokens + tokens, there, {**move.sampling, "max_tokens": COUNT - len(tokens)})
         turned.accepted = frontend.tokens(there)
         await back.reserve(turned, request=f"r{move.stream}", prompt_tokens=len(move.tokens))
         back.ship(turned)
-        assert said + await back.rest(turned) == await way.undisturbed(move)
+        assert tokens + await back.rest(turned) == await way.undisturbed(move)
         await way.stays(again)
         await way.is_empty()
 
@@ -113,7 +115,7 @@ async def test_a_target_without_room_declines_before_a_byte_moves(tmp_path: Path
         other = way.target.frontend.ask(prompt(salt=4), max_tokens=400)
         await way.target.frontend.until(lambda: way.target.frontend.tokens(other))
         move = await way.begin(length=300)
-        declined = await way.target.heard(Declined, way.ask_for_room(move))
+        declined = await way.target.wait_for(Declined, way.ask_for_room(move))
         assert "KV blocks are in use" in declined.reason
         assert way.target.server.moves.landing.receiver is None and not list(tmp_path.iterdir())
         assert way.target.server.counters.moves == {("in", "declined"): 1}
@@ -123,19 +125,19 @@ async def test_a_target_without_room_declines_before_a_byte_moves(tmp_path: Path
 
 
 @pytest.mark.parametrize("when", ["reserved", "shipping", "committed"])
-async def test_a_stream_that_is_to_stay_goes_on_where_it_is(tmp_path: Path, when: str) -> None:
+async def test_a_stream_that_gets_stay_continues_at_its_source(tmp_path: Path, when: str) -> None:
     async with road(tmp_path) as way:
         move = await way.begin()
         await way.reserve(move)
         if when != "reserved":
             way.ship(move)
         if when == "committed":
-            await way.target.heard(Committed, move.there)
+            await way.target.wait_for(Committed, move.there)
         way.source.frontend.say(Stay(move.stream))
         way.target.frontend.say(Cancel(move.there))
         await way.stays(move)
         await way.is_empty()
-        assert way.source.said(Declined, move.stream) is None
+        assert way.source.frame_of(Declined, move.stream) is None
 
 
 @pytest.mark.parametrize("how", ["drain", "depart"])
@@ -153,7 +155,9 @@ async def test_a_drain_waits_for_streams_that_move_and_counts_them(tmp_path: Pat
         assert (drained.completed, drained.migrated) == (0, 1)
 
 
-async def test_a_worker_that_waits_for_no_stream_lets_those_go_that_are_on_their_way(tmp_path: Path) -> None:
+async def test_a_worker_that_does_not_wait_for_streams_lets_moving_streams_finish_their_move(
+    tmp_path: Path,
+) -> None:
     async with road(tmp_path, Watched, Watched) as way:
         moves, stays = await way.begin(), await way.begin(salt=2)
         sent_on = asyncio.Event()
@@ -172,7 +176,7 @@ async def test_a_worker_that_waits_for_no_stream_lets_those_go_that_are_on_their
         await way.is_empty()
 
 
-async def test_frontends_have_a_moment_to_move_the_streams_of_a_worker_that_does_not_wait(
+async def test_frontends_get_a_moment_to_move_the_streams_of_a_worker_that_does_not_wait(
     tmp_path: Path,
 ) -> None:
     async with road(tmp_path) as way:
@@ -180,10 +184,10 @@ async def test_frontends_have_a_moment_to_move_the_streams_of_a_worker_that_does
         leaving = asyncio.ensure_future(depart(server, 20.0, graceful=False, hurried=asyncio.Event()))
         frontend = way.source.frontend
         await frontend.until(lambda: frontend.beats and frontend.beats[-1].draining)
-        assert frontend.end(move.stream) is None, "it hears that the worker leaves before its streams end"
+        assert frontend.end(move.stream) is None, "it learns that the worker leaves before its streams end"
         await frontend.until(lambda: frontend.end(move.stream))
         end = frontend.end(move.stream)
-        assert end is not None and "need not wait" in (end.error or "")
+        assert end is not None and "does not wait" in (end.error or "")
         drained = await leaving
         assert (drained.completed, drained.migrated) == (0, 1)
 
@@ -206,7 +210,7 @@ async def test_a_stream_that_cannot_leave_a_worker_that_does_not_wait_is_sent_on
         await way.is_empty()
 
 
-async def test_a_transport_that_both_have_carries_the_blocks(tmp_path: Path) -> None:
+async def test_a_transport_that_both_workers_have_carries_the_blocks(tmp_path: Path) -> None:
     playing = Playing()
     async with road(tmp_path, transport=lambda: playing) as way:
         move = await way.begin()

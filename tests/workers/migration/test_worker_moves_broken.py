@@ -1,4 +1,4 @@
-"""Planned moves that something happens to, at every point and from either side: the stream goes on, nothing is left."""
+"""Planned moves that fail at any point, on either side: the stream continues and nothing is left."""
 
 import asyncio
 import gc
@@ -43,7 +43,7 @@ async def give_up_there(way: Road, move: Move) -> None:
 
 
 async def engine_raises(way: Road, move: Move) -> None:
-    raise RuntimeError("what nobody foresaw")
+    raise RuntimeError("an unexpected error")
 
 
 async def engine_refuses(way: Road, move: Move) -> None:
@@ -96,7 +96,7 @@ async def lose_both(way: Road, move: Move) -> None:
 
 
 def watch(way: Road, point: str, move: Move, act: Act) -> asyncio.Event:
-    """Let this happen at a point of the move; return a flag that it has."""
+    """Run `act` at a point of the move; return a flag that is set afterwards."""
     happened = asyncio.Event()
 
     async def happen() -> None:
@@ -110,7 +110,7 @@ def watch(way: Road, point: str, move: Move, act: Act) -> asyncio.Event:
 
 @pytest.mark.parametrize("act", KEEPS)
 @pytest.mark.parametrize("point", POINTS)
-async def test_what_goes_wrong_leaves_the_stream_where_it_is(tmp_path: Path, point: str, act: str) -> None:
+async def test_the_stream_stays_at_its_source_after_a_failure(tmp_path: Path, point: str, act: str) -> None:
     async with road(tmp_path, Watched, Watched) as way:
         move = await way.begin()
         happened = watch(way, point, move, KEEPS[act])
@@ -126,7 +126,7 @@ async def test_what_goes_wrong_leaves_the_stream_where_it_is(tmp_path: Path, poi
         await way.is_empty()
 
 
-async def test_a_stream_that_is_given_up_as_it_is_committed_decodes_for_nobody(tmp_path: Path) -> None:
+async def test_a_stream_cancelled_during_its_commit_does_not_decode_at_the_target(tmp_path: Path) -> None:
     async with road(tmp_path, Watched, Watched) as way:
         move = await way.begin()
         happened = watch(way, "committed", move, give_up_there)
@@ -142,27 +142,31 @@ async def test_a_stream_that_is_given_up_as_it_is_committed_decodes_for_nobody(t
 
 
 async def settled(way: Road, move: Move) -> None:
-    """Wait until one of the two has said what became of the move."""
+    """Wait until the source or the target has reported the result of the move."""
     both = asyncio.Event()
     ends = ((way.source, move.stream), (way.target, move.there))
     async with asyncio.timeout(DEADLINE_S):
         while not both.is_set():
             for end, stream in ends:
-                if end.said(Declined, stream) or end.said(Committed, stream) or end.frontend.end(stream):
+                if (
+                    end.frame_of(Declined, stream)
+                    or end.frame_of(Committed, stream)
+                    or end.frontend.end(stream)
+                ):
                     both.set()
             await asyncio.sleep(0.001)
 
 
 async def finish_here(way: Road, move: Move) -> None:
-    """Do what a frontend does that gives a move up."""
+    """Do what a frontend does to cancel a move."""
     way.target.frontend.say(Cancel(move.there))
     way.source.frontend.say(Stay(move.stream))
 
 
 @pytest.mark.parametrize("act", ["stay", "cancel at the target", "the engine refuses"])
 @pytest.mark.parametrize("point", ["first block", "tail", "take", "commit"])
-async def test_memory_of_a_move_that_fails_is_free_at_once(tmp_path: Path, point: str, act: str) -> None:
-    """Not only when Python next looks for cycles of errors and what they have come through."""
+async def test_memory_of_a_failed_move_is_freed_at_once(tmp_path: Path, point: str, act: str) -> None:
+    """It must not wait for Python's cycle collection of errors and their frames."""
     async with road(tmp_path, Watched, Watched) as way:
         gc.collect()
         gc.disable()
@@ -184,14 +188,16 @@ async def test_memory_of_a_move_that_fails_is_free_at_once(tmp_path: Path, point
 
 
 def deleted(root: Path) -> int:
-    """Return how many regions are memory, though they have no file any more."""
+    """Return how many mapped regions have no file any more."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum(str(root) in line and line.endswith("(deleted)") for line in lines)
 
 
 @pytest.mark.parametrize("act", [cancel_here, lose_source, lose_target, lose_both])
 @pytest.mark.parametrize("point", POINTS)
-async def test_who_lets_go_leaves_nothing_behind(tmp_path: Path, point: str, act: Act) -> None:
+async def test_a_cancelled_or_disconnected_side_leaves_nothing_behind(
+    tmp_path: Path, point: str, act: Act
+) -> None:
     async with road(tmp_path, Watched, Watched) as way:
         move = await way.begin()
         happened = watch(way, point, move, act)
@@ -207,9 +213,9 @@ async def test_who_lets_go_leaves_nothing_behind(tmp_path: Path, point: str, act
         await way.is_empty()
 
 
-@pytest.mark.parametrize("who", ["source", "target"])
+@pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("point", ["reserved", "first block", "tail", "take"])
-async def test_who_shuts_down_takes_what_is_on_its_way_along(tmp_path: Path, point: str, who: str) -> None:
+async def test_a_worker_that_shuts_down_ends_its_moves(tmp_path: Path, point: str, side: str) -> None:
     async with road(tmp_path, Watched, Watched) as way:
         move = await way.begin()
         reached, go_on = asyncio.Event(), asyncio.Event()
@@ -227,11 +233,11 @@ async def test_who_shuts_down_takes_what_is_on_its_way_along(tmp_path: Path, poi
             way.ship(move)
         async with asyncio.timeout(DEADLINE_S):
             await reached.wait()
-        closing = asyncio.ensure_future((way.source if who == "source" else way.target).server.close())
+        closing = asyncio.ensure_future((way.source if side == "source" else way.target).server.close())
         await asyncio.sleep(0)
         go_on.set()
         await closing
-        if who == "target":
+        if side == "target":
             way.source.frontend.say(Stay(move.stream))
             await way.stays(move)
             await until(lambda: way.source.empty and way.target.empty)
@@ -241,12 +247,12 @@ async def test_who_shuts_down_takes_what_is_on_its_way_along(tmp_path: Path, poi
             await way.is_empty()
 
 
-async def test_a_stream_that_ends_meanwhile_has_its_whole_answer(tmp_path: Path) -> None:
+async def test_a_stream_that_ends_during_its_move_has_its_whole_answer(tmp_path: Path) -> None:
     async with road(tmp_path, Watched, Watched) as way:
         move = await way.begin()
 
         async def let_it_end(way: Road, move: Move) -> None:
-            way.hurry()
+            way.set_speed()
             await until(lambda: not way.source.server.in_flight)
 
         happened = watch(way, "first block", move, let_it_end)
@@ -255,32 +261,32 @@ async def test_a_stream_that_ends_meanwhile_has_its_whole_answer(tmp_path: Path)
         async with asyncio.timeout(DEADLINE_S):
             await happened.wait()
         await way.stays(move)
-        await way.target.heard(Declined, move.there)
-        assert way.source.said(Declined, move.stream) is None
+        await way.target.wait_for(Declined, move.there)
+        assert way.source.frame_of(Declined, move.stream) is None
         await way.is_empty()
 
 
-async def test_a_stopped_stream_goes_on_by_itself_when_nobody_says_anything(tmp_path: Path) -> None:
+async def test_a_stopped_stream_continues_by_itself_without_a_message_of_the_frontend(tmp_path: Path) -> None:
     async with road(tmp_path) as way:
         move = await way.begin()
         await way.moved(move)
-        declined = await way.source.heard(Declined, move.stream)
-        assert "nobody took it over" in declined.reason
+        declined = await way.source.wait_for(Declined, move.stream)
+        assert "did not take over in time" in declined.reason
         way.target.frontend.say(Cancel(move.there))
         await way.stays(move)
         await way.is_empty()
 
 
-async def test_a_reservation_that_nobody_uses_is_freed(tmp_path: Path) -> None:
+async def test_an_unused_reservation_is_freed(tmp_path: Path) -> None:
     from datetime import timedelta
 
     async with road(tmp_path, policy=ReservationPolicy(lasts=timedelta(seconds=0.2))) as way:
         move = await way.begin()
         await way.reserve(move)
-        declined = await way.target.heard(Declined, move.there)
-        assert "time is up" in declined.reason
+        declined = await way.target.wait_for(Declined, move.there)
+        assert "deadline has passed" in declined.reason
         way.ship(move)
-        await way.source.heard(Declined, move.stream)
+        await way.source.wait_for(Declined, move.stream)
         await way.stays(move)
         await way.is_empty()
 
@@ -298,11 +304,9 @@ async def test_a_transfer_that_is_cut_or_flipped_is_refused(
             if shards == "one":
                 grants[0] = move.grants[0]
             way.source.frontend.say(Ship(move.stream, grants))
-            declined = await way.source.heard(Declined, move.stream)
-            assert declined.reason and "nobody" not in declined.reason
-            way.target.frontend.say(
-                Cancel(move.there)
-            )  # it cannot know, where not even the ticket was readable
+            declined = await way.source.wait_for(Declined, move.stream)
+            assert declined.reason and "take over in time" not in declined.reason
+            way.target.frontend.say(Cancel(move.there))  # unknown if not even the ticket was readable
         await way.stays(move)
         await way.is_empty()
 
@@ -313,7 +317,7 @@ async def test_a_source_on_another_host_sends_over_tcp(tmp_path: Path) -> None:
         await way.reserve(move)
         move.grants = over_tcp(move.grants)
         way.ship(move)
-        assert (await way.target.heard(Committed, move.there)).link == "tcp"
+        assert (await way.target.wait_for(Committed, move.there)).link == "tcp"
         assert await way.rest(move) == await way.undisturbed(move)
         await way.is_empty()
 
@@ -336,31 +340,29 @@ BAD: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
     "nothing": (lambda g: [], "0 grants for 2 shards"),
     "one too few": (lambda g: g[:1], "1 grants for 2 shards"),
     "another order": (lambda g: g[::-1], "rank is"),
-    "rubbish": (lambda g: [b"\xc1", b""], "the grants are none"),
-    "of other fields": (lambda g: [msgspec.msgpack.encode(["a", 1])] * 2, "the grants are none"),
+    "rubbish": (lambda g: [b"\xc1", b""], "cannot decode the grants"),
+    "of other fields": (lambda g: [msgspec.msgpack.encode(["a", 1])] * 2, "cannot decode the grants"),
     "another model": (lambda g: described(g, model="other"), "model is 'other' there"),
     "another dtype": (lambda g: described(g, dtype="float16"), "dtype is 'float16' there"),
-    "no time": (lambda g: changed(g, seconds=-1.0), "make no sense"),
-    "too much time": (lambda g: changed(g, seconds=float("inf")), "make no sense"),
-    "blocks before the first": (lambda g: changed(g, first_block=-1), "make no sense"),
+    "no time": (lambda g: changed(g, seconds=-1.0), "invalid values"),
+    "too much time": (lambda g: changed(g, seconds=float("inf")), "invalid values"),
+    "blocks before the first": (lambda g: changed(g, first_block=-1), "invalid values"),
     "shards apart": (lambda g: [g[0], *changed(g[1:], first_block=1)], "different blocks"),
-    "nobody's ticket": (lambda g: changed(g, ticket="x"), "no such reservation"),
-    "a file of somebody's": (lambda g: changed(g, region="/etc/passwd", ticket="x"), "no such reservation"),
-    "a port where nobody is": (lambda g: over_tcp(g, 1), "cannot be reached"),
-    "too little room": (lambda g: changed(g, bytes=1), "no room"),
+    "an unknown ticket": (lambda g: changed(g, ticket="x"), "reservation does not exist"),
+    "a file outside the regions": (lambda g: changed(g, region="/etc/passwd", ticket="x"), "reservation does not exist"),
+    "a port without a listener": (lambda g: over_tcp(g, 1), "cannot connect to the target"),
+    "too little room": (lambda g: changed(g, bytes=1), "has room for only"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_grants_that_make_no_sense_are_declined_and_the_stream_goes_on(
-    tmp_path: Path, bad: str
-) -> None:
+async def test_invalid_grants_are_declined_and_the_stream_continues(tmp_path: Path, bad: str) -> None:
     async with road(tmp_path) as way:
         move = await way.begin(length=40)
         await way.reserve(move)
         made, words = BAD[bad]
         way.source.frontend.say(Ship(move.stream, made(move.grants)))
-        assert words in (await way.source.heard(Declined, move.stream)).reason
+        assert words in (await way.source.wait_for(Declined, move.stream)).reason
         way.target.frontend.say(Cancel(move.there))
         await way.stays(move)
         await way.is_empty()
@@ -379,7 +381,7 @@ async def test_grants_that_make_no_sense_are_declined_and_the_stream_goes_on(
         ({"tokens": [5] * 150}, "do not continue"),
     ],
 )
-async def test_a_stream_that_is_not_the_one_reserved_for_is_refused(
+async def test_a_stream_that_differs_from_the_reserved_one_is_refused(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     async with road(tmp_path) as way:
@@ -390,7 +392,7 @@ async def test_a_stream_that_is_not_the_one_reserved_for_is_refused(
         await way.reserve(move, **change)
         move.sampling = honest
         way.ship(move)
-        reasons = [await way.target.heard(Declined, move.there)]
+        reasons = [await way.target.wait_for(Declined, move.there)]
         assert any(words in one.reason for one in reasons)
         way.source.frontend.say(Stay(move.stream))
         await way.stays(move)
@@ -400,36 +402,34 @@ async def test_a_stream_that_is_not_the_one_reserved_for_is_refused(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"canary": True}, "canary"),
-        ({"tokens": []}, "0 are known"),
-        ({"prompt_tokens": 0}, "0 are the prompt"),
-        ({"prompt_tokens": 10_000}, "10000 are the prompt"),
+        ({"canary": True}, "canaries"),
+        ({"tokens": []}, " 0 known tokens"),
+        ({"prompt_tokens": 0}, " 0 prompt tokens"),
+        ({"prompt_tokens": 10_000}, "10000 prompt tokens"),
         ({"room": 3}, "room for 3 tokens"),
     ],
 )
-async def test_a_reservation_that_makes_no_sense_is_declined(
-    tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
+async def test_an_invalid_reservation_is_declined(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     async with road(tmp_path) as way:
         move = await way.begin()
-        declined = await way.target.heard(Declined, way.ask_for_room(move, **change))
+        declined = await way.target.wait_for(Declined, way.ask_for_room(move, **change))
         assert words in declined.reason
         await way.stays(move)
         await way.is_empty()
 
 
-async def test_a_worker_that_takes_nothing_new_takes_no_move_in(tmp_path: Path) -> None:
+async def test_a_worker_that_refuses_requests_declines_moves(tmp_path: Path) -> None:
     from workers.shutdown import DRAINING
 
     async with road(tmp_path) as way:
         move = await way.begin()
         way.target.server.refuse(DRAINING)
-        assert "draining" in (await way.target.heard(Declined, way.ask_for_room(move))).reason
+        assert "draining" in (await way.target.wait_for(Declined, way.ask_for_room(move))).reason
         way.target.server.refuse(None)
         await way.reserve(move)
         way.target.server.deregister()
-        assert "leaving" in (await way.target.heard(Declined, move.there)).reason
-        assert "leaving" in (await way.target.heard(Declined, way.ask_for_room(move))).reason
+        assert "leaving" in (await way.target.wait_for(Declined, move.there)).reason
+        assert "leaving" in (await way.target.wait_for(Declined, way.ask_for_room(move))).reason
         await way.stays(move)
         await way.is_empty()
 
@@ -439,10 +439,10 @@ async def test_only_streams_that_decode_here_are_shipped(tmp_path: Path) -> None
         move = await way.begin()
         await way.reserve(move)
         way.source.frontend.say(Ship(99, move.grants))
-        assert "no such stream" in (await way.source.heard(Declined, 99)).reason
+        assert "stream does not exist" in (await way.source.wait_for(Declined, 99)).reason
         way.ship(move)
         way.ship(move)
-        assert "shipped already" in (await way.source.heard(Declined, move.stream)).reason
+        assert "already being shipped" in (await way.source.wait_for(Declined, move.stream)).reason
         assert await way.rest(move) == await way.undisturbed(move)
         await way.is_empty()
 
@@ -462,15 +462,15 @@ def test_moves_broken_at_random_leave_no_block_and_no_file(
 
 
 async def _broken(root: Path, broken: list[tuple[str, str]], chance: random.Random) -> None:
-    """Move one stream after the other, each broken in its own way, while another only decodes; then one in peace."""
+    """Move one stream after the other, each with its own failure, while another only decodes; then one without a failure."""
     async with road(root, Watched, Watched) as way:
         other = await way.begin(salt=9)
         for n, (point, act) in enumerate(broken):
-            way.hurry(STEP_S)
+            way.set_speed(STEP_S)
             move = await way.begin(length=chance.randint(5, 200), salt=n, most=COUNT)
             watch(way, point, move, ACTS[act])
             way.ask_for_room(move)
-            await until(partial(told, way, move))
+            await until(partial(target_answered, way, move))
             way.ship(move)
             await settled(way, move) if act not in (
                 "stay",
@@ -484,7 +484,7 @@ async def _broken(root: Path, broken: list[tuple[str, str]], chance: random.Rand
             way.target.server.refuse(None)
             way.source.engine.at.clear()
             way.target.engine.at.clear()
-        way.hurry(STEP_S)
+        way.set_speed(STEP_S)
         last = await way.begin(salt=8)
         await way.moved(last)
         assert await way.rest(last) == await way.undisturbed(last)
@@ -492,24 +492,24 @@ async def _broken(root: Path, broken: list[tuple[str, str]], chance: random.Rand
         await way.is_empty()
 
 
-def told(way: Road, move: Move) -> bool:
-    """Whether the target has answered, and if so keep its grants."""
+def target_answered(way: Road, move: Move) -> bool:
+    """Whether the target has answered; if so, keep its grants."""
     from events.wire import Reserved
 
-    if (reserved := way.target.said(Reserved, move.there)) is not None:
+    if (reserved := way.target.frame_of(Reserved, move.there)) is not None:
         move.grants = reserved.grants
-    return reserved is not None or way.target.said(Declined, move.there) is not None
+    return reserved is not None or way.target.frame_of(Declined, move.there) is not None
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_dozen_at_once_each_given_up_at_its_own_moment(tmp_path: Path, seed: int) -> None:
+async def test_a_dozen_concurrent_moves_each_cancelled_at_its_own_moment(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     async with road(tmp_path) as way:
         moves = [await way.begin(length=chance.randint(5, 400), salt=n, most=2 * COUNT) for n in range(12)]
         ends = [chance.choice(("moves", "stays", "is cancelled")) for _ in moves]
 
         async def play(move: Move, end: str, turns: int) -> list[int]:
-            """Return what the source has said, where it is over there."""
+            """Play one move; return the source's tokens if the stream has ended there."""
             await way.reserve(move)
             way.ship(move)
             if end == "moves":
@@ -525,12 +525,12 @@ async def test_a_dozen_at_once_each_given_up_at_its_own_moment(tmp_path: Path, s
 
         played = (play(move, end, chance.randint(0, 300)) for move, end in zip(moves, ends, strict=True))
         async with asyncio.timeout(2 * DEADLINE_S):
-            said = await asyncio.gather(*played)
-        for move, end, before in zip(moves, ends, said, strict=True):
+            answers = await asyncio.gather(*played)
+        for move, end, before in zip(moves, ends, answers, strict=True):
             if end == "stays":
                 await way.stays(move)
             elif end == "moves":
-                way.hurry()
+                way.set_speed()
                 assert before + await way.target.frontend.answer(move.there) == await way.undisturbed(move)
         await way.is_empty()
         assert way.target.server.counters.moves["in", "committed"] >= ends.count("moves")

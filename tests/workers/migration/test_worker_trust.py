@@ -1,4 +1,4 @@
-"""A KV cache of a worker that may be wrong goes nowhere: there is no way to make a shipment of it."""
+"""A worker that may compute wrong results can ship no KV cache."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from workers.kv_transfer.messages import Grant
 from workers.migration.trust import SenderDistrusted, Trust, TrustedSender
 
 
-async def test_who_may_not_be_trusted_can_make_no_shipment(tmp_path: Path) -> None:
+async def test_an_untrusted_worker_cannot_make_a_shipment(tmp_path: Path) -> None:
     async with road(tmp_path) as way:
         move = await way.begin()
         await way.reserve(move)
@@ -38,14 +38,14 @@ async def test_who_may_not_be_trusted_can_make_no_shipment(tmp_path: Path) -> No
         trust.close()
 
 
-async def test_each_doubt_counts_until_it_is_taken_back() -> None:
+async def test_each_doubt_counts_until_it_is_cleared() -> None:
     trust = Trust()
     assert trust.lose("corrupt", "a canary")
     assert not trust.lose("corrupt", "another canary")
     assert trust.lose("device", "Xid 48")
     trust.regain("corrupt")
     assert trust.reason == "Xid 48"
-    trust.regain("nothing that was lost")
+    trust.regain("an unknown cause")
     trust.regain("device")
     assert trust.reason == ""
 
@@ -56,7 +56,7 @@ async def test_a_convicted_worker_ships_nothing(tmp_path: Path) -> None:
         await way.reserve(move)
         way.source.server.output.distrust("corrupt", "a canary has convicted this worker")
         way.ship(move)
-        assert "convicted" in (await way.source.heard(Declined, move.stream)).reason
+        assert "convicted" in (await way.source.wait_for(Declined, move.stream)).reason
         way.target.frontend.say(Cancel(move.there))
         await way.stays(move)
         await way.is_empty()
@@ -64,7 +64,7 @@ async def test_a_convicted_worker_ships_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", ["before the doubt", "under the doubt", "after it"])
-async def test_what_was_computed_under_a_doubt_is_not_shipped_when_the_doubt_is_gone(
+async def test_results_computed_under_a_doubt_are_not_shipped_after_it_is_cleared(
     tmp_path: Path, begun: str
 ) -> None:
     async with road(tmp_path) as way:
@@ -79,13 +79,13 @@ async def test_what_was_computed_under_a_doubt_is_not_shipped_when_the_doubt_is_
         await way.reserve(move)
         way.ship(move)
         if begun == "after it":
-            await way.target.heard(Committed, move.there)
+            await way.target.wait_for(Committed, move.there)
         else:
-            assert "while it computed" in (await way.source.heard(Declined, move.stream)).reason
+            assert "while it computed" in (await way.source.wait_for(Declined, move.stream)).reason
 
 
 @pytest.mark.parametrize("point", SOURCE_POINTS)
-async def test_a_conviction_drops_what_is_under_way(tmp_path: Path, point: str) -> None:
+async def test_a_conviction_aborts_running_shipments(tmp_path: Path, point: str) -> None:
     async with road(tmp_path, Watched, Watched) as way:
         move = await way.begin()
         happened = asyncio.Event()
@@ -97,9 +97,9 @@ async def test_a_conviction_drops_what_is_under_way(tmp_path: Path, point: str) 
         way.source.engine.at[point] = convict
         await way.reserve(move)
         way.ship(move)
-        assert "convicted" in (await way.source.heard(Declined, move.stream)).reason
-        await way.target.heard(Declined, move.there)
-        assert happened.is_set() and way.target.said(Committed, move.there) is None
+        assert "convicted" in (await way.source.wait_for(Declined, move.stream)).reason
+        await way.target.wait_for(Declined, move.there)
+        assert happened.is_set() and way.target.frame_of(Committed, move.there) is None
         await way.stays(move)
         await way.is_empty()
 
@@ -112,4 +112,4 @@ async def test_nan_in_the_logits_is_a_doubt(tmp_path: Path) -> None:
         key = max(way.source.server.streams.by_key)
         way.source.server.deliver([(key, Chunk(broken.stream, [], error="non_finite: layer 3"))])
         way.ship(move)
-        assert "non_finite" in (await way.source.heard(Declined, move.stream)).reason
+        assert "non_finite" in (await way.source.wait_for(Declined, move.stream)).reason
