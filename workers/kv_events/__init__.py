@@ -1,1 +1,1 @@
-"""What a worker tells routers of its KV blocks."""
+"""Publishes a worker's KV cache events to routers."""

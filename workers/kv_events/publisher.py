@@ -1,8 +1,8 @@
-"""A worker says which KV blocks its engine has stored and removed, and answers frontends that have missed something.
+"""Publishes the KV blocks that a worker's engine stores and removes, and lets frontends catch up.
 
-What the steps of a few milliseconds have changed goes out as one message per rank, on the worker's connection to the broker.
-Nothing waits for it: without a broker, or where it does not take what is sent, events are dropped, and frontends find the
-gap in the ids. So that they find it also where nothing follows, every rank says now and then which id comes next.
+The changes of the steps of a few milliseconds form one message per rank, on the worker's connection to the broker. Publishing
+never waits. Without a broker, or if it does not accept what is sent, events are dropped, and frontends detect the gap in the
+ids. To make gaps detectable even if nothing follows, every rank regularly publishes its next id.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from events.kv import KvEvent, KvRefused, KvRequest
 from events.nats.connection import DISCONNECTED, BrokerConnection, Interest
 from workers.kv_events.ledger import KvEventLedger, LedgerBounds
 
-FLUSH_S = 0.005  # events wait so long for others to go with
-NEXT_EVERY_S = 5.0  # how often a rank says which id comes next
-SLOT_S = 0.1  # many workers of a process do so in one turn of the loop, and one write
+FLUSH_S = 0.005  # how long events wait to be sent together with others
+NEXT_EVERY_S = 5.0  # how often a rank publishes its next id
+SLOT_S = 0.1  # workers of one process do that in the same turn of the loop, with one write
 RANKS_MAX = 1024
-UNSENT_BYTES_MAX = 4 * 1024 * 1024  # that the broker has not taken: beyond, events are dropped
+UNSENT_BYTES_MAX = 4 * 1024 * 1024  # bytes not yet accepted by the broker; beyond that, events are dropped
 RETRY_S = 0.2
 CLOSE_S = 0.5
 
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class KvPublisher:
-    """The KV events of one life of a worker, all ranks together. `announce` may be called from any thread."""
+    """The KV events of one life of a worker, for all ranks. `announce` may be called from any thread."""
 
     def __init__(
         self,
@@ -42,51 +42,55 @@ class KvPublisher:
         *,
         next_every_s: float = NEXT_EVERY_S,
     ) -> None:
-        """Publish for this life of a worker, on this connection to the broker. `bounds` are those of each rank; `next_every_s`:
-        how often every rank says which id comes next."""
+        """Publish for this life of a worker, on this connection to the broker.
+
+        `bounds` apply to each rank; `next_every_s`: seconds between two publications of the next id.
+        """
         self.worker, self.instance = worker, instance
-        self.said = 0  # events that were given to the broker
-        self.dropped = 0  # events that were not: it was away, or did not take them
+        self.published = 0  # events published to the broker
+        self.dropped = 0  # events not published: the broker was disconnected, or did not accept them
         self._bounds = bounds or LedgerBounds()
         self._muted: Callable[[], bool] = _never
         self._connection = connection
         self._client = connection.client
         self._ledgers: dict[int, KvEventLedger] = {}
-        self._waiting: dict[int, tuple[int, list[bytes]]] = {}  # by rank: the first id, and events from it on
+        self._waiting: dict[
+            int, tuple[int, list[bytes]]
+        ] = {}  # by rank: the first id, and the events starting there
         self._ranks = 1
         self._next_every_s = next_every_s
-        self._over = False
+        self._closed = False
         self._route = f"{subjects.kv_events(worker)} ".encode()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._heard: Interest | None = None  # what frontends ask
-        self._flushing: asyncio.TimerHandle | None = None
-        self._telling: asyncio.TimerHandle | None = None
+        self._heard: Interest | None = None  # the subscription to frontends' requests
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._next_timer: asyncio.TimerHandle | None = None
 
     @property
     def blocks(self) -> int:
-        """How many blocks the engine holds, over all ranks."""
+        """Number of blocks that the engine holds, over all ranks."""
         return sum(map(len, self._ledgers.values()))
 
     @property
     def dumps(self) -> int:
-        """How many dumps are kept whose parts are still to be asked for, over all ranks."""
+        """Number of dumps kept because some of their parts have not been fetched, over all ranks."""
         return sum(ledger.dumps for ledger in self._ledgers.values())
 
     @property
     def refused(self) -> int:
-        """Events that contradicted what the engine had said before, and were said to nobody."""
+        """Number of events that contradicted earlier ones of the engine and were not published."""
         return sum(ledger.refused for ledger in self._ledgers.values())
 
     def start(self, ranks: int, muted: Callable[[], bool] | None = None) -> None:
-        """Publish for so many ranks from now on. `muted` says whether a rehearsed fault wants nothing to be heard."""
+        """Publish for this number of ranks from now on. `muted` returns whether a rehearsed fault suppresses all messages."""
         self._ranks = ranks
         self._muted = muted or _never
         self._connection.listen(self._changed)
         self.tell()
 
     async def hear(self) -> None:
-        """Answer questions from now on, or as soon as there is a broker to hear them from."""
+        """Answer requests from now on, or as soon as the broker is connected."""
         subject = subjects.kv_ask(self.worker, self.instance)
         while True:
             try:
@@ -96,10 +100,10 @@ class KvPublisher:
                 await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """Say no more, and answer nothing: who is gone holds no blocks."""
-        self._over = True
+        """Stop publishing and answering: a worker that has left holds no blocks."""
+        self._closed = True
         self._connection.unlisten(self._changed)
-        for timer in (self._flushing, self._telling):
+        for timer in (self._flush_timer, self._next_timer):
             if timer is not None:
                 timer.cancel()
         if self._heard is not None:
@@ -110,24 +114,24 @@ class KvPublisher:
     # --- what the engine announces
 
     def announce(self, rank: int, events: Sequence[KvEvent]) -> None:
-        """Take in what a step has changed."""
+        """Publish what a step has changed."""
         if threading.get_ident() == self._thread:
-            self._take(rank, events)
+            self._publish_later(rank, events)
         else:
-            self._loop.call_soon_threadsafe(self._take, rank, events)
+            self._loop.call_soon_threadsafe(self._publish_later, rank, events)
 
-    def _take(self, rank: int, events: Sequence[KvEvent]) -> None:
-        if self._over:
+    def _publish_later(self, rank: int, events: Sequence[KvEvent]) -> None:
+        if self._closed:
             return
-        if not 0 <= rank < RANKS_MAX:  # an upstream may say anything
+        if not 0 <= rank < RANKS_MAX:  # an upstream may send any number
             self.dropped += len(events)
             return
-        first, said = self._ledger(rank).say(events)
-        if not said:
+        first, published = self._ledger(rank).say(events)
+        if not published:
             return
-        self._waiting.setdefault(rank, (first, []))[1].extend(said)
-        if self._flushing is None:
-            self._flushing = self._loop.call_later(FLUSH_S, self.flush)
+        self._waiting.setdefault(rank, (first, []))[1].extend(published)
+        if self._flush_timer is None:
+            self._flush_timer = self._loop.call_later(FLUSH_S, self.flush)
 
     def _ledger(self, rank: int) -> KvEventLedger:
         ledger = self._ledgers.get(rank)
@@ -136,10 +140,10 @@ class KvPublisher:
         return ledger
 
     def flush(self) -> None:
-        """Say at once what waits for others to go with."""
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
+        """Publish at once the events that wait to be sent together."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
         waiting, self._waiting = self._waiting, {}
         for rank, (first, events) in waiting.items():
             while events:
@@ -154,26 +158,26 @@ class KvPublisher:
     def _post(self, rank: int, first: int, events: Sequence[bytes]) -> None:
         body = kv.encode([self.worker, self.instance, rank, first, [msgspec.Raw(event) for event in events]])
         if not self._full() and self._client.post(self._route, b"", body):
-            self.said += len(events)
+            self.published += len(events)
         else:
             self.dropped += len(events)
 
     def _write(self) -> None:
-        """Write what is posted when everybody has had their turn: a thousand workers share the connection."""
+        """Write what is posted at the end of this turn of the loop: a thousand workers share the connection."""
         self._loop.call_soon(self._client.write)
 
     def _full(self) -> bool:
         return self._muted() or self._client.unsent() > UNSENT_BYTES_MAX
 
-    # --- what keeps frontends complete
+    # --- what lets frontends detect gaps
 
     def tell(self) -> None:
-        """Say which id comes next, now and every so often from now on."""
-        if self._telling is not None:
-            self._telling.cancel()
+        """Publish the next id of each rank, now and regularly from now on."""
+        if self._next_timer is not None:
+            self._next_timer.cancel()
         now = self._loop.time()
         slot = math.ceil((now + self._next_every_s) / SLOT_S)
-        self._telling = self._loop.call_at(slot * SLOT_S, self.tell)
+        self._next_timer = self._loop.call_at(slot * SLOT_S, self.tell)
         for rank in range(self._ranks):
             ledger = self._ledger(rank)
             ledger.tidy(now)
@@ -182,7 +186,7 @@ class KvPublisher:
         self._write()
 
     def _changed(self, connected: bool) -> None:
-        if connected and self._telling is not None:
+        if connected and self._next_timer is not None:
             self.tell()
 
     def _asked(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
@@ -191,14 +195,14 @@ class KvPublisher:
         try:
             answer = self.answer(kv.ask(body))
         except msgspec.MsgspecError as error:
-            answer = kv.encode(KvRefused(f"this is no question: {error}"))
+            answer = kv.encode(KvRefused(f"not a KV request: {error}"))
         self._client.post(reply + b" ", b"", answer)
         self._write()
 
     def answer(self, ask: KvRequest) -> bytes:
-        """Return the answer to a frontend's question, encoded."""
+        """Return the encoded answer to a frontend's request."""
         if not 0 <= ask.rank < self._ranks:
-            return kv.encode(KvRefused(f"there is no rank {ask.rank}: this worker has {self._ranks}"))
+            return kv.encode(KvRefused(f"rank {ask.rank} does not exist: this worker has {self._ranks}"))
         return self._ledger(ask.rank).answer(ask, self._loop.time())
 
 

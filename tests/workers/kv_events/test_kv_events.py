@@ -1,5 +1,7 @@
-"""A worker whose engine announces its prefix cache tells the fleet so, and of every block. Over a wire that breaks things it
-is tested in `tests/router/test_kv_following.py`."""
+"""A worker with a prefix cache publishes its KV events, and frontends can follow them.
+
+`tests/router/test_kv_following.py` tests the same over a lossy connection.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,7 +32,7 @@ Eventually = Callable[..., Awaitable[None]]
 
 
 class Announcing(SimulatedEngine):
-    """Says what the test wants it to say."""
+    """Announces the events and output that the test defines."""
 
     def __init__(self, announces: bool) -> None:
         super().__init__(EngineShape())
@@ -43,14 +45,14 @@ class Announcing(SimulatedEngine):
 
 
 class Overheard(SimulatedEngine):
-    """One whose words go nowhere else."""
+    """An engine with recorded output that goes nowhere else."""
 
     def __init__(self) -> None:
         super().__init__(EngineShape())
-        self.said: dict[int, Chunk] = {}
+        self.output: dict[int, Chunk] = {}
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
-        await super().start(self.said.update, announce)
+        await super().start(self.output.update, announce)
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ async def running(
 
 @asynccontextmanager
 async def following(url: str, joined: WorkerJoined) -> AsyncIterator[KvEvents]:
-    """A frontend that follows it."""
+    """A frontend that follows a worker's KV events."""
     frontend = await KvEvents.open(url, "frontend")
     service = asyncio.ensure_future(frontend.run())
     try:
@@ -108,12 +110,16 @@ async def test_frontends_follow_a_worker_from_its_registration_to_its_end(
             engine.announce(0, [Removed([3]), Stored([4], 2, Tier.HOST)])
             await eventually(lambda: frontend.index.find([1, 2, 4]).host == {holder: 3})
             assert frontend.index.find([1, 2, 3]).device == {holder: 2}
-        assert worker.kv is not None and (worker.kv.said, worker.kv.dropped, worker.kv.blocks) == (3, 0, 3)
+        assert worker.kv is not None and (worker.kv.published, worker.kv.dropped, worker.kv.blocks) == (
+            3,
+            0,
+            3,
+        )
     engine.announce(0, [Stored([9])])
-    assert worker.kv.blocks == 3  # nobody is told any more
+    assert worker.kv.blocks == 3  # its events are not published any more
 
 
-async def test_what_a_convicted_worker_has_computed_is_used_by_nobody_even_after_it_was_taken_back(
+async def test_blocks_of_a_convicted_worker_are_never_used_even_after_the_conviction_was_lifted(
     nats_server: EmbeddedServer, connection: BrokerConnection, eventually: Eventually
 ) -> None:
     engine, prompt = Overheard(), list(range(100, 164))
@@ -121,7 +127,7 @@ async def test_what_a_convicted_worker_has_computed_is_used_by_nobody_even_after
         sequence_hashes(local_hashes(prompt, engine.shape.block_tokens)),
         WorkerRank("w0", "i1", 0),
     )
-    said = engine.said
+    output = engine.output
     async with (
         running(engine, connection) as (worker, joined),
         following(nats_server.url, joined) as frontend,
@@ -129,33 +135,33 @@ async def test_what_a_convicted_worker_has_computed_is_used_by_nobody_even_after
         convicted = partial(worker.commands.on_distrust, "")
 
         async def found(key: int) -> int:
-            """Return how much of the prompt the engine has, once a frontend knows all of it."""
+            """Return how many prompt tokens the engine has cached, once a frontend knows the whole prompt."""
             engine.submit(key, Generate(key, f"r{key}", prompt, len(prompt), Sampling(max_tokens=1)))
-            await eventually(lambda: key in said)
-            return said[key].cached_tokens or 0
+            await eventually(lambda: key in output)
+            return output[key].cached_tokens or 0
 
         assert await found(1) == 0
         await eventually(lambda: frontend.index.find(names).device == {holder: len(names)})
         assert await found(2) == 63
         assert convicted({"instance": "i1", "reason": "corrupt"}) == {"convicted": True}
         await eventually(lambda: not frontend.index.find(names).device)
-        assert [await found(3), await found(4)] == [0, 0]  # who comes too late leaves nothing either
+        assert [await found(3), await found(4)] == [0, 0]  # an answer that ends later leaves nothing either
         assert convicted({"instance": "i1", "reason": "corrupt"}) == {"convicted": True}
         assert convicted({"instance": "i1", "reason": ""}) == {"convicted": False}
         assert await found(5) == 0
         await eventually(lambda: frontend.index.find(names).device == {holder: len(names)})
-        assert convicted({"instance": "i1", "reason": ""}) == {"convicted": False}  # said twice
+        assert convicted({"instance": "i1", "reason": ""}) == {"convicted": False}  # the command was repeated
         assert await found(6) == 63
         assert frontend.index.find(names).device == {holder: len(names)}
         assert worker.kv is not None and worker.kv.refused == 0
 
 
-async def test_a_worker_whose_engine_announces_nothing_promises_nothing(connection: BrokerConnection) -> None:
+async def test_a_worker_without_kv_events_registers_none(connection: BrokerConnection) -> None:
     async with running(Announcing(False), connection) as (worker, joined):
         assert not joined.kv_events and worker.kv is None
 
 
-async def test_what_many_say_in_one_turn_of_the_loop_is_one_write(
+async def test_events_of_many_workers_in_one_turn_of_the_loop_are_one_write(
     connection: BrokerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, written = connection.client, list[int]()
@@ -174,13 +180,13 @@ async def test_what_many_say_in_one_turn_of_the_loop_is_one_write(
         await publisher.close()
 
 
-async def test_a_dump_that_nobody_asks_for_any_more_is_dropped(
+async def test_a_dump_that_is_no_longer_fetched_is_dropped(
     connection: BrokerConnection,
 ) -> None:
     publisher = KvPublisher("w0", "i1", connection, LedgerBounds(part_blocks=2, dump_s=-1.0))
     publisher.announce(0, [Stored([1, 2, 3])])
     publisher.answer(KvRequest())
     assert publisher.dumps == 1
-    publisher.start(1)  # it says which event comes next, now and every few seconds
+    publisher.start(1)  # publishes its next event id, now and every few seconds
     assert publisher.dumps == 0
     await publisher.close()
