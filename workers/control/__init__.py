@@ -1,1 +1,1 @@
-"""What the controller asks of a worker, and what it hears from it."""
+"""A worker's commands from the controller, and its membership of the fleet."""

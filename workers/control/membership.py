@@ -1,12 +1,12 @@
-"""A worker's membership of the fleet: that it waits to join, the fact that it joined, its heartbeats, and the check of its name.
+"""A worker's membership of the fleet: waiting, joining, heartbeats and the check of its name.
 
     engine.start … ── it waits for something ──▶ WorkerAwaited ── another reason, or two minutes ──▶ WorkerAwaited …
 
-An engine that starts at once is not awaited, and causes no such fact.
+An engine that starts at once causes no such fact.
 
-A fleet believes the newest life of a name and retires the older one. So a second worker of one name would end the first. The
-second one listens for the first one's heartbeats from its start until it registers, and leaves if it receives one: another
-newcomer may have begun to load its engine at the same time, and registered first.
+A fleet believes the newest life of a name and retires the older one, so a second worker of one name would end the first. The
+second one therefore listens for the first one's heartbeats from its start until it registers, and exits if it receives one.
+It listens that long because another newcomer may have begun to load its engine at the same time and registered first.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from workers.migration.trust import CONVICTED
 from workers.output import layout
 from workers.server import WorkerServer
 
-LOOK_S = 0.1
-CHANGED_S = 10.0  # between two reasons: one that flaps is a few facts a minute
-AGAIN_S = 120.0  # one that has not repeated it for ten minutes is awaited no more
+POLL_S = 0.1
+CHANGE_INTERVAL_S = 10.0  # between two reasons: a flapping one causes a few facts a minute
+REPEAT_S = 120.0  # a worker that has not repeated it for ten minutes is no longer awaited
 BEAT_S = 1.0
 
 log = structlog.get_logger(__name__)
@@ -43,8 +43,10 @@ log = structlog.get_logger(__name__)
 def registration(
     config: WorkerConfig, engine: Engine, url: str, gpus: tuple[str, ...], *, kv_events: bool
 ) -> WorkerJoined:
-    """Return the fact by which all others know a worker, whose engine has started: where frontends reach it, what it serves and
-    how fast, and what lies near it."""
+    """Return the fact that registers a worker after its engine has started.
+
+    It contains where frontends reach the worker, what it serves and how fast, and its topology.
+    """
     i = engine.identity
     kind: dict[str, Any] = {
         "model": i.model, "revision": i.revision, "tokenizer": i.tokenizer, "engine": i.engine,
@@ -82,45 +84,45 @@ def registration(
 
 
 class WaitReport:
-    """What is said of one worker until it joins."""
+    """Records what a worker waits for until it joins."""
 
     def __init__(self, config: WorkerConfig, engine: Engine, journal: Journal) -> None:
         self._about = {"worker": config.name, "instance": config.instance}
         self._engine = engine
         self._journal = journal
-        self._said: tuple[str, str] | None = None  # reason, model
-        self._said_at = float("-inf")  # by the loop's clock
+        self._reported: tuple[str, str] | None = None  # reason and model
+        self._reported_at = float("-inf")  # in loop time
 
     @contextlib.asynccontextmanager
-    async def telling(self) -> AsyncIterator[None]:
-        """Say what the engine waits for, as long as this lasts."""
-        looking = asyncio.create_task(self._look_again())
+    async def reporting(self) -> AsyncIterator[None]:
+        """Record what the engine waits for, during the block."""
+        polling = asyncio.create_task(self._poll())
         try:
             yield
         finally:
-            looking.cancel()
-            await asyncio.wait((looking,))
+            polling.cancel()
+            await asyncio.wait((polling,))
 
-    async def _look_again(self) -> None:
+    async def _poll(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self.look(loop.time())
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def look(self, now: float) -> None:
-        """Say what the engine waits for, if that is due. `now`: seconds, of any clock that only goes forward."""
+        """Record what the engine waits for, if that is due. `now`: seconds of any monotonic clock."""
         awaits = self._engine.awaits()
         if awaits is None:
             return
-        due_s = AGAIN_S if self._said == (awaits.reason, awaits.model) else CHANGED_S
-        if now - self._said_at < due_s:
+        due_s = REPEAT_S if self._reported == (awaits.reason, awaits.model) else CHANGE_INTERVAL_S
+        if now - self._reported_at < due_s:
             return
-        self._said, self._said_at = (awaits.reason, awaits.model), now
+        self._reported, self._reported_at = (awaits.reason, awaits.model), now
         self._journal.observe(WorkerAwaited(**self._about, reason=awaits.reason, model=awaits.model))
 
     def leave(self) -> None:
-        """Say that it is not to be waited for any longer: it was told to stop."""
-        if self._said is not None:
+        """Record that the worker is no longer awaited: it was told to stop."""
+        if self._reported is not None:
             self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
 
 
@@ -136,12 +138,12 @@ class NameCheck:
         self._bus = bus
         self._journal = journal
         self._subscription: Subscription | None = None
-        self._heard = asyncio.Event()  # a flag: another worker has said a heartbeat
+        self._heard = asyncio.Event()  # a flag: another worker has sent a heartbeat
         self._other = ""  # its instance
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Listen for `name_check_s`, and on until this is left. Raise NameTaken if another worker of this name lives."""
+        """Listen for `name_check_s`, and on during the block. Raise NameTaken if another worker of this name is alive."""
         try:
             await self._first_check()
             yield
@@ -152,7 +154,8 @@ class NameCheck:
                     await subscription.cancel()
 
     async def again(self) -> None:
-        """Check once more, by what was heard up to now. Raise NameTaken. A broker that was away before is listened to first."""
+        """Check again with all heartbeats received so far. Raise NameTaken. If the broker was disconnected before, listen
+        first."""
         if self._subscription is None:
             await self._first_check()
         elif self._heard.is_set():
@@ -188,7 +191,7 @@ class NameCheck:
 
 
 class FleetBeats:
-    """One worker's heartbeats. Without a bus there are none."""
+    """Sends one worker's heartbeats. Without a bus there are none."""
 
     def __init__(
         self,
@@ -200,27 +203,27 @@ class FleetBeats:
         self._config = config
         self._engine = engine
         self._server = server
-        self.batch_share = 1.0  # of its batch that the worker may fill
+        self.batch_share = 1.0  # the share of its batch that the worker may fill
         self._bus = bus
-        self._said = 0
+        self._sent = 0
 
     async def run(self) -> None:
-        """Beat for ever."""
+        """Send heartbeats forever."""
         while True:
             await self.beat()
             await asyncio.sleep(BEAT_S)
 
     async def beat(self) -> None:
-        """Send one heartbeat, unless a rehearsal swallows it."""
+        """Send one heartbeat, unless a rehearsal blocks it."""
         server = self._server
         if self._bus is None or server.blackholed:
             return
-        self._said += 1
+        self._sent += 1
         trust = server.moves.trust
         body = {
             "worker": self._config.name,
             "instance": self._config.instance,
-            "seq": self._said,
+            "seq": self._sent,
             "load": msgspec.structs.asdict(self._engine.load()),
             "draining": server.draining,
             "convicted": CONVICTED in trust.doubts,
