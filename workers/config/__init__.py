@@ -1,1 +1,1 @@
-"""A worker's settings: their fields, and how they are loaded and checked."""
+"""A worker's settings: their fields, loading and validation."""

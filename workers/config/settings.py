@@ -1,6 +1,6 @@
-"""What a worker can be told, by flags or in the environment: `settings_check` loads it.
+"""The settings of a worker process, from flags or the environment; `settings_check` loads them.
 
-Read with msgspec, which the request plane needs anyway: pydantic would take a third of a simulated worker's memory.
+Parsed with msgspec, which the request plane needs anyway: pydantic would use a third of a simulated worker's memory.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ Count = Annotated[int, Meta(ge=1, le=MOST)]
 
 
 class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
-    """One worker process. What is None takes the engine's own default."""
+    """The settings of one worker process. None means the engine's own default."""
 
     engine: Annotated[
         Literal["simulated", "transformers", "openai"], Meta(description="what runs the model")
@@ -27,32 +27,34 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=60,
-            description="seconds to listen for another live worker of this name, and not start if there is one; 0: off",
+            description="seconds to listen for another live worker of this name before starting; if there is one, exit; 0: off",
         ),
-    ] = 1.5  # a worker beats once a second
-    instance: Annotated[str, Meta(max_length=64, description="this life of it; empty: a fresh one")] = ""
+    ] = 1.5  # a worker sends a heartbeat once a second
+    instance: Annotated[
+        str, Meta(max_length=64, description="the id of this life of the worker; empty: a new one")
+    ] = ""
     model: Annotated[
         str,
         Meta(
-            description="simulated: a model name; transformers: the model's folder; openai: the tokenizer's folder"
+            description="simulated: a model name; transformers: the model's directory; openai: the tokenizer's directory"
         ),
     ] = ""
     upstream: Annotated[
-        str, Meta(description="openai: the server's URL, for example http://127.0.0.1:8000")
+        str, Meta(description="openai: URL of the server, for example http://127.0.0.1:8000")
     ] = ""
-    upstream_key: Annotated[str, Meta(description="openai: the API key of the upstream, if it wants one")] = (
-        ""
-    )
+    upstream_key: Annotated[str, Meta(description="openai: API key of the upstream, if it needs one")] = ""
     upstream_key_file: Annotated[
         str,
-        Meta(description="openai: the file with that key; it is read again while the upstream is waited for"),
+        Meta(
+            description="openai: file with the upstream's API key; read again while the worker waits for the upstream"
+        ),
     ] = ""
     upstream_identity_s: Annotated[
         float,
         Meta(
             gt=0,
             le=86_400,
-            description="openai: seconds between reads of the upstream's identity; a change begins a new life of the worker",
+            description="openai: seconds between reads of the upstream's identity; a change starts a new life of the worker",
         ),
     ] = 10.0
     upstream_retry_after_max_s: Annotated[
@@ -60,7 +62,7 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=86_400,
-            description="openai: longest seconds for which a 429 or 503 with Retry-After closes the worker; 0: never",
+            description="openai: maximum seconds for which a 429 or 503 with Retry-After stops new requests; 0: never",
         ),
     ] = 60.0
     ready_timeout: Annotated[
@@ -68,7 +70,7 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=86_400,
-            description="openai, transformers: seconds until its server must answer, or its model be loaded",
+            description="openai, transformers: seconds for the server to answer, or for the model to load",
         ),
     ] = 1800.0
     upstream_silent_s: Annotated[
@@ -76,165 +78,187 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=86_400,
-            description="openai: seconds without a token and without an answer to /health after which the upstream is dead",
+            description="openai: seconds without a token and without an answer to /health until the upstream counts as dead",
         ),
     ] = 30.0
     upstream_kv_events: Annotated[
         str,
         Meta(
-            description="openai: where it publishes KV events (tcp://host:5557); of several DP ranks all, with commas"
+            description="openai: endpoints where it publishes KV events (tcp://host:5557), one per DP rank, comma-separated"
         ),
     ] = ""
     upstream_kv_replay: Annotated[
-        str, Meta(description="openai: where it replays those that were lost (its replay_endpoint), as many")
+        str,
+        Meta(
+            description="openai: endpoints where it replays lost KV events (its replay_endpoint), one per DP rank"
+        ),
     ] = ""
     count: Annotated[
-        int, Meta(ge=1, le=1000, description="simulated: so many workers in this process (w0, w1 ...)")
+        int, Meta(ge=1, le=1000, description="simulated: number of workers in this process (w0, w1 ...)")
     ] = 1
     stagger_delay: Annotated[
         float,
-        Meta(ge=0, le=60, description="simulated: seconds between the starts of the workers of one process"),
+        Meta(ge=0, le=60, description="simulated: seconds between the starts of two workers of this process"),
     ] = 0.0
-    host: Annotated[str, Meta(description="the address to listen on")] = "127.0.0.1"
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     advertise: Annotated[
-        str, Meta(description="the address that frontends are told; empty: the one listened on")
+        str, Meta(description="address announced to frontends; empty: the one listened on")
     ] = ""
     nvlink_domain: Annotated[
         str,
-        Meta(max_length=64, description="the NVLink domain of its GPUs, by any name; on one host or several"),
+        Meta(
+            max_length=64,
+            description="name of the NVLink domain of the worker's GPUs, on one host or several",
+        ),
     ] = ""
     rail: Annotated[
         str,
-        Meta(max_length=64, description="the network rail of its GPUs' adapters, by any name; empty: none"),
+        Meta(max_length=64, description="name of the network rail of the GPUs' adapters; empty: none"),
     ] = ""
     kv_transport: Annotated[
         Literal["sockets", "nixl"],
         Meta(
-            description="how KV caches reach other hosts; nixl: over RDMA or NVLink where both ends have it (the extra [nixl])"
+            description="how KV caches reach other hosts; nixl: over RDMA or NVLink if both ends have it (extra [nixl])"
         ),
     ] = "sockets"
-    port: Annotated[int, Meta(ge=0, le=65535, description="the request plane's port; 0: any free one")] = 0
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any free one")] = 0
     request_plane: Annotated[
         Literal["tcp", "nats"],
-        Meta(description="how frontends reach this worker: tcp (its port), or nats (through the broker)"),
+        Meta(description="how frontends reach this worker: tcp (on its port) or nats (through the broker)"),
     ] = "tcp"
     connections_max: Annotated[
-        int, Meta(ge=0, le=MOST, description="connections of frontends to this worker; 0: any number")
+        int,
+        Meta(
+            ge=0, le=MOST, description="maximum number of frontend connections to this worker; 0: unlimited"
+        ),
     ] = 512
     connections_per_address_max: Annotated[
-        int, Meta(ge=0, le=MOST, description="of those, how many one address may have; 0: any number")
+        int,
+        Meta(
+            ge=0, le=MOST, description="maximum number of frontend connections from one address; 0: unlimited"
+        ),
     ] = 256
     admin_port: Annotated[
-        int, Meta(ge=-1, le=65535, description="/health, /live, /metrics; 0: any free one, -1: none")
+        int,
+        Meta(ge=-1, le=65535, description="port of /health, /live and /metrics; 0: any free one, -1: none"),
     ] = 0
-    data: Annotated[Path, Meta(description="the fleet's data directory")] = Path(".holdfast")
+    data: Annotated[Path, Meta(description="data directory of the fleet")] = Path(".holdfast")
     nats_url: Annotated[
-        str, Meta(description="the broker; empty: that of the fleet in --data, or serve without a fleet")
+        str,
+        Meta(
+            description="URL of the broker; empty: the broker of the fleet in --data, or serve without a fleet"
+        ),
     ] = ""
     fleet_key_file: Annotated[
         str,
         Meta(
-            description="a file with the fleet's key, which frontends must know too; empty: that of --data, or none"
+            description="file with the fleet key, which frontends must have too; empty: the one in --data, or none"
         ),
     ] = ""
     grace_s: Annotated[
-        float, Meta(ge=0, le=86_400, description="seconds that streams may finish in after SIGTERM")
+        float, Meta(ge=0, le=86_400, description="seconds for streams to finish after SIGTERM")
     ] = 60.0
     orchestrator_grace_s: Annotated[
         Annotated[float, Meta(ge=0, le=86_400)] | None,
         Meta(
-            description="seconds from the orchestrator's wish to its SIGKILL; grace_s is cut to fit into it"
+            description="seconds from the orchestrator's stop request to its SIGKILL; grace_s is reduced to fit"
         ),
     ] = None
     pre_stop: Annotated[
-        float, Meta(ge=0, le=86_400, description="seconds of it that pass in a preStop hook, before SIGTERM")
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="seconds of orchestrator_grace_s that a preStop hook takes before SIGTERM",
+        ),
     ] = 0.0
     second_signal: Annotated[
-        Literal["ignore", "hurry"], Meta(description="what another SIGTERM does; hurry: it ends the grace")
+        Literal["ignore", "hurry"],
+        Meta(description="effect of a second SIGTERM; hurry: end the grace period"),
     ] = "ignore"
     graceful_shutdown: Annotated[
-        bool, Meta(description="wait for streams that decode, too; no: they go on elsewhere at once")
+        bool,
+        Meta(description="also wait for decoding streams at shutdown; no: they continue elsewhere at once"),
     ] = True
     kv_events: Annotated[
-        bool, Meta(description="tell frontends which KV blocks it stores and removes, over the broker")
+        bool, Meta(description="publish stored and removed KV blocks to frontends, through the broker")
     ] = True
     migration_limit: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="how often a request of this model may move")
+        Annotated[int, Meta(ge=0)] | None, Meta(description="how often a request of this model may migrate")
     ] = None
     spare: Annotated[
-        bool, Meta(description="begin as a spare: serve nobody until a worker of the same kind is lost")
+        bool, Meta(description="start as a spare: serve no requests until a worker of the same kind is lost")
     ] = False
-    chaos: Annotated[bool, Meta(description="obey the rehearsed faults that the controller passes on")] = True
-    die_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = (
-        False
-    )
+    chaos: Annotated[bool, Meta(description="accept rehearsed faults from the controller")] = True
+    die_with_parent: Annotated[bool, Meta(description="end when the parent process ends")] = False
     itl_ms: Annotated[
-        float, Meta(ge=0, le=60_000, description="simulated: milliseconds per step; 0: flat out")
+        float, Meta(ge=0, le=60_000, description="simulated: milliseconds per step; 0: as fast as possible")
     ] = 0.0
     prefill_tokens_per_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="simulated: prompt tokens per second")
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="simulated: prefill speed in prompt tokens per second"),
     ] = None
     context_tokens: Annotated[
-        Annotated[int, Meta(ge=16)] | None, Meta(description="the longest sequence")
+        Annotated[int, Meta(ge=16)] | None, Meta(description="maximum sequence length in tokens")
     ] = None
-    kv_blocks: Annotated[Count | None, Meta(description="simulated: blocks of the KV cache")] = None
+    kv_blocks: Annotated[Count | None, Meta(description="simulated: KV cache size in blocks")] = None
     block_tokens: Annotated[Count | None, Meta(description="tokens per KV block")] = None
     kv_block_bytes: Annotated[
-        Count | None, Meta(description="simulated: bytes of a KV block that a move carries, of each rank")
+        Count | None, Meta(description="simulated: bytes that a move transfers per KV block and rank")
     ] = None
     tp: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        Meta(description="simulated: ranks that compute each step of this worker together"),
+        Meta(description="simulated: number of ranks that compute each step together"),
     ] = None
-    batch_max: Annotated[Count | None, Meta(description="sequences that run at once")] = None
+    batch_max: Annotated[Count | None, Meta(description="maximum number of running sequences")] = None
     waiting_max: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="sequences that wait at most")
+        Annotated[int, Meta(ge=0)] | None, Meta(description="maximum number of waiting sequences")
     ] = None
     engine_request_limit: Annotated[
-        Count | None, Meta(description="requests inside the engine at once; none: as many as it takes")
+        Count | None, Meta(description="maximum number of requests inside the engine; none: unlimited")
     ] = None
     request_queue_limit: Annotated[
         int,
         Meta(
             ge=2,
             le=MOST,
-            description="with --engine-request-limit: so many more wait, and what comes then is refused",
+            description="with --engine-request-limit: maximum number of waiting requests; further ones are refused",
         ),
     ] = 16
     adaptive_batch: Annotated[
         bool,
-        Meta(
-            description="run fewer requests at once while steps take longer than the profile says they should"
-        ),
+        Meta(description="run fewer requests at once while steps take longer than the profile predicts"),
     ] = False
-    prefill_tokens_max: Annotated[Count | None, Meta(description="tokens per step")] = None
-    device: Annotated[str | None, Meta(description="transformers: cpu, cuda or cuda:N")] = None
+    prefill_tokens_max: Annotated[Count | None, Meta(description="maximum number of tokens per step")] = None
+    device: Annotated[str | None, Meta(description="transformers: device: cpu, cuda or cuda:N")] = None
     gpus: Annotated[
         str,
         Meta(
-            description="GPUs to watch for faults: indices or UUIDs (0,1); empty: transformers: those that it uses"
+            description="GPUs to watch for faults, by index or UUID (0,1); empty: with transformers, those it uses"
         ),
     ] = ""
     watch_only: Annotated[
         bool,
         Meta(
-            description="serve nothing: watch the GPUs of the server behind the worker of this name, on the server's host"
+            description="serve no requests; watch the GPUs of the server behind the worker of this name, on their host"
         ),
     ] = False
     engine_pid: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="watch_only: watch the GPUs on which this process, and all below it, compute"),
+        Meta(description="watch_only: watch the GPUs used by this process and its descendants"),
     ] = None
-    dtype: Annotated[str | None, Meta(description="transformers: float32, bfloat16 or float16")] = None
-    threads: Annotated[Count | None, Meta(description="transformers: CPU threads of one step")] = None
-    revision: Annotated[str, Meta(description="openai: the revision of the weights, where you know it")] = ""
+    dtype: Annotated[
+        str | None, Meta(description="transformers: data type: float32, bfloat16 or float16")
+    ] = None
+    threads: Annotated[Count | None, Meta(description="transformers: CPU threads per step")] = None
+    revision: Annotated[str, Meta(description="openai: revision of the weights, if known")] = ""
 
     def __repr__(self) -> str:
-        return f"WorkerSettings(name={self.name!r}, ...)"  # one of them is a secret
+        return f"WorkerSettings(name={self.name!r}, ...)"  # some settings are secrets
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the workers in this process: w3 and a count of 2 are w3 and w4."""
+        """The names of the workers in this process: w3 with a count of 2 gives w3 and w4."""
         return names(self.name, self.count)
 
 
@@ -245,5 +269,5 @@ def annotations() -> dict[str, Any]:
 
 
 def given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
-    """Return those of the named settings that were given."""
+    """Return the named settings that are set (not None)."""
     return {name: value for name in names if (value := getattr(settings, name)) is not None}

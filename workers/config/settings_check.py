@@ -1,4 +1,4 @@
-"""How are a worker's settings loaded, and do they go together?
+"""Loads and validates a worker's settings.
 
 They come from flags, and from `HOLDFAST_WORKER_*` in the environment. Flags win.
 """
@@ -27,7 +27,7 @@ _ENDPOINT = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})|
 DYNAMO = {
     "DYN_ENGINE_REQUEST_LIMIT": "engine_request_limit",
     "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "request_queue_limit",
-}  # Dynamo's names: ours win
+}  # Dynamo's names; ours take precedence
 WILDCARDS = ("0.0.0.0", "::", "")
 PORT_MAX = 65_535
 
@@ -35,11 +35,13 @@ PORT_MAX = 65_535
 def load_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, *, to_show: bool = False
 ) -> WorkerSettings:
-    """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected. `to_show`: no
-    worker starts with them, so that its name may be another's."""
+    """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected.
+
+    `to_show`: no worker starts with these settings, so its name may belong to another one.
+    """
     known = os.environ if environment is None else environment
     given: dict[str, Any] = {}
-    for name in ("nats_url", "data", "fleet_key_file"):  # of the whole fleet
+    for name in ("nats_url", "data", "fleet_key_file"):  # settings of the whole fleet
         if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
             given[name] = known[f"HOLDFAST_{name.upper()}"]
     given |= {name: known[variable] for variable, name in DYNAMO.items() if known.get(variable)}
@@ -65,8 +67,11 @@ def load_settings(
 
 
 def as_ourselves(settings: WorkerSettings) -> WorkerSettings:
-    """Return the settings with the broker's URL with which this process comes. Who joins a fleet of this host makes the seed
-    that he lacks, which the fleet has its broker heed. Raise BadBrokerUrl or OSError."""
+    """Return the settings with the broker URL under which this process connects.
+
+    A process that joins a fleet of this host creates its missing key seed, which the fleet then adds to its broker. Raise
+    BadBrokerUrl or OSError.
+    """
     name = worker_user(settings.name, settings.count)
     folder = urls.keys(settings.nats_url)
     if folder is not None and folder.is_relative_to(settings.data.resolve()):
@@ -75,7 +80,7 @@ def as_ourselves(settings: WorkerSettings) -> WorkerSettings:
 
 
 def _extra(path: Path) -> dict[str, Any]:
-    """Return what a file of Dynamo's arguments sets. Raise BadSetting."""
+    """Return the settings from a file of Dynamo's arguments. Raise BadSetting."""
     try:
         return read_extra(path)
     except ValueError as error:
@@ -83,7 +88,7 @@ def _extra(path: Path) -> dict[str, Any]:
 
 
 def _of_fleet(data: Path, what: str) -> str:
-    """Return what is known of the fleet whose data directory this is; empty if there is none."""
+    """Return a value from the file of the fleet in this data directory; empty if there is none."""
     try:
         return str(json.loads((data / "fleet.json").read_text()).get(what, ""))
     except (OSError, ValueError):
@@ -91,31 +96,36 @@ def _of_fleet(data: Path, what: str) -> str:
 
 
 def _check_name(settings: WorkerSettings) -> None:
-    """Raise BadSetting if a worker of the fleet that is joined has this name: the fleet believes the newer one alone, and
-    the older would stay out of service when that has gone."""
+    """Raise BadSetting if a worker of the joined fleet has this name.
+
+    The fleet believes only the newest worker of a name. The older one would stay out of service after the newer one has gone.
+    """
     for other in present(settings.data):
         if other.role == "worker" and other.name.partition("..")[0] == settings.name:
             raise BadSetting(
-                f"name = {settings.name!r}: a worker of {settings.data} has it (pid {other.pid}); choose another with --name"
+                f"name = {settings.name!r}: a worker of {settings.data} uses it (pid {other.pid}); choose another with --name"
             )
 
 
 def _read(given: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values, each of its setting's type. Raise BadSetting with all that is wrong, as the user `called` it."""
-    values, wrong = {}, []
+    """Return the values converted to their settings' types. Raise BadSetting with all errors.
+
+    `called`: the names under which the user gave some of the settings.
+    """
+    values, errors = {}, []
     for name, text in given.items():
         kind = annotations()[name]
         try:
-            values[name] = msgspec.convert(text, kind, strict=False, dec_hook=_other)
+            values[name] = msgspec.convert(text, kind, strict=False, dec_hook=_convert_other)
         except msgspec.ValidationError as error:
-            wrong.append(f"{called.get(name, name)} = {text!r}: {_expected(kind, str(error))}")
-    if wrong:
-        raise BadSetting("; ".join(wrong))
+            errors.append(f"{called.get(name, name)} = {text!r}: {_expected(kind, str(error))}")
+    if errors:
+        raise BadSetting("; ".join(errors))
     return values
 
 
-def _other(kind: type, text: Any) -> Any:
-    """Make what msgspec has no type for: a path."""
+def _convert_other(kind: type, text: Any) -> Any:
+    """Build a value that msgspec cannot: a path."""
     return kind(text)
 
 
@@ -128,45 +138,43 @@ def _expected(kind: Any, message: str) -> str:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Raise BadSetting, naming the setting, its value and what it lacks."""
+    """Raise BadSetting, naming the setting, its value and what is wrong."""
     if settings.gpus:
         _check_gpus(settings)
     if settings.watch_only:
         return _check_watch(settings)
     if settings.engine_pid is not None:
-        raise BadSetting(f"engine_pid = {settings.engine_pid}: only with watch_only")
+        raise BadSetting(f"engine_pid = {settings.engine_pid}: only valid with watch_only")
     if settings.host in WILDCARDS and not settings.advertise:
-        raise BadSetting(
-            f"host = {settings.host!r}: with it, advertise must say which address frontends shall use"
-        )
+        raise BadSetting(f"host = {settings.host!r}: set advertise to the address that frontends connect to")
     if settings.kv_transport == "nixl" and find_spec("nixl") is None:
-        raise BadSetting("kv_transport = 'nixl': it needs the extra: pip install -e '.[nixl]'")
+        raise BadSetting("kv_transport = 'nixl': requires the extra [nixl]: pip install -e '.[nixl]'")
     if settings.request_plane == "nats" and not settings.nats_url:
         raise BadSetting(
-            "request_plane = 'nats': it needs nats_url, or the data directory of a fleet that runs"
+            "request_plane = 'nats': requires nats_url, or the data directory of a running fleet"
         )
     if settings.count > 1 and settings.engine != "simulated":
-        raise BadSetting(f"count = {settings.count}: only simulated engines share a process")
+        raise BadSetting(f"count = {settings.count}: only simulated engines can share a process")
     if settings.port and settings.port + settings.count - 1 > PORT_MAX:
         raise BadSetting(
-            f"port = {settings.port}: {settings.count} workers need as many ports from it on, up to {PORT_MAX}"
+            f"port = {settings.port}: {settings.count} workers need consecutive ports up to {PORT_MAX}"
         )
     if (settings.tp or 1) > 1 and settings.engine != "simulated":
-        raise BadSetting(f"tp = {settings.tp}: only simulated engines are made of ranks")
+        raise BadSetting(f"tp = {settings.tp}: only simulated engines have ranks")
     _check_simulated(settings)
     if settings.engine == "openai" and not settings.upstream.startswith(("http://", "https://")):
         raise BadSetting(
-            f"upstream = {settings.upstream!r}: the openai engine needs the URL of a server (http://...)"
+            f"upstream = {settings.upstream!r}: the openai engine requires the URL of a server (http://...)"
         )
     if settings.engine == "openai" and not Path(settings.model).joinpath("tokenizer.json").is_file():
         raise BadSetting(
-            f"model = {settings.model!r}: the openai engine needs the folder of its model's tokenizer (tokenizer.json)"
+            f"model = {settings.model!r}: the openai engine requires the directory of its model's tokenizer (tokenizer.json)"
         )
     _check_key_file(settings)
     _check_kv_events(settings)
     if settings.engine == "transformers" and not Path(settings.model).joinpath("config.json").is_file():
         raise BadSetting(
-            f"model = {settings.model!r}: the transformers engine needs a model's folder (config.json)"
+            f"model = {settings.model!r}: the transformers engine requires a model directory (config.json)"
         )
 
 
@@ -176,13 +184,15 @@ _PLAIN = SimulatedSettings()
 def _check_simulated(settings: WorkerSettings) -> None:
     if settings.engine != "simulated":
         for name in SimulatedSettings.__struct_fields__:
-            value, usual = getattr(settings, name), getattr(_PLAIN, name)
-            if value != usual and name != "prefix_caching":
-                raise BadSetting(f"{name} = {value!s}: only for simulated engines")
+            value, default = getattr(settings, name), getattr(_PLAIN, name)
+            if value != default and name != "prefix_caching":
+                raise BadSetting(f"{name} = {value!s}: only valid for simulated engines")
     if settings.perf_model and settings.planner_profile_data:
-        raise BadSetting(f"perf_model = {settings.perf_model!r}: planner_profile_data says what steps take")
+        raise BadSetting(
+            f"perf_model = {settings.perf_model!r}: planner_profile_data already defines the step times"
+        )
     if settings.itl_ms and (settings.planner_profile_data or settings.perf_model not in (None, "constant")):
-        raise BadSetting(f"itl_ms = {settings.itl_ms:g}: only where steps take a constant time")
+        raise BadSetting(f"itl_ms = {settings.itl_ms:g}: only valid if steps take a constant time")
 
 
 def _check_key_file(settings: WorkerSettings) -> None:
@@ -190,7 +200,7 @@ def _check_key_file(settings: WorkerSettings) -> None:
     if given and settings.engine != "openai":
         raise BadSetting(f"upstream_key_file = {given!r}: only the openai engine has an upstream")
     if given and settings.upstream_key:
-        raise BadSetting(f"upstream_key_file = {given!r}: upstream_key is given too; one of them will do")
+        raise BadSetting(f"upstream_key_file = {given!r}: upstream_key is set too; set only one of them")
     if given:
         try:
             read_key(Path(given))
@@ -213,11 +223,11 @@ def _check_kv_events(settings: WorkerSettings) -> None:
         found = _ENDPOINT.fullmatch(one)
         if found is None or int(found["port"] or 1) not in range(1, 65_536):
             raise BadSetting(
-                f"upstream_kv_events, upstream_kv_replay: {one!r} is no endpoint (tcp://host:5557)"
+                f"upstream_kv_events, upstream_kv_replay: {one!r} is not an endpoint (tcp://host:5557)"
             )
     if replays and len(replays) != len(events):
         raise BadSetting(
-            f"upstream_kv_replay names {len(replays)} endpoints, upstream_kv_events {len(events)}: one for each"
+            f"upstream_kv_replay has {len(replays)} endpoints, upstream_kv_events {len(events)}: set one for each"
         )
 
 
@@ -230,14 +240,14 @@ def _check_gpus(settings: WorkerSettings) -> None:
         raise BadSetting(f"gpus = {settings.gpus!r}: {error}") from error
     if settings.count > 1:
         raise BadSetting(
-            f"gpus = {settings.gpus!r}: {settings.count} workers of one process have no GPUs of their own"
+            f"gpus = {settings.gpus!r}: the {settings.count} workers of one process cannot have separate GPUs"
         )
 
 
 def _check_watch(settings: WorkerSettings) -> None:
     if (settings.engine_pid is None) is not bool(settings.gpus):
-        raise BadSetting("watch_only: either gpus or engine_pid must say which GPUs to watch")
+        raise BadSetting("watch_only: set either gpus or engine_pid to select the GPUs to watch")
     if settings.count > 1:
-        raise BadSetting(f"count = {settings.count}: watch_only watches for one worker")
+        raise BadSetting(f"count = {settings.count}: watch_only watches the GPUs of one worker")
     if not settings.nats_url:
-        raise BadSetting("watch_only: it needs nats_url, or the data directory of a fleet that runs")
+        raise BadSetting("watch_only: requires nats_url, or the data directory of a running fleet")

@@ -1,6 +1,6 @@
-"""What a simulated engine can be told beyond what every engine can. Part of `WorkerSettings`.
+"""The settings that only the simulated engine has. Part of `WorkerSettings`.
 
-Names are ours; `extra_engine_args` is a file in the words of Dynamo's mocker, which wins over flags.
+Names are ours. `extra_engine_args` is a file with the argument names of Dynamo's mocker, and wins over flags.
 """
 
 import json
@@ -12,91 +12,94 @@ import msgspec
 from msgspec import Meta
 
 Share = Annotated[float, Meta(ge=0, lt=1)]
-MOST = 2**31  # of anything that is counted; as a bound it is none
+MOST = 2**31  # of anything that is counted; as a limit it means unlimited
 Blocks = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated engine's own settings. What is None takes the engine's own default."""
+    """The simulated engine's own settings. None means the engine's own default."""
 
     extra_engine_args: Annotated[
         Path | None,
-        Meta(description="simulated: a JSON file of the arguments of Dynamo's mocker; it wins over flags"),
+        Meta(description="simulated: JSON file with arguments of Dynamo's mocker; wins over flags"),
     ] = None
     engine_type: Annotated[
         Literal["vllm", "sglang", "trtllm"] | None,
-        Meta(description="simulated: begin with the defaults of Dynamo's mocker of this engine"),
+        Meta(description="simulated: start with the defaults of Dynamo's mocker of this engine"),
     ] = None
     perf_model: Annotated[
         Literal["constant", "polynomial", "polynomial-v2"] | None,
-        Meta(description="simulated: what a step takes: constant (--itl-ms), or a published polynomial"),
+        Meta(description="simulated: step time model: constant (--itl-ms), or a published polynomial"),
     ] = None
     planner_profile_data: Annotated[
         Path | None,
-        Meta(description="simulated: an NPZ file with what steps take, from `holdfast profile`"),
+        Meta(description="simulated: NPZ file with step times, from `holdfast profile`"),
     ] = None
     speedup_ratio: Annotated[
-        float, Meta(ge=0, description="simulated: so many times faster; 0: steps take no time")
+        float, Meta(ge=0, description="simulated: speed factor of all steps; 0: steps take no time")
     ] = 1.0
     decode_speedup_ratio: Annotated[
-        float, Meta(gt=0, description="simulated: decoding is faster so many times once more")
+        float, Meta(gt=0, description="simulated: additional speed factor of decoding")
     ] = 1.0
     dp_size: Annotated[
-        int, Meta(ge=1, le=64, description="simulated: DP ranks, each with a queue and a KV cache of its own")
+        int,
+        Meta(ge=1, le=64, description="simulated: number of DP ranks, each with its own queue and KV cache"),
     ] = 1
     startup_s: Annotated[
-        float, Meta(ge=0, le=3600, description="simulated: seconds that the engine takes to start")
+        float, Meta(ge=0, le=3600, description="simulated: seconds until the engine has started")
     ] = 0.0
     prefix_caching: Annotated[
         bool, Meta(description="keep and share full KV blocks (openai: the upstream decides)")
     ] = True
     chunked_prefill: Annotated[
-        bool, Meta(description="simulated: a long prompt takes several steps, beside those who decode")
+        bool, Meta(description="simulated: a long prompt takes several steps, next to decoding requests")
     ] = True
     watermark: Annotated[
-        Share, Meta(description="simulated: the share of the KV blocks that no new request may take")
+        Share, Meta(description="simulated: share of the KV blocks that new requests may not use")
     ] = 0.01
     preemption: Annotated[
         Literal["newest", "oldest"],
-        Meta(description="simulated: who goes back to waiting when KV blocks run out"),
+        Meta(description="simulated: which request is preempted when KV blocks run out"),
     ] = "newest"
     evictor: Annotated[
         Literal["lru", "multi-lru", "lineage"],
-        Meta(description="simulated: which unused KV block goes first"),
+        Meta(description="simulated: which unused KV block is evicted first"),
     ] = "lru"
-    host_kv_blocks: Annotated[Blocks, Meta(description="simulated: KV blocks in the host's memory")] = 0
-    disk_kv_blocks: Annotated[Blocks, Meta(description="simulated: KV blocks on disk")] = 0
+    host_kv_blocks: Annotated[Blocks, Meta(description="simulated: number of KV blocks in host memory")] = 0
+    disk_kv_blocks: Annotated[Blocks, Meta(description="simulated: number of KV blocks on disk")] = 0
     kv_bytes_per_token: Annotated[
         Annotated[int, Meta(ge=1, le=MOST)] | None,
         Meta(
-            description="simulated: what a token takes on the tiers (default: by the model's config.json; else an 8B model's)"
+            description="simulated: KV bytes per token on the tiers (default: from the model's config.json, or of an 8B model)"
         ),
     ] = None
     kv_transfer_bandwidth: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="simulated: GB/s at which a moving request's KV cache comes (0: as fast as it can)"),
+        Meta(
+            description="simulated: GB/s at which a moving request's KV cache arrives (0: as fast as possible)"
+        ),
     ] = None
     reasoning: Annotated[
         str,
         Meta(
-            description="simulated: answers begin with a thought: start_thinking_token_id, end_thinking_token_id, thinking_ratio"
+            description="simulated: reasoning before answers: start_thinking_token_id, end_thinking_token_id, thinking_ratio"
         ),
     ] = ""
     fatal_tokens: Annotated[
         str,
         Meta(
-            description="simulated: token ids with commas; a prompt that has them in a row ends the process, as one that crashes"
+            description="simulated: comma-separated token ids; a prompt that contains this sequence crashes the process"
         ),
     ] = ""
     host_gb_per_s: Annotated[
-        Annotated[float, Meta(gt=0)], Meta(description="simulated: between the device and the host's memory")
+        Annotated[float, Meta(gt=0)], Meta(description="simulated: GB/s between device and host memory")
     ] = 32.0
     disk_gb_per_s: Annotated[
-        Annotated[float, Meta(gt=0)], Meta(description="simulated: from and to the disk")
+        Annotated[float, Meta(gt=0)], Meta(description="simulated: GB/s to and from the disk")
     ] = 5.0
 
 
-# What Dynamo's mocker calls it; what is not here has the same name, or is not played.
+# Argument names of Dynamo's mocker that differ from ours. Others have the same name, or are not simulated.
 THEIRS = {
     "num_gpu_blocks": "kv_blocks",
     "block_size": "block_tokens",
@@ -111,9 +114,9 @@ THEIRS = {
 SAME = ("watermark", "speedup_ratio", "decode_speedup_ratio", "dp_size", "planner_profile_data", "kv_bytes_per_token",
         "kv_transfer_bandwidth", "reasoning", "engine_type", "evictor", "host_kv_blocks", "disk_kv_blocks",
         "host_gb_per_s", "disk_gb_per_s", "perf_model")  # fmt: skip
-# What is not played, with the value that asks for nothing. What only means something between prefill and decode workers, of
-# which there are none here, may have any.
-NOT_PLAYED: Mapping[str, Any] = {
+# Arguments that are not simulated, each with the value that has no effect. Any value is accepted for arguments that only matter
+# between prefill and decode workers, which do not exist here.
+NOT_SIMULATED: Mapping[str, Any] = {
     "worker_type": "aggregated", "is_prefill": False, "is_decode": False, "aic_nextn": None, "aic_nextn_accept_rates": None,
 }  # fmt: skip
 SGLANG: Mapping[str, Any] = {
@@ -133,27 +136,27 @@ FLAGS = {
     "dp_size": ("--data-parallel-size",),
     "startup_s": ("--startup-time",),
     "count": ("--num-workers",),
-}  # as well
-KV_TRANSFER_GB_PER_S = 64.0  # of Dynamo's mocker
+}  # additional flags
+KV_TRANSFER_GB_PER_S = 64.0  # default of Dynamo's mocker
 _PREEMPTION = {"lifo": "newest", "fifo": "oldest"}
 _BLOCK_TOKENS = {"vllm": 64, "sglang": 1, "trtllm": 32}
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """Return the settings that a file of Dynamo's arguments stands for. Raise ValueError, saying what is wrong with it."""
+    """Return the settings that a file of Dynamo's arguments stands for. Raise ValueError with the reason."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"it cannot be read: {error.strerror}") from error
+        raise ValueError(f"cannot read the file: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+        raise ValueError(f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError("it holds no JSON object")
-    known = {*THEIRS, *SAME, *NOT_PLAYED, *MEANINGLESS, "sglang"}
+        raise ValueError("the file does not contain a JSON object")
+    known = {*THEIRS, *SAME, *NOT_SIMULATED, *MEANINGLESS, "sglang"}
     if unknown := [name for name in found if name not in known]:
-        raise ValueError(f"{', '.join(unknown)}: unknown; valid are {', '.join((*THEIRS, *SAME))}")
-    if refused := _refused(found):
-        raise ValueError(f"{', '.join(refused)}: not played here")
+        raise ValueError(f"{', '.join(unknown)}: unknown arguments; valid are {', '.join((*THEIRS, *SAME))}")
+    if refused := _not_simulated(found):
+        raise ValueError(f"{', '.join(refused)}: not simulated here")
     settings: dict[str, Any] = {"engine_type": "vllm"}
     for name, value in found.items():
         if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -169,28 +172,28 @@ def read_extra(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _refused(found: Mapping[str, Any]) -> list[str]:
-    """Return which arguments ask for what is not played."""
+def _not_simulated(found: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that ask for behaviour that is not simulated."""
     sglang = found.get("sglang") or {}
     if not isinstance(sglang, dict):
         raise ValueError(f"sglang = {sglang!r}: expected an object")
-    asked = [(name, found.get(name), usual) for name, usual in NOT_PLAYED.items()]
-    asked += [(f"sglang.{name}", value, SGLANG.get(name)) for name, value in sglang.items()]
-    return [name for name, value, usual in asked if value not in (None, usual)]
+    arguments = [(name, found.get(name), default) for name, default in NOT_SIMULATED.items()]
+    arguments += [(f"sglang.{name}", value, SGLANG.get(name)) for name, value in sglang.items()]
+    return [name for name, value, default in arguments if value not in (None, default)]
 
 
 def their_name(name: str) -> str:
-    """Return what Dynamo's mocker calls one of our settings."""
+    """Return the name that Dynamo's mocker uses for one of our settings."""
     return next((theirs for theirs, ours in THEIRS.items() if ours == name), name)
 
 
 def defaults(engine_type: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that Dynamo's mocker of an engine has where none is given."""
+    """Return the mocker's defaults for an engine, overridden by the `given` settings."""
     theirs: dict[str, Any] = {
         "kv_blocks": 16_384, "block_tokens": _BLOCK_TOKENS[engine_type], "batch_max": 256, "prefill_tokens_max": 8192,
         "waiting_max": MOST,
     }  # fmt: skip
     theirs |= given
-    theirs["batch_max"] = min(theirs["batch_max"], theirs["kv_blocks"])  # each request has a block at least
+    theirs["batch_max"] = min(theirs["batch_max"], theirs["kv_blocks"])  # each request has at least one block
     theirs.setdefault("context_tokens", theirs["kv_blocks"] * theirs["block_tokens"])
     return theirs

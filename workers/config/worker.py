@@ -1,4 +1,4 @@
-"""Where and as whom does one worker of a process serve?"""
+"""The identity, address and limits of one worker of a process."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from events.fleet_key import FleetKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Where and as whom a worker serves."""
+    """Identity, address and limits of one worker."""
 
     name: str
     instance: str
@@ -19,15 +19,13 @@ class WorkerConfig:
     kv_transport: str = "sockets"
     connections_max: int = 512
     connections_per_address_max: int = 256
-    grace_s: float = 60.0  # for a graceful shutdown, cleanup not included
-    graceful_shutdown: bool = True  # such a shutdown waits for streams that decode, too
-    name_check_s: float = (
-        0.0  # it listens so long for another worker of its name before it registers; 0: not at all
-    )
+    grace_s: float = 60.0  # seconds for a graceful shutdown, without the cleanup
+    graceful_shutdown: bool = True  # a graceful shutdown also waits for decoding streams
+    name_check_s: float = 0.0  # seconds to listen for another worker of this name before registering; 0: off
     migration_limit: int | None = None
-    spare: bool = False  # it begins as a spare of the fleet's
-    account: str = ""  # broker user of this process; empty: the broker knows no users
+    spare: bool = False  # starts as a spare
+    account: str = ""  # broker account of this process; empty: the broker has no accounts
     chaos: bool = True
     shares_process: bool = False  # with other workers: what ends this one must not end the process
-    key: FleetKey | None = None  # the fleet's: who does not know it is not let in
-    computes_on_gpus: bool = True  # itself, not only a server behind it: it ends with a GPU that dies
+    key: FleetKey | None = None  # the fleet key; connections that do not know it are refused
+    computes_on_gpus: bool = True  # False: only a server behind it does. True: it ends with a GPU that dies

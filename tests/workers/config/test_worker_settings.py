@@ -1,4 +1,4 @@
-"""A worker's settings: flags win over the environment, and what makes no sense is named with what is expected."""
+"""A worker's settings: precedence of flags over the environment, and errors for invalid values."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from workers.config.settings_check import as_ourselves, load_settings
 from workers.engines.build import build_engine
 
 
-def test_flags_win_over_the_environment_and_texts_become_values() -> None:
+def test_flags_win_over_the_environment_and_strings_are_converted() -> None:
     environment = {
         "HOLDFAST_WORKER_PORT": "4000",
         "HOLDFAST_WORKER_ITL_MS": "2.5",
@@ -43,10 +43,10 @@ def test_the_fleet_of_a_data_directory_is_found(tmp_path: Path) -> None:
     assert load_settings({"data": str(tmp_path / "none")}, {}).nats_url == ""
 
 
-def test_who_joins_a_fleet_needs_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_worker_that_joins_a_fleet_needs_a_unique_name(tmp_path: Path) -> None:
     (tmp_path / "fleet.json").write_text('{"nats_url": "nats://c:1"}')
     announce(tmp_path, "worker", "w0..w249", "")
-    with pytest.raises(BadSetting, match=rf"name = 'w0': a worker of .* has it \(pid {os.getpid()}\)"):
+    with pytest.raises(BadSetting, match=rf"name = 'w0': a worker of .* uses it \(pid {os.getpid()}\)"):
         load_settings({"data": str(tmp_path)}, {})
     assert load_settings({"data": str(tmp_path), "name": "x0"}, {}).name == "x0"
     assert load_settings({"data": str(tmp_path)}, {}, to_show=True).name == "w0", (
@@ -66,23 +66,21 @@ def test_an_openai_worker_needs_its_models_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["openai", "transformers"])
-def test_only_simulated_engines_are_made_of_ranks(engine: str) -> None:
-    with pytest.raises(BadSetting, match="tp = 4: only simulated engines are made of ranks"):
+def test_only_simulated_engines_have_ranks(engine: str) -> None:
+    with pytest.raises(BadSetting, match="tp = 4: only simulated engines have ranks"):
         load_settings({"engine": engine, "tp": "4"}, {})
     assert load_settings({"engine": "simulated", "tp": "4"}, {}).tp == 4
 
 
-def test_many_workers_need_as_many_ports_from_the_given_one_on() -> None:
+def test_many_workers_need_consecutive_ports() -> None:
     assert load_settings({"count": "3", "port": "65533"}, {}).port == 65533
-    with pytest.raises(
-        BadSetting, match="port = 65534: 3 workers need as many ports from it on, up to 65535"
-    ):
+    with pytest.raises(BadSetting, match="port = 65534: 3 workers need consecutive ports up to 65535"):
         load_settings({"count": "3", "port": "65534"}, {})
 
 
-def test_behind_the_broker_a_worker_needs_one(tmp_path: Path) -> None:
+def test_the_nats_request_plane_needs_a_broker(tmp_path: Path) -> None:
     flags = {"request_plane": "nats", "data": str(tmp_path)}
-    with pytest.raises(BadSetting, match=r"request_plane = 'nats': it needs nats_url"):
+    with pytest.raises(BadSetting, match=r"request_plane = 'nats': requires nats_url"):
         load_settings(flags, {})
     assert load_settings(flags, {"HOLDFAST_NATS_URL": "nats://a:1"}).request_plane == "nats"
 
@@ -98,13 +96,13 @@ def test_behind_the_broker_a_worker_needs_one(tmp_path: Path) -> None:
         ("name", "x" * 65, "expected `str` of length <= 64"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_named(name: str, text: str, says: str) -> None:
+def test_an_invalid_value_is_named(name: str, text: str, says: str) -> None:
     with pytest.raises(BadSetting) as refused:
         load_settings({name: text}, {})
     assert says in str(refused.value)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(BadSetting, match=r"port = 'x': .*; grace_s = '-1': "):
         load_settings({"port": "x", "grace_s": "-1"}, {})
 
@@ -122,13 +120,13 @@ def test_the_file_of_an_upstreams_key_is_read_before_anything_starts(tmp_path: P
         load_settings(flags, {})
     key.write_text("hush\n")
     assert load_settings(flags, {}).upstream_key_file == str(key)
-    with pytest.raises(BadSetting, match="upstream_key is given too"):
+    with pytest.raises(BadSetting, match="upstream_key is set too"):
         load_settings(flags, {"HOLDFAST_WORKER_UPSTREAM_KEY": "hush"})
     with pytest.raises(BadSetting, match="only the openai engine has an upstream"):
         load_settings({"upstream_key_file": str(key)}, {})
 
 
-def test_the_fleet_knows_a_tokenizer_by_a_path_that_is_the_same_everywhere(
+def test_a_tokenizer_is_registered_with_a_path_that_is_the_same_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m").mkdir()
@@ -145,18 +143,18 @@ def test_the_key_of_an_upstream_is_not_shown() -> None:
 @pytest.mark.skipif(
     find_spec("nixl") is not None, reason="needs an environment without NIXL: make clean install"
 )
-def test_nixl_without_its_extra_says_what_to_install() -> None:
+def test_nixl_without_its_extra_names_the_package_to_install() -> None:
     with pytest.raises(BadSetting, match=r"kv_transport = 'nixl': .*pip install -e"):
         load_settings({"kv_transport": "nixl"}, {})
 
 
-def test_who_joins_makes_the_seed_that_he_lacks_and_waits_until_it_is_heeded(tmp_path: Path) -> None:
+def test_a_worker_that_joins_creates_its_missing_seed_and_waits_until_it_is_accepted(tmp_path: Path) -> None:
     folder = tmp_path / "secrets" / "nats"
     folder.mkdir(parents=True)
-    (folder / f"worker-x0+2{keys.TOLD}").touch()  # as the fleet says it
+    (folder / f"worker-x0+2{keys.TOLD}").touch()  # the marker that the fleet creates
     (tmp_path / "fleet.json").write_text(json.dumps({"nats_url": with_keys("nats://c:1", folder)}))
     settings = load_settings({"data": str(tmp_path), "name": "x0", "count": 2}, {})
-    assert keys.users(folder) == [], "to look at the settings makes nothing"
+    assert keys.users(folder) == [], "reading the settings creates nothing"
     for _ in range(2):
         assert (
             as_ourselves(settings).nats_url == f"nats://c:1?nkey={folder}/worker-x0%2B2.nk&user=worker-x0%2B2"
@@ -164,7 +162,7 @@ def test_who_joins_makes_the_seed_that_he_lacks_and_waits_until_it_is_heeded(tmp
     assert keys.users(folder) == ["worker-x0+2"]
 
 
-def test_nobody_makes_a_seed_for_a_broker_of_ones_own(tmp_path: Path) -> None:
+def test_no_seed_is_created_for_a_broker_outside_the_fleet(tmp_path: Path) -> None:
     settings = load_settings(
         {"name": "w9", "data": str(tmp_path)}, {"HOLDFAST_NATS_URL": "nats://c:1?keys=/nowhere"}
     )

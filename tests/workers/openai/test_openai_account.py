@@ -454,10 +454,13 @@ def test_valid_settings_are_accepted(endpoints: str, tmp_path: Path) -> None:
     ("flags", "words"),
     [
         ({"upstream_kv_events": "tcp://h:5557"}, "only the openai engine"),
-        (OPENAI | {"upstream_kv_events": "h:5557"}, "'h:5557' is no endpoint"),
-        (OPENAI | {"upstream_kv_events": "tcp://*:5557"}, "is no endpoint"),
-        (OPENAI | {"upstream_kv_events": "tcp://h:65536"}, "is no endpoint"),
-        (OPENAI | {"upstream_kv_events": "tcp://h:1", "upstream_kv_replay": "nonsense"}, "is no endpoint"),
+        (OPENAI | {"upstream_kv_events": "h:5557"}, "'h:5557' is not an endpoint"),
+        (OPENAI | {"upstream_kv_events": "tcp://*:5557"}, "is not an endpoint"),
+        (OPENAI | {"upstream_kv_events": "tcp://h:65536"}, "is not an endpoint"),
+        (
+            OPENAI | {"upstream_kv_events": "tcp://h:1", "upstream_kv_replay": "nonsense"},
+            "is not an endpoint",
+        ),
         (
             OPENAI | {"upstream_kv_events": "tcp://h:1,tcp://h:2", "upstream_kv_replay": "tcp://h:3"},
             "one for each",

@@ -381,14 +381,17 @@ def test_a_file_of_dynamos_arguments_wins_over_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"num_gpu_block": 1}', "num_gpu_block: unknown; valid are num_gpu_blocks, block_size"),
-        ('{"aic_nextn": 1, "worker_type": "decode"}', "worker_type, aic_nextn: not played here"),
-        ('{"sglang": {"schedule_policy": "lpm", "page_size": 1}}', "sglang.schedule_policy: not played here"),
+        ('{"num_gpu_block": 1}', "num_gpu_block: unknown arguments; valid are num_gpu_blocks, block_size"),
+        ('{"aic_nextn": 1, "worker_type": "decode"}', "worker_type, aic_nextn: not simulated here"),
+        (
+            '{"sglang": {"schedule_policy": "lpm", "page_size": 1}}',
+            "sglang.schedule_policy: not simulated here",
+        ),
         ('{"sglang": 1}', "sglang = 1: expected an object"),
-        ("[" * 100_000, "it is no JSON: maximum recursion depth"),
+        ("[" * 100_000, "invalid JSON: maximum recursion depth"),
         ('{"preemption_mode": "LIFO"}', "preemption_mode = 'LIFO': expected one of lifo, fifo"),
-        ("[1]", "it holds no JSON object"),
-        ("{", "it is no JSON"),
+        ("[1]", "the file does not contain a JSON object"),
+        ("{", "invalid JSON"),
         ('{"num_gpu_blocks": 0}', "extra_engine_args: num_gpu_blocks = 0: expected `int` >= 1"),
         ('{"num_gpu_blocks": 1e30}', "num_gpu_blocks = 1e.30: expected `int"),
         ('{"watermark": 1.5}', "watermark = 1.5: expected `float` < 1"),
@@ -404,14 +407,14 @@ def test_an_unsupported_arguments_file_is_refused(text: str, message: str, tmp_p
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"extra_engine_args": "none.json"}, "it cannot be read: No such file"),
-        ({"engine": "openai", "dp_size": "2"}, "dp_size = 2: only for simulated engines"),
-        ({"engine": "openai", "evictor": "lineage"}, "evictor = lineage: only for simulated engines"),
+        ({"extra_engine_args": "none.json"}, "cannot read the file: No such file"),
+        ({"engine": "openai", "dp_size": "2"}, "dp_size = 2: only valid for simulated engines"),
+        ({"engine": "openai", "evictor": "lineage"}, "evictor = lineage: only valid for simulated engines"),
         (
             {"perf_model": "polynomial", "planner_profile_data": "x"},
-            "planner_profile_data says what steps take",
+            "planner_profile_data already defines the step times",
         ),
-        ({"perf_model": "polynomial", "itl_ms": "5"}, "itl_ms = 5: only where steps take a constant time"),
+        ({"perf_model": "polynomial", "itl_ms": "5"}, "itl_ms = 5: only valid if steps take a constant time"),
         ({"perf_model": "quick"}, "expected one of constant, polynomial, polynomial-v2"),
     ],
 )
