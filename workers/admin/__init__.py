@@ -1,1 +1,1 @@
-"""A worker's admin port: health, metrics, chaos."""
+"""A worker's admin port: health and metrics."""

@@ -1,5 +1,7 @@
-"""The HTTP that an admin port needs: GET of a few pages, one request a connection. A web framework would take a third
-of a worker's memory."""
+"""A minimal HTTP server for the admin port: GET of a few pages, one request per connection.
+
+A web framework would use a third of a worker's memory.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +19,7 @@ CONNECTIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class PageAnswer:
-    """What a page says."""
+    """The response of a page."""
 
     body: bytes
     type: str = "application/json; charset=utf-8"
@@ -25,7 +27,7 @@ class PageAnswer:
 
     @property
     def large(self) -> bool:
-        """Whether it is worth packing it."""
+        """Whether compressing the body is worth it."""
         return len(self.body) >= LARGE_BYTES
 
 
@@ -36,35 +38,35 @@ class Pages:
     """Serves pages by their path."""
 
     def __init__(self, pages: Mapping[str, Page], request_s_max: float = REQUEST_S_MAX) -> None:
-        """`request_s_max`: for a request and its answer."""
+        """`request_s_max`: seconds for one request including its response."""
         self._request_s_max = request_s_max
         self._pages = pages
         self._hosts = own_hosts()
         self._server: asyncio.Server | None = None
         self._open = 0
-        self._silent: dict[
+        self._waiting: dict[
             asyncio.StreamWriter, None
-        ] = {}  # who have not asked yet; who came first is the first
+        ] = {}  # connections without a request yet, oldest first
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port. Raise OSError if it cannot be had."""
+        """Listen, and return the port. Raise OSError if it cannot be bound."""
         sock = listening(host, port)
         self._server = await asyncio.start_server(self._serve, sock=sock, limit=REQUEST_BYTES_MAX)
         return int(sock.getsockname()[1])
 
     def close(self) -> None:
-        """Stop listening; an answer that is being written takes its course."""
+        """Stop listening; responses being written are finished."""
         if self._server is not None:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
-        self._silent[writer] = None
+        self._waiting[writer] = None
         try:
-            if self._open <= CONNECTIONS_MAX or self._break_a_silent_one():
+            if self._open <= CONNECTIONS_MAX or self._abort_oldest_waiting():
                 async with asyncio.timeout(self._request_s_max):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    self._silent.pop(writer, None)
+                    self._waiting.pop(writer, None)
                     answer = await self._answer(head)
                     body, coded = (
                         await asyncio.to_thread(packed, answer.body, _accepts(head))
@@ -75,16 +77,16 @@ class Pages:
                     await writer.drain()
             writer.close()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            writer.transport.abort()  # not a request, or nobody who reads its answer
+            writer.transport.abort()  # not a request, or its client is gone
         finally:
             self._open -= 1
-            self._silent.pop(writer, None)
+            self._waiting.pop(writer, None)
 
-    def _break_a_silent_one(self) -> bool:
-        """Break the connection that has asked nothing for longest; say whether there was one besides the newest."""
-        first = next(iter(self._silent))
-        if len(self._silent) > 1:
-            del self._silent[first]
+    def _abort_oldest_waiting(self) -> bool:
+        """Abort the connection that has waited longest without a request. Return False if there is none besides the newest."""
+        first = next(iter(self._waiting))
+        if len(self._waiting) > 1:
+            del self._waiting[first]
             first.transport.abort()
             return True
         return False
@@ -107,7 +109,7 @@ def _error(status: HTTPStatus) -> PageAnswer:
 
 
 def _headers(head: bytes) -> dict[str, str]:
-    """Return the headers that the guard of admin ports looks at."""
+    """Return the headers that the admin ports' guard checks."""
     lines = (line.decode("latin-1").partition(":") for line in head.split(b"\r\n")[1:])
     found = {name.strip().lower(): value.strip() for name, _, value in lines}
     return {
@@ -116,7 +118,7 @@ def _headers(head: bytes) -> dict[str, str]:
 
 
 def _accepts(head: bytes) -> str:
-    """Return which encodings a request accepts."""
+    """Return the encodings that a request accepts."""
     names = (line.partition(b":") for line in head.split(b"\r\n")[1:])
     return ",".join(
         value.decode("latin-1") for name, _, value in names if name.strip().lower() == b"accept-encoding"

@@ -1,4 +1,4 @@
-"""A worker process's admin port: /health, /live and /metrics. Imported once the worker serves."""
+"""A worker process's admin port: /health, /live and /metrics. Imported only once the worker serves."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,15 +29,19 @@ from workers.worker import InferenceWorker
 
 Read = Callable[[InferenceWorker], float]
 LABELS = ("worker_id", "model")
-AT_ONCE_MAX = 1000  # lines of a family, two milliseconds: to hand them to a thread takes longer
+INLINE_SAMPLES_MAX = 1000  # samples of one family, two milliseconds of work: above that, a thread is cheaper
 COUNTERS: tuple[tuple[str, str, Read], ...] = (
     (
         "dynamo_component_requests",
-        "Requests taken; canaries count only where they carry no mark.",
+        "Accepted requests; canaries count only if they are not marked as such.",
         lambda w: w.server.counters.requests,
     ),
-    ("dynamo_component_cancellation", "Streams that nobody read.", lambda w: w.server.counters.cancelled),
-    ("holdfast_worker_tokens", "Tokens said.", lambda w: w.server.counters.tokens),
+    (
+        "dynamo_component_cancellation",
+        "Streams that no frontend read any more.",
+        lambda w: w.server.counters.cancelled,
+    ),
+    ("holdfast_worker_tokens", "Tokens generated.", lambda w: w.server.counters.tokens),
     (
         "holdfast_worker_strangers_refused",
         "Connections refused because they did not know the fleet's key.",
@@ -48,94 +52,109 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         "Requests refused because the worker was at its capacity (--engine-request-limit).",
         lambda w: _requests(w).refused,
     ),
-    ("holdfast_worker_kv_events", "KV events given to the broker.", lambda w: w.kv.said if w.kv else 0),
+    (
+        "holdfast_worker_kv_events",
+        "KV events published to the broker.",
+        lambda w: w.kv.published if w.kv else 0,
+    ),
     (
         "holdfast_worker_kv_events_lost",
-        "KV events that the broker did not take.",
+        "KV events that could not be published to the broker.",
         lambda w: w.kv.dropped if w.kv else 0,
     ),
 )
 GAUGES: tuple[tuple[str, str, Read], ...] = (
-    ("dynamo_component_inflight_requests", "Streams in the air.", lambda w: w.server.in_flight),
-    ("holdfast_worker_waiting_requests", "Not yet in the batch.", lambda w: w.engine.load().waiting),
-    ("holdfast_worker_kv_used_ratio", "KV blocks in use, of all.", lambda w: _kv_used(w.engine.load())),
+    ("dynamo_component_inflight_requests", "Open streams.", lambda w: w.server.in_flight),
+    ("holdfast_worker_waiting_requests", "Requests not yet in the batch.", lambda w: w.engine.load().waiting),
+    (
+        "holdfast_worker_kv_used_ratio",
+        "Share of KV blocks in use (0 to 1).",
+        lambda w: _kv_used(w.engine.load()),
+    ),
     (
         "holdfast_worker_kv_cached_blocks",
-        "KV blocks that frontends are told of.",
+        "KV blocks announced to frontends.",
         lambda w: w.kv.blocks if w.kv else 0,
     ),
     (
         "holdfast_worker_upstream_closed_seconds",
-        "Seconds for which it takes no new requests, because its upstream said when to retry.",
+        "Seconds for which the worker accepts no new requests, after a Retry-After of its upstream.",
         lambda w: w.engine.load().closed_s,
     ),
-    ("holdfast_worker_moving_out", "On their way out.", lambda w: len(w.server.moves.source)),
-    ("holdfast_worker_moving_in", "On their way in.", lambda w: len(w.server.moves.target)),
-    ("holdfast_worker_draining", "1 while nothing new is taken.", lambda w: w.server.draining),
+    ("holdfast_worker_moving_out", "Streams moving to another worker.", lambda w: len(w.server.moves.source)),
+    (
+        "holdfast_worker_moving_in",
+        "Streams arriving from another worker.",
+        lambda w: len(w.server.moves.target),
+    ),
+    ("holdfast_worker_draining", "1 while the worker accepts no new requests.", lambda w: w.server.draining),
 )
-# Of the worker's own admission (`--engine-request-limit`), under Dynamo's names. Without it all are 0.
+# The worker's own admission (`--engine-request-limit`), under Dynamo's names. All are 0 without a limit.
 ADMISSION = (
     (
         "dynamo_engine_request",
-        "Requests inside the engine, where their number is limited.",
+        "Requests inside the engine, if their number is limited.",
         lambda w: len(_requests(w).inside),
     ),
     (
         "dynamo_request_queue",
-        "Requests that wait for a place inside the engine.",
+        "Requests that wait to enter the engine.",
         lambda w: _requests(w).waiting,
     ),
 )
-# What each DP rank of a simulated engine reports, under the names of real engines' load metrics.
+# Load of each DP rank of a simulated engine, under the names that real engines use for it.
 RANKS = (
-    ("request_active_slots", "Requests in the batch, of each DP rank (the simulated engine)."),
-    ("request_total_slots", "Places in the batch."),
-    ("num_requests_waiting", "Requests that are not yet in the batch."),
-    ("kv_active_blocks", "KV blocks that requests hold."),
-    ("kv_total_blocks", "KV blocks."),
-    ("gpu_cache_usage_perc", "KV blocks that requests hold, of all (0 to 1)."),
+    ("request_active_slots", "Requests in the batch, per DP rank (simulated engine)."),
+    ("request_total_slots", "Capacity of the batch, in requests."),
+    ("num_requests_waiting", "Requests not yet in the batch."),
+    ("kv_active_blocks", "KV blocks held by requests."),
+    ("kv_total_blocks", "KV blocks in total."),
+    ("gpu_cache_usage_perc", "Share of KV blocks held by requests (0 to 1)."),
     (
         "gpu_prefix_cache_hit_rate",
-        "Prompt tokens found in the prefix cache by the requests admitted last (0 to 1).",
+        "Share of prompt tokens found in the prefix cache by recently admitted requests (0 to 1).",
     ),
-    ("num_preemptions", "Requests that went back to waiting because KV blocks ran out, so far."),
-    ("scheduled_num_prefill_requests", "Requests whose prompts the newest pass computes."),
-    ("scheduled_sum_prefill_tokens", "Prompt tokens that it computes."),
+    ("num_preemptions", "Preemptions so far: requests returned to the queue because KV blocks ran out."),
+    ("scheduled_num_prefill_requests", "Prefill requests in the newest pass."),
+    ("scheduled_sum_prefill_tokens", "Prompt tokens computed by the newest pass."),
     (
         "scheduled_var_prefill_length",
-        "The variance of these prompts' lengths, as far as they are computed with it.",
+        "Variance of the prefill prompts' lengths, as far as computed after the newest pass.",
     ),
-    ("scheduled_sum_prefill_kv_tokens", "Tokens of these prompts that were there before."),
-    ("scheduled_num_decode_requests", "Requests that it gives one more token."),
-    ("scheduled_sum_decode_kv_tokens", "Tokens that these have."),
-    ("scheduled_var_decode_kv_tokens", "The variance of their lengths."),
-    ("queued_num_prefill_requests", "Requests that wait and have said nothing yet."),
-    ("queued_sum_prefill_tokens", "Tokens that these have."),
-    ("queued_var_prefill_length", "The variance of their lengths."),
-    ("queued_num_decode_requests", "Requests that wait because they were preempted."),
-    ("queued_sum_decode_kv_tokens", "Tokens that these have."),
-    ("queued_var_decode_kv_tokens", "The variance of their lengths."),
-    ("wall_time", "Seconds that the newest pass takes."),
+    (
+        "scheduled_sum_prefill_kv_tokens",
+        "Tokens of the prefill prompts that were computed before the newest pass.",
+    ),
+    ("scheduled_num_decode_requests", "Decode requests in the newest pass."),
+    ("scheduled_sum_decode_kv_tokens", "Tokens of the decode requests in the newest pass."),
+    ("scheduled_var_decode_kv_tokens", "Variance of the decode requests' lengths in the newest pass."),
+    ("queued_num_prefill_requests", "Waiting requests without output."),
+    ("queued_sum_prefill_tokens", "Tokens of the waiting requests without output."),
+    ("queued_var_prefill_length", "Variance of the lengths of the waiting requests without output."),
+    ("queued_num_decode_requests", "Waiting requests that were preempted."),
+    ("queued_sum_decode_kv_tokens", "Tokens of the waiting requests that were preempted."),
+    ("queued_var_decode_kv_tokens", "Variance of the lengths of the waiting requests that were preempted."),
+    ("wall_time", "Duration of the newest pass, in seconds."),
 )
 
 
 class WorkerMetrics(Collector):
-    """Reads the workers' plain counters when somebody scrapes; serving costs nothing for it."""
+    """Collects the workers' plain counters at scrape time, so that serving pays nothing for metrics."""
 
     def __init__(self, workers: Sequence[InferenceWorker], journal: SpeakingJournal | None = None) -> None:
         self._workers = workers
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
-        # most of a scrape is these: `add_metric` would make the labels of each anew, and take three times as long
-        labelled = [(dict(zip(LABELS, _who(worker), strict=True)), worker) for worker in self._workers]
+        # these are most of a scrape: `add_metric` would build the labels again each time and take three times as long
+        labelled = [(dict(zip(LABELS, _labels(worker), strict=True)), worker) for worker in self._workers]
         for name, text, read in COUNTERS:
             counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.samples += [Sample(f"{name}_total", who, read(worker)) for who, worker in labelled]
+            counter.samples += [Sample(f"{name}_total", labels, read(worker)) for labels, worker in labelled]
             yield counter
         for name, text, read in (*GAUGES, *ADMISSION):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.samples += [Sample(name, who, read(worker)) for who, worker in labelled]
+            gauge.samples += [Sample(name, labels, read(worker)) for labels, worker in labelled]
             yield gauge
         yield self._errors()
         yield self._refusals()
@@ -143,7 +162,7 @@ class WorkerMetrics(Collector):
         yield from self._moves()
         yield self._upstream_kv_events()
         if self._journal is not None:
-            yield from _said(self._journal)
+            yield from _journal_metrics(self._journal)
         yield from self.ranks()
 
     def _errors(self) -> Metric:
@@ -152,96 +171,96 @@ class WorkerMetrics(Collector):
         for worker in self._workers:
             counted = dict.fromkeys(ERRORS, 0) | worker.server.counters.errors  # an alert needs the zeros
             for reason, count in counted.items():
-                family.add_metric([*_who(worker), reason], count)
+                family.add_metric([*_labels(worker), reason], count)
         return family
 
     def _moves(self) -> Iterable[Metric]:
         moves = CounterMetricFamily(
             "holdfast_worker_moves",
-            "Streams that moved with their KV cache, or were to: declined at once, failed later, committed.",
+            "Planned moves of streams with their KV cache: declined at once, failed later, or committed.",
             labels=(*LABELS, "direction", "outcome"),
         )
         size = CounterMetricFamily(
             "holdfast_worker_moved_bytes",
-            "Bytes of KV cache of committed moves, over all shards.",
+            "KV cache bytes of committed moves, over all shards.",
             labels=(*LABELS, "direction"),
         )
         stops = HistogramMetricFamily(
             "holdfast_worker_move_stopped_seconds",
-            "How long a stream that came had stopped, from its source's last step until it decoded here.",
+            "Pause of an arriving stream, from its source's last step until it decoded here.",
             labels=LABELS,
         )
         for worker in self._workers:
-            who, counters = _who(worker), worker.server.counters
+            labels, counters = _labels(worker), worker.server.counters
             for direction, outcome in product(DIRECTIONS, OUTCOMES):
-                moves.add_metric([*who, direction, outcome], counters.moves.get((direction, outcome), 0))
+                moves.add_metric([*labels, direction, outcome], counters.moves.get((direction, outcome), 0))
             for direction in DIRECTIONS:
-                size.add_metric([*who, direction], counters.moved_bytes.get(direction, 0))
-            stops.add_metric(who, _buckets(STOP_BOUNDS_S, counters.stops), counters.stop_sum_s)
+                size.add_metric([*labels, direction], counters.moved_bytes.get(direction, 0))
+            stops.add_metric(labels, _buckets(STOP_BOUNDS_S, counters.stops), counters.stop_sum_s)
         return moves, size, stops
 
     def _upstream_kv_events(self) -> Metric:
         family = CounterMetricFamily(
             "holdfast_worker_upstream_kv_events",
-            "What was heard of an upstream's KV events, by what became of it (the openai engine).",
+            "KV events received from an upstream, by outcome (openai engine).",
             labels=(*LABELS, "outcome"),
         )
         for worker in self._workers:
             counts: Mapping[str, int] = getattr(worker.engine, "kv_event_counts", {})
             for outcome, count in counts.items():
-                family.add_metric([*_who(worker), outcome], count)
+                family.add_metric([*_labels(worker), outcome], count)
         return family
 
     def ranks(self) -> Iterable[Metric]:
-        """Yield what each DP rank reports of its load."""
-        labels = (*LABELS, "dp_rank")
+        """Yield the load metrics of each DP rank."""
+        names = (*LABELS, "dp_rank")
         reported: list[tuple[dict[str, str], Any]] = []
         for worker in self._workers:
             stats: Callable[[], Sequence[Any]] = getattr(worker.engine, "stats", list)
-            who = _who(worker)
+            labels = _labels(worker)
             reported += [
-                (dict(zip(labels, (*who, str(rank)), strict=True)), one) for rank, one in enumerate(stats())
+                (dict(zip(names, (*labels, str(rank)), strict=True)), one) for rank, one in enumerate(stats())
             ]
         for field, text in RANKS:
             name, read = f"holdfast_worker_engine_{field}", attrgetter(field)
-            family = GaugeMetricFamily(name, text, labels=labels)
+            family = GaugeMetricFamily(name, text, labels=names)
             family.samples += [Sample(name, rank, read(one)) for rank, one in reported]
             yield family
 
     def _refusals(self) -> Metric:
         text = (
-            "Connections that were broken at a bound: `connections`, `connections_of_address`, the same with `_unused` for a "
-            "frontend's without a stream, `hello_wait`."
+            "Connections closed at a limit: `connections`, `connections_of_address`, the same with `_unused` for a "
+            "frontend without a stream, `hello_wait`."
         )
         family = CounterMetricFamily("holdfast_worker_connection_refusals", text, labels=(*LABELS, "bound"))
         for worker in self._workers:
             counted = dict.fromkeys(CONNECTION_BOUNDS, 0) | worker.server.counters.connections_refused
             for bound, count in counted.items():
-                family.add_metric([*_who(worker), bound], count)
+                family.add_metric([*_labels(worker), bound], count)
         return family
 
     def _durations(self) -> Metric:
-        name, text = "dynamo_component_request_duration_seconds", "From a request to its end."
+        name, text = "dynamo_component_request_duration_seconds", "Duration of a request, in seconds."
         family = HistogramMetricFamily(name, text, labels=LABELS)
         for worker in self._workers:
             counters = worker.server.counters
             family.add_metric(
-                _who(worker), _buckets(DURATION_BOUNDS_S, counters.durations), counters.duration_sum_s
+                _labels(worker), _buckets(DURATION_BOUNDS_S, counters.durations), counters.duration_sum_s
             )
         return family
 
 
-def _said(journal: SpeakingJournal) -> Iterable[Metric]:
-    """Yield what the process cannot say; a process has one journal, however many workers are in it."""
+def _journal_metrics(journal: SpeakingJournal) -> Iterable[Metric]:
+    """Yield the metrics of the process's journal: it has one, however many workers run in it."""
     reachable = "1 while this process can write to the journal."
     yield GaugeMetricFamily("holdfast_journal_reachable", reachable, value=journal.reachable)
-    waiting = "Facts of this process that the journal has not taken yet."
+    waiting = "Facts of this process that the journal has not accepted yet."
     yield GaugeMetricFamily("holdfast_spool_depth", waiting, value=journal.spool_depth)
     dropped = (
-        "Facts that did not fit into the spool, lay there for a week, or that the broker will never take."
+        "Facts dropped: the spool was full, they were in it for a week, or the broker will never accept them."
     )
     yield CounterMetricFamily("holdfast_facts_dropped", dropped, value=journal.counters.dropped)
-    withheld = "Observations of kinds that are not in force in this fleet yet: they were not published."
+    withheld = "Observations not published because their kinds are not yet in force in this fleet."
     yield CounterMetricFamily("holdfast_facts_withheld", withheld, value=journal.counters.withheld)
 
 
@@ -249,11 +268,11 @@ _UNLIMITED = RequestLimit(0, 0)
 
 
 def _requests(worker: InferenceWorker) -> RequestLimit:
-    """Return who is inside a worker's engine, and who waits; nobody where that is not limited."""
+    """Return the requests inside a worker's engine and those that wait for it; none if that is not limited."""
     return worker.engine.requests if isinstance(worker.engine, LimitedEngine) else _UNLIMITED
 
 
-def _who(worker: InferenceWorker) -> list[str]:
+def _labels(worker: InferenceWorker) -> list[str]:
     return [worker.config.name, worker.engine.identity.model]
 
 
@@ -271,15 +290,15 @@ def _bounds(upper: tuple[float, ...]) -> tuple[str, ...]:
 
 
 def health(workers: Sequence[InferenceWorker], stopping: bool) -> PageAnswer:
-    """Say how the process's workers fare. Of many that do not stop, one that does not serve is between two lives."""
+    """Return the health page. Unless the process is stopping, a worker that does not serve is between two lives."""
     states = {worker.config.name: _state(worker, stopping) for worker in workers}
-    away = sum(not worker.serving.is_set() for worker in workers)
-    if not away:
+    not_serving = sum(not worker.serving.is_set() for worker in workers)
+    if not not_serving:
         status = "healthy"
     elif stopping:
         status = "shutting_down"
     else:
-        status = "degraded" if away < len(workers) else "not_ready"
+        status = "degraded" if not_serving < len(workers) else "not_ready"
     body = msgspec.json.encode({"status": status, "workers": states})
     ready = status in ("healthy", "degraded")
     return PageAnswer(body, status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
@@ -299,9 +318,9 @@ async def serve(
     generate: Callable[[Iterable[Metric], LabelSets], bytes] = written,
     journal: SpeakingJournal | None = None,
 ) -> tuple[Pages, str]:
-    """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had.
+    """Open the admin port; return the pages, which close it, and its URL. Raise OSError if the port cannot be bound.
 
-    `stopping` says whether the process is on its way out; `generate` writes a family of metrics down.
+    `stopping` returns whether the process is shutting down; `generate` renders a family of metrics.
     """
 
     def live() -> PageAnswer:
@@ -309,8 +328,10 @@ async def serve(
 
     async def metrics() -> PageAnswer:
         parts, known = [], LabelSets()
-        for family in WorkerMetrics(workers, journal).collect():  # a part at a time: streams go on in between
-            if len(family.samples) > AT_ONCE_MAX:
+        for family in WorkerMetrics(
+            workers, journal
+        ).collect():  # one part at a time, so that streams continue in between
+            if len(family.samples) > INLINE_SAMPLES_MAX:
                 parts.append(await asyncio.to_thread(generate, (family,), known))
             else:
                 parts.append(generate((family,), known))

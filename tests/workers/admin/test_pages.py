@@ -1,4 +1,4 @@
-"""The admin port's HTTP: pages by their path, and nothing that a stranger sends holds it up."""
+"""The admin port's HTTP server: pages by path; no client can block it."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ from workers.engines.simulated.sequence import EngineShape
 
 @pytest.fixture
 async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
-    """A server of one page; its parameter: the seconds that a request may take."""
+    """A server of one page. Its parameter: the seconds allowed for a request."""
     bound = getattr(request, "param", pages.REQUEST_S_MAX)
     served = Pages({"/live": lambda: PageAnswer(b'{"status":"live"}')}, bound)
     yield await served.start("127.0.0.1", 0)
@@ -27,7 +27,7 @@ async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
 
 
 async def ask(port: int, request: bytes) -> bytes:
-    """Return all that the server says until it closes."""
+    """Return everything that the server sends until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)
@@ -55,8 +55,8 @@ async def test_a_page_is_found_by_its_path(port: int, request_: bytes, begins: b
     assert said.partition(b"\r\n\r\n")[2] == body
 
 
-@pytest.mark.parametrize("workers", [1, 1 + admin.AT_ONCE_MAX])
-async def test_a_scrape_lets_the_loop_do_other_things(workers: int) -> None:
+@pytest.mark.parametrize("workers", [1, 1 + admin.INLINE_SAMPLES_MAX])
+async def test_a_scrape_does_not_block_the_loop(workers: int) -> None:
     threads = set[int]()
 
     def generate(families: Iterable[Metric], known: LabelSets) -> bytes:
@@ -80,25 +80,25 @@ async def test_a_scrape_lets_the_loop_do_other_things(workers: int) -> None:
         turns += 1
     served.close()
     families = (await scrape).count(b"# TYPE ")
-    assert families > 30 and turns > families  # one turn at least for each
-    if workers > admin.AT_ONCE_MAX:  # what takes long is done by others; what does not, where it is
+    assert families > 30 and turns > families  # at least one turn per family
+    if workers > admin.INLINE_SAMPLES_MAX:  # long work runs in a thread, short work on the loop
         assert threads - {threading.get_ident()}
     else:
         assert threads == {threading.get_ident()}
 
 
-async def test_a_request_that_never_ends_is_cut(port: int) -> None:
+async def test_a_request_that_never_ends_is_aborted(port: int) -> None:
     assert await ask(port, b"GET /live HTTP/1.1\r\nX: " + b"x" * 2 * pages.REQUEST_BYTES_MAX) == b""
 
 
 @pytest.mark.parametrize("port", [0.2], indirect=True)
-async def test_a_silent_caller_is_cut_and_others_are_answered(port: int) -> None:
+async def test_a_silent_client_is_closed_and_others_are_answered(port: int) -> None:
     silent = asyncio.create_task(ask(port, b"GET /li"))
     assert b"200 OK" in await ask(port, b"GET /live HTTP/1.1\r\n\r\n")
     assert await silent == b""
 
 
-async def test_silent_callers_make_room_for_those_who_ask(port: int) -> None:
+async def test_silent_clients_are_closed_to_make_room_for_requests(port: int) -> None:
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(pages.CONNECTIONS_MAX + 20)]
     for _ in range(3):
         assert b"200 OK" in await ask(port, b"GET /live HTTP/1.1\r\n\r\n")
