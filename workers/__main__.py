@@ -1,4 +1,4 @@
-"""`python -m workers`: one worker process, without the rest of the command line."""
+"""Runs one worker process (`python -m workers`), without the rest of the command line."""
 
 from workers.cli import leave, main
 

@@ -1,4 +1,4 @@
-"""`holdfast worker`: one worker process."""
+"""Runs one worker process (`holdfast worker`)."""
 
 import argparse
 import contextlib
@@ -16,15 +16,15 @@ from workers.config.settings_check import as_ourselves, load_settings
 from workers.config.simulated_settings import FLAGS
 from workers.exits import BROKE, FELL, USAGE
 
-COLLECT_AT = (20_000, 20, 50)  # objects: a start makes many, and next to no garbage
+GC_THRESHOLDS = (20_000, 20, 50)  # objects: startup creates many objects and almost no garbage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each setting, and the names that Dynamo's mocker has for some."""
+    """Add one flag for each setting, plus the alias that Dynamo's mocker uses for some of them."""
     defaults = WorkerSettings()
     for name, annotation in annotations().items():
         flag, text = "--" + name.replace("_", "-"), get_args(annotation)[-1].description.replace("%", "%%")
-        # argparse shows the flags that a parser has nowhere else
+        # argparse can list the flags that a parser already has only through a private attribute
         if any(flag in action.option_strings for action in parser._actions):
             continue
         flags = [flag, *FLAGS.get(name, ())]
@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Run a worker as the flags and the environment say; return its exit code."""
+    """Run a worker as configured by the flags and the environment; return its exit code."""
     return exit_code(lambda: _run({name: getattr(args, name, None) for name in annotations()}))
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Run a worker; return its exit code, also where it raises: why is said on stderr."""
+    """Run a worker and return its exit code. An exception becomes an exit code too, with its message on stderr."""
     try:
         return run()
     except UsageError as error:
@@ -53,7 +53,9 @@ def exit_code(run: Callable[[], int]) -> int:
     except HoldfastError as error:
         print(f"holdfast worker: {error}", file=sys.stderr)
         return FELL
-    except Exception as error:  # Python's own exit code would be FELL, and say that the fleet knows of it
+    except (
+        Exception
+    ) as error:  # Python's own exit code would be FELL, which means that the worker recorded its end
         import structlog
 
         structlog.get_logger(__name__).critical("worker_broke", exc_info=error)
@@ -61,9 +63,11 @@ def exit_code(run: Callable[[], int]) -> int:
 
 
 def _run(flags: Mapping[str, Any]) -> int:
-    gc.set_threshold(*COLLECT_AT)
+    gc.set_threshold(*GC_THRESHOLDS)
     settings = as_ourselves(load_settings(flags))
-    with without("rich", "greenlet", "aiohttp"):  # wanted by structlog, structlog and nats-py
+    with without(
+        "rich", "greenlet", "aiohttp"
+    ):  # optional imports of structlog (rich, greenlet) and nats-py (aiohttp)
         import uvloop
 
         from events.process import logs
@@ -83,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave(code: int) -> None:
-    """End the process with `code`: at once if it fell, and even where an engine's thread is stuck in a step."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads them any more
+    """End the process with `code`: immediately if the worker failed, and even if an engine thread is stuck in a step."""
+    with contextlib.suppress(OSError, ValueError):  # the readers of stdout and stderr may be gone
         sys.stdout.flush()
         sys.stderr.flush()
     if code == FELL or threading.active_count() > 1:

@@ -1,6 +1,8 @@
-"""The counts of a worker's own work, which become metrics at scrape time, and the account of a drain.
+"""Counters of one worker's requests, moves and connections, and the totals of a drain.
 
-Canaries are not users' requests and are not counted; their tokens are.
+The admin port exports the counters as metrics.
+
+Canaries are not users' requests and are not counted, but their tokens are.
 """
 
 from bisect import bisect_left
@@ -25,10 +27,10 @@ CONNECTION_BOUNDS = (
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How users' streams have ended, each in one of four ways."""
+    """Counts of users' ended streams; each stream ends in exactly one of four ways."""
 
     completed: int = 0
-    migrated: int = 0  # they went on elsewhere, or were told to
+    migrated: int = 0  # continued elsewhere, or was sent elsewhere
     cancelled: int = 0  # no frontend read them any more
     failed: int = 0  # with an error
 
@@ -46,10 +48,10 @@ class WorkerCounters:
     """One worker's counts since it started."""
 
     requests: int = 0
-    strangers: int = 0  # connections that were refused for want of the fleet's key
+    strangers: int = 0  # connections refused because they lack the fleet's key
     tokens: int = 0
     cancelled: int = 0
-    left: int = 0  # computed again elsewhere, though nothing had failed here
+    left: int = 0  # computed again elsewhere although nothing had failed here
     completed: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # by reason
     durations: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))  # per bucket
@@ -61,17 +63,17 @@ class WorkerCounters:
     connections_refused: dict[str, int] = field(default_factory=dict)  # by bound
 
     def refused(self, bound: str) -> None:
-        """Count a connection that was broken at a bound."""
+        """Count a connection that was closed because it exceeded a bound."""
         self.connections_refused[bound] = self.connections_refused.get(bound, 0) + 1
 
     def finished(self, lasted_s: float) -> None:
-        """Count an answer that came to its end."""
+        """Count a completed answer."""
         self.completed += 1
         self.duration_sum_s += lasted_s
         self.durations[bisect_left(DURATION_BOUNDS_S, lasted_s)] += 1
 
     def dropped(self, why: str, lasted_s: float) -> None:
-        """Count a stream that its frontend reads no more: because it had all it wanted, computes it elsewhere, or has gone."""
+        """Count a stream that its frontend no longer reads: it has all it needs, computes it elsewhere, or has disconnected."""
         if why == "complete":
             self.finished(lasted_s)
         elif why in ("elsewhere", "drained"):
@@ -81,14 +83,14 @@ class WorkerCounters:
 
     @property
     def ends(self) -> Ends:
-        """How streams have ended until now."""
-        told = self.errors.get(LEAVING, 0)
+        """How streams have ended so far."""
+        sent_elsewhere = self.errors.get(LEAVING, 0)
         moved = self.moves.get(("out", "committed"), 0)
-        failed = sum(self.errors.values()) - told
-        return Ends(self.completed, moved + self.left + told, self.cancelled, failed)
+        failed = sum(self.errors.values()) - sent_elsewhere
+        return Ends(self.completed, moved + self.left + sent_elsewhere, self.cancelled, failed)
 
     def moved(self, direction: str, outcome: str, size: int = 0, stopped_s: float | None = None) -> None:
-        """Count a planned move: `in` or `out`; declined, failed after it began, or committed, and then how large."""
+        """Count a planned move `in` or `out`: declined, failed after it began, or committed (then `size` is in bytes)."""
         self.moves[direction, outcome] = self.moves.get((direction, outcome), 0) + 1
         if outcome == "committed":
             self.moved_bytes[direction] = self.moved_bytes.get(direction, 0) + size
@@ -99,33 +101,35 @@ class WorkerCounters:
     def failed(self, error: str) -> None:
         """Count a stream that ended with an error."""
         reason = error.partition(":")[0]
-        if reason not in ERRORS:  # a label has few values
+        if reason not in ERRORS:  # keeps the number of label values small
             reason = "engine_error"
         self.errors[reason] = self.errors.get(reason, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why new requests are turned away. Canaries are let through while the worker may come back."""
+    """Why new requests are refused. Canaries are accepted while the worker may return to service."""
 
     reason: str
     canaries_too: bool
 
 
 class DrainState:
-    """One worker's refusal of new requests, and its account of the streams that ended under it.
+    """One worker's refusal of new requests, and its counts of the streams that ended under it.
 
-    A drain begins with the command to the worker; or before that, with the first stream that a frontend, which has read of the
-    drain sooner, takes away for it.
+    A drain begins with the command to the worker. A frontend may read of the drain earlier; then it begins with the first
+    stream that this frontend takes away for it.
     """
 
     def __init__(self, counters: WorkerCounters) -> None:
-        """Take everything. `counters` count how streams end."""
+        """Accept every request. `counters` count how streams end."""
         self.refusal: Refusal | None = None
-        self.deregistered = False  # frontends are told to send nothing more; what is on its way is taken
+        self.deregistered = (
+            False  # frontends are told to send nothing more; requests already under way are accepted
+        )
         self._counters = counters
-        self._before: Ends | None = None  # when it began to drain, or had last said how it goes
-        self._drained_by: set[str] = set()  # frontends that drain it, before it was told to drain
+        self._before: Ends | None = None  # at the start of the drain, or at its last report
+        self._drained_by: set[str] = set()  # frontends that drained it before it received the command
 
     @property
     def draining(self) -> bool:
@@ -133,17 +137,17 @@ class DrainState:
         return self.deregistered or self.refusal is not None
 
     def refuses(self, canary: bool) -> str:
-        """Return why a request is turned away; empty: it is taken."""
+        """Return why a request is refused; empty: it is accepted."""
         refusal = self.refusal
         return refusal.reason if refusal and (refusal.canaries_too or not canary) else ""
 
     def deregister(self) -> None:
-        """Have frontends told to send nothing more."""
+        """Begin the drain: frontends are told to send nothing more."""
         self._begin()
         self.deregistered = True
 
     def refuse(self, refusal: Refusal | None) -> None:
-        """Turn new requests away from now on (None: no longer)."""
+        """Refuse new requests from now on (None: no longer)."""
         self.refusal = refusal
         if refusal is None:
             self._before = None
@@ -151,24 +155,24 @@ class DrainState:
             self._begin()
 
     def _begin(self) -> None:
-        """From now on this worker drains, unless a frontend has drained it already."""
+        """Start counting for the drain, unless a frontend has already started it."""
         self._before = self._before or self._counters.ends
         self._drained_by.clear()
 
     def taken_away_by(self, frontend: str) -> None:
-        """Note that a frontend takes a stream away for a drain: if it has heard of it first, the drain begins now."""
+        """Note that a frontend takes a stream away for a drain. The drain begins now if its command has not arrived yet."""
         if not self.draining:
             self._before = self._before or self._counters.ends
             self._drained_by.add(frontend)
 
     def asked_by(self, frontend: str) -> None:
-        """Note a request: of a frontend that drains this worker, the drain was taken back before this worker heard of it."""
+        """Note a request. If its frontend was draining this worker, the drain was cancelled before its command arrived."""
         if frontend in self._drained_by:
             self._drained_by.clear()
             self._before = None
 
     def drained(self) -> Ends:
-        """Return how streams have ended since the drain began, or since this was last asked."""
+        """Return how streams have ended since the drain began, or since the last call."""
         now = self._counters.ends
         before, self._before = self._before or now, now
         return now - before

@@ -1,14 +1,14 @@
-"""Why does a worker go that nobody has told to?"""
+"""The failures that end a worker without a stop command."""
 
 from workers.engines.engine import EngineDead
 
 
 class Retired(EngineDead):
-    """The fleet holds this instance for dead: it was silent too long, or another took its name. A new one takes its place."""
+    """The fleet considers this instance dead: it was silent too long, or another took its name. A new instance replaces it."""
 
 
 class Broken(EngineDead):
-    """A part of the worker failed that it cannot do without. The engine is not to blame."""
+    """An essential part of the worker failed. The engine is not to blame."""
 
 
 class Killed(EngineDead):
@@ -16,7 +16,7 @@ class Killed(EngineDead):
 
 
 def broken(part: str, error: Exception) -> Broken:
-    """Return what ends a worker whose part failed with `error`."""
+    """Return the failure that ends a worker after one of its parts failed with `error`."""
     broken = Broken(f"{part} failed: {error!r}")
     broken.__cause__ = error
     return broken

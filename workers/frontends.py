@@ -1,23 +1,26 @@
-"""The frontends of one worker: their connections, streams and beats, and the bounds on them.
+"""The frontends of one worker: their connections, streams and beats, and the limits on them.
 
-    connects ── hello ──▶ a frontend         too many, of all or of one address: the oldest connection without a hello
-        └── a stranger until then            makes room, or else, once the new one has proved itself, the frontend without
-                                             a stream that sent no request for longest; if all have streams, the new one
+    connects ── hello ──▶ a frontend
+        └── a stranger until then
 
-Strangers that connect and send nothing keep no frontend out. Neither does a compromised worker that holds connections with
-the fleet's key: those that are not used make room for the next.
+If there are too many connections, in total or from one address, one of them is closed. That is the oldest connection without
+a hello. If there is none, the new connection must first prove that it is a frontend. Then the frontend without a stream that
+has been idle longest is closed, or the new connection if all have streams.
 
-While a frontend keeps up, every engine step is one frame; but steps that follow one another within a millisecond leave
-together, unless a stream begins or ends with one. While it does not keep up, steps gather in a backlog, one chunk per
-stream (`wire.join`), and leave as one frame when it reads again: the slower the reader, the fewer and fuller the frames. The
-backlog is bounded in bytes and in time; past either bound the connection is cut, and the frontend's streams with it.
+Strangers that connect and send nothing therefore keep no frontend out. Neither does a compromised worker that holds
+connections with the fleet's key: unused ones are closed for the next.
 
-A frame goes to each frontend at least every 100 ms while that frontend has streams open, every second otherwise, to all of
-those at once. Where no step has been sent, that is a beat; while steps are, one comes every 0.25 s. A beat carries the
-engine's phase and its age, because a stuck engine behind a live loop shows only there.
+While a frontend keeps up, every engine step is one frame. Steps within one millisecond of each other are sent together,
+unless a stream begins or ends with one. While a frontend does not keep up, steps accumulate in a backlog, one chunk per
+stream (`wire.join`). They are sent as one frame when it reads again: the slower the reader, the fewer and fuller the frames.
+The backlog is bounded in bytes and in time; beyond either bound the connection is closed, and the frontend's streams with it.
 
-A stream begins in its prefill, decodes from its first output on, and ends. Canaries are not users' requests: they have
-streams, and are not counted.
+A frontend with open streams receives a frame at least every 100 ms. The others receive one every second, all at the same
+time. If no step was sent, the frame is a beat; while steps are sent, a beat follows every 0.25 s. A beat carries the engine's
+phase and its age, because a stuck engine behind a live loop shows only there.
+
+A stream begins in prefill, decodes from its first output on, and ends. Canaries are not users' requests: they have streams,
+but are not counted.
 """
 
 import asyncio
@@ -35,12 +38,12 @@ from events.wire import Beat, Chunk, Generate, Sampling, Step, ToFrontend
 from workers.counters import DrainState, WorkerCounters
 from workers.engines.engine import Engine
 
-TOKEN_BYTES = 5  # at most, in msgpack
+TOKEN_BYTES = 5  # maximum, in msgpack
 LOGPROB_BYTES = 16
 CHUNK_BYTES = 32
-USER_TIMEOUT_MS = 10_000  # unacknowledged bytes for that long: the frontend's host is gone
-TICK_S = 0.08  # leaves a timer 20 ms of lateness before 100 ms have passed
-LOAD_S = 0.24  # how old the last beat gets while steps are sent
+USER_TIMEOUT_MS = 10_000  # bytes unacknowledged for that long: the frontend's host is gone
+TICK_S = 0.08  # lets a timer be 20 ms late before 100 ms have passed
+LOAD_S = 0.24  # maximum age of the last beat while steps are sent
 IDLE_BEAT_S = 1.0
 HELLO_S_MAX = 5.0  # a connection without a hello is closed after this
 
@@ -51,45 +54,45 @@ log = structlog.get_logger(__name__)
 class Patience:
     """Limits on what is buffered for a frontend that does not read, in bytes and seconds."""
 
-    buffer_bytes: int = 256 * 1024  # unsent bytes beyond which steps gather
+    buffer_bytes: int = 256 * 1024  # unsent bytes above which steps accumulate
     backlog_bytes_max: int = (
         8 * 1024 * 1024
-    )  # gathered, estimated from above; one frame, so below FRAME_BYTES_MAX
+    )  # upper estimate of the backlog, sent as one frame and therefore below FRAME_BYTES_MAX
     stalled_s_max: float = 10.0  # without reading anything
-    burst_s: float = 0.001  # steps that follow one another faster leave together: no useful model has such
+    burst_s: float = 0.001  # steps closer together than this are sent together; no useful model is that fast
 
 
 class FrontendConnection:
-    """The sending end of one frontend's connection, and its streams. `FrontendProtocol` has the receiving end."""
+    """The sending side of one frontend's connection, and its streams. `FrontendProtocol` is the receiving side."""
 
     def __init__(self, transport: asyncio.BaseTransport, patience: Patience) -> None:
-        self.frontend = ""  # until its hello
+        self.frontend = ""  # empty until its hello
         peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if peer else ""  # its host's; empty: it came through the broker
+        self.address = str(peer[0]) if peer else ""  # the host's address; empty: connected through the broker
         self.streams: dict[int, int] = {}  # stream number -> the engine's key
         self.batch: list[Chunk] = []  # this step's output, until `flush`
-        self.blackholed = False  # a rehearsal: everything is swallowed, both ways
-        self.tainted = False  # a blackhole swallowed something: the connection cannot be trusted again
+        self.blackholed = False  # a rehearsal: all traffic is dropped, in both directions
+        self.tainted = False  # a blackhole dropped something: the connection cannot be trusted again
         self.opened_at = asyncio.get_running_loop().time()
-        self.used_at = 0.0  # of its hello, or its last request
+        self.used_at = 0.0  # time of its hello, or of its last request
         self.beaten_at = 0.0
-        self.stepped_at = 0.0  # when a step was sent last
+        self.stepped_at = 0.0  # time of the last step sent
         self._patience = patience
         self._transport: asyncio.Transport | None = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=patience.buffer_bytes)
         _tune(transport.get_extra_info("socket"))
         self._paused_at: float | None = None
         self._backlog: list[Chunk] = []
-        self._last: dict[int, Chunk] = {}  # of the backlog, by stream
+        self._last: dict[int, Chunk] = {}  # last chunk of each stream in the backlog
         self._backlog_bytes = 0
         self._leaving: asyncio.TimerHandle | None = None  # sends the backlog, while the frontend reads
 
     def pause(self) -> None:
-        """Gather steps from now on: the frontend does not keep up."""
+        """Accumulate steps from now on: the frontend does not keep up."""
         self._paused_at = asyncio.get_running_loop().time()
 
     def resume(self) -> None:
-        """Send what has gathered: the frontend reads again."""
+        """Send the backlog: the frontend reads again."""
         self._paused_at = None
         self._send_backlog()
 
@@ -100,7 +103,7 @@ class FrontendConnection:
             self._leaving.cancel()
 
     def send(self, frame: ToFrontend) -> None:
-        """Write one frame, behind all steps that it follows; while the frontend does not read, before them."""
+        """Write one frame after all earlier steps; while the frontend does not read, it overtakes the backlog."""
         if self._leaving is not None and self._paused_at is None:
             self._send_backlog()
         self._write(frame)
@@ -112,7 +115,7 @@ class FrontendConnection:
             self._transport.write(wire.encode(frame))
 
     def flush(self) -> None:
-        """Send this step's batch as one frame, or gather it: in a burst of steps, or while the frontend does not keep up."""
+        """Send this step's batch as one frame, or add it to the backlog: in a burst of steps, or if the frontend lags."""
         batch, self.batch = self.batch, []
         if self.blackholed:
             self.send(Step(batch))
@@ -134,7 +137,7 @@ class FrontendConnection:
             self._leaving = loop.call_later(burst_s, self._leave)
 
     def _leave(self) -> None:
-        """A burst has lasted long enough."""
+        """Send the backlog at the end of a burst."""
         self._leaving = None
         if self._paused_at is None:
             self._send_backlog()
@@ -164,7 +167,7 @@ class FrontendConnection:
 
     @property
     def sock(self) -> socket.socket | None:
-        """Its socket; None behind the broker, and once it is lost."""
+        """The connection's socket; None through the broker, and once it is lost."""
         return None if self._transport is None else self._transport.get_extra_info("socket")
 
     @property
@@ -173,18 +176,18 @@ class FrontendConnection:
         return self._paused_at is not None
 
     def cut_if_stalled(self, now: float) -> None:
-        """End a connection whose frontend has not read for too long."""
+        """Abort a connection if its frontend has not read for too long."""
         if self._paused_at is not None and now - self._paused_at > self._patience.stalled_s_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="stalled", streams=len(self.streams))
             self.abort()
 
     def abort(self) -> None:
-        """Break the connection at once."""
+        """Abort the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Send what is gathered and buffered, then close."""
+        """Send the backlog and what is buffered, then close."""
         self._send_backlog()
         if self._transport is not None:
             self._transport.close()
@@ -192,11 +195,11 @@ class FrontendConnection:
 
 @dataclass(frozen=True, slots=True)
 class FrontendLimits:
-    """How many connections one worker takes. Each frontend has one, and each controller."""
+    """How many connections one worker accepts. Each frontend has one, and each controller."""
 
-    total_max: int = 512  # 0: any number
+    total_max: int = 512  # 0: unlimited
     per_address_max: int = (
-        256  # half of them: no host has all. Behind the broker there are no addresses. 0: any number
+        256  # half of them, so that no host has all; does not apply through the broker. 0: unlimited
     )
 
 
@@ -206,11 +209,11 @@ class FrontendConnections:
     def __init__(
         self, worker: str, counters: WorkerCounters, limits: FrontendLimits, key: FleetKey | None = None
     ) -> None:
-        """`key`: the fleet's, which frontends must know."""
+        """Build an empty set. `key` is the fleet key that frontends must know."""
         self.key = key
-        self.blackholed = False  # a rehearsal: everything is swallowed, both ways
+        self.blackholed = False  # a rehearsal: all traffic is dropped, in both directions
         self.open: set[FrontendConnection] = set()
-        self._strangers: dict[FrontendConnection, None] = {}  # the oldest first
+        self._strangers: dict[FrontendConnection, None] = {}  # oldest first
         self._by_address: Counter[str] = Counter()
         self._counters = counters
         self._limits = limits
@@ -220,11 +223,11 @@ class FrontendConnections:
 
     @property
     def any_greeted(self) -> bool:
-        """Whether a frontend is connected, which could still send a request."""
+        """Whether any frontend is connected and could still send a request."""
         return any(connection.frontend for connection in self.open)
 
     def add(self, connection: FrontendConnection) -> None:
-        """Take a connection in, and break another stranger's if there are too many."""
+        """Add a connection, and abort another stranger's if there are too many."""
         address = connection.address
         connection.blackholed = self.blackholed
         self.open.add(connection)
@@ -238,7 +241,7 @@ class FrontendConnections:
                 self._break(first, bound)
 
     def _exceeded(self, address: str) -> str:
-        """Return which bound is exceeded with a connection of this address; empty if none is."""
+        """Return the bound that is exceeded with a connection of this address; empty if none is."""
         limits = self._limits
         if address and 0 < limits.per_address_max < self._by_address[address]:
             return "connections_of_address"
@@ -251,7 +254,7 @@ class FrontendConnections:
         connection.abort()
 
     def greeted(self, connection: FrontendConnection) -> bool:
-        """Note that a stranger is a frontend; False: it is broken, since all others that the bound counts have streams."""
+        """Turn a stranger into a frontend. Return False if it had to be aborted: at the bound, all others have streams."""
         self._strangers.pop(connection, None)
         bound = self._exceeded(connection.address)
         if not bound:
@@ -268,14 +271,14 @@ class FrontendConnections:
         return least is not connection
 
     def cut_strangers(self, since: float) -> None:
-        """Break the connections that were made before `since` and have sent no hello."""
+        """Abort connections that were made before `since` and have sent no hello."""
         for connection in [one for one in self._strangers if one.opened_at < since]:
             self._counters.refused("hello_wait")
             self.remove(connection)
             connection.abort()
 
     def remove(self, connection: FrontendConnection) -> None:
-        """Forget a connection that is lost, or broken."""
+        """Forget a connection that is lost or aborted."""
         if connection not in self.open:
             return
         self.open.remove(connection)
@@ -293,24 +296,26 @@ class FrontendConnections:
                 connection.send(frame)
 
     def flush(self) -> None:
-        """Send each frontend its part of the present step."""
+        """Send each frontend its part of the current step."""
         for connection in self.open:
             if connection.batch:
                 connection.flush()
 
     def close(self) -> None:
-        """Send what is gathered and buffered, then close."""
+        """Send the backlogs and what is buffered, then close."""
         for connection in list(self.open):
             connection.close()
 
     def abort(self) -> None:
-        """Break all of them at once: nothing that is buffered leaves."""
+        """Abort all connections at once; buffered output is lost."""
         for connection in list(self.open):
             connection.abort()
 
     def blackhole(self, on: bool) -> None:
-        """Swallow everything both ways without closing. Healed, connections that lost something are broken: a stream with a
-        hole in it must not continue."""
+        """Drop all traffic in both directions without closing.
+
+        When healed, abort the connections that lost something: a stream with missing chunks must not continue.
+        """
         self.blackholed = on
         for connection in list(self.open):
             connection.blackholed = on
@@ -319,7 +324,7 @@ class FrontendConnections:
 
 
 class Heartbeats:
-    """Beats to the frontends of one worker."""
+    """Sends beats to the frontends of one worker."""
 
     def __init__(self, engine: Engine, connections: FrontendConnections, drain: DrainState) -> None:
         self._engine = engine
@@ -327,16 +332,16 @@ class Heartbeats:
         self._drain = drain
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._due = 0.0  # when
-        self._idle_due = 0.0  # when frontends without streams are owed the next beat
+        self._due = 0.0  # time of the next tick
+        self._idle_due = 0.0  # time of the next beat to frontends without streams
 
     def start(self) -> None:
-        """Begin to beat, on the running loop."""
+        """Start sending beats, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._next(self._loop.time() + TICK_S)
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Stop sending beats."""
         if self._ticking is not None:
             self._ticking.cancel()
 
@@ -348,18 +353,18 @@ class Heartbeats:
         return Beat(phase.name, age_ms, phase.prefill_tokens, engine.load(), draining, engine.ranks())
 
     def beat_all(self) -> None:
-        """Beat to every frontend at once."""
+        """Send a beat to every frontend at once."""
         self._connections.tell(self.beat())
 
     def hasten(self) -> None:
-        """Note that a stream has begun: its frontend is owed frames sooner than one without streams."""
+        """Bring the next tick forward after a stream has begun: its frontend needs frames more often now."""
         assert self._loop is not None
         due = self._loop.time() + TICK_S
         if due < self._due:
             self._next(due)
 
     def _tick(self) -> None:
-        """Beat where a frame is owed, and tick again when the next may be: a thousand idle servers share a loop."""
+        """Send the beats that are due, and schedule the next tick as late as possible: a thousand idle servers share a loop."""
         assert self._loop is not None
         now = self._loop.time()
         if idle := now >= self._idle_due - TICK_S / 4:
@@ -380,7 +385,7 @@ class Heartbeats:
         self._next(max(now + TICK_S / 4, due))
 
     def _next(self, due: float) -> None:
-        """Tick at `due`, and no sooner."""
+        """Schedule the next tick at `due`."""
         assert self._loop is not None
         if self._ticking is not None:
             self._ticking.cancel()
@@ -389,8 +394,10 @@ class Heartbeats:
 
 
 def _owed(connection: FrontendConnection) -> float:
-    """Return when a connection with streams is owed the next beat. Steps show that the worker lives; only beats carry its
-    load."""
+    """Return when a connection with streams needs its next beat.
+
+    Steps show that the worker is alive, but only beats carry its load.
+    """
     return min(max(connection.beaten_at, connection.stepped_at) + TICK_S, connection.beaten_at + LOAD_S)
 
 
@@ -418,45 +425,45 @@ def _tune(sock: socket.socket | None) -> None:
 
 
 class RequestOrigin(NamedTuple):
-    """What a request was when it came here, without its tokens."""
+    """A request as it arrived at this worker, without its tokens."""
 
     request: str
     prompt_tokens: int
-    replayed: int  # tokens of the answer that it brought along
+    replayed: int  # tokens of the answer that the request already contained
     sampling: Sampling
 
     @classmethod
     def of(cls, request: Generate) -> "RequestOrigin":
-        """Return what is remembered of a request."""
+        """Return the part of a request that is kept."""
         prompt = request.prompt_tokens
         return cls(request.request, prompt, len(request.tokens) - prompt, request.sampling)
 
 
 @dataclass(slots=True)
 class Stream:
-    """One open stream: where its output goes."""
+    """One open stream, and the destination of its output."""
 
     connection: FrontendConnection
-    number: int  # by which its frontend knows it
+    number: int  # the frontend's number for it
     canary: bool
     begun: float  # loop time, in seconds
     asked: RequestOrigin
-    turn: int = 0  # of the trust in what is computed here, when it began
+    turn: int = 0  # the trust's turn when the stream began
     held: list[tuple[int, Chunk]] | None = (
-        None  # output before its frontend may have it; None: nothing is held
+        None  # output that its frontend may not have yet; None: output is not held back
     )
-    decodes: bool = False  # its prompt is computed: it has output
-    leaving: bool = False  # it is on its way out, with its KV cache
+    decodes: bool = False  # its prompt is computed, and it has output
+    leaving: bool = False  # it is moving away with its KV cache
 
 
 class StreamTable:
     """All open streams of one worker, by the engine's keys."""
 
     def __init__(self, heartbeats: Heartbeats) -> None:
-        """`heartbeats`: those of the frontends, due sooner once a stream has begun."""
+        """Build an empty table. `heartbeats` brings the next beat forward when a stream begins."""
         self._heartbeats = heartbeats
         self.by_key: dict[int, Stream] = {}
-        self.users = 0  # streams that are not canaries
+        self.users = 0  # number of streams that are not canaries
         self._prefills = 0  # of these, still without output
         self.all_ended = asyncio.Event()  # a flag: no user's stream is open
         self.all_ended.set()
@@ -464,7 +471,7 @@ class StreamTable:
         self.all_decode.set()
 
     def begin(self, key: int, stream: Stream) -> None:
-        """Take a stream in, for its frontend too."""
+        """Add a stream to the table and to its frontend's connection."""
         connection = stream.connection
         self.by_key[key] = stream
         connection.streams[stream.number] = key
@@ -484,7 +491,7 @@ class StreamTable:
                 self.all_decode.set()
 
     def end(self, key: int) -> None:
-        """Forget a stream that is over. Unknown keys are ignored."""
+        """Remove an ended stream. Unknown keys are ignored."""
         stream = self.by_key.pop(key, None)
         if stream is None:
             return

@@ -1,4 +1,4 @@
-"""What does the state of its GPUs mean for a worker? What they hold may not be trusted, or it must go with one that died."""
+"""Applies GPU faults to one worker: its results are distrusted, or it ends with a GPU that died."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from workers.falls import Broken, broken
 from workers.output import StreamOutput
 from workers.shutdown import WorkerEnd
 
-DEVICES_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
+DEVICES_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 
 
 class Devices(Protocol):
-    """The devices of one worker, and what is wrong with them: a `DeviceWatch`, or `SimulatedDevices`.
+    """The devices of one worker and their faults: a `DeviceWatch`, or `SimulatedDevices`.
 
-    Named here, and what they say left open, because a lone simulated rank does without the imports.
+    Declared here, with the reported values left untyped, so that a single simulated rank avoids the imports.
     """
 
     @property
@@ -35,7 +35,7 @@ class Devices(Protocol):
 
 
 class WorkerGpus:
-    """The GPUs of one worker, where it has any."""
+    """The GPUs of one worker, if it has any."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class WorkerGpus:
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """Those that it is registered with."""
+        """The GPUs that the worker registers."""
         return self._devices.gpus if self._devices is not None else ()
 
     async def find(self, *, loaded: bool) -> None:
-        """Find this worker's GPUs: those that were named before the weights are loaded, those that are used after.
+        """Find this worker's GPUs: configured ones before the weights are loaded, detected ones afterwards.
 
-        Raise UnknownGpus if some were named that are not there.
+        Raise UnknownGpus if a configured GPU does not exist.
         """
         if self._devices is not None and self._devices.named is not loaded:
             await asyncio.to_thread(self._devices.start, DEVICES_S_MAX)
 
     def watch(self) -> None:
-        """Report from now on what is wrong with them."""
+        """Report device faults from now on."""
         if self._devices is not None:
             from workers.devices.report import report
 
@@ -74,24 +74,24 @@ class WorkerGpus:
                 self._journal,
                 self._config.name,
                 self._config.instance,
-                doubt=self._doubt,
-                died=self._died,
+                doubt=self._distrust,
+                died=self._end_with_gpu,
                 broke=lambda error: self._end.fail(broken("the device watch", error)),
             )
 
     def stop(self) -> None:
-        """Report no more."""
+        """Stop reporting."""
         if self._devices is not None:
             self._devices.stop()
 
-    def _doubt(self, reason: str) -> None:
-        """Send no KV cache from a GPU that has a fatal fault, until none has."""
+    def _distrust(self, reason: str) -> None:
+        """Ship no KV cache from a GPU that has a fatal fault, until none has one."""
         if reason:
             self._output.distrust("device", f"the source is not trusted: {reason}")
         else:
             self._output.regain("device")
 
-    def _died(self, reason: str) -> None:
-        """Go with a GPU that the engine computes on: nothing that is in its memory can be trusted any more."""
+    def _end_with_gpu(self, reason: str) -> None:
+        """End the worker with a GPU that the engine computes on: nothing in its memory can be trusted any more."""
         if self._config.computes_on_gpus:
             self._end.fail(Broken(reason))

@@ -1,13 +1,13 @@
-"""Many workers in one process: each lives, dies and comes back as if it had a process of its own.
+"""Runs many workers in one process; each starts, dies and restarts as if it had its own process.
 
-    serving ──┬── killed by a rehearsal: says nothing; we say that it left, as a supervisor of processes does ──┐
-       ▲      ├── it cannot go on, or is restarted: it has said so itself ───────────────────────────────────────┤
-       │      └── the process stops: it leaves in good order, and is over                                        │
-       └───────────────────── a new instance of the same name, after a back-off ◀────────────────────────────────┘
+    serving ──┬── killed by a rehearsal: `Many` records that it left, as a supervisor of processes would ──┐
+       ▲      ├── it fails or is restarted: it has recorded that itself ───────────────────────────────────┤
+       │      └── the process stops: it leaves gracefully, and is over                                     │
+       └───────────────────── a new instance of the same name, after a back-off ◀──────────────────────────┘
 
-They share what is the process's: the connection to the broker, the journal and its spool, the admin port, the event loop.
-What strikes the process (SIGKILL, an error in a callback of the loop) strikes all of them. One that does not even start
-ends the process, like a single worker that does not start: its successors are tried again and again.
+They share the process's resources: the connection to the broker, the journal and its spool, the admin port, the event loop. A
+failure of the process (SIGKILL, an error in a callback of the loop) hits all of them. If a worker's
+first start fails, the process ends, as with a single worker. Later lives are retried without limit.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from workers.falls import broken
 from workers.shutdown import CLEANUP_S, Stop
 from workers.worker import InferenceWorker, say_why_not
 
-TOGETHER = 8  # begin in one turn of the loop: 10 ms
-LEAVE_S = 30.0  # for a thousand that say at once that they leave, beyond the grace of each
+START_BATCH = 8  # workers started in one turn of the loop: 10 ms
+LEAVE_S = 30.0  # for a thousand workers that record their end at once, beyond the grace period of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackOff:
-    """How long is waited before a successor starts, in seconds."""
+    """Waiting times before a failed worker is restarted, in seconds."""
 
-    wait_s_min: float = 0.2  # doubles with each life that is short
+    wait_s_min: float = 0.2  # doubles with each short life
     wait_s_max: float = 10.0
-    settled_s: float = 3.0  # a life longer than this was no failure to start
+    settled_s: float = 3.0  # a longer life was not a failed start
 
 
 class Many:
-    """The workers of one process, each with its present life. `make` builds a worker."""
+    """The workers of one process, each with its current life. `make` builds a worker."""
 
     def __init__(
         self,
@@ -50,61 +50,61 @@ class Many:
         back_off: BackOff | None = None,
     ) -> None:
         self._back_off = back_off or BackOff()
-        self.workers = [
-            make(config) for config in configs
-        ]  # a successor takes its predecessor's position in here
+        self.workers = [make(config) for config in configs]  # a new life takes the position of the one before
         self._make = make
         self._stagger_s = stagger_s
         self._journal = journal
         self._stop = stop
-        self._broken = False  # the event loop is not to be trusted any more
-        self._codes: list[int] = []  # of lives after which there is no other
+        self._broken = False  # the event loop can no longer be trusted
+        self._codes: list[int] = []  # exit codes of workers that are not restarted
 
     async def run(self) -> int:
-        """Let all of them live until the process is told to stop; return its exit code."""
+        """Run all workers until the process is told to stop; return its exit code."""
         async with asyncio.TaskGroup() as group:
             bound = group.create_task(self._bound_stop())
             lives = []
             for number in range(len(self.workers)):
-                lives.append(group.create_task(self._lives(number)))
+                lives.append(group.create_task(self._run_lives(number)))
                 if self._stagger_s and await self._stopped_within(self._stagger_s):
                     break
-                if number % TOGETHER == 0:  # those that serve must not fall silent while the others start
+                if (
+                    number % START_BATCH == 0
+                ):  # workers that serve must not fall silent while the others start
                     await asyncio.sleep(0)
             await asyncio.wait(lives)
             bound.cancel()
         return max(self._codes, default=0)
 
     def stopping(self) -> bool:
-        """Return whether the process is on its way out: whoever ends now has no successor."""
+        """Return whether the process is shutting down: a worker that ends now is not restarted."""
         return self._stop.wanted.is_set() or self._broken
 
     def fail(self, error: Exception) -> None:
-        """End all of them, and the process: a callback of the event loop failed, and nobody knows whose."""
+        """End all workers and the process: a callback of the event loop failed, and its worker is unknown."""
         for worker in self.workers:
             worker.fail(broken("a callback of the event loop", error))
         self._broken = True
 
-    async def _lives(self, number: int) -> None:
-        """Live, again and again."""
-        loop, waits, first = asyncio.get_running_loop(), self._back_off, True
-        wait_s = waits.wait_s_min
+    async def _run_lives(self, number: int) -> None:
+        """Run one worker, life after life."""
+        loop, back_off, first = asyncio.get_running_loop(), self._back_off, True
+        wait_s = back_off.wait_s_min
         while True:
-            began, code = loop.time(), await self._life(self.workers[number])
+            began, code = loop.time(), await self._run_life(self.workers[number])
             if self.stopping() or (first and code is None):
                 self._codes.append(FELL if code is None else code % KILLED)
                 self._stop.wanted.set()
                 return
-            wait_s = waits.wait_s_min if loop.time() - began > waits.settled_s else wait_s
+            wait_s = back_off.wait_s_min if loop.time() - began > back_off.settled_s else wait_s
             if await self._stopped_within(wait_s):
                 return
-            wait_s, first = min(2 * wait_s, waits.wait_s_max), False
+            wait_s, first = min(2 * wait_s, back_off.wait_s_max), False
             self.workers[number] = self._make(
                 replace(self.workers[number].config, instance=new_id(), name_check_s=0.0)
             )
 
-    async def _life(self, worker: InferenceWorker) -> int | None:
-        """Return how a life ended, as a process's exit code; None if it never began."""
+    async def _run_life(self, worker: InferenceWorker) -> int | None:
+        """Run one life and return its end as a process's exit code; None if it failed to start."""
         living = asyncio.ensure_future(worker.run(self._stop.wanted, self._stop.hurried))
         try:
             await asyncio.wait((living,))
@@ -128,7 +128,7 @@ class Many:
         return True
 
     async def _bound_stop(self) -> None:
-        """End the process if its workers' ends do not come to an end: none of them may do that alone."""
+        """End the process if its workers do not end in time: none of them may do that alone."""
         await self._stop.wanted.wait()
         grace_s = max(worker.config.grace_s for worker in self.workers)
         timer = exit_within(grace_s + CLEANUP_S + LEAVE_S, BROKE)

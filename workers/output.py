@@ -1,7 +1,7 @@
-"""The output of a worker's engine: from the engine's keys to the frontends' streams, and streams that leave or arrive.
+"""Routes the output of a worker's engine to the frontends' streams; streams that leave or arrive.
 
-The engine knows keys, frontends know stream numbers; a `Stream` ties the two together, and output for a key whose stream is
-over is dropped here. Only `deliver` may be called from another thread than the loop's.
+The engine uses keys, frontends use stream numbers. A `Stream` maps one to the other, and output for the key of an ended
+stream is dropped here. Only `deliver` may be called from another thread than the loop's.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from workers.migration.target import IncomingMigrations, IncomingStream, Landing
 from workers.migration.trust import Trust
 
 CLOSE_S_MAX = 0.9
-FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors that are the engine's own
-REPORT_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
+FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors caused by the engine itself
+REPORT_EVERY_S = 10.0  # an engine that keeps raising becomes one fact per interval, not one per request
 
 log = structlog.get_logger(__name__)
 
 
 def layout(shards: Sequence[Description]) -> KvLayout | None:
-    """Return what a worker with these shards registers of its KV cache; None: nothing of it can move."""
+    """Return the KV cache layout that a worker with these shards registers; None: none of its cache can move."""
     if not shards:
         return None
     one, heads = shards[0], sum(shard.heads for shard in shards)
     numbers = (
         2 * one.layers * one.heads * one.head_size * one.block_size
-    )  # keys and values, in one shard's block
+    )  # keys and values, in one block of one shard
     return KvLayout(
         layers=one.layers,
         kv_heads=heads,
@@ -48,7 +48,7 @@ def layout(shards: Sequence[Description]) -> KvLayout | None:
 
 
 class WorkerMigrations:
-    """What a worker's server and its commands need of them."""
+    """The planned moves of one worker: its trust, outgoing and incoming streams, and their transport."""
 
     def __init__(
         self,
@@ -75,28 +75,28 @@ class WorkerMigrations:
         return bool(self._engine.kv)
 
     async def start(self) -> None:
-        """Load the transport that is wanted, if one is: it takes seconds, and no move is to wait for it."""
+        """Load the configured transport, if any. It takes seconds, so it is loaded before the first move."""
         if self._make_transport is not None:
             self._transport = await asyncio.to_thread(self._make_transport)
 
     async def close(self) -> None:
-        """End all, and free what they had: threads, connections, files."""
+        """End all moves and free their threads, connections and files."""
         self.source.close()
-        with contextlib.suppress(TimeoutError):  # what is left ends with the process
+        with contextlib.suppress(TimeoutError):  # the rest ends with the process
             async with asyncio.timeout(CLOSE_S_MAX):
                 await self.target.close()
 
 
 class FaultReport:
-    """The facts and log lines about engine errors that end a stream, at most one in 10 s."""
+    """Records engine errors that end a stream, as facts and log lines: at most one in 10 s."""
 
     def __init__(self, journal: Journal, worker: str, instance: str) -> None:
         self._journal = journal
         self._worker, self._instance = worker, instance
-        self._at = float("-inf")  # of the newest report, in loop time
+        self._at = float("-inf")  # loop time of the newest report
 
     def report(self, reason: str) -> None:
-        """Record an engine error, unless another was recorded lately."""
+        """Record an engine error, unless another was recorded within the last 10 s."""
         now = asyncio.get_running_loop().time()
         if now - self._at < REPORT_EVERY_S:
             return
@@ -109,7 +109,7 @@ class FaultReport:
 
 
 class StreamOutput:
-    """The way of one worker's output to the frontends, and the end of every stream that the engine ends."""
+    """Sends one worker's output to the frontends, and ends each stream that the engine ends."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class StreamOutput:
         moves: WorkerMigrations,
         faults: FaultReport | None,
     ) -> None:
-        """`faults` reports each engine error that a stream ends with."""
+        """`faults` records each engine error that ends a stream."""
         self._engine = engine
         self._streams = streams
         self._connections = connections
@@ -129,7 +129,7 @@ class StreamOutput:
         self._counters = counters
         self._outgoing, self._incoming, self._trust = moves.source, moves.target, moves.trust
         self._faults = faults
-        self._sending_on = ""  # why streams that decode are sent elsewhere; "": they are not
+        self._sending_on = ""  # why decoding streams are sent elsewhere; "": they are not
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
 
@@ -139,7 +139,7 @@ class StreamOutput:
         self._thread = threading.get_ident()
 
     def deliver(self, out: list[tuple[int, Chunk]]) -> None:
-        """Take one step's output, from any thread, and send each frontend its part as one frame."""
+        """Accept one step's output, from any thread, and send each frontend its part as one frame."""
         if threading.get_ident() == self._thread:
             self._deliver(out)
         elif self._loop is not None:
@@ -171,7 +171,7 @@ class StreamOutput:
                 connection.flush()
 
     def _end(self, key: int, stream: Stream, error: str | None) -> None:
-        """Count a stream whose last chunk is in its batch, and forget it."""
+        """Count a stream and forget it; its last chunk is already in the batch."""
         if error is not None:
             self._react(error)
         moved = stream.leaving and self._outgoing.forget(key)
@@ -183,17 +183,17 @@ class StreamOutput:
         self._streams.end(key)
 
     def _react(self, error: str) -> None:
-        """Do what a stream's error calls for, besides its end."""
+        """React to a stream's error beyond ending the stream: record it, send a beat, or withdraw trust."""
         if error.startswith(FAULTS) and self._faults is not None:
             self._faults.report(error)
         if error.startswith("overloaded") and self._engine.load().closed_s:
-            self._heartbeats.beat_all()  # before the error: no frontend sends the request here again
+            self._heartbeats.beat_all()  # before the error, so that no frontend sends the request here again
         if error.startswith("non_finite"):
             self.distrust("non_finite", error)
 
     def drop(self, key: int, why: str) -> None:
-        """Take a stream out of the engine that its frontend reads no more."""
-        if key in self._incoming:  # it is freed once nothing is copied into it any more
+        """Remove a stream from the engine that its frontend no longer reads."""
+        if key in self._incoming:  # it is freed once nothing is being copied into it
             self._incoming.drop(key)
             return
         moved = self._outgoing.forget(key)
@@ -206,7 +206,7 @@ class StreamOutput:
     # --- streams that arrive with their KV cache
 
     def take_in(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
-        """Keep room for a stream, and continue it once its KV cache is here; or answer why not."""
+        """Reserve room for a stream, and continue it once its KV cache has arrived; or answer why not."""
         if (incoming := self._incoming.reserve(key, connection, frame)) is not None:
             task = asyncio.ensure_future(self._take_in(incoming))
             self._incoming.tasks.add(task)
@@ -220,10 +220,10 @@ class StreamOutput:
             self._deliver(held or [])
             await self._incoming.free(incoming)
 
-    # --- streams that are to go elsewhere
+    # --- streams that leave
 
     def ship(self, key: int, stream: Stream, grants: Sequence[bytes]) -> None:
-        """Ship a stream's KV cache to the target that gave these grants, or answer why not."""
+        """Ship a stream's KV cache to the target that issued these grants, or answer why not."""
         if (leaving := self._outgoing.begin(key, stream, grants)) is not None:
             leaving.task = asyncio.ensure_future(self._ship(leaving))
 
@@ -232,32 +232,34 @@ class StreamOutput:
             self.stays()
 
     def distrust(self, cause: str, reason: str) -> None:
-        """Doubt what this worker computes: nothing of it is shipped, and what is under way stays here."""
+        """Stop trusting this worker's results: nothing is shipped any more, and streams being shipped stay here."""
         if self._trust.lose(cause, reason):
             for leaving in self._outgoing.under_way():
                 if self._outgoing.decline(leaving, reason):
                     self.stays()
 
     def regain(self, cause: str) -> None:
-        """Take a doubt back: what is computed from now on may be shipped."""
+        """Withdraw a cause of distrust: what is computed from now on may be shipped."""
         self._trust.regain(cause)
 
     def end_all(self, error: str) -> None:
-        """End every stream with an error. New ones are refused already, and those that were to come have been given up."""
+        """End every stream with an error. New requests are already refused, and incoming streams have been dropped."""
         keys = list(self._streams.by_key)
         for key in keys:
             self._engine.cancel(key)
         self._deliver([(key, Chunk(0, [], error=error)) for key in keys])
 
     def send_on(self, error: str) -> None:
-        """End every user's stream that decodes, with an error; from now on, each as soon as its prefill is over. Those
-        that are on their way to another worker with their KV cache continue."""
+        """End every decoding user stream with an error, and from now on each stream as soon as its prefill is over.
+
+        Streams that are moving to another worker with their KV cache continue.
+        """
         self._sending_on = error
         self._send_on()
         self._connections.flush()
 
     def stays(self) -> None:
-        """Send a stream elsewhere whose move has failed, if streams are sent elsewhere."""
+        """After a failed move, send the stream elsewhere if streams are being sent elsewhere."""
         if self._sending_on:
             self.send_on(self._sending_on)
 

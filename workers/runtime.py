@@ -1,7 +1,7 @@
-"""A worker process, composed: settings in, exit code out.
+"""Builds and runs one worker process: settings in, exit code out.
 
-The broker is connected while the engine starts, and waited for by nobody: a worker without a broker serves, and what it
-has to say is spooled.
+The process connects to the broker while the engine starts and waits for it only briefly. A worker without a broker serves all
+the same, and its facts are spooled.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ from workers.worker import InferenceWorker, WorkerDeadlines, say_why_not
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
-BROKER_S = 0.5  # how long a start waits for the broker before it goes on without
+BROKER_S = 0.5  # how long startup waits for the broker before continuing without it
 FLUSH_S = 0.5
 CLOSE_S = 1.5
-START_SPARE_S = 60.0  # more than an engine gives itself, whose words say why
-SERVING_S = 0.5  # how long one worker is waited for, before it is looked again who is still waited for
-NO_FLEET = "no fleet runs on this data directory, and no broker is named: only frontends that are given its address find it"
-KEEPER_S = 2.0  # how often the keeper is looked after
+START_SPARE_S = 60.0  # longer than the engine's own deadline, because its error carries the reason
+SERVING_S = 0.5  # how long to wait for one worker before checking again which ones are not serving yet
+NO_FLEET = "no fleet runs on this data directory and no broker is configured: only frontends that have its address can find it"
+KEEPER_S = 2.0  # how often the keeper is checked
 _PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger(__name__)
@@ -60,10 +60,10 @@ class Workers(Protocol):
     workers: list[InferenceWorker]
 
     async def run(self) -> int:
-        """Let them live until the process is told to stop, or they cannot go on; return the exit code."""
+        """Run the workers until the process is told to stop or they fail; return the exit code."""
 
     def stopping(self) -> bool:
-        """Return whether the process is on its way out."""
+        """Return whether the process is shutting down."""
 
     def fail(self, error: Exception) -> None:
         """End all of them: a callback of the event loop failed."""
@@ -71,19 +71,19 @@ class Workers(Protocol):
 
 @dataclass
 class FleetLinks:
-    """What ties this process to the fleet: the journal, and the bus unless it serves alone."""
+    """The process's connections to the fleet: the journal, and the bus unless it serves alone."""
 
     journal: Journal
     bus: NatsBus | None
-    channels: Channels | None = None  # of the request plane, where it goes through the broker
+    channels: Channels | None = None  # of the request plane, if it runs through the broker
 
     @property
-    def said(self) -> NatsJournal | None:
-        """The journal where it is the fleet's; None of one that only this process reads."""
+    def fleet_journal(self) -> NatsJournal | None:
+        """The journal if it is the fleet's; None if only this process reads it."""
         return self.journal if isinstance(self.journal, NatsJournal) else None
 
     async def close(self) -> None:
-        """Say what is left to say, and let go; what the broker does not take in time is in the spool."""
+        """Flush the journal and close. Facts that the broker has not accepted in time stay in the spool."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.journal.flush(FLUSH_S)
@@ -93,8 +93,11 @@ class FleetLinks:
                 await self.journal.close()
 
 
-async def run_worker(settings: WorkerSettings, kept: int | None = None) -> int:
-    """Run the workers of one process until a signal or the engine's end; return the exit code. `kept`: its keeper's pid."""
+async def run_worker(settings: WorkerSettings, keeper_pid: int | None = None) -> int:
+    """Run the workers of one process until a signal or the engine's end; return the exit code.
+
+    `keeper_pid`: the pid of the process's keeper; None if there is none.
+    """
     if settings.die_with_parent:
         _die_with_parent()
     if settings.count > 1:
@@ -110,7 +113,7 @@ async def run_worker(settings: WorkerSettings, kept: int | None = None) -> int:
         await asyncio.to_thread(_sweep)
         workers = _workers(settings, instance, links, stop)
         asyncio.get_running_loop().set_exception_handler(lambda _, context: end_after(context, workers))
-        code = await _serve(settings, workers, kept, links)
+        code = await _serve(settings, workers, keeper_pid, links)
     finally:
         await links.close()
     if code == 0:
@@ -120,7 +123,7 @@ async def run_worker(settings: WorkerSettings, kept: int | None = None) -> int:
 
 
 def _sweep() -> None:
-    """Remove the shared memory that killed workers of this host have left: nobody else does it before a reboot."""
+    """Remove the shared memory left by killed workers of this host. Otherwise it would stay until a reboot."""
     from workers.kv_transfer.receiver import sweep
 
     if swept := sweep():
@@ -130,13 +133,13 @@ def _sweep() -> None:
 async def _watch(settings: WorkerSettings, links: FleetLinks, stop: Stop) -> int:
     from workers.watch_only import run_watch
 
-    assert links.bus is not None, "the settings ask for a broker"
+    assert links.bus is not None, "the settings check requires a broker"
     await run_watch(settings, links.journal, links.bus, stop.wanted)
     return 0
 
 
 def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: Stop) -> Workers:
-    """Return the process's one worker, or its many."""
+    """Return the process's workers: one, or many."""
 
     def make(config: WorkerConfig) -> InferenceWorker:
         devices, kv = _devices(settings, config.name), _publisher(settings, config, links.bus)
@@ -155,9 +158,10 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
 
 
 def end_after(context: dict[str, Any], workers: Workers) -> None:
-    """End the workers after an error in a callback of the loop: what it should have gone on with will never come.
+    """End the workers after an error in a callback of the loop, because what depends on that callback would wait forever.
 
-    `context` is what the loop gives its exception handler."""
+    `context` is the argument of the loop's exception handler.
+    """
     asyncio.get_running_loop().default_exception_handler(context)
     error = context.get("exception")
     if "handle" in context and isinstance(error, Exception):
@@ -165,7 +169,7 @@ def end_after(context: dict[str, Any], workers: Workers) -> None:
 
 
 def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
-    """Return the devices of a worker, where it may have some; a lone simulated rank does without the imports."""
+    """Return the devices of a worker, if it can have any. A single simulated rank avoids the imports."""
     ranks = (settings.tp or 1) * settings.dp_size
     if settings.engine == "simulated" and not settings.gpus and ranks > 1:
         from workers.devices.simulated import SimulatedDevices
@@ -181,7 +185,7 @@ def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
 
 
 def _publisher(settings: WorkerSettings, config: WorkerConfig, bus: NatsBus | None) -> KvPublisher | None:
-    """Return what tells frontends of a worker's KV blocks, where there is a broker to tell them through."""
+    """Return the publisher of a worker's KV events, if there is a broker to publish them through."""
     if bus is None or not settings.kv_events:
         return None
     return KvPublisher(config.name, config.instance, bus.connection)
@@ -241,7 +245,7 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
 
 
 class Alone:
-    """The one worker of a process, which ends with it."""
+    """The only worker of a process, which ends with it."""
 
     def __init__(
         self,
@@ -249,13 +253,13 @@ class Alone:
         stop: Stop,
         make: Callable[[WorkerConfig], InferenceWorker] | None = None,
     ) -> None:
-        """`make` builds the next life of a worker whose engine serves something else now; None: there is none."""
+        """`make` builds the worker's next life when its engine serves something else; None: there is no next life."""
         self.workers = [worker]
         self._stop = stop
         self._make = make
 
     async def run(self) -> int:
-        """Serve until told to stop, or until it cannot go on; return the exit code."""
+        """Serve until told to stop or until the worker fails; return the exit code."""
         while True:
             try:
                 code = await self.workers[0].run(self._stop.wanted, self._stop.hurried)
@@ -269,7 +273,7 @@ class Alone:
             self.workers[0] = self._make(replace(self.workers[0].config, instance=new_id(), name_check_s=0.0))
 
     def stopping(self) -> bool:
-        """Return whether the process is on its way out."""
+        """Return whether the process is shutting down."""
         return not self.workers[0].serving.is_set()
 
     def fail(self, error: Exception) -> None:
@@ -277,63 +281,67 @@ class Alone:
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
-async def _serve(settings: WorkerSettings, workers: Workers, kept: int | None, links: FleetLinks) -> int:
-    """Run the workers, and beside them what looks after the process."""
+async def _serve(
+    settings: WorkerSettings, workers: Workers, keeper_pid: int | None, links: FleetLinks
+) -> int:
+    """Run the workers, together with the process's admin port and the check on its keeper."""
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(_administer(settings, workers, links.said))]
-        if kept is not None:
-            beside.append(group.create_task(_miss(kept)))
+        beside = [group.create_task(_serve_admin(settings, workers, links.fleet_journal))]
+        if keeper_pid is not None:
+            beside.append(group.create_task(_watch_keeper(keeper_pid)))
         code = await workers.run()
         for task in beside:
             task.cancel()
     return code
 
 
-async def _miss(kept: int) -> None:
-    """Say it if the keeper is killed. Nobody goes for that: only a kill of this process will be noticed a little later."""
-    while not keeper.ended(kept):  # noqa: ASYNC110 (another process)
+async def _watch_keeper(keeper_pid: int) -> None:
+    """Log it if the keeper is killed. No worker ends for that: only a kill of this process will be detected a little later."""
+    while not keeper.ended(keeper_pid):  # noqa: ASYNC110 (another process)
         await asyncio.sleep(KEEPER_S)
-    log.warning("keeper_ended", pid=kept)
+    log.warning("keeper_ended", pid=keeper_pid)
 
 
-async def _administer(settings: WorkerSettings, process: Workers, said: NatsJournal | None) -> None:
-    """Open the admin port and make this process findable, once it serves."""
+async def _serve_admin(settings: WorkerSettings, process: Workers, fleet_journal: NatsJournal | None) -> None:
+    """Open the admin port and announce this process in the data directory, once it serves."""
     while waiting := [worker for worker in process.workers if not worker.serving.is_set()]:
-        with contextlib.suppress(TimeoutError):  # of many, one may have ended meanwhile, and have a successor
+        with contextlib.suppress(TimeoutError):  # one of many may have ended meanwhile and been replaced
             async with asyncio.timeout(SERVING_S):
                 await waiting[0].serving.wait()
-    gc.freeze()  # what lives now lives to the end, next to no garbage in it: no collection needs to look at it again
+    gc.freeze()  # live objects stay to the end and hold almost no garbage: no collection needs to scan them again
     url, pages = "", None
     if settings.admin_port >= 0:
         # In a thread: an import on the loop would look like a hang to every frontend.
         admin: Any = await asyncio.to_thread(__import__, "workers.admin.server", fromlist=["serve"])
         try:
             pages, url = await admin.serve(
-                process.workers, process.stopping, settings.host, settings.admin_port, journal=said
+                process.workers, process.stopping, settings.host, settings.admin_port, journal=fleet_journal
             )
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
-    shown: Path | None = None
+    announced: Path | None = None
     try:
-        shown = await asyncio.to_thread(presence.announce, settings.data, "worker", _called(settings), url)
+        announced = await asyncio.to_thread(
+            presence.announce, settings.data, "worker", _process_name(settings), url
+        )
         await asyncio.Event().wait()
     except OSError as error:
         log.error("presence_unwritable", data=str(settings.data), error=error.strerror)
     finally:
-        if shown is not None:
-            presence.withdraw(shown)
+        if announced is not None:
+            presence.withdraw(announced)
         if pages is not None:
             pages.close()
 
 
-def _called(settings: WorkerSettings) -> str:
-    """Return the process's name: its worker's, or from the first of them to the last."""
+def _process_name(settings: WorkerSettings) -> str:
+    """Return the process's name: that of its worker, or the first and last of many."""
     names = settings.names
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the process that started this one dies (Linux only)."""
+    """Ask the kernel for SIGKILL when the parent process dies (Linux only)."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

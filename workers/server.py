@@ -1,7 +1,7 @@
-"""The request plane's server: streams of many frontends over one engine.
+"""The worker's request plane server: streams of many frontends over one engine.
 
-All of this lives on one event loop; only `deliver` may be called from another thread. `FrontendProtocol` reads frames, and
-`WorkerServer` does what they ask for; below it, `StreamOutput` sends what the engine computes.
+Everything here runs on one event loop; only `deliver` may be called from another thread. `FrontendProtocol` reads frames,
+`WorkerServer` handles them, and `StreamOutput` sends what the engine computes.
 """
 
 import asyncio
@@ -33,24 +33,24 @@ from workers.migration.settings import KvMoveSettings
 from workers.output import FaultReport, StreamOutput, WorkerMigrations
 
 STREAMS_PER_CONNECTION_MAX = 4096
-HELLO_BYTES_MAX = 4096  # of a frame of a connection that has sent no hello
+HELLO_BYTES_MAX = 4096  # limit of a frame on a connection that has sent no hello
 LEAVES = "engine_shutdown: this worker is leaving"
 
 log = structlog.get_logger(__name__)
 
 
 class FrontendListener(Protocol):
-    """What accepts connections."""
+    """Accepts connections."""
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
 
 
 class FrontendProtocol(asyncio.Protocol):
-    """The receiving end of one frontend's connection: frames in, calls of the server out."""
+    """The receiving side of one frontend's connection: decodes frames and calls the server."""
 
     def __init__(self, server: "WorkerServer") -> None:
-        self.connection: FrontendConnection | None = None  # until it is made
+        self.connection: FrontendConnection | None = None  # None until connected
         self._server = server
         self._handshake = WorkerHandshake(server.connections.key)
         self._splitter = wire.Splitter(HELLO_BYTES_MAX)
@@ -67,7 +67,7 @@ class FrontendProtocol(asyncio.Protocol):
             return
         try:
             for body in self._splitter.feed(data):
-                self._take(connection, wire.to_worker.decode(body))
+                self._handle(connection, wire.to_worker.decode(body))
         except (wire.BadFrame, msgspec.MsgspecError) as error:
             log.warning("bad_frame", frontend=connection.frontend, error=str(error))
             connection.abort()
@@ -91,7 +91,7 @@ class FrontendProtocol(asyncio.Protocol):
             self.connection.lost()
             self._server.closed(self.connection)
 
-    def _take(self, connection: FrontendConnection, frame: wire.ToWorker) -> None:
+    def _handle(self, connection: FrontendConnection, frame: wire.ToWorker) -> None:
         match frame:
             case Generate() if connection.frontend:
                 self._server.generate(connection, frame)
@@ -113,7 +113,7 @@ class FrontendProtocol(asyncio.Protocol):
                 self._welcome(connection, self._handshake.proven(frame))
             case Hello():
                 raise wire.BadFrame(
-                    f"hello of version {frame.version}; this worker speaks {wire.VERSION}, once"
+                    f"hello of version {frame.version}; this worker supports version {wire.VERSION}, and one hello per connection"
                 )
             case _:
                 raise wire.BadFrame("a frame before hello")
@@ -125,7 +125,7 @@ class FrontendProtocol(asyncio.Protocol):
 
 
 class WorkerServer:
-    """Serves one engine on one port, or behind the broker."""
+    """Serves one engine on one port, or through the broker."""
 
     def __init__(
         self,
@@ -139,8 +139,11 @@ class WorkerServer:
         key: FleetKey | None = None,
         limits: FrontendLimits | None = None,
     ) -> None:
-        """`kv_moves`: how KV caches come and go. `faults` reports engine errors that streams end with. `key`: which frontends
-        must know, too; None: any frontend may connect. `limits`: how many frontends may connect."""
+        """Build a server; `start` or `start_behind` makes it listen.
+
+        `kv_moves`: settings of moves with KV caches. `faults` records engine errors that end streams. `key`: the fleet key
+        that frontends must prove to know; None: any frontend may connect. `limits`: how many frontends may connect.
+        """
         self.worker, self.instance = worker, instance
         self.patience = patience or Patience()
         self.address = ("", 0)
@@ -160,7 +163,7 @@ class WorkerServer:
         self._listener: FrontendListener | None = None
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen, and return the address. Raise OSError if the port cannot be had."""
+        """Listen, and return the address. Raise OSError if the port cannot be bound."""
         sock = listening(host, port)
         self._begin()
         self._listener = await asyncio.get_running_loop().create_server(
@@ -179,7 +182,7 @@ class WorkerServer:
         self._heartbeats.start()
 
     async def close(self, deadline_s: float = 1.0) -> None:
-        """Stop listening, send what is buffered, and break whatever has not closed by then."""
+        """Stop listening, send what is buffered, and abort connections that have not closed by the deadline (seconds)."""
         self._heartbeats.stop()
         if self._listener is not None:
             self._listener.close()
@@ -191,7 +194,7 @@ class WorkerServer:
         self.connections.abort()
 
     def abort(self) -> None:
-        """Break every connection at once: nothing that is buffered leaves."""
+        """Abort every connection at once; buffered output is lost."""
         if self._listener is not None:
             self._listener.close()
         self.connections.abort()
@@ -199,11 +202,13 @@ class WorkerServer:
     # --- frames of frontends
 
     def greeted(self, connection: FrontendConnection) -> None:
-        """Answer a hello with this worker's names, and a beat."""
+        """Answer a hello with this worker's name and instance, and a beat."""
         connection.used_at = asyncio.get_running_loop().time()
         if not self.connections.greeted(connection):
             return
-        identity = self.engine.identity  # one that is not exact gives users text, and canaries tokens
+        identity = (
+            self.engine.identity
+        )  # an engine that is not exact sends text to users and tokens to canaries
         connection.send(Welcome(self.worker, self.instance, identity.model, alike=identity.exact))
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())
@@ -211,17 +216,19 @@ class WorkerServer:
     def strange(self, why: str) -> None:
         """Count a connection that is refused because it does not know the fleet's key."""
         count = self.counters.strangers = self.counters.strangers + 1
-        if str(count).strip("0") == "1":  # the first, the tenth, the hundredth: there may be many
+        if (
+            str(count).strip("0") == "1"
+        ):  # log only the first, the tenth, the hundredth ...: there may be many
             log.warning("stranger_refused", worker=self.worker, why=why, so_far=count)
 
     def closed(self, connection: FrontendConnection) -> None:
-        """Take a lost connection's streams out of the engine."""
+        """Remove a lost connection's streams from the engine."""
         self.connections.remove(connection)
         for key in list(connection.streams.values()):
             self.output.drop(key, "gone")
 
     def cancel(self, connection: FrontendConnection, frame: Cancel) -> None:
-        """Take one stream out of the engine."""
+        """Remove one stream from the engine."""
         key = connection.streams.get(frame.stream)
         if key is None:
             return
@@ -230,25 +237,25 @@ class WorkerServer:
         self.output.drop(key, frame.why)
 
     def generate(self, connection: FrontendConnection, request: Generate) -> None:
-        """Hand a request to the engine, or say at once why not."""
+        """Submit a request to the engine, or answer at once why it is refused."""
         self._drain.asked_by(connection.frontend)
-        if error := self._objection(connection, request, request.stream):
+        if error := self._refusal_reason(connection, request, request.stream):
             connection.batch.append(Chunk(request.stream, [], error=error))
             connection.flush()
             return
         key, now = next(self._keys), asyncio.get_running_loop().time()
         connection.used_at = now
-        asked, turn = RequestOrigin.of(request), self.moves.trust.turns
-        self.streams.begin(key, Stream(connection, request.stream, request.canary, now, asked, turn))
+        origin, turn = RequestOrigin.of(request), self.moves.trust.turns
+        self.streams.begin(key, Stream(connection, request.stream, request.canary, now, origin, turn))
         self.counters.requests += not request.canary
         self.engine.submit(key, request)
 
-    def _objection(self, connection: FrontendConnection, request: Generate, number: int) -> str:
-        """Return why a request is turned away that would be the connection's stream of this number; empty: it is not."""
+    def _refusal_reason(self, connection: FrontendConnection, request: Generate, number: int) -> str:
+        """Return why a request for stream `number` of this connection is refused; empty: it is accepted."""
         if refused := self._drain.refuses(request.canary):
             return refused
         if number in connection.streams:
-            return f"invalid_request: stream {number} is open already on this connection"
+            return f"invalid_request: stream {number} is already open on this connection"
         if len(connection.streams) >= STREAMS_PER_CONNECTION_MAX:
             return f"overloaded: {STREAMS_PER_CONNECTION_MAX} streams on one connection"
         return ""
@@ -256,8 +263,8 @@ class WorkerServer:
     # --- planned moves: docs/kv-transfer.md
 
     def reserve(self, connection: FrontendConnection, frame: Reserve) -> None:
-        """Keep room for a stream that is to come with its KV cache, or say why not."""
-        error = self._objection(connection, frame.request, frame.stream)
+        """Reserve room for a stream that will arrive with its KV cache, or answer why not."""
+        error = self._refusal_reason(connection, frame.request, frame.stream)
         if not error and self._drain.deregistered:
             error = LEAVES
         if not error:
@@ -267,16 +274,16 @@ class WorkerServer:
             connection.send(Declined(frame.stream, error))
 
     def ship(self, connection: FrontendConnection, frame: Ship) -> None:
-        """Send a stream's KV cache to a target, or say why not."""
+        """Send a stream's KV cache to a target, or answer why not."""
         key = connection.streams.get(frame.stream, 0)
         stream = self.streams.by_key.get(key)
         if stream is None:
-            connection.send(Declined(frame.stream, "there is no such stream here, or no longer"))
+            connection.send(Declined(frame.stream, "this stream does not exist here, or has ended"))
         else:
             self.output.ship(key, stream, frame.grants)
 
     def stay(self, connection: FrontendConnection, frame: Stay) -> None:
-        """Break a shipment off. The stream goes on here; if it is over, nothing is left to do."""
+        """Abort a shipment. The stream continues here; if it has ended, nothing is left to do."""
         self._outgoing.stay(connection.streams.get(frame.stream, 0))
         self.output.stays()
 
@@ -284,12 +291,12 @@ class WorkerServer:
 
     @property
     def in_flight(self) -> int:
-        """Users' open streams; canaries do not count."""
+        """Number of users' open streams; canaries do not count."""
         return self.streams.users
 
     @property
     def refusal(self) -> Refusal | None:
-        """Why new requests are turned away; None: they are not."""
+        """Why new requests are refused; None: they are accepted."""
         return self._drain.refusal
 
     @property
@@ -298,13 +305,13 @@ class WorkerServer:
         return self._drain.draining
 
     def deregister(self) -> None:
-        """Tell every frontend to send nothing more; requests that are on their way already are still taken."""
+        """Tell every frontend to send nothing more. Requests already under way are still accepted."""
         self._drain.deregister()
-        self._incoming.drop_all(LEAVES)  # they decode well where they are
+        self._incoming.drop_all(LEAVES)  # these streams can keep decoding at their sources
         self._heartbeats.beat_all()
 
     def refuse(self, refusal: Refusal | None, *, tell: bool = True) -> None:
-        """Turn new requests away from now on (None: no longer), and `tell` every frontend at once."""
+        """Refuse new requests from now on (None: no longer); with `tell`, notify every frontend at once."""
         self._drain.refuse(refusal)
         if refusal is not None:
             self._incoming.drop_all(refusal.reason)
@@ -312,16 +319,16 @@ class WorkerServer:
             self._heartbeats.beat_all()
 
     def drained(self) -> Ends:
-        """Return how streams have ended since it began to drain, or since this was last asked."""
+        """Return how streams have ended since the drain began, or since the last call."""
         return self._drain.drained()
 
     # --- rehearsals
 
     def blackhole(self, on: bool) -> None:
-        """Swallow everything both ways without closing. Healed, connections that lost something are broken."""
+        """Drop all traffic in both directions without closing; when healed, abort the connections that lost something."""
         self.connections.blackhole(on)
 
     @property
     def blackholed(self) -> bool:
-        """Whether everything is swallowed."""
+        """Whether all traffic is dropped."""
         return self.connections.blackholed

@@ -1,14 +1,14 @@
-"""Emptying a worker: nothing new, what runs may finish until a deadline, the rest is told to go elsewhere.
+"""Shuts a worker down gracefully: running requests may finish for a while, the rest go elsewhere.
 
-A graceful shutdown, by seed 004; its timer runs from the first moment:
+The graceful shutdown of seed 004; its timer runs from the first moment:
 
     1 deregister ──▶ 2 drain ─────────────────▶ 3 cleanup ──▶ exit 0
-      beats say so     prefill, then decode       `Worker`, and `Links.close`
-                       time up, or hurried: what is left is ended, and goes elsewhere
+      in heartbeats    prefill, then decode       `InferenceWorker`, and `FleetLinks.close`
+                       time up, or hurried: remaining streams are ended and continue elsewhere
 
-A worker has two endpoints, prefill and decode. Prefill is always waited for: to end it wastes what was computed. Decode
-is waited for too (`graceful_shutdown`), or its streams are sent elsewhere, each as soon as its prompt is computed; where their
-KV cache can go along, frontends are given a moment to see to that.
+A worker has two endpoints, prefill and decode. It always waits for prefill: ending it would waste what was computed. It also
+waits for decode (`graceful_shutdown`), or sends each stream elsewhere as soon as its prompt is computed. If the KV cache can
+move along, frontends get a moment to arrange that.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ from workers.server import WorkerServer
 DRAINING = Refusal("engine_shutdown: this worker is draining", canaries_too=False)
 LEAVING = Refusal("engine_shutdown: this worker is shutting down", canaries_too=True)
 TIME_UP = "engine_shutdown: the grace period is over"
-SENT_ON = "engine_shutdown: this worker leaves, and the stream need not wait for it"
-CLEANUP_S = 5.0  # phase 3; what an orchestrator's grace must leave room for
-DEREGISTERED_S = 0.5  # until then, what frontends sent before they heard of it has come
+SENT_ELSEWHERE = "engine_shutdown: this worker is leaving and does not wait for the stream"
+CLEANUP_S = 5.0  # phase 3, which an orchestrator's grace period must include
+DEREGISTERED_S = 0.5  # until then, requests that frontends sent before they knew have arrived
 
 SecondSignal = Literal["ignore", "hurry"]
 log = structlog.get_logger(__name__)
 
 
 class WorkerEnd:
-    """Why one worker ends: it was told to stop, or it failed. The first failure stands."""
+    """Why one worker ends: a stop command or a failure. The first failure stands."""
 
     def __init__(self) -> None:
-        self.told = asyncio.Event()  # a flag: the fleet's operator wants it to stop
-        self.failed: asyncio.Future[EngineDead] | None = None  # since `begin`
+        self.stop_requested = asyncio.Event()  # a flag: the fleet's operator has stopped it
+        self.failed: asyncio.Future[EngineDead] | None = None  # set by `begin`
 
     def begin(self) -> asyncio.Future[EngineDead]:
-        """Return what becomes the reason of the failure; what failed before is not taken."""
+        """Return a future for the reason of the next failure; earlier failures are ignored."""
         self.failed = asyncio.get_running_loop().create_future()
         return self.failed
 
@@ -53,15 +53,15 @@ class WorkerEnd:
 
 
 class Stop:
-    """A process's wish to stop, and what becomes of a wish that is repeated."""
+    """The stop request of one process, and the effect of a repeated one."""
 
     def __init__(self, second: SecondSignal = "ignore") -> None:
         self.wanted = asyncio.Event()  # a flag
-        self.hurried = asyncio.Event()  # a flag: the grace is to end now
+        self.hurried = asyncio.Event()  # a flag: end the grace period now
         self._second = second
 
     def signalled(self) -> None:
-        """Take a SIGTERM or SIGINT. The first one begins the shutdown; no other begins a second one."""
+        """Handle SIGTERM or SIGINT. The first signal starts the shutdown; a later one hurries it or is ignored."""
         if not self.wanted.is_set():
             self.wanted.set()
         elif self._second == "hurry":
@@ -71,9 +71,10 @@ class Stop:
 
 
 def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: float) -> float:
-    """Return the seconds for phases 1 and 2: what is wanted, but no more than the orchestrator leaves before it kills.
+    """Return the seconds for phases 1 and 2: `grace_s`, limited to what the orchestrator leaves before it kills.
 
-    Its grace includes its own preStop hook, which is over when SIGTERM comes, and must include the cleanup.
+    The orchestrator's grace period includes its own preStop hook, which is over when SIGTERM arrives, and must include the
+    cleanup.
     """
     if orchestrator_grace_s is None:
         return grace_s
@@ -81,7 +82,7 @@ def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: flo
 
 
 async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> Ends:
-    """Empty a worker and say how it went. The worker refuses new requests from now on and afterwards."""
+    """Drain a worker and return how its streams ended. From now on it refuses new requests, also afterwards."""
     server.refuse(refusal)
     streams = server.streams
     try:
@@ -93,7 +94,7 @@ async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> En
 
 
 async def depart(server: WorkerServer, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
-    """Do phases 1 and 2 of a graceful shutdown within the grace, or until there is a hurry. What comes afterwards is refused."""
+    """Run phases 1 and 2 of a graceful shutdown, until the grace period ends or `hurried` is set. Then refuse everything."""
     cut = 0
     waiting, hurry = asyncio.ensure_future(_wait(server, graceful)), asyncio.ensure_future(hurried.wait())
     try:
@@ -116,30 +117,30 @@ async def depart(server: WorkerServer, grace_s: float, *, graceful: bool, hurrie
 async def _wait(server: WorkerServer, graceful: bool) -> None:
     """Deregister, and wait until both endpoints are empty."""
     active, streams = 2 if graceful else 1, server.streams
-    _say_active(server, active)
+    _log_active(server, active)
     waits = server.refusal is None and server.connections.any_greeted
     server.deregister()
     if not graceful and not (waits and server.moves.possible):
-        server.output.send_on(SENT_ON)
+        server.output.send_on(SENT_ELSEWHERE)
     if waits:
         await asyncio.sleep(DEREGISTERED_S)
     server.refuse(LEAVING)
     if not graceful:
-        server.output.send_on(SENT_ON)
+        server.output.send_on(SENT_ELSEWHERE)
     await streams.all_decode.wait()
     if graceful:
-        _say_active(server, active - 1)
+        _log_active(server, active - 1)
     await streams.all_ended.wait()
     log.info("Last endpoint completed, notifying all waiters", worker=server.worker)
 
 
-def _say_active(server: WorkerServer, active: int) -> None:
+def _log_active(server: WorkerServer, active: int) -> None:
     log.info(f"Active graceful endpoints: {active}", worker=server.worker, in_flight=server.in_flight)
 
 
 @contextlib.contextmanager
 def or_exit(seconds: float, code: int) -> Iterator[None]:
-    """End the process with `code` if this does not end in time, even where it holds up the event loop."""
+    """End the process with `code` if the block does not finish in time, even if it blocks the event loop."""
     timer = exit_within(seconds, code)
     try:
         yield

@@ -1,10 +1,12 @@
-"""`holdfast worker --watch-only`: the device watch alone, for a worker before a server whose GPUs are elsewhere than it.
+"""Runs the device watch alone (`holdfast worker --watch-only`), on the host of the GPUs.
 
-    the worker's heartbeats ──▶ its present instance ─┐
-    the device watch ──▶ the last word on each fault ─┴──▶ facts about that instance
+    the worker's heartbeats ──▶ its current instance ─┐
+    the device watch ──▶ the last state of each fault ─┴──▶ facts about that instance
 
-It has no engine and no request plane, registers nowhere and sends no heartbeat: its own end accuses nobody. A new instance
-is told how each fault stands, also that one is over: it may have been said to a life that had ended by then.
+The watched worker runs elsewhere, in front of the server that uses these GPUs. The watch has no engine and no request plane,
+registers nowhere and sends no heartbeat, so its own end is not held against any worker. When a new instance starts, it
+reports the state of every fault again, including those that are over: the instance that received the report may have ended by
+then.
 """
 
 import asyncio
@@ -28,9 +30,9 @@ from workers.devices.memory import Memory
 from workers.devices.report import fact, listen
 from workers.devices.watch import DeviceWatch, WatchPolicy
 
-START_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
+START_S_MAX = 10.0  # the driver's own startup; later calls wait no longer
 RETRY_S = 0.2
-PAST_MAX = 16  # former instances remembered: a late beat of one of them is no new life
+PAST_MAX = 16  # former instances remembered: a late heartbeat of one of them does not start a new life
 
 log = structlog.get_logger(__name__)
 
@@ -40,23 +42,23 @@ class WatchOff(HoldfastError):
 
 
 class Deputy:
-    """Says of one worker's GPUs what the worker would say itself."""
+    """Reports the faults of one worker's GPUs on behalf of that worker."""
 
     def __init__(self, worker: str, journal: Journal) -> None:
-        self.instance = ""  # until its first beat: nobody knows
+        self.instance = ""  # unknown until the first heartbeat
         self._worker = worker
         self._journal = journal
         self._past: deque[str] = deque(maxlen=PAST_MAX)
         self._last: dict[tuple[str, str], FaultChange] = {}  # by device and class
 
     def changed(self, device: str, change: FaultChange) -> None:
-        """Take what the watch has seen."""
+        """Record a change that the watch has detected."""
         self._last[device, change.fault_class] = change
         if self.instance:
             self._observe(device, change)
 
     def on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
-        """Notice the worker's next life."""
+        """Detect the worker's next life."""
         instance = str(body.get("instance") or "")
         if not instance or instance == self.instance or instance in self._past:
             return
@@ -71,7 +73,7 @@ class Deputy:
 
 
 def device_watch(settings: WorkerSettings, policy: WatchPolicy | None = None) -> DeviceWatch:
-    """Return the watch that the settings ask for. Raise BadSetting if the engine's process is not there."""
+    """Return the configured device watch. Raise BadSetting if the engine's process does not exist."""
     memory = Memory(settings.data, f"{settings.name}-watch")
     if settings.engine_pid is None:
         return DeviceWatch(parse(settings.gpus), policy, memory=memory)
@@ -87,14 +89,14 @@ async def run_watch(
     stop: asyncio.Event,
     policy: WatchPolicy | None = None,
 ) -> None:
-    """Watch until a stop is wanted. Raise BadSetting, UnknownGpus or WatchOff, or what has made the watch fail."""
+    """Watch until `stop` is set. Raise BadSetting, UnknownGpus or WatchOff, or the error that ended the watch."""
     watch, deputy = device_watch(settings, policy), Deputy(settings.name, journal)
     await asyncio.to_thread(watch.start, START_S_MAX)
     if watch.off:
         raise WatchOff(f"{WatchOff.__doc__} {watch.off}")
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     listen(watch, deputy.changed, failed.set_exception)
-    hearing = asyncio.ensure_future(_hear(bus, settings.name, deputy))
+    subscribing = asyncio.ensure_future(_subscribe(bus, settings.name, deputy))
     stopped = asyncio.ensure_future(stop.wait())
     path = presence.announce(settings.data, "watch", f"{settings.name}-watch", "")
     log.info("watch_ready", worker=settings.name)
@@ -105,12 +107,12 @@ async def run_watch(
     finally:
         watch.stop()
         presence.withdraw(path)
-        for task in (hearing, stopped):
+        for task in (subscribing, stopped):
             task.cancel()
 
 
-async def _hear(bus: Bus, worker: str, deputy: Deputy) -> None:
-    """Subscribe to the worker's heartbeats, again and again while the broker is on its way out or back."""
+async def _subscribe(bus: Bus, worker: str, deputy: Deputy) -> None:
+    """Subscribe to the worker's heartbeats, retrying while the broker is disconnected."""
     while True:
         try:
             await bus.subscribe(subjects.beat(worker), deputy.on_beat)

@@ -1,13 +1,13 @@
-"""One worker: an engine, the server around it, and what the fleet is told about both.
+"""One worker: an engine, the server around it, and the facts that the fleet receives about both.
 
     start ── joined ──▶ serving ◀──── resume ────┐
-                           │  └── drain ──▶ drained (still there, takes nothing new)
-                           ├── stop wanted ──▶ drain within the grace ──▶ left, exit 0
-                           ├── it cannot go on ──▶ streams sent elsewhere ──▶ left, exit 1
-                           ├── its engine serves something else now ──▶ the same, exit 0, and a new life in this process
-                           └── killed by a rehearsal (one of many in its process) ──▶ gone without a word, exit 137
+                           │  └── drain ──▶ drained (still connected, refuses new requests)
+                           ├── stop requested ──▶ drain within the grace period ──▶ left, exit 0
+                           ├── it fails ──▶ streams sent elsewhere ──▶ left, exit 1
+                           ├── its engine now serves something else ──▶ the same, exit 0, and a new life in this process
+                           └── killed by a rehearsal (one of many in its process) ──▶ gone without a fact, exit 137
 
-It folds nothing: the journal hears from it, and the controller's wishes reach it as requests on the bus that may be
+A worker folds nothing. It writes to the journal, and receives the controller's commands as requests on the bus, which may be
 repeated. Without a bus it serves all the same.
 """
 
@@ -48,23 +48,25 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDeadlines:
-    """How long a worker waits for what may never come, in seconds."""
+    """Deadlines of one worker, in seconds, for things that may never happen."""
 
-    start_s: float = 1860.0  # loading weights: more than an engine gives itself, and its error has the reason
-    check_s: float = 10.0  # a check that takes longer is a dead engine
+    start_s: float = (
+        1860.0  # loading weights: longer than the engine's own deadline, because its error carries the reason
+    )
+    check_s: float = 10.0  # an engine that does not answer its check in this time is dead
     stop_s: float = (
-        2.0  # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it makes the cleanup's 5 s
+        2.0  # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it adds up to the cleanup's 5 s
     )
     cleanup_s: float = CLEANUP_S
 
 
 def _kv_transport(config: WorkerConfig) -> Callable[[], Transport] | None:
-    """Return what makes the way that KV caches go besides shared memory and sockets; None: there is none."""
+    """Return the factory of the configured KV transport besides shared memory and sockets; None: there is no other."""
     if config.kv_transport != "nixl":
         return None
 
     def make() -> Transport:
-        from workers.kv_transfer.nixl import Nixl  # which takes seconds, and is an extra
+        from workers.kv_transfer.nixl import Nixl  # takes seconds to import, and is an optional dependency
 
         return Nixl(config.instance)
 
@@ -72,7 +74,7 @@ def _kv_transport(config: WorkerConfig) -> Callable[[], Transport] | None:
 
 
 class InferenceWorker:
-    """One engine in the fleet."""
+    """One engine as a member of the fleet."""
 
     def __init__(
         self,
@@ -85,8 +87,10 @@ class InferenceWorker:
         kv: KvPublisher | None = None,
         deadlines: WorkerDeadlines | None = None,
     ) -> None:
-        """Without a `bus` it serves alone. `channels`: through which frontends come in, instead of a port; `kv` says what the
-        engine's prefix cache holds."""
+        """Build a worker; without a `bus` it serves alone.
+
+        `channels`: frontends connect through these instead of a port. `kv` publishes what the engine's prefix cache holds.
+        """
         self.config = config
         self.engine = engine
         self.server = WorkerServer(
@@ -122,26 +126,28 @@ class InferenceWorker:
         self._log = log.bind(**self._about)
 
     async def run(self, stop: asyncio.Event, hurried: asyncio.Event | None = None) -> int:
-        """Serve until `stop` is set or it cannot go on; return the exit code. Raise EngineDead if it cannot start.
+        """Serve until `stop` is set or the worker fails; return the exit code. Raise EngineDead if it cannot start.
 
-        Once `hurried` is set, the grace of a stop is over.
+        Once `hurried` is set, the grace period of a stop is over.
         """
         dead = self._ending.begin()
-        if not await self._started(stop):
+        if not await self._start_unless_stopped(stop):
             return 0
         async with asyncio.TaskGroup() as group:
             works = {"beat": self.beats.run(), "watch": self._watch(dead), "listen": self._listen()}
             services = [group.create_task(self._critical(name, work)) for name, work in works.items()]
             try:
                 code = await self._until_over(dead, stop, hurried or asyncio.Event())
-            except Exception as error:  # a mistake of ours, on the way out: it ends all the same, and says so
-                code = await self._fall(broken("shutdown", error))
+            except (
+                Exception
+            ) as error:  # a bug during shutdown: the worker ends all the same, and records that
+                code = await self._leave_failed(broken("shutdown", error))
             for service in services:
                 service.cancel()
         return code
 
-    async def _started(self, stop: asyncio.Event) -> bool:
-        """Start; False if a stop was wanted before that was done (weights can take minutes)."""
+    async def _start_unless_stopped(self, stop: asyncio.Event) -> bool:
+        """Start; return False if a stop was requested before that was done (loading weights can take minutes)."""
         starting, stopped = asyncio.ensure_future(self._start()), asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -162,7 +168,7 @@ class InferenceWorker:
             except NameTaken:
                 await self.engine.stop()
                 raise
-            url = await self._let_in()
+            url = await self._accept_frontends()
         if self.kv is not None:
             self.kv.start(self.engine.identity.dp, muted=lambda: self.server.blackholed)
         gpus = self._gpus.uuids
@@ -180,22 +186,22 @@ class InferenceWorker:
         await self._gpus.find(loaded=False)
         moves = self.server.moves
         try:
-            async with asyncio.timeout(self._deadlines.start_s) as timer, self._waits.telling():
+            async with asyncio.timeout(self._deadlines.start_s) as timer, self._waits.reporting():
                 await self.engine.start(self.server.deliver, self._kv.announce if self._kv else unheard)
                 await moves.start()
         except TimeoutError as error:
             if not timer.expired():
                 raise
-            raise EngineDead(f"it has not started within {self._deadlines.start_s:g} s") from error
+            raise EngineDead(f"the engine did not start within {self._deadlines.start_s:g} s") from error
         await self._gpus.find(loaded=True)
 
     @property
     def kv(self) -> KvPublisher | None:
-        """What publishes the engine's KV events; None where there is none, or no events."""
+        """The publisher of the engine's KV events; None if there is none, or the engine has no events."""
         return self._kv if self.engine.announces else None
 
-    async def _let_in(self) -> str:
-        """Let frontends in; return the address that they are told. Raise HoldfastError if the port cannot be had."""
+    async def _accept_frontends(self) -> str:
+        """Accept frontends; return the address that they use. Raise HoldfastError if the port cannot be bound."""
         if self._channels is not None:
             about = self.config.name, self.config.instance
             await self.server.start_behind(self._channels, subjects.plane(*about))
@@ -205,40 +211,45 @@ class InferenceWorker:
         except OSError as error:
             await self.engine.stop()
             raise HoldfastError(
-                f"port {self.config.port} of {self.config.host} cannot be had: {error.strerror}"
+                f"cannot listen on port {self.config.port} of {self.config.host}: {error.strerror}"
             ) from error
         reach = self.config.advertise or host
         return f"tcp://[{reach}]:{port}" if ":" in reach else f"tcp://{reach}:{port}"
 
-    # --- until it is over
+    # --- until the worker ends
 
     async def _until_over(
         self, dead: asyncio.Future[EngineDead], stop: asyncio.Event, hurried: asyncio.Event
     ) -> int:
-        wishes = [asyncio.ensure_future(flag.wait()) for flag in (stop, self._ending.told)]
-        over: list[asyncio.Future[Any]] = [*wishes, dead]
+        stop_waits = [asyncio.ensure_future(flag.wait()) for flag in (stop, self._ending.stop_requested)]
+        over: list[asyncio.Future[Any]] = [*stop_waits, dead]
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         self.commands.stop()
-        told = any(wish.done() for wish in wishes)
-        for wish in wishes:
-            wish.cancel()
-        if not told:
-            return await self._fall(dead.result())
-        leaving = asyncio.ensure_future(self._leave(hurried))
+        stop_requested = any(wait.done() for wait in stop_waits)
+        for wait in stop_waits:
+            wait.cancel()
+        if not stop_requested:
+            return await self._leave_failed(dead.result())
+        leaving = asyncio.ensure_future(self._shut_down(hurried))
         over = [leaving, dead]
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             return leaving.result()
-        leaving.cancel()  # what it waits for will not come
+        leaving.cancel()  # what it waits for will not happen
         await asyncio.wait((leaving,))
-        return await self._fall(dead.result())
+        return await self._leave_failed(dead.result())
 
-    async def _leave(self, hurried: asyncio.Event) -> int:
-        """Go in good order: told to, and with time to finish what runs."""
-        grace_s, reason = self.config.grace_s, "operator" if self._ending.told.is_set() else "signal"
+    async def _shut_down(self, hurried: asyncio.Event) -> int:
+        """Shut down gracefully: on a stop request, with time to finish running requests."""
+        grace_s, reason = (
+            self.config.grace_s,
+            "operator" if self._ending.stop_requested.is_set() else "signal",
+        )
         self._log.info("shutdown_began", grace_s=grace_s, in_flight=self.server.in_flight)
         self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason=reason))
-        graceful = self.config.graceful_shutdown or self.config.migration_limit == 0  # they could not move
+        graceful = (
+            self.config.graceful_shutdown or self.config.migration_limit == 0
+        )  # with a migration limit of 0 they could not move
         drained = await depart(self.server, grace_s, graceful=graceful, hurried=hurried)
         self._journal.observe(DrainFinished(**self._about, **asdict(drained)))
         await self._end()
@@ -246,10 +257,10 @@ class InferenceWorker:
         self._log.info("worker_left", **asdict(drained))
         return 0
 
-    async def _fall(self, reason: EngineDead) -> int:
-        """Go at once: what the engine held is lost, and its streams are wanted elsewhere."""
+    async def _leave_failed(self, reason: EngineDead) -> int:
+        """Leave at once: what the engine held is lost, and its streams must continue elsewhere."""
         if isinstance(reason, Killed):
-            return await self._vanish()
+            return await self._end_abruptly()
         if isinstance(reason, EngineChanged):
             return await self._renew(reason)
         self._log.critical(
@@ -257,16 +268,16 @@ class InferenceWorker:
         )
         if not isinstance(reason, Retired | Broken):
             self._journal.observe(EngineFaulted(**self._about, reason=str(reason), fatal=True))
-        await self._go(str(reason), "self_initiated", FELL)
+        await self._leave_now(str(reason), "self_initiated", FELL)
         return FELL
 
     async def _renew(self, reason: EngineChanged) -> int:
-        """End this life: its streams continue on other workers, and the next life registers what the engine serves now."""
+        """End this life. Its streams continue on other workers, and the next life registers what the engine serves now."""
         self._log.warning("worker_renewed", reason=str(reason), in_flight=self.server.in_flight)
-        await self._go(str(reason), "graceful", 0)
+        await self._leave_now(str(reason), "graceful", 0)
         return RENEWED
 
-    async def _go(self, reason: str, mode: Literal["graceful", "self_initiated"], code: int) -> None:
+    async def _leave_now(self, reason: str, mode: Literal["graceful", "self_initiated"], code: int) -> None:
         """Leave at once: every stream ends here, to continue elsewhere."""
         self._journal.observe(ShutdownBegan(**self._about, mode=mode, grace_s=0.0, reason=reason))
         server, output = self.server, self.server.output
@@ -276,15 +287,15 @@ class InferenceWorker:
         await self._end()
         self._journal.observe(WorkerLeft(**self._about, mode=mode, exit=code))
 
-    async def _vanish(self) -> int:
-        """Go as if the process had been killed: no frontend is told, and nothing that is still to be sent leaves."""
+    async def _end_abruptly(self) -> int:
+        """End as if the process had been killed: no frontend is notified, and unsent output is lost."""
         self._log.warning("worker_killed", in_flight=self.server.in_flight)
         self.server.abort()
         await self._end()
         return KILLED
 
     async def _end(self) -> None:
-        """Close the server and stop the engine; end the process if that cannot be done in time, and it is our own."""
+        """Close the server and stop the engine. If that takes too long, end the process, unless other workers share it."""
         self.serving.clear()
         self._gpus.stop()
         await self._listener.close()
@@ -299,20 +310,20 @@ class InferenceWorker:
             try:
                 async with asyncio.timeout(self._deadlines.stop_s):
                     await self.engine.stop()
-            except Exception as error:  # a dead engine may not even end as it should
+            except Exception as error:  # a dead engine may fail to stop properly
                 self._log.warning("engine_not_stopped", error=repr(error))
 
     # --- services
 
     async def _critical(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do what the worker cannot do without; should it fail, the worker goes."""
+        """Run an essential service; if it fails, the worker ends."""
         try:
             await work
         except Exception as error:
             self.fail(broken(name, error))
 
     async def _listen(self) -> None:
-        """Answer frontends' questions about KV blocks, and do what the controller asks."""
+        """Answer frontends' requests for KV blocks, and carry out the controller's commands."""
         if self.kv is not None:
             await self.kv.hear()
         await self._listener.run()
@@ -324,7 +335,11 @@ class InferenceWorker:
                 async with asyncio.timeout(self._deadlines.check_s):
                     await self.engine.check()
             except TimeoutError:
-                self.fail(EngineDead(f"its health check did not answer within {self._deadlines.check_s:g} s"))
+                self.fail(
+                    EngineDead(
+                        f"the engine's health check did not answer within {self._deadlines.check_s:g} s"
+                    )
+                )
             except EngineDead as error:
                 self.fail(error)
             await asyncio.sleep(CHECK_S)

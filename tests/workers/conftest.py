@@ -1,4 +1,4 @@
-"""The workers' tests run on the loop that workers run on, or on the one that their file names."""
+"""Fixtures of the worker tests, which run on uvloop or on the loop that their file names."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,13 +13,13 @@ from worker_process import spawn as spawn
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run every asynchronous test here on uvloop, but for files that name another loop."""
+    """Run every asynchronous test here on uvloop, except in files that name another loop."""
     return {"uvloop": getattr(item.module, "LOOP", ClosingLoop)}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=ROUTES)
 async def route(request: pytest.FixtureRequest) -> AsyncIterator[FrontendRoute]:
-    """How frontends come in: on a port, or through a real broker."""
+    """How frontends connect: to a port, or through a real broker."""
     if request.param == "tcp":
         yield FrontendRoute()
         return

@@ -1,14 +1,14 @@
-"""A connection's other end, for who writes to it."""
+"""A transport that records what is written to it."""
 
 import asyncio
 
 
 class Line(asyncio.Transport):
-    """Keeps what is written."""
+    """Records what is written."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said = bytearray()
+        self.written = bytearray()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
@@ -17,7 +17,7 @@ class Line(asyncio.Transport):
         return False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.said += data
+        self.written += data
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""How frontends come in to a worker's server: on its port, or through a real broker."""
+"""How test frontends connect to a worker's server: to its port, or through a real broker."""
 
 import itertools
 import socket
@@ -20,14 +20,14 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class FrontendRoute:
-    """Opens servers to frontends, and connects frontends to them. Both sides of a broker have a connection of their own."""
+    """Opens servers to frontends, and connects frontends to them. Either side of a broker has its own connection."""
 
     frontends: Channels | None = None
     workers: Channels | None = None
     subjects: dict[WorkerServer, str] = field(default_factory=dict)
 
     async def open(self, server: WorkerServer) -> None:
-        """Let frontends in."""
+        """Make a server accept frontends."""
         if self.workers is None:
             await server.start("127.0.0.1", 0)
             return
@@ -37,22 +37,22 @@ class FrontendRoute:
     async def connect(
         self, server: WorkerServer, hello: Hello | None = None, *, narrow: bool = False
     ) -> PlainFrontend:
-        """Connect as a frontend; on a port, `narrow` lets the kernel keep next to nothing for it."""
+        """Connect as a frontend. On a port, `narrow` makes the kernel buffer next to nothing."""
         if self.frontends is None:
             return await PlainFrontend.connect(server.address[1], hello, narrow=narrow)
         return await PlainFrontend.through(self.frontends, self.subjects[server], hello)
 
 
 def narrow(server: WorkerServer) -> None:
-    """Let the kernel keep next to nothing on the worker's side, so that slow readers are felt."""
+    """Make the kernel buffer next to nothing on the worker's side, so that slow readers have an effect."""
     for connection in server.connections.open:
-        if connection.sock is not None:  # behind a broker the window is the bound
+        if connection.sock is not None:  # through a broker, the window is the limit
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
 @asynccontextmanager
 async def through(broker: Broker) -> AsyncIterator[FrontendRoute]:
-    """Connect through this broker."""
+    """Connect both sides through this broker."""
     frontends = await Channels.open(broker.url, "frontends")
     workers = await Channels.open(broker.url, "workers")
     try:

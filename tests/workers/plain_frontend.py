@@ -1,4 +1,4 @@
-"""A frontend of few words: says hello, asks, and remembers every frame that comes."""
+"""A minimal frontend: sends a hello, sends requests, and records every frame that it receives."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ class PlainFrontend(asyncio.Protocol):
         self.heard_at: list[float] = []
         self._by_kind: defaultdict[type, list[Any]] = defaultdict(
             list
-        )  # the same: conditions are looked at often
+        )  # the same frames by type, because conditions are evaluated often
         self._by_stream: defaultdict[int, list[Chunk]] = defaultdict(list)
         self._ends: dict[int, Chunk] = {}
         self.closed = asyncio.Event()
@@ -34,7 +34,7 @@ class PlainFrontend(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, port: int, hello: Hello | None = None, *, narrow: bool = False) -> "PlainFrontend":
-        """Connect and say hello; `narrow` lets the kernel keep next to nothing for us."""
+        """Connect and send a hello. `narrow` makes the kernel buffer next to nothing."""
         loop = asyncio.get_running_loop()
         sock = socket.socket()
         sock.setblocking(False)
@@ -47,7 +47,7 @@ class PlainFrontend(asyncio.Protocol):
 
     @classmethod
     async def through(cls, channels: Channels, subject: str, hello: Hello | None = None) -> "PlainFrontend":
-        """Connect through the broker and say hello."""
+        """Connect through the broker and send a hello."""
         frontend = await channels.dial(subject, cls)
         assert isinstance(frontend, PlainFrontend)
         frontend.say(hello or Hello("test"))
@@ -91,7 +91,7 @@ class PlainFrontend(asyncio.Protocol):
         self.say(Cancel(stream, why))
 
     async def until(self, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-        """Wait until a condition on what was heard holds."""
+        """Wait until a condition on the received frames holds."""
         async with asyncio.timeout(deadline_s):
             while not condition():
                 self._changed.clear()
@@ -108,7 +108,7 @@ class PlainFrontend(asyncio.Protocol):
         return self.tokens(stream)
 
     def of(self, kind: type[F]) -> list[F]:
-        """Return the frames of a kind, in the order in which they came."""
+        """Return the frames of a type, in order of arrival."""
         return self._by_kind[kind]
 
     def chunks(self, stream: int) -> list[Chunk]:

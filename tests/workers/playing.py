@@ -5,7 +5,7 @@ from workers.kv_transfer.transport import Remote
 
 
 class Playing:
-    """The transport. `fault` says what goes wrong."""
+    """The transport. `fault` selects what fails."""
 
     name = "playing"
 
@@ -13,7 +13,7 @@ class Playing:
         self.fault = fault
         self.offered: dict[bytes, memoryview] = {}
         self.open = 0
-        self.late: list[memoryview] = []  # withdrawn while somebody might still write there
+        self.late: list[memoryview] = []  # withdrawn while a source might still write to it
 
     def offer(self, memory: memoryview) -> bytes:
         if self.fault == "offer":

@@ -1,4 +1,4 @@
-"""Two workers of one name: the newcomer is refused with a clear error, and the first one serves on."""
+"""Two workers of one name: the newcomer is refused with an error, and the first one keeps serving."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ Eventually = Callable[..., Awaitable[None]]
 
 
 class LoadingEngine(SimulatedEngine):
-    """An engine that loads until it is told that it has its weights."""
+    """An engine that loads until the test sets `loaded`."""
 
     def __init__(self) -> None:
         super().__init__(EngineShape(), ConstantTiming())
@@ -45,7 +45,7 @@ def newcomer(life: Life, name: str, check_s: float, engine: SimulatedEngine | No
 
 
 async def test_a_second_worker_of_a_live_name_does_not_register(begin: Begin) -> None:
-    """The refusal names the instance that serves, and is journalled, so that an alert can fire."""
+    """The refusal names the serving instance and is recorded on the journal, so that an alert can fire."""
     life = await begin()
     with pytest.raises(
         NameTaken, match=r"another live worker is named w0 \(instance i1\); it stays in service"
@@ -53,8 +53,8 @@ async def test_a_second_worker_of_a_live_name_does_not_register(begin: Begin) ->
         async with asyncio.timeout(10):
             await newcomer(life, "w0", 20.0).run(asyncio.Event())
     assert [fact.instance for fact in life.facts if isinstance(fact, WorkerJoined)] == ["i1"]
-    (said,) = [fact for fact in life.facts if isinstance(fact, WorkerAwaited)]
-    assert (said.worker, said.instance, said.name_taken_by) == ("w0", "i2", "i1")
+    (refusal,) = [fact for fact in life.facts if isinstance(fact, WorkerAwaited)]
+    assert (refusal.worker, refusal.instance, refusal.name_taken_by) == ("w0", "i2", "i1")
     assert not life.running.done()
 
 
@@ -62,7 +62,8 @@ async def test_a_second_worker_of_a_live_name_does_not_register(begin: Begin) ->
 async def test_of_two_workers_that_load_at_the_same_time_the_second_does_not_register(
     begin: Begin, eventually: Eventually, reachable: bool
 ) -> None:
-    """Neither beats while it loads. The second one hears the first before it registers, also where the broker came back late."""
+    """Neither sends heartbeats while it loads. The second one receives the first one's before it registers, even if the
+    broker reconnected late."""
     engines = LoadingEngine(), LoadingEngine()
     life = await begin(engine=engines[0], name_check_s=0.05)
     life.bus.reachable = reachable
@@ -83,7 +84,7 @@ async def test_of_two_workers_that_load_at_the_same_time_the_second_does_not_reg
 
 
 async def test_a_silent_worker_does_not_hold_its_name(begin: Begin) -> None:
-    """A life that hangs or is cut off beats no more: its successor may start."""
+    """A life that hangs or is cut off sends no heartbeats: its successor may start."""
     life = await begin()
     life.worker.server.blackhole(True)
     second, stop = newcomer(life, "w0", 0.2), asyncio.Event()
@@ -94,8 +95,8 @@ async def test_a_silent_worker_does_not_hold_its_name(begin: Begin) -> None:
     assert await running == 0
 
 
-async def test_a_name_of_its_own_is_not_refused(begin: Begin) -> None:
-    """Other workers' heartbeats say nothing of this name; without a broker nothing can be checked."""
+async def test_a_unique_name_is_not_refused(begin: Begin) -> None:
+    """Other workers' heartbeats do not matter for this name; without a broker nothing can be checked."""
     life = await begin()
     for reachable in (True, False):
         second, stop = newcomer(life, "w1", 0.2), asyncio.Event()

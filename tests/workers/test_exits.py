@@ -1,4 +1,4 @@
-"""How a worker's process ends, and who says so: itself with 0 and FELL, its supervisor with every other status."""
+"""How a worker's process ends, and which side records it: itself for 0 and FELL, else its supervisor."""
 
 import asyncio
 import os
@@ -20,9 +20,9 @@ from workers.worker import WorkerDeadlines
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(EngineDead("no such model"), FELL), (RuntimeError("a mistake of ours"), BROKE)]
+    ("error", "code"), [(EngineDead("no such model"), FELL), (RuntimeError("a bug"), BROKE)]
 )
-def test_an_error_that_nobody_foresaw_is_no_end_that_the_worker_has_told_of(
+def test_an_unexpected_error_exits_with_a_code_that_means_no_recorded_end(
     error: Exception, code: int
 ) -> None:
     def fail() -> int:
@@ -46,7 +46,9 @@ leave(main(["--data", sys.argv[1]]))
 """
 
 
-def test_a_call_that_hangs_in_a_thread_of_the_loop_keeps_nobody_from_ending(tmp_path: Path) -> None:
+def test_a_call_that_hangs_in_a_thread_of_the_loop_does_not_stop_a_worker_from_exiting(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-c", STUCK_START, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -71,23 +73,23 @@ raise SystemExit(_run(role()))
 """
 
 
-def test_nor_does_it_keep_a_frontend_or_a_controller() -> None:
+def test_a_call_that_hangs_in_a_thread_of_the_loop_does_not_stop_other_roles_from_exiting() -> None:
     ran = subprocess.run([sys.executable, "-c", STUCK_ROLE], timeout=30, check=False)
     assert ran.returncode == 0
 
 
-async def test_an_engine_that_takes_too_long_to_start_is_one_clear_error(begin: Begin) -> None:
+async def test_an_engine_that_takes_too_long_to_start_gives_one_clear_error(begin: Begin) -> None:
     class Slow(SimulatedEngine):
         async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
             await asyncio.Event().wait()
 
     life = await begin(engine=Slow(EngineShape()), deadlines=WorkerDeadlines(start_s=0.05))
-    with pytest.raises(EngineDead, match=r"it has not started within 0\.05 s"):
+    with pytest.raises(EngineDead, match=r"the engine did not start within 0\.05 s"):
         await life.running
 
 
 @pytest.mark.parametrize("code", [0, FELL])
-def test_a_thread_that_is_stuck_keeps_nobody_from_ending(code: int) -> None:
+def test_a_stuck_thread_does_not_stop_the_process_from_exiting(code: int) -> None:
     stuck = (
         "import sys, threading\n"
         "from workers.cli import leave\n"
@@ -101,21 +103,21 @@ def test_a_thread_that_is_stuck_keeps_nobody_from_ending(code: int) -> None:
     assert (ran.returncode, ran.stdout) == (code, "last words")
 
 
-async def test_a_cleanup_that_hangs_is_no_end_that_the_worker_has_told_of(
+async def test_a_cleanup_that_hangs_exits_with_a_code_that_means_no_recorded_end(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    told: list[bool] = []
+    left: list[bool] = []
 
     class Hanging(SimulatedEngine):
         async def stop(self) -> None:
             time.sleep(0.3)  # noqa: ASYNC251 (it holds the loop up)
-            told.append(any(isinstance(fact, WorkerLeft) for fact in life.facts))
+            left.append(any(isinstance(fact, WorkerLeft) for fact in life.facts))
             await super().stop()
 
     life = await begin(engine=Hanging(EngineShape()), deadlines=WorkerDeadlines(cleanup_s=0.05))
     life.worker.fail(EngineDead("broken"))
     assert await life.running == FELL
-    assert (codes, told) == ([BROKE], [False])
+    assert (codes, left) == ([BROKE], [False])
     assert life.facts[-1] == WorkerLeft(**ABOUT, mode="self_initiated", exit=FELL)

@@ -1,4 +1,4 @@
-"""A group of ranks is one worker: what strikes one rank strikes the group, and is told by the rank's own name."""
+"""A group of ranks is one worker: a fault of one rank fails the group and is reported per rank."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ STEP_S = 0.002
 
 
 class Group:
-    """A worker of eight ranks, and what it has said."""
+    """A worker of eight ranks, and the facts that it has recorded."""
 
     def __init__(self, **config: Any) -> None:
         self.stream, self.stop = MemoryStream(), asyncio.Event()
@@ -55,7 +55,7 @@ async def group() -> AsyncIterator[Group]:
         await made.running
 
 
-async def test_it_registers_its_ranks_and_where_their_devices_are(group: Group) -> None:
+async def test_a_group_registers_its_ranks_and_their_devices(group: Group) -> None:
     (await group.frontend()).transport.abort()
     (joined,) = group.facts(WorkerJoined)
     assert joined.tp == TP
@@ -82,7 +82,7 @@ async def test_a_fatal_fault_of_one_ranks_device_fails_the_group(group: Group) -
 async def test_an_nvlink_fault_of_one_rank_leaves_the_group_alive_and_is_healed(group: Group) -> None:
     frontend = await group.frontend()
     group.chaos("nvlink", rank=5)
-    group.chaos("nvlink", rank=5)  # it stands already
+    group.chaos("nvlink", rank=5)  # it is active already
     await frontend.until(lambda: group.facts(DeviceFaulted))
     (fault,) = group.facts(DeviceFaulted)
     assert (fault.device, fault.fault_class, fault.fatal, fault.weight) == (
@@ -140,6 +140,6 @@ async def test_all_ranks_wait_for_the_slowest() -> None:
 
 
 @pytest.mark.parametrize("rank", [TP, -1, "three"])
-async def test_a_rank_that_is_not_there_is_refused(group: Group, rank: Any) -> None:
+async def test_a_fault_of_a_missing_rank_is_refused(group: Group, rank: Any) -> None:
     with pytest.raises(BadRequest, match=r"rank = "):
         group.chaos("error", rank=rank)

@@ -1,4 +1,4 @@
-"""The keeper: a killed worker's connections end before its memory is freed, and nothing of it is left behind."""
+"""The keeper: a killed worker's connections end before its memory is freed, without leftovers."""
 
 import ctypes
 import errno
@@ -45,7 +45,7 @@ WAIT = "signal.pause()"
 
 @dataclass
 class Started:
-    """A process with a heap and a connection, as a worker has."""
+    """A process with a heap and a connection, like a worker."""
 
     process: subprocess.Popen[str]
     keeper: psutil.Process | None
@@ -57,7 +57,7 @@ Start = Callable[..., Started]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`start("kept", mb, then)` starts a process that connects and then does what `then` says."""
+    """`start("kept", mb, then)` starts a process that connects and then executes `then`."""
     started: list[Started] = []
 
     def one(kept: str, mb: int = 1, then: str = WAIT) -> Started:
@@ -83,7 +83,7 @@ def start() -> Iterator[Start]:
 
 
 def ended(process: psutil.Process | None) -> bool:
-    """Whether a process runs no more, reaped or not."""
+    """Whether a process has ended, reaped or not."""
     assert process is not None
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -92,7 +92,7 @@ def ended(process: psutil.Process | None) -> bool:
 
 
 def memory_mb(process: psutil.Process | None) -> int:
-    """Return how much memory a process has, none if there is no such process any more."""
+    """Return a process's memory in MB; 0 if it has ended."""
     assert process is not None
     try:
         return int(process.memory_info().rss) >> 20
@@ -103,7 +103,7 @@ def memory_mb(process: psutil.Process | None) -> int:
 async def test_a_killed_process_closes_its_connections_before_its_memory_is_freed(
     start: Start, eventually: Eventually
 ) -> None:
-    """The keeper lets go of the memory a tenth of a second later: a busy machine may look too late."""
+    """The keeper frees the memory a tenth of a second later: a busy machine may look too late."""
     left: list[int] = []
     while max(left, default=0) < HEAP_MB and len(left) < TRIES:
         one = start("kept", HEAP_MB)
@@ -117,8 +117,8 @@ async def test_a_killed_process_closes_its_connections_before_its_memory_is_free
 
 ENDS = {
     "killed": (WAIT, -signal.SIGKILL),
-    "told to end": (WAIT, -signal.SIGTERM),
-    "in good order": ("sys.stdin.readline()", 0),
+    "by SIGTERM": (WAIT, -signal.SIGTERM),
+    "normally": ("sys.stdin.readline()", 0),
     "by os._exit": ("sys.stdin.readline(); os._exit(4)", 4),
     "by an exception": ("sys.stdin.readline(); raise SystemExit(1)", 1),
     "crashed": ("sys.stdin.readline(); os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
@@ -126,7 +126,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("way", ENDS)
-async def test_the_keeper_ends_with_its_process_however_that_ends(
+async def test_the_keeper_ends_when_its_process_ends_for_any_reason(
     way: str, start: Start, eventually: Eventually
 ) -> None:
     then, status = ENDS[way]
@@ -142,14 +142,16 @@ async def test_the_keeper_ends_with_its_process_however_that_ends(
     await eventually(lambda: ended(one.keeper))
 
 
-async def test_it_ends_also_when_killed_at_any_moment_of_its_start(eventually: Eventually) -> None:
+async def test_the_keeper_ends_when_its_process_is_killed_at_any_moment_of_the_start(
+    eventually: Eventually,
+) -> None:
     for n in range(20):
         session = _killed_while_starting(after_s=n * 0.0001)  # it takes a millisecond
         await eventually(lambda session=session: not _living(session))
 
 
 def _killed_while_starting(after_s: float) -> int:
-    """Return the session of a process that is killed while it starts its keeper: both are in it, and nobody else."""
+    """Return the session of a process that is killed while it starts its keeper; only these two processes are in it."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from workers import keeper; print(flush=True); keeper.start(); input()"],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -173,7 +175,7 @@ def _session(pid: int) -> int:
         return 0
 
 
-async def test_no_signal_but_a_kill_reaches_it(start: Start, eventually: Eventually) -> None:
+async def test_no_signal_except_sigkill_reaches_the_keeper(start: Start, eventually: Eventually) -> None:
     one = start("kept")
     assert one.keeper is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
@@ -184,25 +186,25 @@ async def test_no_signal_but_a_kill_reaches_it(start: Start, eventually: Eventua
     assert not ended(one.keeper)
     one.keeper.kill()
     await eventually(lambda: ended(one.keeper))
-    assert one.process.poll() is None, "a process without its keeper goes on"
+    assert one.process.poll() is None, "a process without its keeper continues"
     one.process.kill()
     assert one.connection.recv(1) == b""
 
 
-def test_it_keeps_no_file_of_its_process_open(start: Start) -> None:
+def test_the_keeper_keeps_no_file_of_its_process_open(start: Start) -> None:
     one = start("kept")
     assert one.keeper is not None
     assert one.keeper.num_fds() == 1
     assert one.keeper.name() == keeper.NAME.decode()
 
 
-def test_its_process_does_not_see_it_as_a_child_to_wait_for(start: Start) -> None:
+def test_the_keeper_is_not_a_child_that_its_process_waits_for(start: Start) -> None:
     then = "try: os.wait()\nexcept ChildProcessError: connection.send(b'none')\nsignal.pause()"
     assert start("kept", 1, then).connection.recv(4) == b"none"
 
 
-class Poorer:
-    """A libc whose `clone` is refused, or that has none of the named functions."""
+class LimitedLibc:
+    """A libc that refuses `clone`, or lacks the named functions."""
 
     def __init__(self, *missing: str) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -218,13 +220,13 @@ class Poorer:
         return -1
 
 
-def test_where_it_cannot_be_there_is_none_and_the_signals_are_as_before() -> None:
+def test_without_a_keeper_the_signal_mask_is_unchanged_and_the_worker_starts() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with pytest.raises(keeper.NoKeeper, match="clone: Operation not permitted"):
-        keeper.start(Poorer())
+        keeper.start(LimitedLibc())
     with pytest.raises(keeper.NoKeeper, match="makecontext"):
-        keeper.start(Poorer("makecontext"))
-    with structlog.testing.capture_logs() as said:
-        keeper.keep(Poorer())
-    assert [line["event"] for line in said] == ["no_keeper"], "the worker starts all the same"
+        keeper.start(LimitedLibc("makecontext"))
+    with structlog.testing.capture_logs() as entries:
+        keeper.keep(LimitedLibc())
+    assert [line["event"] for line in entries] == ["no_keeper"], "the worker starts anyway"
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

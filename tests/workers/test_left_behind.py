@@ -1,4 +1,4 @@
-"""What is left of a worker whose process, or a part of it, was killed: nothing, once the next one has started."""
+"""What a killed worker leaves behind: nothing, once the next one has started."""
 
 import asyncio
 import signal
@@ -52,7 +52,7 @@ async def owner(instance: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.wait()
 
 
-async def test_the_next_start_sweeps_the_regions_of_the_killed_and_of_nobody_else(
+async def test_the_next_start_sweeps_the_regions_of_killed_workers_only(
     spawn: Spawn, eventually: Eventually
 ) -> None:
     dead, living = new_id(), new_id()
@@ -78,7 +78,9 @@ async def serving(
 
 
 @pytest.mark.servers
-async def test_a_dead_engine_leaves_nothing(spawn: Spawn, nats_url: str, eventually: Eventually) -> None:
+async def test_a_worker_with_a_dead_engine_leaves_nothing_behind(
+    spawn: Spawn, nats_url: str, eventually: Eventually
+) -> None:
     process, frontend, instance = await serving(spawn, eventually, "--name", "w40", nats_url=nats_url)
     bus = await NatsBus.connect(nats_url, "test")
     assert "error" not in await bus.request(subjects.chaos("w40"), {"fault": "die"})
@@ -91,7 +93,7 @@ async def test_a_dead_engine_leaves_nothing(spawn: Spawn, nats_url: str, eventua
 
 
 @pytest.mark.servers
-async def test_a_killed_worker_leaves_what_its_successor_takes_over_or_sweeps(
+async def test_the_successor_of_a_killed_worker_takes_over_or_sweeps_what_it_left(
     spawn: Spawn, nats_url: str, eventually: Eventually
 ) -> None:
     killed, frontend, instance = await serving(spawn, eventually, "--name", "w42", nats_url=nats_url)
@@ -106,7 +108,7 @@ async def test_a_killed_worker_leaves_what_its_successor_takes_over_or_sweeps(
     frontend.transport.abort()
 
 
-async def test_a_worker_without_its_keeper_says_so_serves_on_and_leaves_in_good_order(
+async def test_a_worker_that_lost_its_keeper_logs_it_keeps_serving_and_leaves_gracefully(
     spawn: Spawn, eventually: Eventually
 ) -> None:
     process, frontend, instance = await serving(spawn, eventually)

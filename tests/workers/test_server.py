@@ -1,4 +1,4 @@
-"""The request plane's server, over real sockets and through a real broker, around the simulated engine."""
+"""The request plane's server with the simulated engine, over real sockets and a real broker."""
 
 import asyncio
 import threading
@@ -50,7 +50,7 @@ async def serve(route: FrontendRoute) -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def dial(route: FrontendRoute) -> AsyncIterator[Dial]:
-    """`await dial(server)` connects a frontend, and lets go of it at the end."""
+    """`await dial(server)` connects a frontend, and closes it at the end."""
     dialled: list[PlainFrontend] = []
 
     async def connect(server: WorkerServer, hello: Hello | None = None) -> PlainFrontend:
@@ -64,7 +64,7 @@ async def dial(route: FrontendRoute) -> AsyncIterator[Dial]:
 
 
 def undisturbed(tokens: list[int], most: int) -> list[int]:
-    """Return the answer of an engine that nothing happens to."""
+    """Return the answer of an undisturbed engine."""
     scheduler = Scheduler(SHAPE)
     scheduler.submit(1, generate(tokens, most))
     return run(scheduler, most + 5)[1]
@@ -75,7 +75,7 @@ def engine_of(server: WorkerServer) -> SimulatedEngine:
     return server.engine
 
 
-async def test_a_hello_is_welcomed_with_who_this_is(serve: Serve, dial: Dial) -> None:
+async def test_a_hello_is_answered_with_the_workers_identity(serve: Serve, dial: Dial) -> None:
     frontend = await dial(await serve())
     await frontend.until(lambda: frontend.welcome and frontend.beats)
     welcome = frontend.welcome
@@ -84,13 +84,13 @@ async def test_a_hello_is_welcomed_with_who_this_is(serve: Serve, dial: Dial) ->
 
 
 @pytest.mark.parametrize("first", [Hello("test", version=99), Generate(1, "r", [300], 1, None)])  # type: ignore[arg-type]
-async def test_who_does_not_say_a_proper_hello_is_cut_off(serve: Serve, first: Hello, dial: Dial) -> None:
+async def test_a_connection_without_a_valid_hello_is_closed(serve: Serve, first: Hello, dial: Dial) -> None:
     frontend = await dial(await serve(), first)
     await frontend.lost()
 
 
 @pytest.mark.parametrize("rubbish", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_rubbish_cuts_only_the_connection_it_came_on(serve: Serve, rubbish: bytes, dial: Dial) -> None:
+async def test_garbage_closes_only_its_own_connection(serve: Serve, rubbish: bytes, dial: Dial) -> None:
     server = await serve()
     good = await dial(server)
     bad = await dial(server)
@@ -99,7 +99,7 @@ async def test_rubbish_cuts_only_the_connection_it_came_on(serve: Serve, rubbish
     assert await good.answer(good.ask(prompt())) == undisturbed(prompt(), 16)
 
 
-async def test_a_step_is_one_frame_with_every_stream_in_it(serve: Serve, dial: Dial) -> None:
+async def test_a_step_is_one_frame_with_all_streams(serve: Serve, dial: Dial) -> None:
     frontend = await dial(await serve(itl_s=0.002))
     streams = [frontend.ask(prompt(salt=n), max_tokens=50) for n in range(8)]
     for stream in streams:
@@ -124,7 +124,7 @@ async def test_two_hundred_streams_at_once_are_all_exact(serve: Serve, dial: Dia
         assert await frontend.answer(stream) == undisturbed(prompt(20 + n % 50, n), 40)
 
 
-async def test_a_cancelled_stream_is_gone(serve: Serve, dial: Dial) -> None:
+async def test_a_cancelled_stream_is_removed(serve: Serve, dial: Dial) -> None:
     server = await serve(itl_s=0.005)
     frontend = await dial(server)
     stream = frontend.ask(prompt(), max_tokens=8000)
@@ -136,7 +136,7 @@ async def test_a_cancelled_stream_is_gone(serve: Serve, dial: Dial) -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "close"])
-async def test_a_broken_connection_takes_its_streams_with_it(serve: Serve, how: str, dial: Dial) -> None:
+async def test_a_broken_connection_ends_its_streams(serve: Serve, how: str, dial: Dial) -> None:
     server = await serve(itl_s=0.005)
     frontend = await dial(server)
     other = await dial(server)
@@ -148,7 +148,7 @@ async def test_a_broken_connection_takes_its_streams_with_it(serve: Serve, how: 
     assert await other.answer(kept) == undisturbed(prompt(), 60)
 
 
-async def test_beats_come_while_a_step_lasts(serve: Serve, dial: Dial) -> None:
+async def test_beats_are_sent_during_a_long_step(serve: Serve, dial: Dial) -> None:
     server = await serve(itl_s=30.0)  # the engine is stuck in one step; the loop is not
     frontend = await dial(server)
     frontend.ask(prompt(), max_tokens=2)
@@ -158,7 +158,7 @@ async def test_beats_come_while_a_step_lasts(serve: Serve, dial: Dial) -> None:
     assert beat.step_age_ms > frontend.beats[-5].step_age_ms > 0
 
 
-async def test_a_prefill_says_how_many_tokens_it_works_on(serve: Serve, dial: Dial) -> None:
+async def test_a_beat_reports_the_tokens_of_a_prefill(serve: Serve, dial: Dial) -> None:
     server = await serve(prefill_tokens_per_s=100)
     frontend = await dial(server)
     frontend.ask(prompt(3000))
@@ -176,7 +176,7 @@ async def test_a_slow_reader_gets_every_token_in_fewer_frames(
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
     narrow(server)
-    frontend.transport.pause_reading()  # beyond what the kernel keeps for us
+    frontend.transport.pause_reading()  # fills the kernel's buffers
     streams = {frontend.ask(prompt(salt=n), max_tokens=4_000): n for n in range(20)}
     await eventually(lambda: server.counters.requests == 20 and not server.in_flight, 60)
     frontend.transport.resume_reading()
@@ -185,7 +185,7 @@ async def test_a_slow_reader_gets_every_token_in_fewer_frames(
     assert max(len(chunk.tokens) for step in frontend.steps for chunk in step.chunks) > 1
 
 
-async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_said() -> None:
+async def test_the_backlog_of_a_slow_reader_is_one_chunk_per_stream_with_all_output() -> None:
     line, server = Line(), WorkerServer(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE))
     protocol = FrontendProtocol(server)
     protocol.connection_made(line)
@@ -199,16 +199,16 @@ async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_sai
         Chunk(1, [302], None, None, [Logprob(-2.0, [])]),
         Chunk(2, [303], cached_tokens=8),
         Chunk(3, [], text="b"),
-        Chunk(3, [305]),  # tokens after text: one chunk could not say which came first
+        Chunk(3, [305]),  # tokens after text: one chunk could not express their order
         Chunk(2, [304], finish="length"),
         Chunk(3, [306], finish="stop"),
         Chunk(1, [], error="engine_error: it broke"),
     ):
         connection.batch.append(chunk)
         connection.flush()
-    assert not line.said
+    assert not line.written
     protocol.resume_writing()
-    (body,) = Splitter().feed(bytes(line.said))
+    (body,) = Splitter().feed(bytes(line.written))
     logprobs = [Logprob(-1.0, []), Logprob(-1.0, []), Logprob(-2.0, [])]
     assert to_frontend.decode(body) == Step(
         [
@@ -222,12 +222,12 @@ async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_sai
     connection.batch.append(Chunk(4, [307]))
     connection.flush()
     protocol.resume_writing()
-    assert [to_frontend.decode(body) for body in Splitter().feed(bytes(line.said))][1:] == [
+    assert [to_frontend.decode(body) for body in Splitter().feed(bytes(line.written))][1:] == [
         Step([Chunk(4, [307])])
-    ], "what has left is forgotten"
+    ], "what was sent is forgotten"
 
 
-async def test_a_frontend_that_never_reads_is_cut_at_a_bound(
+async def test_a_frontend_that_never_reads_is_closed_at_the_backlog_limit(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
     server = await serve(patience=Patience(buffer_bytes=1024, backlog_bytes_max=10_000))
@@ -243,7 +243,7 @@ async def test_a_frontend_that_never_reads_is_cut_at_a_bound(
     await frontend.lost()
 
 
-async def test_a_frontend_that_stops_reading_is_cut_in_time(
+async def test_a_frontend_that_stops_reading_is_closed_after_the_time_limit(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
     server = await serve(patience=Patience(buffer_bytes=1024, stalled_s_max=0.1))
@@ -257,7 +257,7 @@ async def test_a_frontend_that_stops_reading_is_cut_in_time(
     assert server.in_flight == 0
 
 
-async def test_what_a_slow_reader_was_owed_is_sent_before_the_connection_closes(
+async def test_the_backlog_is_sent_before_the_connection_closes(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
     server = await serve(patience=Patience(buffer_bytes=1024))
@@ -278,7 +278,9 @@ async def test_what_a_slow_reader_was_owed_is_sent_before_the_connection_closes(
 # --- draining
 
 
-async def test_a_draining_worker_finishes_what_runs_and_takes_canaries_only(serve: Serve, dial: Dial) -> None:
+async def test_a_draining_worker_finishes_running_streams_and_accepts_only_canaries(
+    serve: Serve, dial: Dial
+) -> None:
     server = await serve(itl_s=0.002)
     frontend = await dial(server)
     running = frontend.ask(prompt(), max_tokens=100)
@@ -295,7 +297,7 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_canaries_only(serv
     assert (await draining).migrated == 0
 
 
-async def test_a_drain_says_of_every_stream_how_it_ended(
+async def test_a_drain_counts_how_every_stream_ended(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
     server = await serve(itl_s=0.002)
@@ -314,7 +316,7 @@ async def test_a_drain_says_of_every_stream_how_it_ended(
     await eventually(lambda: server.in_flight == 1)
     engine_of(server).chaos("error", 1)
     assert await draining == Ends(completed=1, migrated=2, cancelled=2, failed=1)
-    assert server.drained() == Ends(), "each is said once"
+    assert server.drained() == Ends(), "each is reported once"
 
 
 async def test_a_drain_that_runs_out_of_time_sends_the_rest_elsewhere(serve: Serve, dial: Dial) -> None:
@@ -324,17 +326,17 @@ async def test_a_drain_that_runs_out_of_time_sends_the_rest_elsewhere(serve: Ser
     await frontend.until(lambda: frontend.tokens(stream))
     drained = await drain(server, LEAVING, 0.1)
     assert (drained.completed, drained.migrated) == (0, 1)
-    said = await frontend.answer(stream)
+    tokens = await frontend.answer(stream)
     end = frontend.end(stream)
     assert end is not None and (end.error or "").startswith("engine_shutdown")
-    assert said == undisturbed(prompt(), 10_000)[: len(said)]
+    assert tokens == undisturbed(prompt(), 10_000)[: len(tokens)]
     assert engine_of(server).load().running == 0
     canary = frontend.ask(prompt(), canary=True)
     await frontend.answer(canary)
     assert (frontend.end(canary) or Chunk(0, [])).error is not None
 
 
-async def test_canaries_are_nobodys_requests(serve: Serve, dial: Dial) -> None:
+async def test_canaries_do_not_count_as_user_requests(serve: Serve, dial: Dial) -> None:
     server = await serve()
     frontend = await dial(server)
     await frontend.answer(frontend.ask(prompt(), canary=True))
@@ -345,10 +347,10 @@ async def test_canaries_are_nobodys_requests(serve: Serve, dial: Dial) -> None:
     assert (server.counters.requests, server.counters.completed) == (1, 1)
 
 
-# --- a network that swallows everything
+# --- a network that drops everything
 
 
-async def test_a_blackhole_swallows_both_ways_and_closes_nothing_until_it_heals(
+async def test_a_blackhole_drops_both_directions_and_closes_nothing_until_it_heals(
     serve: Serve, dial: Dial, eventually: Eventually
 ) -> None:
     server = await serve(itl_s=0.005)
@@ -358,7 +360,7 @@ async def test_a_blackhole_swallows_both_ways_and_closes_nothing_until_it_heals(
     server.blackhole(True)
     await asyncio.sleep(0)
     newcomer = await dial(server)
-    await asyncio.sleep(0.05)  # what is on its way arrives
+    await asyncio.sleep(0.05)  # frames under way arrive
     heard = len(frontend.frames)
     steps = engine_of(server).load().running
     await eventually(lambda: server.counters.tokens > len(frontend.tokens(stream)) + 50)
@@ -375,7 +377,7 @@ async def test_a_blackhole_swallows_both_ways_and_closes_nothing_until_it_heals(
 
 
 class ThreadedEngine(Immovable):
-    """Says one token of every request from another thread, and the rest never."""
+    """Emits one token of every request from another thread, and nothing more."""
 
     announces = False
 

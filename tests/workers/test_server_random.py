@@ -1,7 +1,7 @@
-"""Random lives of frontends on one worker: whatever they do to it, nobody gets a wrong, doubled or late token.
+"""Random frontend actions on one worker: no frontend gets a wrong, duplicate or late token.
 
-A stream may be cancelled, refused, raised at or cut off by the end of a connection; what it was given until then is always
-the beginning of the undisturbed answer, and an end comes at most once and comes last.
+A stream may be cancelled, refused, failed or cut by the end of its connection. Its output until then is always a prefix of
+the undisturbed answer, and an end occurs at most once, as the last chunk.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ WHYS = ("gone", "elsewhere", "drained", "complete", "a reason of tomorrow")
 
 
 def undisturbed(tokens: list[int], most: int) -> list[int]:
-    """Return the answer that an engine with room for everything gives."""
+    """Return the answer of an engine with enough room for everything."""
     scheduler = Scheduler(ROOMY)
     scheduler.submit(1, Generate(1, "r", tokens, len(tokens), Sampling(max_tokens=most, ignore_eos=True)))
-    said: list[int] = []
+    answer: list[int] = []
     while not scheduler.plan().idle:
-        said += [token for _, chunk in scheduler.step() for token in chunk.tokens]
-    return said
+        answer += [token for _, chunk in scheduler.step() for token in chunk.tokens]
+    return answer
 
 
 class Life:
-    """One random course of events."""
+    """One random sequence of events."""
 
     def __init__(
         self, seed: int, route: FrontendRoute, server: WorkerServer, engine: SimulatedEngine
@@ -96,7 +96,7 @@ class Life:
             frontend.transport.resume_reading()
 
     async def settle(self) -> None:
-        """Let everything come to its end."""
+        """Let all streams end."""
         self.server.refuse(None)
         self.engine.chaos("heal", 0.0)
         for frontend in self.frontends:
@@ -109,21 +109,21 @@ class Life:
             await frontend.lost()
 
     def faults(self) -> Iterator[str]:
-        """Yield every promise that was broken."""
+        """Yield every violated guarantee."""
         for frontend, stream, tokens, most in self.asked:
             chunks = frontend.chunks(stream)
-            said = frontend.tokens(stream)
+            answer = frontend.tokens(stream)
             right = undisturbed(tokens, most)
-            if said != right[: len(said)]:
-                yield f"stream {stream} was given a wrong token"
+            if answer != right[: len(answer)]:
+                yield f"stream {stream} got a wrong token"
             if any(chunk.finish or chunk.error for chunk in chunks[:-1]):
-                yield f"stream {stream} goes on after its end"
-            if chunks and chunks[-1].finish == "length" and said != right:
+                yield f"stream {stream} continues after its end"
+            if chunks and chunks[-1].finish == "length" and answer != right:
                 yield f"stream {stream} ends too early"
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_no_course_of_events_breaks_a_promise(
+async def test_no_sequence_of_events_violates_a_guarantee(
     route: FrontendRoute, seed: int, eventually: Eventually
 ) -> None:
     engine = SimulatedEngine(SHAPE, ConstantTiming(itl_s=0.0 if seed % 2 else 0.001))
@@ -137,7 +137,9 @@ async def test_no_course_of_events_breaks_a_promise(
         await life.settle()
         await eventually(lambda: engine.load() == Load(kv_total=SHAPE.kv_blocks))
         assert list(life.faults()) == []
-        assert sum(astuple(server.counters.ends)) == server.counters.requests, "each has ended in one way"
+        assert sum(astuple(server.counters.ends)) == server.counters.requests, (
+            "each has ended in exactly one way"
+        )
     finally:
         await server.close()
         await engine.stop()

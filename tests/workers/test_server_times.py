@@ -1,4 +1,7 @@
-"""When the request plane's server says what it says, in virtual time: a busy machine is late with all of it."""
+"""The send times of the request plane's server, in virtual time.
+
+In real time, a busy machine would be late with all frames.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +40,7 @@ async def serving(**timing: float) -> AsyncIterator[WorkerServer]:
 
 @asynccontextmanager
 async def entered(server: WorkerServer) -> AsyncIterator[PlainFrontend]:
-    """A frontend that has said hello."""
+    """A frontend that has sent a hello."""
     _, frontend = await asyncio.get_running_loop().create_connection(PlainFrontend, *server.address)
     frontend.say(Hello("test"))
     try:
@@ -51,15 +54,15 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_beats_come_ten_times_a_second_while_streams_are_open() -> None:
-    async with serving(itl_s=30.0) as server, entered(server) as frontend:  # it is stuck in one step
+async def test_beats_are_sent_ten_times_a_second_while_streams_are_open() -> None:
+    async with serving(itl_s=30.0) as server, entered(server) as frontend:  # stuck in one step
         frontend.ask(prompt(), max_tokens=2)
         began = now()
         await frontend.until(lambda: len(frontend.beats) >= 11)
         assert now() - began == pytest.approx(11 * TICK_S, abs=0.1) and TICK_S < 0.1
 
 
-async def test_where_steps_say_that_the_worker_lives_beats_are_few() -> None:
+async def test_beats_are_rare_while_steps_are_sent() -> None:
     async with serving(itl_s=0.01) as server, entered(server) as frontend:
         began, before = now(), len(frontend.beats)
         await frontend.answer(frontend.ask(prompt(), max_tokens=101))
@@ -67,7 +70,7 @@ async def test_where_steps_say_that_the_worker_lives_beats_are_few() -> None:
         assert 1.0 // LOAD_S <= len(frontend.beats) - before <= 6
 
 
-async def test_an_idle_worker_beats_once_a_second_for_all_at_once() -> None:
+async def test_an_idle_worker_sends_one_beat_a_second_to_all_frontends_at_once() -> None:
     async with serving() as server, entered(server) as frontend:
         await asyncio.sleep(0.4)
         async with entered(server) as other:
@@ -78,7 +81,7 @@ async def test_an_idle_worker_beats_once_a_second_for_all_at_once() -> None:
             assert frontend.heard_at[-1] == other.heard_at[-1]
 
 
-async def test_a_cancelled_stream_is_gone_within_a_tenth_of_a_second() -> None:
+async def test_a_cancelled_stream_is_removed_within_a_tenth_of_a_second() -> None:
     async with serving(itl_s=0.005) as server, entered(server) as frontend:
         stream = frontend.ask(prompt(), max_tokens=5000)
         await frontend.until(lambda: frontend.tokens(stream))
@@ -89,7 +92,7 @@ async def test_a_cancelled_stream_is_gone_within_a_tenth_of_a_second() -> None:
         assert now() - began < 0.1
 
 
-async def test_steps_of_one_burst_leave_together_and_what_begins_or_ends_at_once() -> None:
+async def test_steps_of_a_burst_are_sent_together_and_begins_and_ends_at_once() -> None:
     patience = Patience(burst_s=0.3)
     line, server = (
         Line(),
@@ -105,49 +108,49 @@ async def test_steps_of_one_burst_leave_together_and_what_begins_or_ends_at_once
         connection.batch += chunks
         connection.flush()
 
-    def said() -> list[object]:
-        frames = [to_frontend.decode(body) for body in splitter.feed(bytes(line.said))]
-        line.said.clear()
+    def sent() -> list[object]:
+        frames = [to_frontend.decode(body) for body in splitter.feed(bytes(line.written))]
+        line.written.clear()
         return frames
 
     say(Chunk(1, [300], cached_tokens=0))
-    assert said() == [Step([Chunk(1, [300], cached_tokens=0)])]
+    assert sent() == [Step([Chunk(1, [300], cached_tokens=0)])]
     await asyncio.sleep(0.4)
     say(Chunk(1, [301]))
-    assert said() == [Step([Chunk(1, [301])])], "the last step was long ago"
+    assert sent() == [Step([Chunk(1, [301])])], "the last step was long ago"
     say(Chunk(1, [302]))
     say(Chunk(1, [303]))
-    assert said() == []
+    assert sent() == []
     await asyncio.sleep(0.4)
-    assert said() == [Step([Chunk(1, [302, 303])])]
+    assert sent() == [Step([Chunk(1, [302, 303])])]
     say(Chunk(1, [304]))
     say(Chunk(1, [305]))
     say(Chunk(2, [400], cached_tokens=16))
-    assert said() == [Step([Chunk(1, [304, 305]), Chunk(2, [400], cached_tokens=16)])]
+    assert sent() == [Step([Chunk(1, [304, 305]), Chunk(2, [400], cached_tokens=16)])]
     say(Chunk(1, [306]))
     connection.send(Beat("decode", 1.0))
-    assert said() == [Step([Chunk(1, [306])]), Beat("decode", 1.0)], "in the order in which it happened"
+    assert sent() == [Step([Chunk(1, [306])]), Beat("decode", 1.0)], "in the order in which it happened"
     say(Chunk(2, [401]))
     say(Chunk(2, [402], "length"))
-    assert said() == [Step([Chunk(2, [401, 402], "length")])]
+    assert sent() == [Step([Chunk(2, [401, 402], "length")])]
     say(Chunk(4, [600], cached_tokens=0), Chunk(1, [307]))
-    assert said() == [Step([Chunk(4, [600], cached_tokens=0), Chunk(1, [307])])], "nothing had gathered"
+    assert sent() == [Step([Chunk(4, [600], cached_tokens=0), Chunk(1, [307])])], "there was no backlog"
     say(Chunk(4, [601]))
-    assert said() == [], "the burst goes on"
+    assert sent() == [], "the burst continues"
     say(Chunk(4, [602], "stop"))
-    assert said() == [Step([Chunk(4, [601, 602], "stop")])]
+    assert sent() == [Step([Chunk(4, [601, 602], "stop")])]
     say(Chunk(1, [307]))
     protocol.pause_writing()
     await asyncio.sleep(0.4)
-    assert said() == [], "the frontend has stopped reading meanwhile"
+    assert sent() == [], "the frontend has stopped reading meanwhile"
     say(Chunk(1, [308], "stop"))
-    assert said() == []
+    assert sent() == []
     protocol.resume_writing()
-    assert said() == [Step([Chunk(1, [307, 308], "stop")])]
+    assert sent() == [Step([Chunk(1, [307, 308], "stop")])]
     say(Chunk(3, [500]))
     connection.close()
-    assert said() == [Step([Chunk(3, [500])])]
+    assert sent() == [Step([Chunk(3, [500])])]
     say(Chunk(3, [501]))
     protocol.connection_lost(None)
     await asyncio.sleep(0.4)
-    assert said() == []
+    assert sent() == []

@@ -1,4 +1,4 @@
-"""The three ends of a worker: in good order, by a kill, and because it cannot go on."""
+"""The three ends of a worker: graceful, killed, and after a failure."""
 
 import asyncio
 import signal
@@ -36,7 +36,7 @@ async def serving(spawn: Spawn, eventually: Eventually, *flags: str) -> tuple[Pr
     return process, await PlainFrontend.connect(process.port())
 
 
-async def test_a_hurry_in_the_moment_in_which_the_grace_is_over_changes_nothing(begin: Begin) -> None:
+async def test_a_hurry_at_the_end_of_the_grace_period_changes_nothing(begin: Begin) -> None:
     life, wrong = await begin(grace_s=0.0), list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
     frontend = await PlainFrontend.connect(life.port)
@@ -56,19 +56,21 @@ async def test_a_hurry_in_the_moment_in_which_the_grace_is_over_changes_nothing(
     [
         (60, None, 15, 60),
         (60, 60, 15, 40),  # KServe's recipe, with our cleanup inside
-        (60, 30, 0, 25),  # what Kubernetes and ECS give by default
+        (60, 30, 0, 25),  # the default of Kubernetes and ECS
         (60, 10, 0, 5),  # Docker
         (20, 60, 0, 20),
         (60, 10, 30, 0),
     ],
 )
-def test_the_grace_fits_into_the_orchestrators(
+def test_the_grace_period_fits_into_the_orchestrators(
     grace: float, orchestrator: float | None, pre_stop: float, budget: float
 ) -> None:
     assert budget_s(grace, orchestrator, pre_stop) == budget
 
 
-async def test_an_orchestrators_grace_is_obeyed_and_said(spawn: Spawn, eventually: Eventually) -> None:
+async def test_an_orchestrators_grace_period_is_applied_and_recorded(
+    spawn: Spawn, eventually: Eventually
+) -> None:
     flags = ("--grace-s", "60", "--orchestrator-grace-s", "20.5", "--pre-stop", "15")
     process, frontend = await serving(spawn, eventually, "--itl-ms", "10", *flags)
     stream = frontend.ask(prompt(), max_tokens=20_000)
@@ -84,7 +86,7 @@ async def test_an_orchestrators_grace_is_obeyed_and_said(spawn: Spawn, eventuall
 # --- graceful
 
 
-async def test_the_phases_are_logged_in_the_seeds_words(spawn: Spawn, eventually: Eventually) -> None:
+async def test_the_phases_are_logged_with_the_texts_of_the_seed(spawn: Spawn, eventually: Eventually) -> None:
     process, frontend = await serving(spawn, eventually, "--itl-ms", "2", "--name", "w8")
     await eventually(lambda: present(process.data), START_S)
     stream = frontend.ask(prompt(), max_tokens=400)
@@ -99,10 +101,10 @@ async def test_the_phases_are_logged_in_the_seeds_words(spawn: Spawn, eventually
         LAST,
         COMPLETE,
     ]
-    assert not list((process.data / "run").iterdir()), "its presence is withdrawn"
+    assert not list((process.data / "run").iterdir()), "its presence file is removed"
 
 
-async def test_what_is_on_its_way_is_served_and_what_comes_later_is_refused(begin: Begin) -> None:
+async def test_requests_under_way_are_served_and_later_ones_refused(begin: Begin) -> None:
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
     long = frontend.ask(prompt(), max_tokens=2_000)
@@ -122,7 +124,7 @@ async def test_what_is_on_its_way_is_served_and_what_comes_later_is_refused(begi
     assert life.facts[2] == DrainFinished(**ABOUT, completed=1 + len(late), migrated=0)
 
 
-async def test_streams_that_decode_go_on_elsewhere_at_once_if_the_endpoint_is_not_graceful(
+async def test_decoding_streams_continue_elsewhere_at_once_if_the_shutdown_is_not_graceful(
     spawn: Spawn, eventually: Eventually
 ) -> None:
     flags = ("--no-graceful-shutdown", "--itl-ms", "5", "--prefill-tokens-per-s", "30")
@@ -134,7 +136,7 @@ async def test_streams_that_decode_go_on_elsewhere_at_once_if_the_endpoint_is_no
     process.inner.send_signal(signal.SIGTERM)
     await frontend.answer(decoding)
     assert ended_elsewhere(frontend, decoding)
-    assert not frontend.chunks(prefilling), "it is still in its prefill"
+    assert not frontend.chunks(prefilling), "it is still in prefill"
     assert await frontend.answer(prefilling), "its prefill was waited for, and is not lost"
     assert ended_elsewhere(frontend, prefilling)
     assert await process.ended() == 0
@@ -145,7 +147,7 @@ async def test_streams_that_decode_go_on_elsewhere_at_once_if_the_endpoint_is_no
     frontend.transport.abort()
 
 
-async def test_streams_that_cannot_move_are_waited_for_even_then(begin: Begin) -> None:
+async def test_a_shutdown_that_is_not_graceful_waits_for_streams_that_cannot_move(begin: Begin) -> None:
     life = await begin(graceful_shutdown=False, migration_limit=0)
     frontend = await PlainFrontend.connect(life.port)
     stream = frontend.ask(prompt(), max_tokens=400)
@@ -155,7 +157,7 @@ async def test_streams_that_cannot_move_are_waited_for_even_then(begin: Begin) -
     frontend.transport.abort()
 
 
-async def test_more_signals_change_nothing(spawn: Spawn, eventually: Eventually) -> None:
+async def test_further_signals_are_ignored(spawn: Spawn, eventually: Eventually) -> None:
     process, frontend = await serving(spawn, eventually, "--itl-ms", "5")
     stream = frontend.ask(prompt(), max_tokens=200)
     await frontend.until(lambda: frontend.tokens(stream))
@@ -169,7 +171,7 @@ async def test_more_signals_change_nothing(spawn: Spawn, eventually: Eventually)
     assert "signal_ignored" in process.events
 
 
-async def test_b30_a_second_signal_ends_the_grace_where_that_is_wanted(
+async def test_b30_a_second_signal_ends_the_grace_period_if_configured(
     spawn: Spawn, eventually: Eventually
 ) -> None:
     process, frontend = await serving(spawn, eventually, "--itl-ms", "10", "--second-signal", "hurry")
@@ -185,7 +187,7 @@ async def test_b30_a_second_signal_ends_the_grace_where_that_is_wanted(
     frontend.transport.abort()
 
 
-async def test_an_operator_asks_for_the_same_over_the_bus(begin: Begin) -> None:
+async def test_an_operator_can_stop_a_worker_gracefully_over_the_bus(begin: Begin) -> None:
     life = await begin()
     answer = await life.bus.request(subjects.stop("w0"), {"instance": "i0"})
     assert "i0 is gone" in str(answer["error"])
@@ -196,7 +198,7 @@ async def test_an_operator_asks_for_the_same_over_the_bus(begin: Begin) -> None:
     assert life.facts[1] == ShutdownBegan(**ABOUT, mode="graceful", grace_s=60.0, reason="operator")
 
 
-async def test_a_request_that_is_heard_after_its_time_is_refused(begin: Begin) -> None:
+async def test_a_command_that_arrives_after_its_deadline_is_refused(begin: Begin) -> None:
     life = await begin()
     over = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
     later = (datetime.now(UTC) + timedelta(seconds=60)).isoformat()
@@ -215,7 +217,7 @@ async def test_a_request_that_is_heard_after_its_time_is_refused(begin: Begin) -
 # --- immediate
 
 
-async def test_a_killed_worker_is_137_to_a_shell_and_its_streams_are_cut(
+async def test_a_killed_worker_exits_with_137_and_its_streams_are_cut(
     spawn: Spawn, eventually: Eventually
 ) -> None:
     process, frontend = await serving(spawn, eventually, "--itl-ms", "10")
@@ -232,7 +234,7 @@ async def test_a_killed_worker_is_137_to_a_shell_and_its_streams_are_cut(
 
 
 class Failing(SimulatedEngine):
-    """An engine whose parts fail on demand."""
+    """An engine with parts that fail on demand."""
 
     def __init__(self) -> None:
         super().__init__(EngineShape())
@@ -248,12 +250,12 @@ class Failing(SimulatedEngine):
 
     def load(self) -> Any:
         if self.load_fails:
-            raise ZeroDivisionError("a mistake of ours")
+            raise ZeroDivisionError("a bug")
         return super().load()
 
 
-async def fallen(life: Life) -> str:
-    """Wait until the worker has fallen; return why, by its own word."""
+async def failure_reason(life: Life) -> str:
+    """Wait until the worker has failed; return the reason that it recorded."""
     async with asyncio.timeout(20):
         assert await life.running == 1
     began = life.facts[-3]
@@ -263,7 +265,7 @@ async def fallen(life: Life) -> str:
 
 
 class StuckJournal(MemoryJournal):
-    """A journal whose broker is away: a flush lasts as long as it may."""
+    """A journal with a disconnected broker: a flush lasts as long as it may."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStream(), "worker:w0")
@@ -285,34 +287,34 @@ async def test_b30_facts_are_flushed_for_half_a_second_before_the_process_ends()
     assert (journal.flushed, journal.closed) == ([0.5], True)
 
 
-async def test_a_monitor_that_fails_ends_the_worker_and_blames_no_engine(begin: Begin) -> None:
+async def test_a_failed_monitor_ends_the_worker_without_an_engine_fault(begin: Begin) -> None:
     engine = Failing()
     life = await begin(engine=engine)
-    engine.check_fails = RuntimeError("a mistake of ours")
-    assert "watch failed: RuntimeError('a mistake of ours')" in await fallen(life)
+    engine.check_fails = RuntimeError("a bug")
+    assert "watch failed: RuntimeError('a bug')" in await failure_reason(life)
     assert not [fact for fact in life.facts if isinstance(fact, EngineFaulted)]
 
 
-async def test_a_check_that_does_not_answer_is_a_dead_engine(begin: Begin) -> None:
+async def test_an_engine_that_does_not_answer_its_check_is_dead(begin: Begin) -> None:
     engine = Failing()
     engine.check_hangs = True
     life = await begin(engine=engine, deadlines=WorkerDeadlines(check_s=0.05))
-    assert await fallen(life) == "its health check did not answer within 0.05 s"
+    assert await failure_reason(life) == "the engine's health check did not answer within 0.05 s"
     assert [fact.fatal for fact in life.facts if isinstance(fact, EngineFaulted)] == [True]
 
 
-async def test_a_callback_of_the_loop_that_fails_ends_the_worker(begin: Begin) -> None:
+async def test_a_failed_callback_of_the_loop_ends_the_worker(begin: Begin) -> None:
     life = await begin()
-    failed = {"message": "", "handle": None, "exception": ZeroDivisionError("a mistake of ours")}
+    failed = {"message": "", "handle": None, "exception": ZeroDivisionError("a bug")}
     end_after(failed, Alone(life.worker, Stop()))
-    assert "a callback of the event loop failed: ZeroDivisionError" in await fallen(life)
+    assert "a callback of the event loop failed: ZeroDivisionError" in await failure_reason(life)
 
 
-async def test_a_heartbeat_that_fails_ends_the_worker(begin: Begin) -> None:
+async def test_a_failed_heartbeat_ends_the_worker(begin: Begin) -> None:
     engine = Failing()
     life = await begin(engine=engine)
     engine.load_fails = True
-    assert "ZeroDivisionError" in await fallen(life)
+    assert "ZeroDivisionError" in await failure_reason(life)
 
 
 async def test_an_engine_that_dies_during_the_drain_ends_the_drain(begin: Begin) -> None:
@@ -323,6 +325,6 @@ async def test_an_engine_that_dies_during_the_drain_ends_the_drain(begin: Begin)
     life.stop.set()
     await frontend.until(lambda: frontend.beats and frontend.beats[-1].draining)
     life.worker.engine.chaos("die", 0)
-    assert "died" in await fallen(life)
+    assert "died" in await failure_reason(life)
     assert DrainFinished(**ABOUT, completed=0, migrated=1) in life.facts
     frontend.transport.abort()

@@ -1,4 +1,4 @@
-"""Strangers who connect to a worker: however many come and say nothing, or half of a hello, frontends get in."""
+"""Strangers that connect to a worker and send nothing or half a hello keep no frontend out."""
 
 import asyncio
 import struct
@@ -32,10 +32,10 @@ async def serving(limits: FrontendLimits) -> AsyncIterator[WorkerServer]:
 
 
 @asynccontextmanager
-async def stranger(server: WorkerServer, said: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
-    """Somebody who has connected, and said this."""
+async def stranger(server: WorkerServer, sent: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+    """A client that has connected and sent these bytes."""
     reader, writer = await asyncio.open_connection(*server.address)
-    writer.write(said)
+    writer.write(sent)
     try:
         async with asyncio.timeout(SECONDS):
             yield reader
@@ -44,13 +44,13 @@ async def stranger(server: WorkerServer, said: bytes = b"") -> AsyncIterator[asy
 
 
 async def gone(reader: asyncio.StreamReader) -> None:
-    """Wait until the worker has broken the connection."""
+    """Wait until the worker has closed the connection."""
     with suppress(ConnectionResetError):
         assert await reader.read() == b""
 
 
 async def greeted(server: WorkerServer, stack: AsyncExitStack) -> PlainFrontend:
-    """A frontend that was welcomed."""
+    """A frontend that has completed its handshake."""
     frontend = await PlainFrontend.connect(server.address[1])
 
     async def leave() -> None:
@@ -65,7 +65,7 @@ async def greeted(server: WorkerServer, stack: AsyncExitStack) -> PlainFrontend:
 HALF = struct.pack("<I", 100) + b"\x93"
 
 
-@pytest.mark.parametrize("said", [b"", HALF])
+@pytest.mark.parametrize("sent", [b"", HALF])
 @pytest.mark.parametrize(
     ("limits", "why"),
     [
@@ -73,9 +73,11 @@ HALF = struct.pack("<I", 100) + b"\x93"
         (FrontendLimits(0, 8), "connections_of_address"),
     ],
 )
-async def test_the_stranger_who_came_first_makes_room(said: bytes, limits: FrontendLimits, why: str) -> None:
+async def test_the_oldest_stranger_is_closed_to_make_room(
+    sent: bytes, limits: FrontendLimits, why: str
+) -> None:
     async with serving(limits) as server, AsyncExitStack() as stack:
-        strangers = [await stack.enter_async_context(stranger(server, said)) for _ in range(20)]
+        strangers = [await stack.enter_async_context(stranger(server, sent)) for _ in range(20)]
         frontends = [await greeted(server, stack) for _ in range(3)]
         for reader in strangers[:15]:
             await gone(reader)
@@ -85,7 +87,7 @@ async def test_the_stranger_who_came_first_makes_room(said: bytes, limits: Front
 
 
 @pytest.mark.parametrize("limits", [FrontendLimits(3, 0), FrontendLimits(0, 3)])
-async def test_the_frontend_that_has_asked_for_nothing_for_longest_makes_room(limits: FrontendLimits) -> None:
+async def test_the_frontend_that_is_idle_for_longest_is_closed_to_make_room(limits: FrontendLimits) -> None:
     """Unused connections with the fleet's key keep no frontend out."""
     async with serving(limits) as server, AsyncExitStack() as stack:
         first = await greeted(server, stack)
@@ -95,7 +97,7 @@ async def test_the_frontend_that_has_asked_for_nothing_for_longest_makes_room(li
         await first.answer(first.ask([300, 301], max_tokens=2))
         async with stranger(server), stranger(server):
             assert not any(one.closed.is_set() for one in (first, second, third)), (
-                "a stranger displaces nobody"
+                "a stranger displaces no frontend"
             )
             fourth = await greeted(server, stack)
             async with asyncio.timeout(SECONDS):
@@ -103,7 +105,7 @@ async def test_the_frontend_that_has_asked_for_nothing_for_longest_makes_room(li
             assert not any(one.closed.is_set() for one in (first, third, fourth))
 
 
-async def test_where_all_frontends_have_streams_the_newcomer_is_refused() -> None:
+async def test_the_newcomer_is_refused_if_all_frontends_have_streams() -> None:
     async with serving(FrontendLimits(2, 0)) as server, AsyncExitStack() as stack:
         frontends = [await greeted(server, stack) for _ in range(2)]
         for frontend in frontends:
@@ -117,7 +119,7 @@ async def test_where_all_frontends_have_streams_the_newcomer_is_refused() -> Non
         assert newcomer.welcome is None
 
 
-async def test_without_limits_any_number_comes_in() -> None:
+async def test_without_limits_any_number_of_frontends_can_connect() -> None:
     async with serving(FrontendLimits(0, 0)) as server, AsyncExitStack() as stack:
         for _ in range(20):
             await stack.enter_async_context(stranger(server))
@@ -125,8 +127,8 @@ async def test_without_limits_any_number_comes_in() -> None:
         assert len(server.connections.open) == 21 and not server.counters.connections_refused
 
 
-async def test_who_has_not_said_who_he_is_may_say_little() -> None:
-    """Nobody keeps sixteen megabytes of somebody who may be anybody."""
+async def test_a_connection_without_a_hello_may_send_only_small_frames() -> None:
+    """The server does not buffer sixteen megabytes for an unknown client."""
     async with serving(FrontendLimits()) as server, stranger(server, struct.pack("<I", 5000)) as reader:
         await gone(reader)
         async with AsyncExitStack() as stack:

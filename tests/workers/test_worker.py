@@ -1,4 +1,4 @@
-"""A worker in the fleet: what it says, what it obeys, and how it goes."""
+"""A worker in the fleet: its registration, heartbeats, commands and end."""
 
 import asyncio
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from workers.migration.trust import SenderDistrusted, TrustedSender
 from workers.worker import InferenceWorker
 
 
-async def test_a_worker_joins_with_all_that_others_need(begin: Begin) -> None:
+async def test_a_worker_registers_all_that_others_need(begin: Begin) -> None:
     life = await begin(itl_s=0.02, migration_limit=5)
     (joined,) = life.facts
     assert isinstance(joined, WorkerJoined)
@@ -47,7 +47,9 @@ async def test_a_worker_joins_with_all_that_others_need(begin: Begin) -> None:
     assert joined.profile.tpot_ms[0] == (1, 20.0)
 
 
-async def test_a_worker_beats_every_second_with_its_load(begin: Begin, eventually: Eventually) -> None:
+async def test_a_worker_sends_a_heartbeat_with_its_load_every_second(
+    begin: Begin, eventually: Eventually
+) -> None:
     life = await begin()
     await eventually(lambda: len(life.beats) >= 2)
     first, second = life.beats[:2]
@@ -61,7 +63,7 @@ async def test_a_worker_beats_every_second_with_its_load(begin: Begin, eventuall
     assert (first["seq"], second["seq"]) == (1, 2)
 
 
-async def test_without_a_broker_a_worker_serves_all_the_same(begin: Begin) -> None:
+async def test_a_worker_serves_without_a_broker(begin: Begin) -> None:
     life = await begin()
     life.bus.reachable = life.stream.reachable = False
     frontend = await PlainFrontend.connect(life.port)
@@ -70,7 +72,7 @@ async def test_without_a_broker_a_worker_serves_all_the_same(begin: Begin) -> No
     assert await life.end() == 0
 
 
-async def test_a_drain_lets_streams_finish_and_is_said_once(begin: Begin, eventually: Eventually) -> None:
+async def test_a_drain_lets_streams_finish_and_is_recorded_once(begin: Begin, eventually: Eventually) -> None:
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
     stream = frontend.ask(prompt(), max_tokens=60)
@@ -102,7 +104,7 @@ async def test_a_drain_past_its_deadline_sends_streams_elsewhere(
     frontend.transport.close()
 
 
-async def test_a_drain_that_was_taken_back_ends_no_stream_at_its_deadline(begin: Begin) -> None:
+async def test_a_cancelled_drain_ends_no_stream_at_its_deadline(begin: Begin) -> None:
     life = await begin(itl_s=0.01)
     frontend = await PlainFrontend.connect(life.port)
     stream = frontend.ask(prompt(), max_tokens=60)
@@ -114,7 +116,7 @@ async def test_a_drain_that_was_taken_back_ends_no_stream_at_its_deadline(begin:
     frontend.transport.close()
 
 
-async def test_a_resumed_worker_takes_requests_again_and_its_next_drain_counts_its_own(
+async def test_a_resumed_worker_accepts_requests_and_its_next_drain_counts_afresh(
     begin: Begin, eventually: Eventually
 ) -> None:
     life = await begin()
@@ -133,7 +135,7 @@ async def test_a_resumed_worker_takes_requests_again_and_its_next_drain_counts_i
     frontend.transport.close()
 
 
-async def test_a_drain_that_a_frontend_hears_of_first_counts_the_streams_that_it_took_away(
+async def test_a_drain_counts_the_streams_that_a_frontend_moved_before_the_worker_knew(
     begin: Begin, eventually: Eventually
 ) -> None:
     life = await begin(itl_s=0.01)
@@ -141,11 +143,11 @@ async def test_a_drain_that_a_frontend_hears_of_first_counts_the_streams_that_it
     moved, first, second, late = [frontend.ask(prompt(salt=n), max_tokens=10_000) for n in range(4)]
     unknowing = other.ask(prompt(salt=5), max_tokens=10_000)
     await frontend.until(lambda: all(frontend.tokens(stream) for stream in (moved, first, second, late)))
-    frontend.cancel(moved, "elsewhere")  # an operator's move, before
+    frontend.cancel(moved, "elsewhere")  # an operator's earlier move
     frontend.cancel(first, "drained")
     frontend.cancel(second, "drained")
     await eventually(lambda: life.worker.server.in_flight == 2)
-    begun = other.ask(prompt(salt=6), max_tokens=4)  # this one has not heard yet
+    begun = other.ask(prompt(salt=6), max_tokens=4)  # this frontend does not know of the drain yet
     assert len(await other.answer(begun)) == 4
     await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 20})
     frontend.cancel(late, "drained")
@@ -156,7 +158,7 @@ async def test_a_drain_that_a_frontend_hears_of_first_counts_the_streams_that_it
     other.transport.close()
 
 
-async def test_a_drain_that_was_taken_back_before_the_worker_heard_is_no_part_of_the_next_one(
+async def test_a_drain_cancelled_before_the_worker_knew_does_not_count_for_the_next_one(
     begin: Begin, eventually: Eventually
 ) -> None:
     life = await begin(itl_s=0.01)
@@ -179,17 +181,17 @@ async def test_a_request_for_an_earlier_life_is_refused(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [-1, "soon", True, float("inf")])
-async def test_a_deadline_that_makes_no_sense_is_refused_in_words(begin: Begin, deadline_s: Any) -> None:
+async def test_an_invalid_deadline_is_refused_with_a_message(begin: Begin, deadline_s: Any) -> None:
     life = await begin()
-    with pytest.raises(HoldfastError, match=r"deadline_s = .*: a number from 0 up is wanted"):
+    with pytest.raises(HoldfastError, match=r"deadline_s = .*: expected a finite number of at least 0"):
         life.worker.commands.on_drain("", {"deadline_s": deadline_s})
     assert life.worker.server.refusal is None
 
 
-# --- going
+# --- leaving
 
 
-async def test_a_stopped_worker_drains_and_leaves_in_good_order(begin: Begin) -> None:
+async def test_a_stopped_worker_drains_and_leaves_gracefully(begin: Begin) -> None:
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
     stream = frontend.ask(prompt(), max_tokens=60)
@@ -205,7 +207,7 @@ async def test_a_stopped_worker_drains_and_leaves_in_good_order(begin: Begin) ->
     await frontend.lost()
 
 
-async def test_a_canary_is_told_that_the_worker_leaves(begin: Begin) -> None:
+async def test_a_canary_is_refused_because_the_worker_leaves(begin: Begin) -> None:
     life = await begin(itl_s=0.01)
     frontend = await PlainFrontend.connect(life.port)
     canary = frontend.ask(prompt(), canary=True, max_tokens=10_000)
@@ -218,7 +220,7 @@ async def test_a_canary_is_told_that_the_worker_leaves(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize("grace_s", [0.05, 0.0])
-async def test_what_the_grace_does_not_suffice_for_goes_elsewhere(begin: Begin, grace_s: float) -> None:
+async def test_streams_that_outlast_the_grace_period_go_elsewhere(begin: Begin, grace_s: float) -> None:
     life = await begin(itl_s=0.01, grace_s=grace_s)
     frontend = await PlainFrontend.connect(life.port)
     streams = [frontend.ask(prompt(salt=n), max_tokens=10_000) for n in range(3)]
@@ -250,7 +252,7 @@ async def test_a_dead_engine_ends_the_worker_at_once(begin: Begin) -> None:
     frontend.transport.close()
 
 
-async def test_an_instance_that_the_fleet_holds_for_dead_ends_and_blames_no_engine(begin: Begin) -> None:
+async def test_an_instance_that_is_considered_dead_ends_without_an_engine_fault(begin: Begin) -> None:
     life = await begin(itl_s=0.01)
     await life.bus.request(subjects.retire("w0"), {"instance": ABOUT["instance"]})
     async with asyncio.timeout(20):
@@ -260,7 +262,7 @@ async def test_an_instance_that_the_fleet_holds_for_dead_ends_and_blames_no_engi
 
 
 class Stillborn(SimulatedEngine):
-    """An engine that cannot start, or never ends starting."""
+    """An engine that fails to start, or never finishes starting."""
 
     def __init__(self, reason: str | None) -> None:
         super().__init__(EngineShape())
@@ -272,14 +274,14 @@ class Stillborn(SimulatedEngine):
         await asyncio.Event().wait()
 
 
-async def test_an_engine_that_cannot_start_is_one_clear_error_and_no_fact(begin: Begin) -> None:
+async def test_an_engine_that_cannot_start_gives_one_clear_error_and_no_fact(begin: Begin) -> None:
     life = await begin(engine=Stillborn("the weights are missing"))
     with pytest.raises(EngineDead, match="the weights are missing"):
         await life.running
     assert life.facts == []
 
 
-async def test_a_stop_while_the_engine_loads_is_obeyed(begin: Begin) -> None:
+async def test_a_worker_can_be_stopped_while_its_engine_loads(begin: Begin) -> None:
     stop = asyncio.Event()
     worker = InferenceWorker(
         WorkerConfig(name="w0", instance="i1"),
@@ -294,17 +296,17 @@ async def test_a_stop_while_the_engine_loads_is_obeyed(begin: Begin) -> None:
         assert await running == 0
 
 
-async def test_a_port_in_use_is_one_clear_error(begin: Begin) -> None:
+async def test_a_port_in_use_gives_one_clear_error(begin: Begin) -> None:
     first = await begin()
     second = await begin(port=first.port)
-    with pytest.raises(HoldfastError, match=f"port {first.port} of 127.0.0.1 cannot be had"):
+    with pytest.raises(HoldfastError, match=f"cannot listen on port {first.port} of 127.0.0.1"):
         await second.running
 
 
-# --- rehearsals and mistakes
+# --- rehearsals and errors
 
 
-async def test_a_raising_engine_is_one_fact_for_many_requests(begin: Begin) -> None:
+async def test_a_raising_engine_causes_one_fact_for_many_requests(begin: Begin) -> None:
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
     assert "fault" in await life.bus.request(subjects.chaos("w0"), {"fault": "error", "argument": 0})
@@ -340,17 +342,15 @@ async def test_each_fault_has_its_own_duration(begin: Begin, eventually: Eventua
     await play("corrupt", argument=5)
     await play("blackhole")
     await eventually(lambda: faults.slow == 1.0)
-    assert faults.corrupt_one_in == 5 and life.worker.server.blackholed, "until somebody heals it"
-    await play("blackhole", duration=0.05)  # the same again, from now on
+    assert faults.corrupt_one_in == 5 and life.worker.server.blackholed, "until it is healed"
+    await play("blackhole", duration=0.05)  # the same fault again, from now on
     await eventually(lambda: not life.worker.server.blackholed)
     assert faults.corrupt_one_in == 5
     await play("heal")
     assert faults == SimulatedFaults()
 
 
-async def test_the_same_fault_again_takes_the_place_of_the_first(
-    begin: Begin, eventually: Eventually
-) -> None:
+async def test_a_repeated_fault_replaces_the_first(begin: Begin, eventually: Eventually) -> None:
     life = await begin()
     faults = faults_of(life)
     await life.bus.request(subjects.chaos("w0"), {"fault": "error", "duration": 0.05})
@@ -361,7 +361,7 @@ async def test_the_same_fault_again_takes_the_place_of_the_first(
     assert faults.error
 
 
-async def test_a_heal_lets_no_duration_end_what_is_played_later(begin: Begin, eventually: Eventually) -> None:
+async def test_a_heal_cancels_the_durations_of_earlier_faults(begin: Begin, eventually: Eventually) -> None:
     life = await begin()
     faults = faults_of(life)
     await life.bus.request(subjects.chaos("w0"), {"fault": "error", "duration": 0.05})
@@ -372,7 +372,7 @@ async def test_a_heal_lets_no_duration_end_what_is_played_later(begin: Begin, ev
     assert faults.error
 
 
-async def test_a_worker_in_a_blackhole_is_not_heard_on_the_bus_either(
+async def test_a_worker_in_a_blackhole_sends_nothing_on_the_bus_either(
     begin: Begin, eventually: Eventually
 ) -> None:
     life = await begin()
@@ -389,12 +389,12 @@ async def test_a_worker_in_a_blackhole_is_not_heard_on_the_bus_either(
 @pytest.mark.parametrize(
     ("fault", "config", "words"),
     [
-        ("earthquake", {}, "cannot play 'earthquake'"),
-        ("xid", {}, "cannot play 'xid': it strikes a device of a simulated group"),
-        ("slow", {"chaos": False}, "told to refuse"),
+        ("earthquake", {}, "cannot rehearse 'earthquake'"),
+        ("xid", {}, "cannot rehearse 'xid': it needs the devices of a simulated group"),
+        ("slow", {"chaos": False}, "configured to refuse"),
     ],
 )
-async def test_faults_that_cannot_be_played_are_refused_in_words(
+async def test_faults_that_cannot_be_rehearsed_are_refused_with_a_message(
     begin: Begin, fault: str, config: dict[str, Any], words: str
 ) -> None:
     life = await begin(**config)
@@ -402,7 +402,7 @@ async def test_faults_that_cannot_be_played_are_refused_in_words(
     assert words in str(answer["error"])
 
 
-async def test_two_processes_under_one_name_are_said_in_the_log(begin: Begin, eventually: Eventually) -> None:
+async def test_two_processes_under_one_name_are_logged(begin: Begin, eventually: Eventually) -> None:
     with capture_logs() as logs:
         life = await begin()
         await eventually(lambda: life.bus.entries)
@@ -411,7 +411,7 @@ async def test_two_processes_under_one_name_are_said_in_the_log(begin: Begin, ev
     assert [line["other"] for line in logs if line["event"] == "name_taken"] == ["other"]
 
 
-async def test_a_worker_tells_how_large_its_kv_cache_is_and_where_its_gpus_are(begin: Begin) -> None:
+async def test_a_worker_registers_its_kv_cache_layout_and_its_topology(begin: Begin) -> None:
     engine = SimulatedEngine(EngineShape(tp=4, kv_block_bytes=8192))
     life = await begin(engine=engine, nvlink_domain="rack-3", rail="r1")
     joined = next(fact for fact in life.facts if isinstance(fact, WorkerJoined))
@@ -419,32 +419,32 @@ async def test_a_worker_tells_how_large_its_kv_cache_is_and_where_its_gpus_are(b
     assert (joined.topology.nvlink_domain, joined.topology.rail) == ("rack-3", "r1")
 
 
-async def test_a_worker_fills_as_much_of_its_batch_as_it_is_told_and_says_so_with_its_beats(
+async def test_a_worker_limits_its_batch_on_command_and_reports_it_in_heartbeats(
     begin: Begin,
 ) -> None:
     engine = SimulatedEngine(EngineShape(batch_max=8))
     life = await begin(engine=engine)
-    said = asyncio.Event()
+    beaten = asyncio.Event()
 
     async def heard(subject: str, body: Mapping[str, Any]) -> None:
         if body.get("batch") == 0.5:
-            said.set()
+            beaten.set()
 
     subject = subjects.batch("w0")
     assert await life.bus.request(subject, {"instance": "i1", "share": 0.5}, 5) == {"batch": 0.5}
     assert engine.each[0].scheduler.batch_limit == 4
     await life.bus.subscribe(subjects.beat("w0"), heard)
-    await asyncio.wait_for(said.wait(), 10)
+    await asyncio.wait_for(beaten.wait(), 10)
     for wrong in (0, -1, 1.5, None, "half", True):
         answer = await life.bus.request(subject, {"instance": "i1", "share": wrong}, 5)
-        assert "a number" in str(answer["error"]), wrong
+        assert "number" in str(answer["error"]), wrong
     assert "error" in await life.bus.request(subject, {"instance": "i0", "share": 0.25}, 5)
     assert engine.each[0].scheduler.batch_limit == 4
     assert await life.bus.request(subject, {"instance": "i1", "share": 1}, 5) == {"batch": 1.0}
     assert engine.each[0].scheduler.batch_limit == 8
 
 
-async def test_a_convicted_worker_is_told_and_knows_it(begin: Begin) -> None:
+async def test_a_convicted_worker_is_notified_and_reports_it(begin: Begin) -> None:
     life = await begin()
     trust = life.worker.server.moves.trust
     subject = subjects.distrust("w0")

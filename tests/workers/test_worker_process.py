@@ -1,4 +1,4 @@
-"""A worker as an operating system process, with a real broker, a broker that is away, and none."""
+"""A worker as an operating system process: with a real broker, a disconnected broker, and none."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ async def facts(url: str, count: int) -> list[Fact]:
     return found
 
 
-async def test_a_process_serves_without_a_fleet_and_goes_at_sigterm(
+async def test_a_process_serves_without_a_fleet_and_ends_at_sigterm(
     spawn: Spawn, eventually: Eventually
 ) -> None:
     process = await spawn("--itl-ms", "1")
@@ -61,7 +61,9 @@ async def test_a_process_serves_without_a_fleet_and_goes_at_sigterm(
 
 
 @pytest.mark.servers
-async def test_a_process_joins_beats_and_leaves(spawn: Spawn, nats_url: str, eventually: Eventually) -> None:
+async def test_a_process_joins_sends_heartbeats_and_leaves(
+    spawn: Spawn, nats_url: str, eventually: Eventually
+) -> None:
     bus = await NatsBus.connect(nats_url, "test")
     beats: list[dict[str, object]] = []
     await bus.subscribe(subjects.beat("w5"), lambda subject, body: beats.append(dict(body)))
@@ -71,17 +73,17 @@ async def test_a_process_joins_beats_and_leaves(spawn: Spawn, nats_url: str, eve
     assert answer["draining"] is True
     process.inner.send_signal(signal.SIGTERM)
     assert await process.ended() == 0
-    said = await facts(nats_url, 5)
-    assert [fact.kind() for fact in said] == [
+    recorded = await facts(nats_url, 5)
+    assert [fact.kind() for fact in recorded] == [
         "worker_joined", "drain_finished", "shutdown_began", "drain_finished", "worker_left",
     ]  # fmt: skip
-    assert isinstance(said[0], WorkerJoined) and said[0].pid == process.inner.pid
-    assert said[-1] == WorkerLeft(worker="w5", instance="life-1", mode="graceful", exit=0)
+    assert isinstance(recorded[0], WorkerJoined) and recorded[0].pid == process.inner.pid
+    assert recorded[-1] == WorkerLeft(worker="w5", instance="life-1", mode="graceful", exit=0)
     await bus.close()
 
 
 @pytest.mark.servers
-async def test_a_broker_that_is_away_keeps_nobody_from_serving(
+async def test_a_worker_serves_while_the_broker_is_disconnected(
     spawn: Spawn, own_nats: EmbeddedServer, background: Any, eventually: Eventually
 ) -> None:
     from controller.adapters.embedded.servers import start_nats
@@ -91,7 +93,7 @@ async def test_a_broker_that_is_away_keeps_nobody_from_serving(
     await eventually(lambda: process.ready, START_S)
     frontend = await PlainFrontend.connect(process.port())
     assert len(await frontend.answer(frontend.ask(prompt()))) == 16
-    process.inner.kill()  # before the broker has heard of it
+    process.inner.kill()  # before the broker has received it
     await process.ended()
     back = background.run(start_nats(process.data / "nats-2", port=own_nats.port))
     try:
@@ -120,7 +122,7 @@ async def test_several_workers_share_a_process(spawn: Spawn, eventually: Eventua
 
 
 @pytest.mark.servers
-async def test_a_process_that_has_lost_one_of_its_workers_does_not_say_that_it_shuts_down(
+async def test_a_process_that_lost_one_of_its_workers_does_not_report_a_shutdown(
     spawn: Spawn, nats_url: str, eventually: Eventually
 ) -> None:
     process = await spawn("--name", "h0", "--count", "2", nats_url=nats_url)
@@ -131,8 +133,8 @@ async def test_a_process_that_has_lost_one_of_its_workers_does_not_say_that_it_s
         await bus.request(subjects.chaos("h0"), {"fault": "kill"})
         while len(process.ready) < 3 or not seen or seen[-1][1] != "healthy":
             async with http.get(url) as response:
-                said = await response.json()
-                seen.append((response.status, said["status"], said["workers"]["h0"]))
+                body = await response.json()
+                seen.append((response.status, body["status"], body["workers"]["h0"]))
     assert (200, "degraded", "restarting") in seen
     assert set(seen) <= {(200, "healthy", "serving"), (200, "degraded", "restarting")}
     await bus.close()
@@ -140,7 +142,7 @@ async def test_a_process_that_has_lost_one_of_its_workers_does_not_say_that_it_s
     assert await process.ended() == 0
 
 
-async def test_behind_the_broker_workers_of_one_process_serve_and_leave_in_good_order(
+async def test_workers_of_one_process_serve_through_the_broker_and_leave_gracefully(
     spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     process = await spawn("--count", "2", "--request-plane", "nats", nats_url=own_nats.url)
@@ -160,7 +162,8 @@ async def test_behind_the_broker_workers_of_one_process_serve_and_leave_in_good_
 
 
 async def _gone(channels: Channels, place: str) -> bool:
-    """Say whether the broker knows that nobody listens there: of a connection's end a busy one hears a little later."""
+    """Return whether the broker knows that there is no listener any more: a busy broker learns of a closed connection a
+    little later."""
     try:
         async with asyncio.timeout(1.0):
             await channels.dial(place, PlainFrontend)
@@ -171,7 +174,7 @@ async def _gone(channels: Channels, place: str) -> bool:
     return False
 
 
-async def test_a_killed_worker_behind_the_broker_is_noticed_at_the_next_sign_of_life(
+async def test_a_killed_worker_behind_the_broker_is_detected_at_the_next_beat(
     spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     process = await spawn("--itl-ms", "10", "--request-plane", "nats", nats_url=own_nats.url)
@@ -185,7 +188,7 @@ async def test_a_killed_worker_behind_the_broker_is_noticed_at_the_next_sign_of_
     await frontend.lost()
     assert (
         asyncio.get_running_loop().time() - began < SILENT_S_MAX / 2
-    )  # when it would be noticed otherwise; 0.05 s are meant
+    )  # when it would be detected otherwise; the intended time is 0.05 s
     await channels.close()
 
 
@@ -210,13 +213,13 @@ async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually: Even
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc: run it on Linux")
-async def test_a_simulated_worker_carries_nothing_that_it_does_not_need(
+async def test_a_simulated_worker_loads_nothing_that_it_does_not_need(
     nats_url: str, spawn: Spawn, eventually: Eventually
 ) -> None:
     process = await spawn(nats_url=nats_url)
-    await eventually(lambda: present(process.data), START_S)  # the admin port, its last import, is there
+    await eventually(lambda: present(process.data), START_S)  # the admin port, its last import, is open
     mapped = Path(f"/proc/{process.inner.pid}/maps").read_text()
-    assert "/msgspec/" in mapped, "libraries are seen here"
+    assert "/msgspec/" in mapped, "libraries are listed here"
     heavy = ("pydantic", "aiohttp", "tokenizers", "numpy", "asyncpg", "sqlalchemy", "greenlet", "torch")
     assert not [name for name in heavy if f"/{name}" in mapped]
 
@@ -227,19 +230,19 @@ async def test_a_simulated_worker_carries_nothing_that_it_does_not_need(
         (["--engine", "simulate"], {}, 2, "engine = 'simulate': expected one of simulated"),
         (["--itl-ms", "-1"], {}, 2, "itl_ms = '-1'"),
         ([], {"HOLDFAST_WORKER_SPEED": "9"}, 2, "HOLDFAST_WORKER_SPEED is not a setting"),
-        (["--engine", "openai"], {}, 2, "needs the URL of a server"),
-        (["--engine", "transformers", "--model", "/nowhere"], {}, 2, "needs a model's folder"),
+        (["--engine", "openai"], {}, 2, "requires the URL of a server"),
+        (["--engine", "transformers", "--model", "/nowhere"], {}, 2, "requires a model directory"),
         (["--engine", "openai", "--upstream", "http://x", "--count", "2"], {}, 2, "only simulated engines"),
-        (["--host", "0.0.0.0"], {}, 2, "advertise must say which address"),
+        (["--host", "0.0.0.0"], {}, 2, "set advertise to the address"),
         (["--kv-blocks", "1"], {}, 2, "needs more than 1 KV blocks"),
-        (["--host", "203.0.113.1"], {}, 1, "cannot be had"),
+        (["--host", "203.0.113.1"], {}, 1, "cannot listen on port"),
     ],
 )
-async def test_a_mistake_is_one_clear_sentence(
+async def test_a_usage_error_gives_one_clear_sentence(
     spawn: Spawn, flags: list[str], environment: dict[str, str], code: int, words: str
 ) -> None:
     process = await spawn(*flags, **environment)
     assert await process.ended() == code
-    said = [line for line in process.lines if not line.startswith("{")]
-    assert len(said) == 1
-    assert words in said[0]
+    messages = [line for line in process.lines if not line.startswith("{")]
+    assert len(messages) == 1
+    assert words in messages[0]

@@ -1,4 +1,4 @@
-"""A worker that runs in the test's own process, and what the fleet hears of it."""
+"""A worker that runs in the test's process, and the facts and heartbeats that it sends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ ABOUT: dict[str, Any] = {"worker": "w0", "instance": "i1"}
 
 @dataclass
 class Life:
-    """One worker, running in this process, and what the fleet heard of it."""
+    """One worker running in this process, and what it has sent to the fleet."""
 
     worker: InferenceWorker
     stream: MemoryStream
@@ -76,7 +76,7 @@ async def begin(eventually: Eventually) -> AsyncIterator[Begin]:
         )
         life = Life(worker, stream, bus, stop, hurried, asyncio.ensure_future(worker.run(stop, hurried)))
         lives.append(life)
-        await eventually(lambda: bus.entries or life.running.done())  # it listens, or never will
+        await eventually(lambda: bus.entries or life.running.done())  # it has subscribed, or never will
         return life
 
     yield start

@@ -1,4 +1,4 @@
-"""Worker processes for the tests, and what they log."""
+"""Worker processes for the tests, and their logs."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ START_S = 20.0
 
 @dataclass
 class Process:
-    """A worker process and what it has logged."""
+    """A worker process and its log lines."""
 
     inner: asyncio.subprocess.Process
     data: Path
@@ -35,7 +35,7 @@ class Process:
 
     @property
     def events(self) -> list[str]:
-        """What the log is about, line by line."""
+        """The event of each log line."""
         return [_parsed(line).get("event", line) for line in self.lines]
 
     def port(self, number: int = 0) -> int:
@@ -56,7 +56,7 @@ def held(instance: str) -> list[str]:
 
 
 def left(process: Process, instance: str) -> list[str]:
-    """Return what files and segments are there of a worker that has ended."""
+    """Return the files and segments left by a worker that has ended."""
     spooled = [path.name for path in process.data.glob("spool/**/*.spool") if path.stat().st_size]
     return [*spooled, *os.listdir(process.data / "run"), *held(instance)]
 
@@ -74,7 +74,7 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
     processes: list[Process] = []
 
     async def start(*flags: str, nats_url: str = "", **environment: str) -> Process:
-        if nats_url:  # no worker makes the stream
+        if nats_url:  # no worker creates the stream
             await (await NatsJournal.connect(nats_url, "controller:test", wait_s=1.0)).close()
         inner = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "workers", "--data", str(tmp_path), *flags,
