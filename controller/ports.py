@@ -1,4 +1,4 @@
-"""The world, as the shell sees it. Adapters implement these; `cli` plugs them in; tests plug in doubles.
+"""The ports of the controller: protocols that adapters implement and tests replace with doubles.
 
 The journal's port lives with the journal: `events.journal.port`.
 """
@@ -30,25 +30,25 @@ from events.wire import Chunk, Committed, Generate, Reserved, Why
 
 
 class Clock(Protocol):
-    """Time, as an argument: real in a process, virtual in a test."""
+    """Time: real in a process, virtual in a test."""
 
     def now(self) -> datetime:
         """Return the current instant, aware and in UTC."""
         ...
 
     def monotonic(self) -> float:
-        """Return seconds that never go back."""
+        """Return the monotonic time, in seconds."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep for `seconds`."""
 
 
 class Observe(Protocol):
-    """How one who is no journal says a fact: `Journal.observe`, or nothing at all where there is no journal."""
+    """A callable that records a fact: `Journal.observe`, or a no-op where there is no journal."""
 
     def __call__(self, fact: Observation, *, traceparent: str = "") -> object:
-        """Say one fact; `traceparent` is the trace of the client's request that it is about, if there is one."""
+        """Record one fact; `traceparent` is the trace of the client request that it belongs to, if any."""
         ...
 
 
@@ -56,33 +56,33 @@ class Observe(Protocol):
 
 
 class StoreAhead(HoldfastError):
-    """The state store has folded events that the stream does not hold: the stream was recreated or restored. Check which
-    of the two is right; `holdfast replay rebuild` makes a fresh projection of the stream."""
+    """The state store is ahead of the journal stream: it has folded events that the stream does not hold, so the stream was
+    recreated or restored. Check which of the two is right; `holdfast replay rebuild` makes a fresh projection of the stream."""
 
 
 class StoreLost(Finding):
-    """The state store has lost a part of what was projected into it. `holdfast replay rebuild` makes it anew from the journal;
+    """The state store has lost a part of what was projected into it. `holdfast replay rebuild` rebuilds it from the journal;
     where `holdfast up` runs, it does so by itself."""
 
 
 class AnotherProjector(HoldfastError):
-    """Another projector has moved the projection on meanwhile: nothing was written. Read it again and go on from there."""
+    """Another projector has advanced the projection, so nothing was written. Read the position again and continue from there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPosition:
-    """How far the rows of the read model reach: they are the fold of everything up to `seq`."""
+    """The position of the rows of the read model: they are the fold of everything up to `seq`."""
 
     seq: int = 0
-    id: str = ""  # the ce-id of that event: a stream that was made anew has another one there
-    at: datetime | None = None  # the stream's time of it
+    id: str = ""  # the ce-id of that event: a recreated stream has another one there
+    at: datetime | None = None  # the stream's timestamp of that event
     settled: Position = Position()
     deciders_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A settled fleet, the position that it was folded to, and how far each source had been heard."""
+    """A settled fleet, its position, and the last event of each source."""
 
     fleet: Fleet
     position: Position
@@ -91,19 +91,19 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoreLook:
-    """What a quick look at a store shows of what it has lost."""
+    """The result of a quick check of a store for losses."""
 
-    lost: tuple[str, ...] = ()  # tables that lack a row which they must have
-    first: int = 0  # sequence of the oldest event that is kept; 0: none is
-    last: int = 0  # of the newest
+    lost: tuple[str, ...] = ()  # tables that lack a required row
+    first: int = 0  # sequence of the oldest kept event; 0: none is kept
+    last: int = 0  # sequence of the newest kept event
 
 
 CatchUp = Callable[[ReadPosition], Awaitable[None]]
-"""Brings a fresh projection to where another one stands (still, as long as this runs)."""
+"""Projects into a fresh projection up to the position of another one, which does not move while this runs."""
 
 
 class StateStore(Protocol):
-    """The read model: what the projector writes and the router and the planner read."""
+    """The read model: the projector writes it, the router and the planner read it."""
 
     async def load(self) -> Snapshot | None:
         """Return the settled state that was stored last; None if the store is empty."""
@@ -116,13 +116,13 @@ class StateStore(Protocol):
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
 
-        The store stands at `after`: right before `events`, or where it is empty before any. Raise StoreUnavailable, or
-        AnotherProjector if it does not, and write nothing then.
+        `after` is the store's position: the one right before `events`, or before any if the store is empty. If it is not, raise
+        AnotherProjector and write nothing. Raise StoreUnavailable.
         """
         ...
 
     async def look(self) -> StoreLook:
-        """Look for losses where they show at once. State rows that are gone are remembered, to be written again with the next
+        """Check for losses that are visible at once. Missing state rows are remembered and written again with the next
         batch."""
         ...
 
@@ -144,7 +144,7 @@ class StateStore(Protocol):
 
 
 class Archive(Protocol):
-    """The events that the store keeps, by what they are about. The journal is the truth; this is its index."""
+    """Reads the events that the store keeps, by what they concern. The journal is the truth; this is its index."""
 
     async def locate(self, reference: str) -> int | None:
         """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
@@ -159,10 +159,10 @@ class Archive(Protocol):
         incident: str | None = None,
         request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield, in order, the events that match everything given.
+        """Yield, in order, the events that match all given filters.
 
-        `incident` finds what carries the incident's id, `worker` what `projection.concerns` the worker, `request` what is said of
-        one request.
+        `incident` selects events that carry the incident's id, `worker` those that concern the worker (`projection.concerns`),
+        `request` those about one request.
         """
         ...
 
@@ -176,23 +176,24 @@ class RowsRead:
 
 
 class PlanningStore(Protocol):
-    """What the planner reads of the state store."""
+    """The planner's read access to the state store."""
 
     async def read_planning(self, after: int, since: datetime, limit: int) -> "PlanningRead":
-        """Return, as of one instant, all workers, and the events that are planned by: those above `after` and not before
-        `since`, the oldest first, `limit` at most; and of what holds until something else is said, the latest. Raise
-        StoreUnavailable."""
+        """Return all workers and the events that planning uses, as of one instant.
+
+        Events: those above `after` and not older than `since`, oldest first, at most `limit`. `latest`: the last event of each
+        kind that holds until replaced. Raise StoreUnavailable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningRead:
-    """What is planned by, as of one instant."""
+    """The planner's input, as of one instant."""
 
     position: ReadPosition
     workers: Sequence[Mapping[str, Any]]  # rows
     events: Sequence[Recorded]  # of PLANNED_BY
-    latest: Sequence[Recorded]  # of LATEST: of each kind, and of each model where it is said of one, the last
+    latest: Sequence[Recorded]  # of LATEST: the last of each kind, and of each model where the kind has one
 
 
 PLANNED_BY = (TrafficReported, CapacityReported, ScaleProposed, ScaleApplied)
@@ -203,52 +204,52 @@ LATEST = (ScaleSet, ScaleProposed, PolicyAdopted)
 
 
 class WorkerUnreachable(HoldfastError):
-    """No connection to the worker could be made, or it broke."""
+    """The worker cannot be connected to, or its connection broke."""
 
 
 class Prober(Protocol):
-    """Asks one worker one question, over the very path of user requests."""
+    """Sends one request to one worker, over the same path as user requests."""
 
     def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
         """Yield the worker's chunks until one finishes. Raise WorkerUnreachable."""
         ...
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> "OthersWork":
-        """Return how its engine gets on with other requests, beside one of `own_tokens` tokens that has `begun` or not."""
+        """Return how the engine serves other requests, compared with one of `own_tokens` tokens that has `begun` or not."""
 
 
 LostCause = Literal["cannot_connect", "disconnected", "stalled"]
 OthersWork = Literal[
     "", "beside", "before"
-]  # the engine answers others beside ours, or before it; empty: not known
+]  # the engine serves other requests beside ours, or before ours; empty: unknown
 
 
 class Sink(Protocol):
-    """Whoever reads one stream. Called on the event loop, synchronously; it must not wait."""
+    """The consumer of one stream. Called synchronously on the event loop; it must not block."""
 
     def take(self, chunk: Chunk) -> None:
-        """Take what one engine step gave this stream. After `finish` or `error` nothing more comes."""
+        """Accept the output of one engine step. After `finish` or `error` no more chunks follow."""
         ...
 
     def flush(self) -> None:
-        """What one turn of the loop had for this stream is complete: write it out."""
+        """Write out what was buffered: this loop turn has no more chunks for the stream."""
         ...
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """The worker cannot go on with this stream. Nothing more comes."""
+        """The worker cannot continue this stream. No more calls follow."""
         ...
 
 
 class TransferSink(Sink, Protocol):
-    """Whoever carries one stream from its source to a target. As a sink it takes what the target says once it has
-    committed, until another sink adopts the stream; it is told `lost` of the target's connection only."""
+    """Carries one stream from its source to a target. As a sink it receives the target's chunks after the commit, until
+    another sink adopts the stream; `lost` concerns only the connection to the target."""
 
     def reserved(self, frame: Reserved) -> None:
-        """The target keeps the room."""
+        """The target has reserved the room."""
         ...
 
     def declined(self, stream: int, why: str) -> None:
-        """The target has let go of its stream, or the source, whose stream that is, goes on decoding."""
+        """The target has dropped its stream, or the source, which owns the stream, continues to decode it."""
         ...
 
     def committed(self, frame: Committed) -> None:
@@ -257,25 +258,25 @@ class TransferSink(Sink, Protocol):
 
 
 class RequestPlane(ConnectedWorkers, Protocol):
-    """The request plane, as the frontend's scheduler and its streams see it. No call waits."""
+    """The request plane, as the frontend's scheduler and its streams use it. No call blocks."""
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return what `Prober.others_work` does."""
+        """Return the same as `Prober.others_work`."""
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number, which is also set in it. Raise WorkerUnreachable."""
         ...
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
-        """Forget a stream or a reservation: the worker is told, and late frames are dropped. Unknown ones are ignored."""
+        """Drop a stream or a reservation, notify the worker, and ignore late frames. Unknown streams are ignored."""
         ...
 
     def draining(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is connected and has told us to send it nothing new."""
+        """Return whether this instance is connected and has asked for no new requests."""
         ...
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: TransferSink) -> int:
-        """Ask a worker to keep room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
+        """Ask a worker to reserve room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
         ...
 
     def ship(self, source: TrustedSource, stream: int, offer: Reserved, carrier: TransferSink) -> None:
@@ -283,25 +284,25 @@ class RequestPlane(ConnectedWorkers, Protocol):
         ...
 
     def stay(self, worker: str, stream: int) -> None:
-        """Tell a worker to break a stream's shipment off, and to go on decoding it. Unknown streams are ignored."""
+        """Tell a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
         ...
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
-        """Give a stream another sink. Unknown streams are ignored."""
+        """Attach another sink to a stream. Unknown streams are ignored."""
         ...
 
 
-# --- what the operator asks for ---------------------------------------------------------------------------------------
+# --- operator commands ------------------------------------------------------------------------------------------------
 
 Answer = Mapping[str, str]
-"""`says`: what was done, or `error`: why it was not."""
+"""`says`: what was done, or `error`: why it was refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an operator asks for, by which id it is known, and until when it may be carried out."""
+    """An operator's command, its id, and its deadline."""
 
-    id: str = ""  # of the asker's own making; a second one of the same id is the first one again
+    id: str = ""  # chosen by the sender; a second command with the same id is a repetition of the first
     deadline: datetime | None = None  # by the clock that stamps the journal
     verb: str = ""
     worker: str = ""
@@ -313,65 +314,65 @@ NO_COMMAND = Command()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenWish:
-    """What an operator wants of goldens. They are named by a worker, a canary key or a model."""
+    """An operator's request about goldens. They are selected by a worker, a canary key or a model."""
 
     act: Literal["approve", "retire", "record"]
     worker: str = ""
     canary_key: str = ""
     model: str = ""
     canaries: tuple[str, ...] = ()  # empty: all of that key
-    answers: tuple[GoldenAnswer, ...] = ()  # approve: the goldens that the operator brings
+    answers: tuple[GoldenAnswer, ...] = ()  # approve: the goldens that the operator supplies
 
 
 class CommandGate(Protocol):
-    """Who decides whether a command is carried out here."""
+    """Decides whether a command is carried out by this controller."""
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Return the answer; None if it is not ours to give, or if nobody can know. `act` raises HoldfastError to refuse."""
+        """Return the answer; None if another controller answers or the outcome is unknown. `act` refuses by a HoldfastError."""
         ...
 
     async def ours_to_answer(self) -> bool:
-        """Say whether a question that changes nothing is ours to answer."""
+        """Return whether this controller answers a read-only query."""
         ...
 
 
 class Control(Protocol):
-    """What an operator can ask for, from wherever it comes. Each answers with one sentence on what was done, and raises a
-    HoldfastError whose text says why it was not. What it leads to carries the id and the deadline of `command`."""
+    """The operator's commands, independent of the transport. Each returns one sentence on what was done, or raises a
+    HoldfastError with the reason. The facts that follow carry the id and the deadline of `command`."""
 
     async def drain(
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
-        """Let a worker finish what it runs, within `deadline_s` seconds (None: the policy's wait)."""
+        """Drain a worker: let it finish what it runs within `deadline_s` seconds (None: the policy's wait)."""
         ...
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Take a worker back, after its next good canary."""
+        """Return a worker to service after its next good canary."""
         ...
 
     async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Let what runs on a worker go on at `to`, or wherever it is best if that is empty."""
+        """Move a worker's running requests to `to`, or to the best worker if that is empty."""
         ...
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Tell a worker to shut down in good order."""
+        """Tell a worker to shut down gracefully."""
         ...
 
     async def status(self) -> dict[str, Any]:
-        """Return the fleet as it is, as plain JSON values."""
+        """Return the fleet's status as plain JSON values."""
         ...
 
 
-# --- who carries a planner's proposals out ----------------------------------------------------------------------------
+# --- scaling ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedScale:
-    """Another number of workers for one model, as a planner has proposed it."""
+    """A new number of workers for one model, as a planner has proposed it."""
 
     model: str
-    before: int  # workers that there were when it was proposed
-    after: int  # that there should be
+    before: int  # workers when it was proposed
+    after: int  # proposed number of workers
     why: str  # up, down, lost, floor, operator
     proposal: str  # id of the ScaleProposed
     planner: str
@@ -379,18 +380,20 @@ class WantedScale:
 
 @dataclass(frozen=True, slots=True)
 class HookResult:
-    """What came of it, as `ScaleApplied` tells it."""
+    """The outcome of a scaling call, as `ScaleApplied` reports it."""
 
     ok: bool
-    says: str  # one line of printable characters, 300 at most: what was done, or why not
+    says: str  # one line of printable characters, 300 at most: what was done, or why it failed
 
 
 class ScaleHook(Protocol):
-    """Who can start and stop workers, and is no `holdfast up`."""
+    """Starts and stops workers where `holdfast up` does not."""
 
     by: str  # as `ScaleApplied` names it: command, http
 
     async def scale(self, wanted: WantedScale) -> HookResult:
-        """Have the workers of a model become so many. It ends within the hook's deadline, and raises nothing for what the
-        other side does. That it is done says nothing of when those workers serve. To repeat it does no harm."""
+        """Scale the workers of a model to `wanted.after`.
+
+        It returns within the hook's deadline and raises nothing when the other side fails. Success does not mean that the new
+        workers serve already. The call is idempotent."""
         ...
