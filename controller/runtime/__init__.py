@@ -1,1 +1,1 @@
-"""The shell: loops that read the journal, do what the deciders say, and report what came of it."""
+"""The imperative shell: loops that read the journal, apply decisions, and report the outcome."""

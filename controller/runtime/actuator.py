@@ -1,14 +1,16 @@
-"""Makes the world agree with the fold: workers that are to drain are told so, those that are resumed, and those whose
-instance was declared dead and that live all the same: DEAD is for ever, also when it was forgotten, so such a process ends,
-and its successor joins. One that hangs among others of its process, which are heard, is told so too: it ends alone, and
-nobody could signal it.
-So does one whose name another process took and left again; as long as that one lives, two would take it from each other.
-One that is convicted of wrong answers, or whose device failed, is told that too: it sends its KV caches nowhere.
-And each is told how much of its batch it may fill at its model's degradation level: there is one level for all of them.
+"""Level-triggered actuator: commands workers until their heartbeats agree with the fold.
 
-It keeps no position and needs none: it compares what the fold wants with what the worker's beats say, and tells the
-worker until they agree. Telling it twice changes nothing. A worker that does not answer is asked again, less and
-less often; that it is gone is for others to say.
+- Workers that are to drain or resume are told so.
+- An instance that was declared dead but still lives is told to end, so that its successor can join: DEAD is final, even after
+  the worker was forgotten. This includes a hung worker in a process with other workers that are still heard: it must end
+  alone, and no signal could end only one of them.
+- A former instance is told to end if another process took its name over and left again: two live instances would keep
+  taking the name from each other.
+- A worker that is convicted of wrong answers or a failed device is told so: it then sends its KV caches nowhere.
+- Each worker is told which share of its batch it may fill at its model's degradation level; a model has one level for all.
+
+The actuator keeps no position: it compares the fold with the heartbeats and repeats a command until they agree. Commands are
+idempotent. A worker that does not answer is retried with backoff; other components decide that it is gone.
 """
 
 import asyncio
@@ -33,7 +35,7 @@ from events.observations import ResumeRequested
 
 BEAT_FRESH_S = 3.0
 DEADLINE_S_MIN = 0.1
-CONFIRMED_S = 2.0  # how long a worker that has agreed has until its beats show it
+CONFIRMED_S = 2.0  # time that a worker has from its confirmation until its beats show the change
 
 ActuatorCommand = Literal["drain", "resume", "retire", "distrust", "trust", "batch"]
 SUBJECTS: dict[ActuatorCommand, Callable[[str], str]] = {
@@ -49,24 +51,24 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Try:
-    """What one instance is being told."""
+class _Attempt:
+    """The command in progress for one instance."""
 
     instance: str
     command: ActuatorCommand
-    share: float  # of its batch that it may fill
+    share: float  # of the batch that the instance may fill
     next_at: float = 0.0
     wait_s: float = 0.0
-    told: bool = False  # it has confirmed; its beats will show it
+    confirmed: bool = False  # its beats will show the change
 
     @property
     def wish(self) -> tuple[str, ActuatorCommand, float]:
-        """What it is told, so far as that is another wish."""
+        """The identity of the command: a change of it restarts the retries."""
         return self.instance, self.command, self.share if self.command == "batch" else 1.0
 
 
 class Actuator:
-    """Tells workers what the fleet wants of them, while its controller leads."""
+    """Sends workers the commands that the fold requires, while its controller leads."""
 
     def __init__(
         self,
@@ -83,11 +85,11 @@ class Actuator:
         self._clock = clock
         self._settings = settings
         self._leading = leading
-        self._tries: dict[str, _Try] = {}
-        self._changed = asyncio.Event()  # a flag: the fold has moved
-        view.listen(self._heard)
+        self._attempts: dict[str, _Attempt] = {}
+        self._changed = asyncio.Event()  # set when the fold has changed
+        view.listen(self._on_batch)
 
-    def _heard(self, view: Any, batch: Sequence[Recorded]) -> None:
+    def _on_batch(self, view: Any, batch: Sequence[Recorded]) -> None:
         if any(
             isinstance(recorded.fact, WorkerDecision | ResumeRequested | DegradationChanged)
             for recorded in batch
@@ -95,15 +97,15 @@ class Actuator:
             self._changed.set()
 
     async def run(self) -> None:
-        """Compare and tell until cancelled."""
+        """Compare and send commands until cancelled."""
         while True:
             self._changed.clear()
             if self._leading():
-                await asyncio.gather(*(self._tell(name, command) for name, command in self._due().items()))
+                await asyncio.gather(*(self._send(name, command) for name, command in self._due().items()))
             await self._wait()
 
     async def _wait(self) -> None:
-        """Wait until the fold moves, but look at the beats again before long."""
+        """Wait until the fold changes, at most `retry_s`, for beats can differ without a change of the fold."""
         timer = asyncio.ensure_future(self._clock.sleep(self._settings.retry_s))
         moved = asyncio.ensure_future(self._changed.wait())
         try:
@@ -114,37 +116,37 @@ class Actuator:
             await asyncio.gather(timer, moved, return_exceptions=True)
 
     def _due(self) -> dict[str, ActuatorCommand]:
-        """Return what is wanted of whom, where the world does not agree yet and it is time to say so again."""
+        """Return the command of each worker that disagrees with the fold by its beats and is due for a (re)try."""
         found: dict[str, ActuatorCommand] = {}
         workers = {**self._view.fleet.departed, **self._view.fleet.workers}
-        for name in self._tries.keys() - workers.keys():
-            del self._tries[name]
+        for name in self._attempts.keys() - workers.keys():
+            del self._attempts[name]
         lost = any(not worker.alive and not worker.health.exit.left for worker in workers.values())
         heard = self._processes() if lost else set()
         for name, worker in workers.items():
             instance, command = worker.joined.instance, self._command(worker, heard)
             if command is None and not worker.alive:
                 instance, command = self._displaced(worker)
-            known = self._tries.get(name)
+            known = self._attempts.get(name)
             if command is None:
-                self._tries.pop(name, None)
+                self._attempts.pop(name, None)
                 continue
-            trying = _Try(instance, command, self._share(worker))
-            if known is None or known.wish != trying.wish:
-                known = self._tries[name] = trying
+            attempt = _Attempt(instance, command, self._share(worker))
+            if known is None or known.wish != attempt.wish:
+                known = self._attempts[name] = attempt
             if self._clock.monotonic() >= known.next_at:
                 found[name] = command
         return found
 
     def _command(self, worker: Worker, heard: Container[tuple[str, int]]) -> ActuatorCommand | None:
-        """Return what the worker must be told; None if its last beat agrees, or if there is nobody to tell. `heard`: processes
-        that live, by one of their workers."""
+        """Return the command that the worker needs; None if its last beat agrees or no process would receive it. `heard`:
+        processes that are alive, as one of their workers was heard."""
         health = worker.health
         beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
         if not worker.alive:
             lives = beat is not None or _process(worker) in heard
             return "retire" if lives and not health.exit.left else None
-        if beat is not None and beat.convicted is not bool(_doubts(worker)):
+        if beat is not None and beat.convicted is not bool(_doubtful_convictions(worker)):
             return "trust" if beat.convicted else "distrust"
         draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.exit.resumed)
         if draining:
@@ -155,37 +157,37 @@ class Actuator:
         return "batch" if limited else None
 
     def _share(self, worker: Worker) -> float:
-        """Return how much of its batch a worker may fill."""
+        """Return the share of its batch that a worker may fill."""
         models = self._view.fleet.models
         model = models.get(worker.joined.model)
         return 1.0 if model is None else model.knobs.batch_size
 
     def _processes(self) -> set[tuple[str, int]]:
-        """Return the processes that are heard of, though perhaps not from all of their workers."""
+        """Return the processes that are alive by the beats of at least one of their workers."""
         workers, fresh = self._view.fleet.workers, self._beats.fresh
         heard = (w for n, w in workers.items() if fresh(n, w.joined.instance, BEAT_FRESH_S) is not None)
         return {_process(worker) for worker in heard if worker.joined.topology.host}
 
     def _displaced(self, worker: Worker) -> tuple[str, ActuatorCommand | None]:
-        """Return a former instance of a dead worker that lives all the same, and that it is to end."""
+        """Return a live former instance of a dead worker, with the command to end it."""
         name, past = worker.joined.worker, worker.past
         lives = [one for one in past if self._beats.fresh(name, one, BEAT_FRESH_S) is not None]
         return (lives[-1], "retire") if lives else ("", None)
 
-    async def _tell(self, name: str, command: ActuatorCommand) -> None:
-        fleet, trying = self._view.fleet, self._tries[name]
+    async def _send(self, name: str, command: ActuatorCommand) -> None:
+        fleet, attempt = self._view.fleet, self._attempts[name]
         worker = fleet.remembered(name)
-        assert worker is not None, "it was due a moment ago"
+        assert worker is not None, "_due() returned it a moment ago"
         body: dict[str, Any] = {}
         subject = SUBJECTS[command](name)
         if command in ("distrust", "trust"):
-            body["reason"] = ", ".join(_doubts(worker))
+            body["reason"] = ", ".join(_doubtful_convictions(worker))
         if command == "batch":
-            body["share"] = trying.share
+            body["share"] = attempt.share
         if command == "drain" and worker.drain.deadline is not None:
             left = (worker.drain.deadline - self._clock.now()).total_seconds()
             body["deadline_s"] = max(left, DEADLINE_S_MIN)
-        body = control(subject.split(".")[1], name, trying.instance, "actuator", body)
+        body = control(subject.split(".")[1], name, attempt.instance, "actuator", body)
         try:
             answer = await self._bus.request(subject, body, self._settings.answer_s)
             refusal = str(answer.get("error") or "")
@@ -193,12 +195,12 @@ class Actuator:
             refusal = str(error)
         s = self._settings
         least = s.retry_s if refusal else max(s.retry_s, CONFIRMED_S)
-        trying.wait_s = min(max(trying.wait_s * 2, least), s.retry_max_s)
-        trying.next_at = self._clock.monotonic() + trying.wait_s
+        attempt.wait_s = min(max(attempt.wait_s * 2, least), s.retry_max_s)
+        attempt.next_at = self._clock.monotonic() + attempt.wait_s
         if refusal:
             log.warning("worker_not_told", worker=name, wish=command, why=refusal)
-        elif not trying.told:
-            trying.told = True
+        elif not attempt.confirmed:
+            attempt.confirmed = True
             log.info("worker_told", worker=name, wish=command)
 
 
@@ -206,6 +208,6 @@ def _process(worker: Worker) -> tuple[str, int]:
     return worker.joined.topology.host, worker.joined.pid
 
 
-def _doubts(worker: Worker) -> tuple[str, ...]:
-    """Return what says that this worker may have computed wrongly: not that it was silent, nor that its engine ended."""
+def _doubtful_convictions(worker: Worker) -> tuple[str, ...]:
+    """Return the convictions that put the worker's computation in doubt: neither its silence nor the end of its engine does."""
     return tuple(one for one in worker.health.convictions if one not in (SILENT, ENGINE))

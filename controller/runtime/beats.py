@@ -1,8 +1,8 @@
-"""What workers and frontends have just said of themselves: heartbeats and link reports. Kept by nobody else.
+"""The last heartbeats of workers and link reports of frontends. No other component stores them.
 
-Core NATS, so a beat that nobody heard is gone; whoever concludes something from silence must know that it was
-listening (`Liveness`). `at` in here is our own monotonic clock at the time of hearing; a worker's clock is only ever
-compared with ours to measure how far it is off.
+They travel over core NATS, so a beat without a listener is lost. Any conclusion from silence must therefore prove that the
+observer was listening (`Liveness`). `at` is our own monotonic clock at reception. A worker's clock is compared with ours only to
+measure its skew.
 """
 
 from collections import deque
@@ -20,11 +20,9 @@ from events.intrusion.send_budget import SubjectBudgets, TrafficLimit, traffic
 from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
-NAMES_MAX = 100_000  # workers and frontends remembered; more than that is somebody's mistake
+NAMES_MAX = 100_000  # workers and frontends remembered; more than that is a fault of the sender
 
-USUAL = traffic(
-    per_s=20.0, burst=200.0, mb_per_s=0.25, mb_burst=1.0
-)  # of one worker, which sends one a second
+USUAL = traffic(per_s=20.0, burst=200.0, mb_per_s=0.25, mb_burst=1.0)  # per worker, which sends one a second
 
 Life = tuple[str, str]  # worker, instance
 
@@ -38,8 +36,8 @@ class Heartbeat:
     at: float
     draining: bool
     load: Mapping[str, int]
-    convicted: bool = False  # it knows that the fleet does not believe what it computes
-    batch: float | None = None  # the share of its batch that it may fill; None: it does not know of that
+    convicted: bool = False  # the worker knows that it is convicted
+    batch: float | None = None  # the share of its batch that it may fill; None: not supported
     skews: deque[float] = field(default_factory=lambda: deque(maxlen=SKEWS_KEPT))
 
     @property
@@ -49,7 +47,7 @@ class Heartbeat:
 
     @property
     def skew_s(self) -> float:
-        """How far its clock is ahead of ours, seconds; the time on the wire makes it look a little behind."""
+        """Offset of its clock from ours, seconds (positive: ahead); the transit time makes it look slightly behind."""
         return median(self.skews) if self.skews else 0.0
 
 
@@ -62,19 +60,19 @@ class FrontendLinks:
 
 
 class Beats:
-    """Hears heartbeats and link reports."""
+    """Receives heartbeats and link reports."""
 
     def __init__(self, clock: Clock, limit: TrafficLimit = USUAL) -> None:
-        """`limit`: what one worker may publish."""
+        """`limit`: the traffic that one worker may publish."""
         self._clock = clock
         self._budgets = SubjectBudgets(limit, NAMES_MAX)
-        self.flooded: Callable[[str], None] = lambda worker: None  # called with a sender of too much
+        self.flooded: Callable[[str], None] = lambda worker: None  # called with a flooding worker
         self.lives: dict[Life, Heartbeat] = {}
         self.frontends: dict[str, FrontendLinks] = {}
-        self.bad = 0  # messages that made no sense
+        self.bad = 0  # messages that were rejected
 
     async def start(self, bus: Bus) -> None:
-        """Begin to hear what is said on the bus."""
+        """Subscribe to heartbeats and link reports."""
         await bus.hear(subjects.BEATS, self.on_beat, self.admits)
         await bus.subscribe(subjects.LINKS, self.on_links)
 
@@ -92,7 +90,7 @@ class Beats:
         return beat if beat is not None and self._clock.monotonic() - beat.at <= within_s else None
 
     def linked(self, worker: str, instance: str, within_s: float) -> bool:
-        """Whether a frontend said within `within_s` that it has a live connection to this instance."""
+        """Return whether a frontend reported within `within_s` a live connection to this instance."""
         now = self._clock.monotonic()
         return any(
             now - links.at <= within_s and links.workers.get(worker) == instance
@@ -100,7 +98,7 @@ class Beats:
         )
 
     def on_beat(self, subject: str, body: Body) -> None:
-        """Take one heartbeat in."""
+        """Store one heartbeat."""
         try:
             worker, instance = str(body["worker"]), str(body["instance"])
             said = body.get("load")
@@ -111,7 +109,7 @@ class Beats:
             skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return self._refuse(subject, error)
-        if subject != subjects.beat(worker):  # on its own subject a worker can say what it likes, of itself
+        if subject != subjects.beat(worker):  # a worker may publish only about itself
             return self._refuse(subject, f"it is about {worker}")
         life = (worker, instance)
         known = self.lives.get(life)
@@ -124,7 +122,7 @@ class Beats:
         return None
 
     def on_links(self, subject: str, body: Body) -> None:
-        """Take one link report in."""
+        """Store one link report."""
         try:
             frontend = str(body["frontend"])
             workers = {str(name): str(instance) for name, instance in dict(body["workers"]).items()}
@@ -136,7 +134,7 @@ class Beats:
         return None
 
     def forget(self, keep: Container[Life], older_than_s: float) -> None:
-        """Drop what is old and no longer known."""
+        """Drop old entries of unknown instances and frontends."""
         now = self._clock.monotonic()
         for life in [k for k, beat in self.lives.items() if now - beat.at > older_than_s and k not in keep]:
             del self.lives[life]

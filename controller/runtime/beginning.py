@@ -1,7 +1,7 @@
-"""The first state of a fold: the state store's last snapshot, and the journal from there on.
+"""Builds the initial state of a fold: the state store's last snapshot, and the journal from there on.
 
-Where the journal has dropped what follows that snapshot, or there is none, the fold begins with one that lies on the journal
-itself. While the broker is away it begins with what the state store holds.
+If the journal has dropped what follows that snapshot, or there is none, the fold starts from a snapshot on the journal itself.
+While the broker is unavailable, it starts from what the state store holds.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 
 class StoredHistory(StateStore, Protocol):
-    """A state store whose kept events can be read in order."""
+    """A state store that allows to read its kept events in order."""
 
     def select(self, *, after: int = 0) -> AsyncIterator[Sequence[Recorded]]:
         """Yield the kept events above a sequence, in order, in batches. Raise StoreUnavailable."""
@@ -36,14 +36,14 @@ class StoredHistory(StateStore, Protocol):
 
 
 def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
-    """Return the fold as a snapshot left it; from the beginning without one."""
+    """Return the fold at this snapshot; the empty fold without one."""
     if snapshot is None:
         return Order(evolve, Fleet())
     return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
 
 
 async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
-    """Return the order to begin with, the store's last settled state or nothing, and where the store stands."""
+    """Return the initial order, from the store's last settled state if there is one, and the store's position."""
     snapshot: Snapshot | None = None
     position = ReadPosition()
     if store is not None:
@@ -52,7 +52,7 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
                 snapshot = await store.load()
                 position = (
                     await store.position()
-                )  # also where it has no snapshot yet: it must be of this stream all the same
+                )  # also without a snapshot: the position must lie on this stream
         except (StoreUnavailable, StoreRefused, TimeoutError) as error:
             log.warning("store_unreachable_reading_all", why=str(error))
             snapshot = None
@@ -60,26 +60,26 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
 
 
 async def by_the_store(store: StoredHistory, snapshot: Order[Fleet]) -> Order[Fleet]:
-    """Return the fold of everything that the store holds: its snapshot, or nothing, and the events in `fleet_events` after it.
+    """Return the fold of everything in the store: its snapshot if there is one, and the events in `fleet_events` after it.
 
     For a process that cannot read the journal. `fleet_events` lacks what changes no fold (messages that are no events, kept
-    snapshots), so sequences have gaps. Once the journal can be read it is folded from the snapshot. Raise StoreUnavailable,
+    snapshots), so its sequences have gaps. Once the journal can be read, it is folded from the snapshot. Raise StoreUnavailable,
     StoreRefused or OutOfOrder.
     """
     order = Order(evolve, snapshot.settled, snapshot.position, dict(snapshot.sources))
     async for batch in store.select(after=order.last_seq):
         for event in batch:
-            order.last_seq = event.seq - 1  # what lies between changes no fold
+            order.last_seq = event.seq - 1  # events in between change no fold
             order.take(event)
         await asyncio.sleep(0)
     return order
 
 
 async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) -> Order[Fleet]:
-    """Return an order that the journal holds the continuation of: this one, or one that begins on the journal.
+    """Return an order that the journal can continue: this one, or one that starts on the journal.
 
-    Wait until the journal can be asked. Raise StoreAhead or JournalChanged if the store (its `position`) is of another one, or
-    if nothing on the journal can be begun with.
+    Wait until the journal answers. Raise StoreAhead or JournalChanged if the store (its `position`) belongs to another journal,
+    or if the journal has nothing to start from.
     """
     while True:
         try:
@@ -95,31 +95,31 @@ async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) ->
 
 
 async def newest(journal: Journal, after: int) -> Snapshot:
-    """Return the newest whole snapshot on the journal. Raise JournalDropped if there is none: what follows `after` is gone."""
+    """Return the newest whole snapshot on the journal. Raise JournalDropped if there is none, so what follows `after` is lost."""
     found: Snapshot | None = None
     async for _, snapshot in snapshots(journal):
         found = snapshot
-    return found or await _nothing(journal, after)
+    return found or await _raise_dropped(journal, after)
 
 
 async def oldest(journal: Journal, after: int) -> Snapshot:
-    """Return the oldest whole snapshot on the journal that can be read on from. Raise JournalDropped if there is none: what
-    follows `after` is gone."""
+    """Return the oldest whole snapshot that the journal can continue. Raise JournalDropped if there is none, so what follows
+    `after` is lost."""
     async for _, snapshot in snapshots(journal):
         return snapshot
-    return await _nothing(journal, after)
+    return await _raise_dropped(journal, after)
 
 
-async def _nothing(journal: Journal, after: int) -> Snapshot:
+async def _raise_dropped(journal: Journal, after: int) -> Snapshot:
     first = await journal.first_seq()
     raise JournalDropped(
-        f"the journal begins at {first}: what follows {after} is gone, and no snapshot that could be begun with lies on it. "
+        f"the journal begins at {first}: what follows {after} is lost, and the journal holds no snapshot to start from. "
         "Bounds were set by hand, or no controller has run for long (docs/state-store.md)"
     )
 
 
 async def snapshots(journal: Journal) -> AsyncIterator[tuple[Recorded, Snapshot]]:
-    """Yield, oldest first, each whole snapshot on the journal that it holds the continuation of, with its last part."""
+    """Yield, oldest first, each whole snapshot that the journal can continue, with its last part."""
     first, together = await journal.first_seq(), fleet_codec.Parts()
     async for event in journal.of_kind(SnapshotKept):
         assert isinstance(event.fact, SnapshotKept)

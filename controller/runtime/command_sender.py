@@ -1,8 +1,8 @@
-"""How a command is sent, and what may be said of it when nobody has answered.
+"""Sends an operator command and determines its outcome when no controller answers.
 
-A command is known by an id, and carried out before its deadline or never: an instant by the broker's clock, which is asked
-first, so that no two hosts' clocks need agree. When the answer stays away, the journal tells what became of the command;
-once its deadline is over by the same clock, what is not there will not come any more.
+A command has an id, and is carried out before its deadline or never. The deadline is an instant by the broker's clock, which
+is read first, so no two hosts' clocks need to agree. If the answer does not arrive, the journal shows the outcome. Once the
+deadline has passed by the same clock, a command without a fact on the journal will not be carried out any more.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from events.journal.port import JournalUnavailable, StreamEnd
 from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NobodyHeard, NotAllowed
 from events.observations import Commanded, CommandRefused
 
-ON_ITS_WAY_S = 1.0  # an answer that was given at the last moment
+ON_ITS_WAY_S = 1.0  # for an answer sent at the last moment
 LOOK_S = 0.1
 
 Said = dict[str, Any]
 
 
 class NotCarriedOut(NoAnswer):
-    """No controller has carried the command out, and none will any more."""
+    """No controller has carried out the command, and none will any more."""
 
 
 async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float) -> Said:
-    """Let something be done within so many seconds, and return the answer.
+    """Send a command that may be carried out within `within_s` seconds, and return the answer.
 
     Raise NotCarriedOut where that is certain, NobodyHeard, NotAllowed where the broker's permissions forbid it, and NoAnswer or
     JournalUnavailable where the outcome is unknown.
@@ -47,18 +47,18 @@ async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float
             found = await _found(bus, url, id, begun.seq, deadline)
         except (JournalUnavailable, TimeoutError) as unseen:
             raise NoAnswer(
-                f"{error}; whether {verb} was carried out cannot be seen now ({unseen}): look into `holdfast events`. "
-                f"It will not be later than {within_s:g} s after it was asked for"
+                f"{error}; whether {verb} was carried out is unknown ({unseen}): check `holdfast events`. "
+                f"It will not be carried out later than {within_s:g} s after it was sent"
             ) from error
         if found is None:
             raise NotCarriedOut(
-                f"no controller has said that it carried out {verb} within {within_s:g} s, and none will carry it out any more"
+                f"no controller reported that it carried out {verb} within {within_s:g} s, and none will carry it out any more"
             ) from error
         return found
 
 
 async def _end(bus: NatsBus) -> StreamEnd:
-    """Return where the journal ends, and its time. Raise JournalUnavailable."""
+    """Return the journal's last sequence and its time. Raise JournalUnavailable."""
     try:
         state = await stream.state(bus.connection)
     except BrokerRefused as error:
@@ -67,8 +67,8 @@ async def _end(bus: NatsBus) -> StreamEnd:
 
 
 async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime) -> Said | None:
-    """Return what became of a command by the journal, once its deadline is over; None: nothing. Raise JournalUnavailable."""
-    from events.journal.nats import NatsJournal  # only now: it takes its time
+    """Return a command's outcome by the journal, once its deadline has passed; None: there is none. Raise JournalUnavailable."""
+    from events.journal.nats import NatsJournal  # imported late: it is slow to import
 
     end = await _end(bus)
     if (left_s := (deadline - end.at).total_seconds()) >= 0:

@@ -1,4 +1,7 @@
-"""What is an operator told of a command that was carried out? The same by who did it, and by who reads of it later."""
+"""The answer to an operator's command that was carried out, derived from the command's fact.
+
+So the controller that carried it out and any later reader of the journal give the same answer.
+"""
 
 from events.decisions import PolicyAdopted
 from events.observations import (
@@ -33,14 +36,14 @@ def allowed(fact: PolicyAdopted) -> str:
 
 
 def done(fact: Commanded) -> str:
-    """Return what was done, in one sentence. Raise AssertionError of a fact that no command leads to."""
+    """Return what was done, in one sentence. Raise AssertionError for a fact that no command leads to."""
     match fact:
         case DrainRequested(worker=worker, deadline_s=deadline_s):
-            return f"{worker} is to drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
+            return f"{worker} will drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
         case ResumeRequested(worker=worker):
-            return f"{worker} is to come back, after its next good canary"
+            return f"{worker} will return to service after its next good canary"
         case MoveRequested(worker=worker, to=to):
-            return f"what runs on {worker} is to move" + (f" to {to}" if to else "")
+            return f"requests on {worker} will move" + (f" to {to}" if to else "")
         case RestartRequested(worker=worker):
             return f"{worker} shuts down; its supervisor starts it again"
         case GoldenRequested():
@@ -52,7 +55,7 @@ def done(fact: Commanded) -> str:
 
 
 def golden(fact: GoldenRequested) -> str:
-    """Return what was requested about goldens: a decision of the leading controller answers it."""
+    """Return what was requested about goldens: the leading controller answers it with a decision."""
     names = ", ".join(fact.canaries or (answer.canary for answer in fact.answers))
     match fact.act:
         case "approve" if fact.worker:

@@ -1,18 +1,18 @@
-"""Which of an operator's commands is carried out, by whom, and until when?
+"""Carries out operator commands exactly once across controllers, within their deadlines.
 
-    heard by every controller ──▶ has ended already? ──▶ answered again
-                 │
-                 ├── its deadline is over ──▶ refused, and the refusal journalled
-                 ├── another one leads ─────▶ silent, until it has ended or its deadline is over
-                 └── we lead ───────────────▶ carried out ──▶ answered, once the journal has it
+    received by every controller ──▶ ended already? ──▶ answered again
+                    │
+                    ├── its deadline has passed ──▶ refused, and the refusal journalled
+                    ├── another one leads ────────▶ silent, until it has ended or its deadline has passed
+                    └── we lead ──────────────────▶ carried out ──▶ answered, once the journal has it
 
-Only who leads answers. Every command that a controller has read ends in a fact with its id: what it led to, or
-`CommandRefused`. So one that comes twice does nothing twice, also where another controller leads by then.
+Only the leader answers. Every command that a controller has read ends in a fact with the command's id: its effect, or
+`CommandRefused`. So a repeated command is not carried out again, even if another controller leads by then.
 
-What a reader would get wrong: no two machines' clocks are compared. A deadline is an instant by the clock that stamps the
-journal; whoever judges it asks the broker what that clock says, and how far he must have read. And to have checked is
-not to be in time, for a process can be stopped between any two instructions: so the facts carry the deadline, and what
-lands after it is heeded by nobody (`Commanded.late`).
+The clocks of two machines are never compared. A deadline is an instant by the clock that stamps the journal; to check it, a
+controller asks the broker for that clock's time and for how far it must have read. A check alone does not guarantee timeliness,
+since a process can be paused between any two instructions. So the facts carry the deadline, and readers ignore a fact that lands
+after it (`Commanded.late`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,29 +27,27 @@ from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
 from events.observations import Commanded, CommandRefused
 
-AHEAD_MAX_S = 60.0  # a deadline further away would be none
-SETTLE_S = 2.0  # after the deadline: as long as who leads may take to say what he has done just before it
-PATIENCE_S = (
-    90.0  # with a journal that cannot be asked; then the command is forgotten, long after its deadline
-)
-READ_S = 2.0  # to read what the journal is known to have
+AHEAD_MAX_S = 60.0  # a deadline further away is refused
+SETTLE_S = 2.0  # grace after the deadline, for the leader to report an action just before it
+PATIENCE_S = 90.0  # for an unavailable journal; then the command is forgotten, long after its deadline
+READ_S = 2.0  # to read up to the journal's known end
 LOOK_S = 0.02
-SPELL_S = 2.0  # without a leader, until another one answers a question
+SPELL_S = 2.0  # without a leader, until another controller answers a query
 FLUSH_S = 1.0
-CERTAIN_S = 0.8  # after the deadline: the asker waits 1 s for a late answer
-KNOWN_MAX = 1000  # commands whose end is remembered
-LATE = "its deadline was over before it could be carried out, and it will not be carried out any more"
+CERTAIN_S = 0.8  # after the deadline: the sender waits 1 s for a late answer
+KNOWN_MAX = 1000  # ended commands to remember
+LATE = "its deadline passed before it could be carried out, and it will not be carried out any more"
 
 log = structlog.get_logger(__name__)
 
-NOT_TAKEN = (
-    "the journal did not take {verb} before its deadline, so it has no effect and will have none: if the broker's permissions "
+NOT_ACCEPTED = (
+    "the journal did not accept {verb} before its deadline, so it has no effect and will have none: if the broker's permissions "
     "refuse the controller, its log has `broker_refuses` with the subject"
 )
 
 
 class OperatorCommands:
-    """One controller's part in the operators' commands."""
+    """One controller's handling of operator commands."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class OperatorCommands:
         leading: Callable[[], bool],
         vacant: Callable[[], bool],
     ) -> None:
-        """`seq`: how far the journal was read, of which `heard` has been told. `vacant`: nobody leads, as far as one can see."""
+        """`seq`: the journal position passed to `heard` so far. `vacant`: no controller leads, as far as can be seen."""
         self._journal = journal
         self._clock = clock
         self._seq = seq
@@ -70,7 +68,7 @@ class OperatorCommands:
         self._acting: set[str] = set()  # ids
 
     def heard(self, batch: Sequence[Recorded]) -> None:
-        """Learn from the journal what became of commands."""
+        """Learn the outcome of commands from the journal."""
         for recorded in batch:
             match recorded.fact:
                 case CommandRefused(command=id, why=why):
@@ -84,10 +82,10 @@ class OperatorCommands:
                     self._refuse(command, LATE, late=True)
 
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Return the answer; None if it is not ours to give, or if nobody can know."""
+        """Return the answer; None if another controller answers or the outcome is unknown."""
         give_up = self._clock.monotonic() + PATIENCE_S
         while self._clock.monotonic() < give_up:
-            # before the journal is asked: who led until then may have had the last word in it
+            # read before the journal is asked: a leader until then may have acted on the command last
             led = self._ours(command)
             due = await self._due(command)
             now, ours = self._clock.monotonic(), self._ours(command)
@@ -105,16 +103,16 @@ class OperatorCommands:
         return None
 
     async def ours_to_answer(self) -> bool:
-        """Whether a question that changes nothing is ours to answer: we lead, or for a while nobody does."""
+        """Return whether this controller answers a read-only query: it leads, or no controller does for `SPELL_S`."""
         give_up = self._clock.monotonic() + SPELL_S
         while not self._leading() and self._clock.monotonic() < give_up:
             await self._clock.sleep(LOOK_S)
         return self._leading() or self._vacant()
 
     async def _due(self, command: Command) -> float | None:
-        """Return when its deadline is over, by our monotonic clock and rather too early; None if that cannot be known now.
+        """Return when the deadline passes, by our monotonic clock and rather too early; None if that is unknown now.
 
-        All that the journal had when we asked has been read by then.
+        On return, everything that the journal held at the time of the question has been read.
         """
         assert command.deadline is not None
         asked_at = self._clock.monotonic()
@@ -132,14 +130,14 @@ class OperatorCommands:
         return self._leading() and command.id not in self._acting
 
     async def _wait(self, command: Command, due: float) -> None:
-        """Wait until the command is ours, has ended, or is over."""
+        """Wait until the command is ours, has ended, or its deadline and grace have passed."""
         while not self._ours(command) and command.id not in self._ended:
             if self._clock.monotonic() >= due + SETTLE_S:
                 return
             await self._clock.sleep(LOOK_S)
 
     async def _act(self, command: Command, due: float, act: Callable[[], Awaitable[object]]) -> Answer | None:
-        """Carry it out, as the only one who leads, and answer when the journal has it."""
+        """Carry out the command as the only leader, and answer once the journal has its fact."""
         if due - self._clock.monotonic() > AHEAD_MAX_S:
             return await self._refused(
                 command, f"its deadline is more than {AHEAD_MAX_S:g} s away by the broker's clock"
@@ -157,23 +155,23 @@ class OperatorCommands:
         if isinstance(said, str) and self._journal.withheld(command.id):
             self._end(
                 command.id, {"says": said}
-            )  # done, though this fleet's journal cannot hold the fact yet
+            )  # done, though the kinds in force do not allow this fact on the journal yet
         while command.id not in self._ended and self._clock.monotonic() < due:
             await self._clock.sleep(LOOK_S)
         if isinstance(said, str) and "says" in self._ended.get(command.id, {}):
-            self._ended[command.id] = {"says": said}  # who did it knows more than the fact says
-        return self._ended.get(command.id) or await self._not_taken(command)
+            self._ended[command.id] = {"says": said}  # more detailed than what the fact says
+        return self._ended.get(command.id) or await self._not_accepted(command)
 
-    async def _not_taken(self, command: Command) -> Answer | None:
-        """Return why a command had no effect whose fact the journal did not take by its deadline; None if that is not certain.
+    async def _not_accepted(self, command: Command) -> Answer | None:
+        """Return why a command had no effect if the journal did not accept its fact in time; None if that is not certain.
 
-        It is certain once everything has been read that the journal held at its own time of the deadline or later.
+        It is certain once everything that the journal held at the deadline, by its own clock, or later has been read.
         """
         give_up = self._clock.monotonic() + CERTAIN_S
         while command.id not in self._ended and (asked_at := self._clock.monotonic()) < give_up:
             due = await self._due(command)
             if due is not None and due <= asked_at and command.id not in self._ended:
-                return {"error": NOT_TAKEN.format(verb=command.verb)}
+                return {"error": NOT_ACCEPTED.format(verb=command.verb)}
             await self._clock.sleep(LOOK_S * 5)
         return self._ended.get(command.id)
 

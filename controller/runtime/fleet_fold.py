@@ -1,4 +1,4 @@
-"""One process's own fold of the journal, as far as it has read: what every process that follows it begins with."""
+"""The base of every process's fold of the journal."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from events.order import Order
 
 
 class FleetFold:
-    """A fold of the fleet that its subclass feeds."""
+    """A fold of the fleet; the subclass feeds it events."""
 
     def __init__(self, order: Order[Fleet]) -> None:
         self.order = order
 
     @property
     def fleet(self) -> Fleet:
-        """The fleet with everything folded that has been read."""
+        """The fleet with all events folded that were read."""
         return self.order.shown
 
     @property
@@ -25,16 +25,16 @@ class FleetFold:
 
     @property
     def number(self) -> int:
-        """The number of the last decision folded: what requests are routed under."""
+        """The number of the last decision folded: frontends record it as `routed_under`."""
         return self.order.position.number
 
     @property
     def whole(self) -> bool:
-        """Whether it has read up to what its snapshot had already absorbed."""
+        """Whether the fold has read up to what its snapshot had already absorbed."""
         return self.order.last_seq >= self.order.position.decided
 
     def take(self, batch: Sequence[Recorded]) -> None:
-        """Fold a batch in. Raise OutOfOrder on a gap or an event out of turn."""
+        """Fold a batch. Raise OutOfOrder on a gap or an event out of order."""
         take = self.order.take
         for event in batch:
             take(event)

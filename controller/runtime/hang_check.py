@@ -1,13 +1,13 @@
-"""A frontend says that a worker has stalled, and a spare is ready to serve in its place: is it there still?
+"""Checks a worker that a frontend reports as stalled, if a spare is ready to replace it.
 
-    RequestFailed, stalled ─▶ asked ── an answer, a beat, a frontend that hears it ──▶ it lives
-                               ▲└── nothing of that within `answer_s` ── the spare is ready ──▶ WorkerSilent, at once
-                               └─────────────────────────────────────── not yet, for as long as this is news
+    RequestFailed, stalled ─▶ asked ── an answer, a beat, a link of a frontend ──▶ it lives
+                               ▲└── none of these within `answer_s`, spare ready ──▶ WorkerSilent, at once
+                               └───────────────────── spare not ready: repeat while the report is news
 
-Without a spare haste would gain nothing: then its silence is waited for (`Liveness`), and a worker that was only slow for a
-moment keeps its place. With one a mistake costs little: the worker is the spare when it is heard again.
+Without a spare, haste would gain nothing: `Liveness` waits for the silence, and a worker that was only slow for a moment
+keeps its place. With a spare, a mistake costs little: the worker becomes the spare when it is heard again.
 
-What is asked is that it fill such a share of its batch as it is to fill anyway: any worker that lives answers that.
+The question is a `batch` command with the share that the worker has to fill anyway: any live worker answers it.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import RequestFailed
 
 STALLED = "stalled"
-NEWS = timedelta(seconds=2)  # what is told later than this is no news: silence is seen by itself soon after
-DUE_MAX = 64  # lives that are to be asked
-LATE_S = 0.1  # by which our own loop may be late: else an answer may be there and not read yet
+NEWS = timedelta(seconds=2)  # older reports are ignored: the silence itself is detected soon after
+DUE_MAX = 64  # instances waiting to be checked
+LATE_S = 0.1  # lag of our own loop beyond which an answer may have arrived and not been read
 
 log = structlog.get_logger(__name__)
 
 
 class HangCheck:
-    """Asks workers that are called stalled, while its controller leads."""
+    """Checks workers that are reported as stalled, while its controller leads."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class HangCheck:
         self._settings = settings
         self._leading = leading
         self._due: asyncio.Queue[Life] = asyncio.Queue(DUE_MAX)
-        self._asked = set[Life]()  # or about to be
-        self._unanswered: dict[Life, float] = {}  # when they were called stalled last
-        view.listen(self._heard)
+        self._asked = set[Life]()  # checked now, or queued
+        self._unanswered: dict[Life, float] = {}  # when they were last reported as stalled
+        view.listen(self._on_batch)
 
-    def _heard(self, view: Any, batch: Sequence[Recorded]) -> None:
+    def _on_batch(self, view: Any, batch: Sequence[Recorded]) -> None:
         for recorded in batch:
             fact = recorded.fact
             if not isinstance(fact, RequestFailed) or fact.reason != STALLED or not self._leading():
@@ -80,7 +80,7 @@ class HangCheck:
         return worker if worker is not None and worker.joined.instance == life[1] and worker.alive else None
 
     def _has_spare(self, life: Life, *, ready: bool = False) -> bool:
-        """Say whether there is a spare for its place, or one that could serve there at once."""
+        """Return whether a spare exists for this worker; with `ready`, one that could serve at once."""
         worker, workers = self._worker(life), self._view.fleet.workers
         if worker is None or worker.spare.kept:
             return False
@@ -90,7 +90,7 @@ class HangCheck:
         )
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Check queued workers until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._check(await self._due.get()))
@@ -102,14 +102,14 @@ class HangCheck:
                 if await self._answers(life):
                     self._unanswered.pop(life, None)
                     return
-                if not self._many() and self._leading() and self._has_spare(life, ready=True):
+                if not self._too_many() and self._leading() and self._has_spare(life, ready=True):
                     self._liveness.accuse(life)
                     return
         finally:
             self._asked.discard(life)
 
     async def _answers(self, life: Life) -> bool:
-        """Ask one worker, and wait for its answer. False: nothing of it is to be heard, and we would hear it."""
+        """Ask one worker and wait for its answer. Return False only if nothing was heard of it although we were listening."""
         name, instance = life
         began, answer_s = self._clock.monotonic(), self._settings.answer_s
         worker = self._worker(life)
@@ -125,19 +125,19 @@ class HangCheck:
             return True
         except NoAnswer:
             left = began + answer_s - self._clock.monotonic()
-            await self._clock.sleep(max(0.0, left))  # nobody listens there: it may be about to come back
+            await self._clock.sleep(max(0.0, left))  # no subscriber: the worker may be reconnecting
         else:
             return True
         late = self._clock.monotonic() - began - answer_s > LATE_S
-        return late or not self._heard_all(began) or self._is_heard(life, began)
+        return late or not self._was_listening(began) or self._is_heard(life, began)
 
-    def _heard_all(self, since: float) -> bool:
-        """Say whether we have heard all that was said on the bus since then."""
+    def _was_listening(self, since: float) -> bool:
+        """Return whether we have received everything that was sent on the bus since then."""
         connected = self._bus.since
         return connected is not None and connected <= since and not self._bus.unread
 
     def _is_heard(self, life: Life, since: float) -> bool:
-        """Say whether the worker, or a frontend that hears it, has said so after that."""
+        """Return whether the worker, or a frontend connected to it, was heard since then."""
         beats, (name, instance) = self._beats, life
         lives, frontends = beats.lives, beats.frontends
         beat, reports = lives.get(life), [one for one in frontends.values() if one.at >= since]
@@ -145,8 +145,8 @@ class HangCheck:
             one.workers.get(name) == instance for one in reports
         )
 
-    def _many(self) -> bool:
-        """Say whether so many are called stalled at once that it may be we who hear nothing."""
+    def _too_many(self) -> bool:
+        """Return whether so many workers are reported as stalled that we may be the one that is cut off."""
         since, workers = self._clock.monotonic() - NEWS.total_seconds(), self._view.fleet.workers
         self._unanswered = {
             life: at for life, at in self._unanswered.items() if at >= since and not self._is_heard(life, at)

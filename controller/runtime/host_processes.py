@@ -1,11 +1,9 @@
-"""Is the process in which a worker's instance joined still there, on this host? Whoever signals it asks here first.
+"""Checks and signals the process of a worker's instance on this host.
+A worker registers its pid, and a worker can lie. So the process must also run as our user, and be a worker by the environment
+that `holdfast up` has set or, if started otherwise, by its command line, which must contain this worker's name.
 
-A worker registers its pid, and a worker can lie: so the process must also run as our user, and be a worker by what `holdfast up`
-has put into its environment or, started otherwise, by its command line, which must give it this worker's name.
-
-What a reader would get wrong: a pid is a place, not a process. The system gives it away again, so a process that began
-after the instance had joined is somebody else's. And one that has ended keeps its pid until its parent asks how (a
-zombie): it does not live.
+A pid does not identify a process: the system reuses it. So a process that began after the instance had joined is another one.
+And an ended process keeps its pid until its parent collects its status (a zombie): it is not alive.
 """
 
 import os
@@ -25,12 +23,12 @@ CLOCKS_S = 10.0  # by which the journal's clock may be behind this host's
 
 
 def began_at(pid: int) -> float | None:
-    """Return when a process began, in seconds since 1970; None if it does not live."""
+    """Return when a process began, in seconds since 1970; None if it is not alive."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
     except psutil.AccessDenied:
-        return 0.0  # it lives, and is not ours to look into: nor to signal
+        return 0.0  # it is alive, but belongs to another user: no access, and no signals
     except psutil.Error:
         return None
 
@@ -42,7 +40,7 @@ DEFAULT_NAME = "w0"  # of `holdfast worker`, without --name
 
 
 def why_foreign(worker: Worker, pid: int) -> str:
-    """Return why a process is not that of this worker, by its user, environment and command line; "" if it may be."""
+    """Return why a process is not this worker's, by its user, environment and command line; "" if it may be."""
     joined = worker.joined
     try:
         process = psutil.Process(pid)
@@ -52,7 +50,7 @@ def why_foreign(worker: Worker, pid: int) -> str:
     except psutil.NoSuchProcess:
         return ""  # it has ended: there is nothing to signal
     except psutil.Error as error:
-        return f"it cannot be looked into: {type(error).__name__}"
+        return f"it cannot be inspected: {type(error).__name__}"
     life = environment.get(INSTANCE, "")
     if life:
         own = joined.instance == life or joined.instance.startswith(f"{life}-")
@@ -74,7 +72,7 @@ def _names(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, .
 def _setting(
     words: Sequence[str], environment: Mapping[str, str], variable: str, flags: tuple[str, ...]
 ) -> str:
-    """Return a setting as a worker reads it: the last flag wins over the environment; empty if it is not given."""
+    """Return a setting as a worker parses it: the last flag overrides the environment; empty if it is not set."""
     value = environment.get(VARIABLES + variable, "")
     for n, word in enumerate(words):
         flag, separator, text = word.partition("=")
@@ -85,7 +83,7 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class HostProcesses:
-    """The processes of this host, as far as they are workers'."""
+    """The worker processes of this host."""
 
     host: str = platform.node()
     began_at: Callable[[int], float | None] = began_at
@@ -97,18 +95,18 @@ class HostProcesses:
         return worker.joined.topology.host in ("", self.host)
 
     def next_life(self, worker: Worker) -> str:
-        """Return what becomes of a worker whose instance is dead, in words that follow its name."""
+        """Return what happens next to a worker with a dead instance, as a clause."""
         if self.live(worker):
             pid = worker.joined.pid
             return f"its process {pid} still lives: `holdfast restart {worker.joined.worker}` ends it"
         return "its next instance joins when its supervisor has started one"
 
     def live(self, worker: Worker) -> bool:
-        """Return whether the process of a worker's instance is on this host, and lives."""
+        """Return whether the process of a worker's instance is on this host, and alive."""
         return self.here(worker) and not self._missing(worker)
 
     def send(self, worker: Worker, number: int) -> None:
-        """Send a signal to the process of a worker's instance. Raise NotPossible if it is elsewhere, gone, or not ours."""
+        """Signal the process of a worker's instance. Raise NotPossible if it is on another host, gone, or not the worker's."""
         joined = worker.joined
         if not self.here(worker):
             raise NotPossible(
@@ -118,8 +116,8 @@ class HostProcesses:
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {why}")
         if why := self._foreign(worker):
             tried = f"have process {joined.pid} signalled, which is not its own: {why}"
-            who = account_of(joined.worker, joined.account)
-            self.report(who, tried, worker=joined.worker, instance=joined.instance)
+            account = account_of(joined.worker, joined.account)
+            self.report(account, tried, worker=joined.worker, instance=joined.instance)
             raise NotPossible(f"process {joined.pid}, registered by {joined.worker}, is not its own: {why}")
         try:
             self.signal(joined.pid, number)
@@ -127,7 +125,7 @@ class HostProcesses:
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
 
     def _foreign(self, worker: Worker) -> str:
-        """Return why the process that a worker has registered is not its own. A double knows no command lines."""
+        """Return why the process that a worker has registered is not its own. Test doubles have no command lines to check."""
         return why_foreign(worker, worker.joined.pid) if self.began_at is began_at else ""
 
     def _missing(self, worker: Worker) -> str:
@@ -135,6 +133,6 @@ class HostProcesses:
         began = self.began_at(worker.joined.pid)
         if began is None:
             return "No such process"
-        known = worker.joined_at > LONG_AGO  # a snapshot of a release before may not say
+        known = worker.joined_at > LONG_AGO  # a snapshot of an older release may lack it
         late = known and began > worker.joined_at.timestamp() + CLOCKS_S
-        return "another process has its number now" if late else ""
+        return "another process has this pid now" if late else ""

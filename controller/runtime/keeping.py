@@ -1,5 +1,7 @@
-"""The leading controller says the settled fleet on the journal now and then, for whoever begins to fold when what came before
-has been dropped at the journal's bounds (`events.journal.bounds`)."""
+"""Publishes snapshots of the settled fleet to the journal while its controller leads.
+
+A process that starts to fold needs one when the journal has dropped older events at its bounds (`events.journal.bounds`).
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class SnapshotKeeper:
-    """Looks every few seconds, while we lead, whether the fleet is to be said again."""
+    """Checks every few seconds, while its controller leads, whether a snapshot is due."""
 
     def __init__(
         self,
@@ -41,11 +43,11 @@ class SnapshotKeeper:
         self._order, self._leading = order, leading
         self._bounds, self._clock = bounds, clock
         self._look_s = look_s
-        self._kept: KeptAt | None = None  # the newest that we know of
-        self._looked = False  # for those of others, since we lead
+        self._kept: KeptAt | None = None  # the newest known snapshot
+        self._looked = False  # whether we have looked for other controllers' snapshots since we lead
 
     async def run(self) -> None:
-        """Do so for ever. A broker that does not answer is asked again."""
+        """Check until cancelled. A broker that does not answer is asked again."""
         while True:
             try:
                 async with asyncio.timeout(ASK_S):
@@ -55,7 +57,7 @@ class SnapshotKeeper:
             await self._clock.sleep(self._look_s)
 
     async def look(self) -> bool:
-        """Say the fleet if it is due; return whether it was. Raise JournalUnavailable."""
+        """Publish a snapshot if it is due; return whether it was. Raise JournalUnavailable."""
         if not self._leading():
             self._looked = False
             return False
@@ -86,7 +88,7 @@ class SnapshotKeeper:
 
 
 async def newest_kept(journal: Journal) -> KeptAt | None:
-    """Return where the newest whole snapshot on the journal begins. Raise JournalUnavailable."""
+    """Return the position of the newest whole snapshot on the journal. Raise JournalUnavailable."""
     found = None
     async for event, snapshot in snapshots(journal):
         assert isinstance(event.fact, SnapshotKept)

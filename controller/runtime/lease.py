@@ -1,13 +1,13 @@
-"""Which controller should decide? The holder of the lease. It only saves work: what fences is the journal.
+"""The lease: elects the controller that decides.
 
-The holder renews a value every quarter of its time to live. Nobody compares clocks: a standby watches the value's
-revision, and when that has stood still for a whole time to live by the standby's own clock, it takes over by
-compare-and-set. The holder counts its time from *before* it asked for a renewal, and so stops earlier than anybody
-can begin.
+It only saves wasted work; correctness rests on the journal's fence.
+The holder renews a value every quarter of its time to live. No clocks are compared: a standby watches the value's revision. If
+that has not changed for a whole time to live by the standby's own clock, it takes over by compare-and-set. The holder counts its
+time from *before* the renewal request, so it stops before any standby can start.
 
-Bytes that no controller writes (an acknowledgement that the broker was told to send here) say nothing about the lease: a holder
-that meets them renews over them at once, and a standby does not take them for a vacancy. Only a value of ours ends or passes on a
-lease.
+Bytes that no controller writes (an acknowledgement that the broker was made to send here) say nothing about the lease: a holder
+that finds them overwrites them at once, and a standby does not treat them as a vacancy. Only a controller's value ends or passes
+on a lease.
 
     ttl 1 s: killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another one holds it
 """
@@ -24,27 +24,27 @@ from events.journal.cell import Cell
 from events.journal.port import Fenced, JournalUnavailable
 
 TTL_S = 1.0
-PATIENCE = 1.2  # times to live that a standby waits: a late renewal is not a dead holder
+PATIENCE = 1.2  # times to live that a standby waits: a late renewal does not mean a dead holder
 LOOKS = 4  # per time to live
 
 log = structlog.get_logger(__name__)
 
 
 class Claim(msgspec.Struct):
-    """What the cell holds. An empty holder has let go."""
+    """The value of the lease's cell. An empty holder has released it."""
 
     holder: str
 
 
-FOREIGN_MAX = 8  # values in a row that are none of ours, and that are renewed over in one look
+FOREIGN_MAX = 8  # foreign values in a row that one look overwrites
 
 
 class Lease:
-    """One contender. `held` is true only while nobody else can hold it."""
+    """One contender. `held` is true only while no other contender can hold the lease."""
 
     def __init__(self, cell: Cell, holder: str, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         self.holder = holder
-        self.leader = ""  # who held it when we looked last
+        self.leader = ""  # the holder at the last look
         self.takeovers = 0
         self.foreign = 0  # values seen that no controller has written
         self.report: Callable[[bytes], None] = lambda value: None  # called with each of these
@@ -59,20 +59,20 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether we hold it at this very moment."""
+        """Whether we hold the lease at this moment."""
         return self._clock.monotonic() < self._held_until
 
     @property
     def vacant(self) -> bool:
-        """Whether nobody holds it, as far as we can see: nothing was heard of a holder for as long as one may be late."""
-        return not self.held and (not self.leader or self._stood_still())
+        """Whether no contender holds the lease, as far as we can see: no renewal for longer than one may be late."""
+        return not self.held and (not self.leader or self._expired())
 
     def listen(self, callback: Callable[[bool], None]) -> None:
-        """Call `callback(held)` when that changes (a loss by time is told at the next look)."""
+        """Call `callback(held)` on a change (a loss by expiry is reported at the next look)."""
         self._listeners.append(callback)
 
     async def run(self) -> None:
-        """Contend for ever; let go when cancelled."""
+        """Contend until cancelled, then release."""
         try:
             while True:
                 await self.look()
@@ -89,14 +89,14 @@ class Lease:
             self._seen_at = self._clock.monotonic()
         except JournalUnavailable as error:
             log.debug("lease_unreachable", why=str(error))
-        self._tell()
+        self._notify()
 
     async def release(self) -> None:
-        """Let go at once, so that a standby need not wait."""
+        """Release at once, so that a standby need not wait."""
         if not self.held:
             return
         self._held_until = 0.0
-        self._tell()
+        self._notify()
         try:
             await self._cell.write(msgspec.json.encode(Claim("")), self._revision)
         except (Fenced, JournalUnavailable, asyncio.CancelledError) as error:
@@ -110,7 +110,7 @@ class Lease:
         self.leader = self.holder
 
     async def _renew_over_foreign(self) -> None:
-        """Renew, over bytes that no controller has written if need be. Raise Fenced where a controller has written."""
+        """Renew, overwriting bytes that no controller has written. Raise Fenced if a controller has written."""
         for _ in range(FOREIGN_MAX):
             try:
                 await self._renew()
@@ -118,35 +118,35 @@ class Lease:
                 value, revision = await self._cell.read()
                 if _holder(value) is not None:
                     raise
-                self._meet_foreign(value)
+                self._report_foreign(value)
                 self._revision = revision
             else:
                 return
 
-    def _meet_foreign(self, value: bytes) -> None:
+    def _report_foreign(self, value: bytes) -> None:
         self.foreign += 1
         self.report(value)
 
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
         holder = _holder(value)
-        if holder is None:  # the last leader goes on, or is missed after its time
-            self._meet_foreign(value)
+        if holder is None:  # the last leader continues, or its lease expires
+            self._report_foreign(value)
             self._revision = revision
-            if not self.leader and not self._stood_still():
+            if not self.leader and not self._expired():
                 return
         else:
             self.leader = holder
             if revision != self._revision:
                 self._revision, self._seen_at = revision, self._clock.monotonic()
-        if not self.leader or self.leader == self.holder or self._stood_still():
+        if not self.leader or self.leader == self.holder or self._expired():
             await self._renew()
             self.takeovers += 1
 
-    def _stood_still(self) -> bool:
+    def _expired(self) -> bool:
         return self._clock.monotonic() - self._seen_at > self._ttl_s * PATIENCE
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         held = self.held
         if held != self._was_held:
             self._was_held = held
@@ -156,7 +156,7 @@ class Lease:
 
 
 def _holder(value: bytes) -> str | None:
-    """Return the holder by this value, empty if there is none; None: no controller has written it."""
+    """Return the holder in this value, empty if there is none; None if no controller has written it."""
     if not value:
         return ""
     try:

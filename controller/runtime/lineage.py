@@ -1,6 +1,6 @@
-"""Is this store a projection of this stream? A database restored from elsewhere, or a stream made anew, is not.
+"""Checks that a store is a projection of this stream.
 
-Folding the one on top of the other would mix two histories without anyone knowing.
+After a restore from elsewhere or a recreation of the stream it is not, and folding would silently mix two histories.
 """
 
 from controller.ports import ReadPosition, StoreAhead
@@ -11,7 +11,7 @@ from events.journal.port import Journal, JournalChanged
 async def refuse_foreign_stream(journal: Journal, position: ReadPosition) -> None:
     """Raise StoreAhead or JournalChanged if a store's position does not lie on this stream; JournalUnavailable.
 
-    A position that the journal has dropped cannot be compared, and is taken for its own.
+    A position that the journal has dropped cannot be compared, and is assumed to be its own.
     """
     if not position.seq:
         return

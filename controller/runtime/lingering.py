@@ -1,13 +1,13 @@
-"""Which dead instances' processes live all the same, since nobody ends them? Says WorkerLingered, once per instance.
+"""Detects processes that outlive their dead instance, and reports WorkerLingered, once per instance.
 
     DEAD ── its process is seen for LINGERS_AFTER_S ──▶ lingers ── it is gone, or a successor has joined ──▶ forgotten
 
-`holdfast up` ends such a process within GRACE_S of the decision, and one that wakes is told to end by the actuator; other
-supervisors wait for a process to end by itself, which one that is stopped or hangs never does. Then no successor comes, and
-a person must know.
+`holdfast up` ends such a process within GRACE_S of the decision, and the actuator tells one that resumes to end. Other
+supervisors wait for a process to end by itself, which a stopped or hung one never does. Then no successor comes, and an
+operator must know.
 
-What a reader would get wrong: that nothing is heard of it proves nothing, for it may hang. Its process proves it where we
-are on its host; elsewhere its port, which the system keeps open as long as there is a process, hung or not.
+The absence of heartbeats proves nothing, for the process may hang. On its host, the process itself is the evidence; elsewhere
+its port is, which the system keeps open as long as the process exists, hung or not.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from events.fact import Observation
 from events.observations import WorkerLingered
 
 LOOK_S = 5.0
-LINGERS_AFTER_S = 15.0  # a supervisor of ours needs a third of it
+LINGERS_AFTER_S = 15.0  # `holdfast up` needs a third of it
 BEAT_FRESH_S = 3.0
-TOGETHER = 64  # ports tried at once
+TOGETHER = 64  # ports probed concurrently
 
 log = structlog.get_logger(__name__)
 
 
-class Seen(Protocol):
-    """What it needs of a FleetView."""
+class FleetSource(Protocol):
+    """The part of a FleetView that this module needs."""
 
     @property
     def fleet(self) -> Fleet: ...
 
 
-class Told(Protocol):
-    """What it needs of a journal."""
+class FactRecorder(Protocol):
+    """The part of a journal that this module needs."""
 
     source: str
 
@@ -47,19 +47,19 @@ class Told(Protocol):
 
 
 class Lingering:
-    """The watch over the dead, while its controller leads."""
+    """Watches for lingering processes while its controller leads."""
 
     def __init__(
         self,
-        view: Seen,
+        view: FleetSource,
         beats: Beats,
-        journal: Told,
+        journal: FactRecorder,
         processes: HostProcesses,
         port_open: Callable[[str], Awaitable[bool]],
         clock: Clock,
         leading: Callable[[], bool],
     ) -> None:
-        """`port_open` says of a worker's URL whether something listens there."""
+        """`port_open` returns whether a process listens at a worker's URL."""
         self._view = view
         self._beats = beats
         self._journal = journal
@@ -67,13 +67,13 @@ class Lingering:
         self._port_open = port_open
         self._clock = clock
         self._leading = leading
-        self._since: dict[Life, float] = {}  # dead, and seen to live
-        self._said: set[Life] = set()
+        self._since: dict[Life, float] = {}  # by dead instance: since when its process was seen
+        self._reported: set[Life] = set()
 
     @property
     def count(self) -> int:
-        """How many linger."""
-        return len(self._said)
+        """Number of lingering instances."""
+        return len(self._reported)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -82,30 +82,30 @@ class Lingering:
             await self._clock.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Look once after all who are dead."""
-        fleet = self._view.fleet  # also of those that were forgotten meanwhile
+        """Check all dead instances once."""
+        fleet = self._view.fleet  # departed: those that were forgotten meanwhile
         workers = {**fleet.departed, **fleet.workers} if self._leading() else {}
         dead = [worker for worker in workers.values() if not worker.alive and not worker.health.exit.left]
         seen = {_life(worker): (worker, evidence) for worker, evidence in await self._evidence(dead)}
         now = self._clock.monotonic()
         self._since = {life: self._since.get(life, now) for life in seen}
-        self._said &= seen.keys()
+        self._reported &= seen.keys()
         for life, (worker, evidence) in seen.items():
-            if now - self._since[life] >= LINGERS_AFTER_S and life not in self._said:
-                self._said.add(life)
-                self._say(worker, evidence, now - self._since[life])
+            if now - self._since[life] >= LINGERS_AFTER_S and life not in self._reported:
+                self._reported.add(life)
+                self._report(worker, evidence, now - self._since[life])
 
     async def _evidence(self, dead: list[Worker]) -> Iterable[tuple[Worker, str]]:
-        """Return what shows of each of these that its process lives, if anything does."""
+        """Return those of the dead workers that still have a process, each with the evidence."""
         places = asyncio.Semaphore(TOGETHER)
 
         async def of(worker: Worker) -> tuple[Worker, str]:
             async with places:
-                return worker, await self._shown(worker)
+                return worker, await self._evidence_of(worker)
 
         return [(worker, shown) for worker, shown in await asyncio.gather(*map(of, dead)) if shown]
 
-    async def _shown(self, worker: Worker) -> str:
+    async def _evidence_of(self, worker: Worker) -> str:
         if self._beats.fresh(*_life(worker), BEAT_FRESH_S) is not None:
             return "beat"
         if self._processes.here(worker):
@@ -113,10 +113,10 @@ class Lingering:
         url = worker.joined.url
         workers = self._view.fleet.workers
         if any(other.joined.url == url and name != worker.joined.worker for name, other in workers.items()):
-            return ""  # the port is another's now
+            return ""  # another worker has the port now
         return "port" if await self._port_open(url) else ""
 
-    def _say(self, worker: Worker, evidence: str, seconds: float) -> None:
+    def _report(self, worker: Worker, evidence: str, seconds: float) -> None:
         joined = worker.joined
         log.warning("worker_lingers", worker=joined.worker, pid=joined.pid, evidence=evidence)
         self._journal.observe(

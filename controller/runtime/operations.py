@@ -1,7 +1,7 @@
-"""What an operator can ask for: drain, resume, move, restart, status, and rehearsed faults. What is asked becomes
-facts; deciding is not done here.
+"""The operator's commands: drain, resume, move, restart, status, goldens, and fault injection.
 
-A request is checked against the fleet as we know it, so that a misspelt worker is refused at once and not ignored.
+Commands become facts; the deciders decide on them. A command is checked against the fleet as this controller knows it, so that
+a misspelt worker is refused at once.
 """
 
 import asyncio
@@ -31,40 +31,38 @@ from events.process.presence import Presence
 from events.versions import InForce
 
 FLUSH_S = 1.0
-OBEYS_WITHIN_S = 2.0  # a process that is told to end: what it does with its grace is its own
+OBEYS_WITHIN_S = 2.0  # for a process to react to a stop; its grace period may take longer
 LOOK_S = 0.1
-LINKED_S = 1.5  # frontends say each second whom they hear
-STALE_S = 3.0  # a load report older than this is no news
+LINKED_S = 1.5  # frontends report their connected workers every second
+STALE_S = 3.0  # maximum age of a load report
 
 log = structlog.get_logger(__name__)
 
 
 class Versions(Protocol):
-    """What the operations need of `FleetVersions`."""
+    """The part of `FleetVersions` that the operations need."""
 
     def report(self) -> Mapping[str, Any]: ...
     def allow(self, by: str, command: str, until: datetime | None) -> InForce | None: ...
 
 
-async def _nothing() -> Mapping[str, Mapping[str, Any]]:
+async def _empty() -> Mapping[str, Mapping[str, Any]]:
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSources:
-    """Where the operations look up what an operator asks about: each is asked when it is needed."""
+    """Callables that return the current state of the fleet; each is called when needed."""
 
     fleet: Callable[[], Fleet]
     leader: Callable[[], str]  # source of the controller that holds the lease
     present: Callable[[], Sequence[Presence]]  # processes of this host
-    projected: Callable[[], Awaitable[int | None]]  # how far the state store has got; None: there is none
-    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, Any]]]] = (
-        _nothing  # what journal and spools take
-    )
+    projected: Callable[[], Awaitable[int | None]]  # position of the state store; None: there is none
+    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, Any]]]] = _empty  # sizes of journal and spools
 
 
 class ControlOperations:
-    """Implements `ports.Control`, and chaos."""
+    """Implements `ports.Control`, and fault injection."""
 
     def __init__(
         self,
@@ -87,15 +85,15 @@ class ControlOperations:
         self._rehearsals = Rehearsals(sources.fleet, journal, bus, self._processes, allowed=chaos)
 
     def close(self) -> None:
-        """Leave no worker stopped that was to be so for a while only."""
+        """Resume the workers that are stopped for a limited time."""
         self._rehearsals.close()
 
     async def drain(
         self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
     ) -> str:
-        """Wish a worker empty. Raise UnknownWorker, or NotPossible for one whose instance is dead: it is empty."""
+        """Request a drain. Raise UnknownWorker, or NotPossible for a worker with a dead instance: it has no requests."""
         instance = self._living(worker).joined.instance
-        return await self._say(
+        return await self._record(
             DrainRequested(
                 worker=worker, instance=instance, deadline_s=deadline_s, by=by,
                 command=command.id, until=command.deadline,
@@ -103,45 +101,48 @@ class ControlOperations:
         )  # fmt: skip
 
     async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Wish a worker back; of a dead one the next instance comes. Raise UnknownWorker or NotPossible."""
+        """Request a return to service; of a dead worker, restart it. Raise UnknownWorker or NotPossible."""
         known = self._known(worker)
         if not known.alive:
             return await self.restart(worker, by, command)
         if known.health.status is HealthStatus.HEALTHY and not (known.drain.active or known.drain.wanted):
             raise NotPossible(f"{worker} is healthy and does not drain: there is nothing to resume")
         instance = known.joined.instance
-        return await self._say(
+        return await self._record(
             ResumeRequested(
                 worker=worker, instance=instance, by=by, command=command.id, until=command.deadline
             )
         )
 
     async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Wish a worker's running requests elsewhere. Raise UnknownWorker or NotPossible."""
+        """Request that a worker's running requests move elsewhere. Raise UnknownWorker or NotPossible."""
         known = self._living(worker)
         fleet = self._sources.fleet().workers.values()
-        others = [other for other in fleet if other is not known and other.routable and _alike(other, known)]
+        others = [
+            other for other in fleet if other is not known and other.routable and _similar(other, known)
+        ]
         if to == worker:
-            raise NotPossible(f"{worker} has them already: name another worker")
+            raise NotPossible(f"{worker} already runs them: name another worker")
         if to:
             self._known(to)
             others = [other for other in others if other.joined.worker == to]
         if not others:
-            why = f"{to} cannot take them" if to else "no other worker can take them"
-            raise NotPossible(f"{why}: it must serve the same model and revision, and take requests")
+            why = f"{to} cannot accept them" if to else "no other worker can accept them"
+            raise NotPossible(f"{why}: it must serve the same model and revision, and accept requests")
         instance = known.joined.instance
-        return await self._say(
+        return await self._record(
             MoveRequested(
                 worker=worker, instance=instance, to=to, by=by, command=command.id, until=command.deadline
             )
         )
 
     async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
-        """Tell a worker to shut down in good order; end the process of one that hears nothing any more, or whose instance is
-        dead. Raise UnknownWorker or NotPossible."""
+        """Tell a worker to shut down gracefully; if it does not answer or its instance is dead, end its process.
+
+        Raise UnknownWorker or NotPossible."""
         known = self._known(worker)
         instance = known.joined.instance
-        said = await self._say(
+        said = await self._record(
             RestartRequested(
                 worker=worker, instance=instance, by=by, command=command.id, until=command.deadline
             )
@@ -155,23 +156,23 @@ class ControlOperations:
         return said
 
     async def versions(self) -> dict[str, Any]:
-        """Return which process knows what, and what is in force."""
+        """Return the kinds and versions that each process knows, and those in force."""
         return dict(self._versions.report()) if self._versions is not None else {}
 
     async def allow(self, by: str, command: Command = NO_COMMAND) -> str:
-        """Put everything that this release knows in force. Raise NotPossible if it is."""
+        """Put everything that this release knows in force. Raise NotPossible if it is in force already."""
         force = self._versions.allow(by, command.id, command.deadline) if self._versions is not None else None
         if force is None:
             raise NotPossible("nothing to allow: everything that the leading controller knows is in force")
         return (
-            f"deciders version {force.deciders_version} and {len(force.kinds)} new kinds are to be in force"
+            f"deciders version {force.deciders_version} and {len(force.kinds)} new kinds will be put in force"
         )
 
     async def golden(self, wish: GoldenWish, by: str, command: Command = NO_COMMAND) -> str:
-        """Have goldens approved, retired or recorded anew. Raise UnknownWorker or NotPossible."""
+        """Request that goldens be approved, retired or recorded again. Raise UnknownWorker or NotPossible."""
         return done(await self._goldens.request(wish, by, command))
 
-    async def _say(self, fact: Commanded) -> str:
+    async def _record(self, fact: Commanded) -> str:
         self._journal.observe(fact)
         await self._journal.flush(FLUSH_S)
         return done(fact)
@@ -186,7 +187,7 @@ class ControlOperations:
         rank: int | None = None,
         command: Command = NO_COMMAND,
     ) -> str:
-        """Break a worker on purpose, or heal it. Raise ChaosRefused, UnknownWorker or NotPossible."""
+        """Inject a fault into a worker, or heal it. Raise ChaosRefused, UnknownWorker or NotPossible."""
         known = self._known(worker)
         return await self._rehearsals.play(known, fault, argument, duration_s, by, rank, command.id)
 
@@ -195,15 +196,15 @@ class ControlOperations:
         await ask(self._bus, self._journal, name, subjects.stop(name), {"instance": known.joined.instance})
 
     async def _end(self, known: Worker) -> str:
-        """End a worker of which no good order can be had; say how. Raise NotPossible if it is out of reach and lives."""
+        """End a worker that cannot shut down gracefully; return how. Raise NotPossible if it is out of reach and alive."""
         name, shared = known.joined.worker, shares_process(self._sources.fleet(), known)
         if (
             not known.alive
             and not self._processes.live(known)
             and (not shared or self._processes.here(known))
         ):
-            return self._dead(known)
-        if shared:  # a signal would end the others too
+            return self._describe_dead(known)
+        if shared:  # a signal would end the other workers of the process too
             body = {"instance": known.joined.instance}
             await ask(self._bus, self._journal, name, subjects.retire(name), body)
             return f"{name} ends; its next instance takes its place"
@@ -213,19 +214,17 @@ class ControlOperations:
         except NotPossible:
             if self._processes.live(known) or not self._processes.here(known):
                 raise
-            return (
-                f"{name} {why}: its process has ended; its supervisor starts it again"  # while it was asked
-            )
+            return f"{name} {why}: its process has ended; its supervisor starts it again"
         with contextlib.suppress(NotPossible):  # it has ended meanwhile
-            self._processes.send(known, signal.SIGCONT)  # one that is stopped must go on to obey
-            if not await self._obeys(known):
+            self._processes.send(known, signal.SIGCONT)  # a stopped process must continue before it can end
+            if not await self._reacts(known):
                 self._processes.send(known, signal.SIGKILL)
                 return f"{name} {why}: its process is killed; its supervisor starts it again"
         return f"{name} {why}: its process ends; its supervisor starts it again"
 
-    async def _obeys(self, known: Worker) -> bool:
-        """Say whether a process that was told to end does so in time, or is heard to be about it: by us, or by a frontend, where
-        only its way to the broker is broken."""
+    async def _reacts(self, known: Worker) -> bool:
+        """Return whether a process that was told to end does so in time, or is alive: it answers us, or a frontend has a
+        connection to it, where only its connection to the broker is broken."""
         loop, life = asyncio.get_running_loop(), (known.joined.worker, known.joined.instance)
         until = loop.time() + OBEYS_WITHIN_S
         while loop.time() < until:
@@ -241,7 +240,7 @@ class ControlOperations:
     def _living(self, name: str) -> Worker:
         known = self._known(name)
         if not known.alive:
-            raise NotPossible(self._dead(known))
+            raise NotPossible(self._describe_dead(known))
         return known
 
     def _known(self, name: str) -> Worker:
@@ -250,15 +249,15 @@ class ControlOperations:
             raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
         return worker
 
-    def _dead(self, known: Worker) -> str:
-        """Say how it stands with a worker whose instance is dead."""
+    def _describe_dead(self, known: Worker) -> str:
+        """Describe the state of a worker with a dead instance."""
         name, reason = known.joined.worker, known.health.reason
         return f"{name} is dead ({reason}) and has no requests; {self._processes.next_life(known)}"
 
     # --- status -------------------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, Any]:
-        """Return the fleet as it is. The keys are stable: `holdfast status -o json` prints them."""
+        """Return the fleet's status. The keys are stable: `holdfast status -o json` prints them."""
         fleet = self._sources.fleet()
         last, position, stored = await asyncio.gather(
             self._last_seq(), self._projected_or_none(), self._sources.stored()
@@ -330,14 +329,14 @@ class ControlOperations:
 
 
 def _levels(fleet: Fleet) -> dict[str, int]:
-    """Return every model's degradation level; a model whose ladder is off is at level 0."""
+    """Return every model's degradation level; a model without degradation is at level 0."""
     levels = {worker.joined.model: 0 for worker in fleet.workers.values() if worker.alive}
     levels |= {model: state.level for model, state in fleet.models.items()}
     return dict(sorted(levels.items()))
 
 
-def _alike(one: Worker, other: Worker) -> bool:
-    """Say whether a request of the one may go on at the other."""
+def _similar(one: Worker, other: Worker) -> bool:
+    """Return whether a request of one worker can continue on the other."""
     a, b = one.joined, other.joined
     return (a.model, a.revision, a.tokenizer) == (b.model, b.revision, b.tokenizer)
 

@@ -1,15 +1,15 @@
-"""The one loop of the controller: read the journal, settle, append what is due, all of it or nothing.
+"""The controller's main loop: reads the journal, settles, and atomically appends due decisions.
 
     journal ─▶ order ─▶ settle ─▶ append (fenced) ─▶ journal
                   ▲                     │
                   └──── read again ◀────┴── Fenced, or the outcome is unknown
 
-It folds only what it has read from the stream, never what it hopes to have appended. So after a refusal, or an
-append of unknown outcome, there is nothing to undo: it reads to the end of the stream and settles again. A standby
-reads along and decides nothing, and so takes over at once.
+It folds only what it has read from the stream, never what it expects to have appended. So after a refusal, or an append of
+unknown outcome, there is nothing to undo: it reads to the end of the stream and settles again. A standby reads along without
+deciding, so it can take over at once.
 
-`settle` is level-triggered: it is asked when something new was read, and every `ask_s` for what time makes due. A calm
-fleet answers that without being settled again (`Asking`).
+`settle` is level-triggered: it runs when something new was read, and every `ask_s` for what has become due by time. If nothing
+can be due, the check returns without settling (`Asking`).
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from events.journal.port import Fenced, Journal, JournalUnavailable
 from events.order import Order
 from events.versions import InForce
 
-ASK_S = 0.2  # how late a decision that only time makes due may be
-BUSY_SHARE = 0.5  # of the time may be spent settling: facts that arrive meanwhile are settled together
+ASK_S = 0.2  # maximum delay of a decision that becomes due by time alone
+BUSY_SHARE = 0.5  # share of time that settling may take: facts that arrive meanwhile are settled together
 APPEND_MAX = 1000  # decisions in one atomic batch, the server's limit
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.05, 2.0
 
@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class ReconcilerCounters:
-    """What the reconciler has done. Exported as metrics."""
+    """Counters of the reconciler. Exported as metrics."""
 
     settles: int = 0
     decisions: int = 0
@@ -49,7 +49,7 @@ class ReconcilerCounters:
 
 
 class Reconciler:
-    """Decides while it holds the lease."""
+    """Makes decisions while it holds the lease."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Reconciler:
         append_max: int = APPEND_MAX,
         force: Callable[[Fleet], InForce | None] = lambda fleet: None,
     ) -> None:
-        """`force`: what is to be put in force now; None: what is."""
+        """`force`: the kinds and version to put in force now; None: no change."""
         self.counters = ReconcilerCounters()
         self.order: Order[Fleet] = Order(evolve, Fleet())
         self._journal = journal
@@ -74,7 +74,7 @@ class Reconciler:
         self._ask_s = ask_s
         self._append_max = append_max
         self._barrier: int | None = (
-            None  # decide nothing before this sequence has been read; None: ask where it is
+            None  # decide only after this sequence has been read; None: ask the journal for its end
         )
         self._backoff_s = BACKOFF_MIN_S
         self._pending_since = clock.monotonic()
@@ -83,19 +83,19 @@ class Reconciler:
 
     @property
     def leading(self) -> bool:
-        """Whether our decisions are the fleet's: we hold the lease and have read to the end."""
+        """Whether our decisions are the fleet's: we hold the lease and have read to the end of the stream."""
         return self._lease.held and self._barrier is not None and self.order.last_seq >= self._barrier
 
     def listen(self, callback: Callable[[Sequence[Decision]], None]) -> None:
-        """Call `callback(decisions)` after each append that we know to have landed."""
+        """Call `callback(decisions)` after each append that is known to have landed."""
         self._listeners.append(callback)
 
     def wake(self) -> None:
-        """Ask now, not at the next interval."""
+        """Settle now instead of at the next interval."""
         self._news.set()
 
     async def run(self) -> None:
-        """Read and decide for ever. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: stop."""
+        """Read and decide until cancelled. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: the process must stop."""
         order, position = await begin(self._store)
         self.order = await join(self._journal, position, order)
         self._lease.listen(self._lease_changed)
@@ -141,7 +141,7 @@ class Reconciler:
                 await self._back_off()
 
     async def _next(self) -> None:
-        """Wait for news, or for the next time to ask."""
+        """Wait for news, or for the next interval."""
         waiting = asyncio.ensure_future(self._news.wait())
         sleeping = asyncio.ensure_future(self._clock.sleep(self._ask_s))
         try:
@@ -181,10 +181,10 @@ class Reconciler:
     async def _append(self, decisions: Sequence[Decision]) -> None:
         """Append in atomic batches, then wait until they have been read back.
 
-        More than the server's limit at once goes in several: each leaves a state from which the rest is due again.
+        More decisions than the server's limit are split: each batch leaves a state from which the rest is due again.
         """
         through, after = self.order.last_seq, self.order.position.decided
-        self._barrier = None  # unless it lands, and we know it
+        self._barrier = None  # unknown until the append is known to have landed
         for start in range(0, len(decisions), self._append_max):
             part = decisions[start : start + self._append_max]
             after = await self._journal.append(part, through=through, after=after)
@@ -201,7 +201,7 @@ class Reconciler:
             listener(decisions)
 
     async def _back_off(self) -> None:
-        """Wait, longer each time and never in step with others; then read to the end before deciding again."""
+        """Wait, with growing and jittered delay, then read to the end before deciding again."""
         self._barrier = None
         await self._clock.sleep(self._backoff_s * random.uniform(0.5, 1.5))
         self._backoff_s = min(BACKOFF_MAX_S, self._backoff_s * 2)

@@ -1,14 +1,14 @@
-"""Why is an operator refused?"""
+"""Errors that refuse an operator's command."""
 
 from events.errors import HoldfastError
 
 
 class UnknownWorker(HoldfastError):
-    """There is no worker of that name; `holdfast status` lists them."""
+    """There is no worker of that name; `holdfast status` lists the workers."""
 
 
 class NotPossible(HoldfastError):
-    """What was asked for cannot be done to this worker now."""
+    """The command cannot be applied to this worker now."""
 
 
 class Unanswered(NotPossible):
@@ -16,4 +16,4 @@ class Unanswered(NotPossible):
 
 
 class ChaosRefused(HoldfastError):
-    """Rehearsed faults are refused: this fleet was not started with --chaos."""
+    """Fault injection is off: this fleet was not started with --chaos."""

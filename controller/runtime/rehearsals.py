@@ -1,10 +1,10 @@
-"""How is a fault rehearsed on a worker, whatever state it is in? By a signal where it is one of a process, else by asking
-the worker to play it.
+"""Fault injection on a worker in any state.
 
+Process faults are signals if the process has one worker; all others are commands, by which the worker simulates the fault.
     hang for 5 s:  SIGSTOP ──── 5 s, or heal, unhang, the end of this controller ────▶ SIGCONT
 
-A process that is stopped cannot end that itself, so we do, as long as we live. Of a controller that is killed meanwhile
-nobody keeps the timer: such a process stays stopped until the fleet holds it for dead and its supervisor ends it.
+A stopped process cannot resume itself, so this controller resumes it. If the controller is killed meanwhile, the timer is lost:
+the process stays stopped until the fleet declares it dead and its supervisor ends it.
 """
 
 import asyncio
@@ -29,22 +29,23 @@ from events.observations import ChaosInjected
 
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
 ASK_S = 1.0
-ON_THE_DEAD = (*SIGNALS, "heal")  # what still does something to a process whose instance is dead
-WAKES_WITHIN_S = 2.0  # a process that goes on, until it hears what it is asked
+ON_THE_DEAD = (*SIGNALS, "heal")  # faults that apply to the process of a dead instance
+WAKES_WITHIN_S = 2.0  # for a resumed process to receive commands
 
 log = structlog.get_logger(__name__)
 
 
 async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[str, Any]) -> None:
-    """Ask a worker for something that it does soon or never: one that hears it later, because it hangs, refuses. Raise
-    NotPossible if it refuses, Unanswered if it does not answer."""
+    """Send a worker a command that it carries out soon or never: if it receives the command late, because it hung, it refuses.
+
+    Raise NotPossible if it refuses, Unanswered if it does not answer."""
     try:
         until = (await journal.end()).at + timedelta(seconds=ASK_S)
         said = {**body, "until": until.isoformat()}
         message = control(subject.split(".")[1], worker, str(body["instance"]), journal.source, said)
         answer = await bus.request(subject, message, ASK_S)
     except JournalUnavailable as error:
-        raise NotPossible(f"{worker} cannot be told until when: {error}") from error
+        raise NotPossible(f"no deadline can be given to {worker}: {error}") from error
     except NoAnswer as error:
         raise Unanswered(f"{worker} does not answer: {error}") from error
     if answer.get("error"):
@@ -52,7 +53,7 @@ async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[
 
 
 def shares_process(fleet: Fleet, worker: Worker) -> bool:
-    """Return whether its process has other workers too: a signal would strike them all, so it plays the fault itself."""
+    """Return whether its process runs other workers too: a signal would hit all, so the worker simulates the fault itself."""
     name, host, pid = worker.joined.worker, worker.joined.topology.host, worker.joined.pid
     others = (other.joined for other in fleet.workers.values())
     return bool(host) and any(
@@ -61,7 +62,7 @@ def shares_process(fleet: Fleet, worker: Worker) -> bool:
 
 
 class Rehearsals:
-    """Breaks workers on purpose, and heals them."""
+    """Injects faults into workers, and heals them."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Rehearsals:
         self._bus = bus
         self._processes = processes
         self._allowed = allowed
-        self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}  # for a while, by us
+        self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}  # by us, for a limited time
 
     async def play(
         self,
@@ -89,14 +90,13 @@ class Rehearsals:
         rank: int | None = None,
         command: str = "",
     ) -> str:
-        """Break a worker on purpose, or heal it, as this command wants; return what was done. Raise ChaosRefused or
-        NotPossible."""
+        """Inject a fault into a worker, or heal it; return what was done. Raise ChaosRefused or NotPossible."""
         if not self._allowed:
             raise ChaosRefused
         name, shared = worker.joined.worker, shares_process(self._fleet(), worker)
         if not worker.alive and not shared and (fault not in ON_THE_DEAD or not self._processes.live(worker)):
             reason, next_life = worker.health.reason, self._processes.next_life(worker)
-            raise NotPossible(f"{name} is dead ({reason}): nothing is struck; {next_life}")
+            raise NotPossible(f"{name} is dead ({reason}): no fault was injected; {next_life}")
         struck = {"argument": argument, "rank": rank}
         detail = ", ".join(f"{key}={value:g}" for key, value in struck.items() if value is not None)
         said = ChaosInjected(
@@ -105,25 +105,25 @@ class Rehearsals:
         )  # fmt: skip
         if fault in SIGNALS and not shared:
             self._processes.send(worker, 0)
-            self._journal.observe(said)  # the cause stands before its effects
+            self._journal.observe(said)  # the cause is recorded before its effects
             self._signal(worker, fault, duration_s)
         else:
             body = {"instance": worker.joined.instance, "fault": fault, **struck, "duration": duration_s}
-            await self._heard(worker, body)
+            await self._command_worker(worker, body)
             self._journal.observe(said)
         log.warning("chaos_injected", worker=name, fault=fault, argument=argument, by=by)
         return done(said)
 
     def close(self) -> None:
-        """Let everybody go on who is stopped for a while: nobody else will."""
+        """Resume all workers that are stopped for a limited time: no other process will."""
         for _, worker in list(self._stopped.values()):
-            self._wake(worker)
+            self._resume(worker)
 
-    async def _heard(self, worker: Worker, body: dict[str, Any]) -> None:
-        """Ask a worker to play a fault, or to be healed: of being stopped first, or it could not hear. Raise NotPossible."""
-        woken = body["fault"] == "heal" and self._wake(worker)
+    async def _command_worker(self, worker: Worker, body: dict[str, Any]) -> None:
+        """Tell a worker to simulate a fault or to heal; resume a stopped one first, so that it receives it. Raise NotPossible."""
+        woken = body["fault"] == "heal" and self._resume(worker)
         if woken and not worker.alive:
-            return  # it is told to end, and its successor is whole
+            return  # it is told to end, and its successor is healthy
         loop, name = asyncio.get_running_loop(), worker.joined.worker
         until = loop.time() + (WAKES_WITHIN_S if woken else 0.0)
         while True:
@@ -135,20 +135,20 @@ class Rehearsals:
             await asyncio.sleep(ASK_S / 4)
 
     def _signal(self, worker: Worker, fault: str, duration_s: float | None) -> None:
-        """Send the signal that is this fault. Raise NotPossible."""
+        """Send the signal that causes this fault. Raise NotPossible."""
         name = worker.joined.worker
         self._forget(name)
         self._processes.send(worker, SIGNALS[fault])
         if fault == "hang" and duration_s:
-            timer = asyncio.get_running_loop().call_later(duration_s, partial(self._wake, worker))
+            timer = asyncio.get_running_loop().call_later(duration_s, partial(self._resume, worker))
             self._stopped[name] = timer, worker
 
-    def _wake(self, worker: Worker) -> bool:
-        """Let a process go on that may be stopped; return whether there is one within reach."""
+    def _resume(self, worker: Worker) -> bool:
+        """Resume a process that may be stopped; return whether there is one within reach."""
         self._forget(worker.joined.worker)
         if shares_process(self._fleet(), worker):
             return False
-        with contextlib.suppress(NotPossible):  # it has ended meanwhile, or is elsewhere
+        with contextlib.suppress(NotPossible):  # it has ended meanwhile, or is on another host
             self._processes.send(worker, signal.SIGCONT)
             return True
         return False

@@ -1,6 +1,5 @@
-"""The settings of the controller process: canaries, liveness, actuator, and what it serves.
-
-The deciders' own policies are fields here as they are: frozen dataclasses of plain numbers and durations.
+"""Settings of the controller process: canaries, liveness, actuator, budgets, policy, endpoints.
+The deciders' policies are used as fields directly: frozen dataclasses of plain numbers and durations.
 """
 
 from typing import Annotated, Literal
@@ -15,21 +14,21 @@ from events.intrusion.send_budget import MIB, Rate, TrafficLimit, traffic
 
 
 class ConfiguredCanary(Strict):
-    """A canary whose right answer is given, in the seed's form.
+    """A canary with a configured right answer, in the form of the seed.
 
-    The prompt is sent as it stands, however short: extending it would change the expected answer. The range
-    is of the best value at the first position, as engines report it: a logprob, which is never above 0 (B14).
-    A range of raw logits, which nobody reports, is refused.
+    The prompt is sent unchanged, however short: extending it would change the expected answer. The range is of the best value at
+    the first position as engines report it: a logprob, which is never above 0 (B14). A range of raw logits, which no engine
+    reports, is refused.
     """
 
     prompt: str = Field(min_length=1)
     expected_tokens: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     max_tokens: int = Field(ge=1, le=4096)
-    temperature: float = Field(default=0.0, ge=0, le=0)  # greedy, or there is no right answer
+    temperature: float = Field(default=0.0, ge=0, le=0)  # greedy: otherwise there is no single right answer
     check_logits: bool = False
     expected_top_logit_range: tuple[float, float] | None = None
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_-]*$")
-    model: str | None = None  # None: of every model
+    model: str | None = None  # None: any model
 
     @model_validator(mode="after")
     def _consistent(self) -> "ConfiguredCanary":
@@ -45,74 +44,74 @@ class ConfiguredCanary(Strict):
             raise ValueError(f"expected_top_logit_range {bounds} is not (low, high)")
         if self.check_logits and bounds is not None and bounds[0] > 0:
             raise ValueError(
-                f"expected_top_logit_range {bounds}: engines report logprobs, which are never above 0, so that no answer could "
+                f"expected_top_logit_range {bounds}: engines report logprobs, which are never above 0, so no answer could "
                 "lie in it; give the range of the first token's logprob, such as (-0.5, 0), or leave check_logits out"
             )
         return self
 
 
 class CanarySettings(Strict):
-    """How workers are probed. `tolerance` is of one logprob: None calibrates it, 0.0 compares tokens only."""
+    """How workers are probed. `tolerance` applies to one logprob: None calibrates it, 0.0 compares tokens only."""
 
     interval_s: Positive = 30.0  # from the start of a probe to the start of the next
     jitter: float = Field(default=0.05, ge=0, lt=1)  # share of the interval, either way
     timeout_s: Positive = 10.0  # of a whole probe, confirmations included
-    busy_s: float = Field(default=120.0, ge=0)  # how much longer, while the engine gets on with others' work
-    max_retries: int = Field(default=2, ge=0, le=10)  # questions more, until a second wrong answer
-    concurrency: int = Field(default=512, ge=1)  # probes in the air, over the whole fleet
+    busy_s: float = Field(default=120.0, ge=0)  # extra time while the engine makes progress on other requests
+    max_retries: int = Field(default=2, ge=0, le=10)  # further questions, until a second wrong answer
+    concurrency: int = Field(default=512, ge=1)  # concurrent probes, over the whole fleet
     canaries: int = Field(default=4, ge=1, le=64)  # per canary key
     tokens: int = Field(default=32, ge=1, le=1024)  # of an answer
-    prompt_tokens_min: int = Field(default=32, ge=1, le=1024)  # of a question, with what stands before it
-    top_k: int = Field(default=5, ge=0, le=20)  # logprobs of each position; 0: tokens alone are compared
-    coverage: bool = True  # put some of the vocabulary before each question: embeddings are read as well
+    prompt_tokens_min: int = Field(default=32, ge=1, le=1024)  # of a question, its prefix included
+    top_k: int = Field(default=5, ge=0, le=20)  # logprobs of each position; 0: only tokens are compared
+    coverage: bool = True  # prefix questions with a part of the vocabulary, to check embeddings as well
     tolerance: float | None = Field(default=None, ge=0)  # of one logprob; none: calibrated, 0: unchecked
     tolerance_floor: Positive = 1e-3  # ten times the noise measured on healthy fp32 workers
     tolerance_margin: float = Field(default=3.0, ge=1)  # times the largest healthy distance
-    tolerance_uncalibrated: Positive = 0.1  # until there are enough samples: coarse, but never a false alarm
+    tolerance_uncalibrated: Positive = 0.1  # until there are enough samples: coarse, but without false alarms
     tie_margin: float = Field(default=0.1, ge=0)  # logprob lead up to which a token may differ; 0: none
     margin_min: float = Field(default=0.02, ge=0)  # smallest logprob lead of a golden's tokens
     blind_repeats: int = Field(default=8, ge=2, le=32)  # wrong answers in a row that convict without logprobs
     samples_min: int = Field(default=30, ge=1)  # healthy answers from which the tolerance is calibrated
     calibrate_every_s: Positive = 1.0  # how often a healthy worker is probed until there are enough samples
-    sampled_every: int = Field(default=5, ge=0)  # one canary in so many is drawn at random; 0: none
+    sampled_every: int = Field(default=5, ge=0)  # one canary in this many is sampled at random; 0: none
     unmarked_every: int = Field(
         default=10,
         ge=0,
-        description="one question in so many canary intervals looks like a user's request to workers, besides the canaries; "
-        "0: none",
+        description="in one of this many canary intervals, a worker also gets a question that looks like a user's request; "
+        "0: never",
     )
     sampled_as_users: bool = True  # at users' most common sampling parameters, once they are known
     sampled_temperature: float = Field(default=0.7, gt=0, le=1)  # of sampled canaries until then
     sampled_top_p: float = Field(default=0.95, gt=0, le=1)  # of sampled canaries until then
     sampled_top_k: int = Field(default=0, ge=0)  # of sampled canaries until then; 0: all tokens
-    sampled_chance: float = Field(default=1e-10, gt=0, lt=0.01)  # of one convicting a correct worker
+    sampled_chance: float = Field(default=1e-10, gt=0, lt=0.01)  # P(one convicts a correct worker)
     slow_ratio: float = Field(default=3.0, gt=1)  # times the usual latency, from which an answer is slow
-    slow_floor_ms: float = Field(default=50.0, ge=0)  # less than this over the baseline is never slow
-    warmup_samples: int = Field(default=5, ge=1)  # answers from which the usual latency is known
-    canary_prompts: tuple[ConfiguredCanary, ...] = ()  # whose right answers are given, as JSON
+    slow_floor_ms: float = Field(default=50.0, ge=0)  # an excess over the baseline below this is never slow
+    warmup_samples: int = Field(default=5, ge=1)  # answers until the usual latency is known
+    canary_prompts: tuple[ConfiguredCanary, ...] = ()  # canaries with configured right answers, as JSON
 
 
 class LivenessSettings(Strict):
     """When a worker counts as silent."""
 
     silent_after_s: Positive = 3.0  # without a beat, a link or an answer
-    beat_s: Positive = 1.0  # how often a worker says that it lives
-    tick_s: Positive = 0.25  # how often it is looked at
-    answer_s: Positive = 0.3  # for one that has stalled to answer, where a spare is ready
-    lag_max_s: Positive = 0.5  # an observer later than this was not listening
-    blind_share: float = Field(default=0.5, gt=0, le=1)  # so many silent at once: it is we who hear nothing
+    beat_s: Positive = 1.0  # interval of a worker's heartbeats
+    tick_s: Positive = 0.25  # interval of the silence check
+    answer_s: Positive = 0.3  # for a stalled worker to answer, where a spare is ready
+    lag_max_s: Positive = 0.5  # an observer that lags more than this was not listening
+    blind_share: float = Field(default=0.5, gt=0, le=1)  # silent share above which the observer is blind
 
 
 class ActuatorSettings(Strict):
-    """How persistently workers are told to drain or resume."""
+    """How persistently commands to workers are repeated."""
 
-    answer_s: Positive = 1.0  # how long a worker's answer is waited for
-    retry_s: Positive = 0.5  # until a worker that did not answer is told again
-    retry_max_s: Positive = 10.0  # the most that this grows to
+    answer_s: Positive = 1.0  # deadline of a worker's answer
+    retry_s: Positive = 0.5  # until a command without an answer is repeated
+    retry_max_s: Positive = 10.0  # maximum of the growing retry interval
 
 
 class VersionSettings(Strict):
-    """When new kinds of facts and a new version of the deciders are used in a fleet that is upgraded."""
+    """When new kinds of facts and a new version of the deciders are put in force during an upgrade."""
 
     soak_s: float = Field(
         default=900.0,
@@ -123,13 +122,13 @@ class VersionSettings(Strict):
 
 
 class ControllerBudgets(Strict):
-    """What one worker's account may send the controllers. The rest is dropped, and the worker reported and ejected."""
+    """Traffic limits of one worker's account towards the controllers. Excess is dropped; the worker is reported and ejected."""
 
-    facts_per_s: Positive = 50.0  # facts; a worker has a few in an hour, the spool of a bad day hundreds
+    facts_per_s: Positive = 50.0  # facts; a worker sends a few in an hour, the spool of a bad day hundreds
     facts_burst: Positive = 2_000.0  # facts at once
     fact_mb_per_s: Positive = 0.25  # MiB of facts
     fact_mb_burst: Positive = 4.0  # MiB of facts at once
-    fact_mb_per_day: Positive = 64.0  # MiB of facts a day; past it the worker is ejected
+    fact_mb_per_day: Positive = 64.0  # MiB of facts per day; beyond it the worker is ejected
     fact_kb_max: int = Field(default=64, ge=16)  # KiB of one fact; a registration has about 2
     beats_per_s: Positive = USUAL.messages.per_s  # heartbeats; a worker sends one a second
     beats_burst: Positive = USUAL.messages.burst  # heartbeats at once
@@ -143,7 +142,7 @@ class ControllerBudgets(Strict):
 
     @property
     def facts_of_a_day(self) -> Rate:
-        """The limit of facts that keeps one worker from pushing the history of others out of the journal."""
+        """The daily limit of facts: it keeps one worker from displacing the others' history on the journal."""
         return Rate(per_s=self.fact_mb_per_day * MIB / 86_400, burst=self.fact_mb_per_day * MIB)
 
     @property
@@ -153,7 +152,7 @@ class ControllerBudgets(Strict):
 
 
 class ControllerSettings(JournalSection):
-    """Everything that a controller process can be told."""
+    """All settings of a controller process."""
 
     canary: CanarySettings = CanarySettings()
     liveness: LivenessSettings = LivenessSettings()
@@ -169,12 +168,12 @@ class ControllerSettings(JournalSection):
             }
         },
     )
-    chaos: bool = Field(False, description="allow rehearsed faults (holdfast chaos); never in production")
+    chaos: bool = Field(False, description="allow fault injection (holdfast chaos); never in production")
     metrics_cardinality: Literal["full", "compact"] = Field(
-        "full", description="full, or compact: no metric by pairs of workers, no histogram by worker"
+        "full", description="full, or compact: no metric per pair of workers, no histogram per worker"
     )
     request_plane: Literal["tcp", "nats"] = Field(
-        "tcp", description="nats: also reach workers that are behind the broker"
+        "tcp", description="nats: also reach workers through the broker"
     )
-    admin_host: str = Field("127.0.0.1", description="where /metrics, /health and /ready are served")
-    admin_port: int = Field(0, ge=0, le=65535, description="its port; 0: any free one")
+    admin_host: str = Field("127.0.0.1", description="address of /metrics, /health and /ready")
+    admin_port: int = Field(0, ge=0, le=65535, description="port on admin_host; 0: any free one")

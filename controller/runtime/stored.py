@@ -1,8 +1,9 @@
-"""What does the fleet's memory take, and for how long is there room? For `holdfast status` and the metrics: the journal on the
-broker, and the spools of the processes on this host, where facts wait for it.
+"""Size and remaining room of the journal and the spools, for `holdfast status` and the metrics.
 
-What a reader would get wrong: at its bound the journal is not full. Its oldest events go then, behind a snapshot. It is full
-where its disk is, or where the bound is another's, who has the broker refuse what is beyond it.
+Covers the journal on the broker, and the spools of the processes on this host, in which facts wait for the broker.
+
+A journal at its own bound is not full: its oldest events are dropped, behind a snapshot. It is full if its disk is, or if it was
+created with a bound that makes the broker refuse new messages.
 """
 
 import asyncio
@@ -23,14 +24,14 @@ DAY_S = 86_400.0
 
 
 class StoredStatus:
-    """Asks the broker and the disk when somebody wants to know."""
+    """Reads journal and spool usage from the broker and the disk on demand."""
 
     def __init__(self, usage: Callable[[], Awaitable[JournalUsage]], data: Path) -> None:
         self._usage = usage
         self._data = data
 
     async def describe(self) -> dict[str, dict[str, Any]]:
-        """Return `journal` and `spool` as plain JSON values; None stands for what cannot be known now."""
+        """Return `journal` and `spool` as plain JSON values; None for what is unknown now."""
         found: JournalUsage | None = None
         fault = None
         try:
@@ -39,19 +40,19 @@ class StoredStatus:
         except JournalGone as error:
             fault = str(error)
         except (HoldfastError, TimeoutError):
-            pass  # the broker is away: `last_seq` says so already
+            pass  # the broker is unavailable: `last_seq` shows that already
         held, free = await asyncio.to_thread(self._disk)
         journal = {"fault": fault, **_journal(found, free)}
         return {"journal": journal, "spool": {"bytes": held, "bytes_max_each": BYTES_MAX}}
 
     def _disk(self) -> tuple[int, int | None]:
-        """Return how much the spools hold, and what is free where the broker keeps its files, if that is here."""
+        """Return the size of the spools, and the free bytes on the broker's disk if it is on this host."""
         held = sum(path.stat().st_size for path in self._data.glob(f"spool/*/*{SUFFIX}"))
         return held, free_bytes(self._data)
 
 
 class JournalRoom:
-    """Looks now and then what the journal takes and has room for, for the metrics: asking takes longer than a scrape may."""
+    """Polls the journal's size and room for the metrics, since the query takes longer than a scrape may."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class JournalRoom:
         self.known: Mapping[str, float | None] = room(None, None)
 
     async def run(self) -> None:
-        """Look until cancelled. While the broker is away nothing is known."""
+        """Poll until cancelled. While the broker is unavailable, its values are unknown."""
         while True:
             free = await asyncio.to_thread(free_bytes, self._data)
             try:
@@ -77,13 +78,13 @@ class JournalRoom:
 
 
 def free_bytes(data: Path) -> int | None:
-    """Return what is free where the broker keeps its files; None where that is not on this host."""
+    """Return the free bytes on the broker's disk; None if it is not on this host."""
     broker = data / "nats"
     return shutil.disk_usage(broker).free if broker.is_dir() else None
 
 
 def room(found: JournalUsage | None, free: int | None) -> dict[str, float | None]:
-    """Return a journal's figures by the names of their metrics; None: not known, or none. `free`: bytes on its disk."""
+    """Return a journal's values by metric name; None: unknown, or not applicable. `free`: bytes on its disk."""
     return {
         "journal_bytes": None if found is None else found.bytes,
         "journal_max_bytes": None if found is None else found.bytes_max,
@@ -95,7 +96,7 @@ def room(found: JournalUsage | None, free: int | None) -> dict[str, float | None
 def _full_in_s(found: JournalUsage, free: int | None) -> float | None:
     left = None if found.bytes_max is None else max(0, found.bytes_max - found.bytes)
     if left is not None and not found.refuses and (free is None or left <= free):
-        return None  # never: its oldest events go before
+        return None  # never: its oldest events are dropped first
     rooms = [one for one in (left if found.refuses else None, free) if one is not None]
     return min(rooms) / found.bytes_a_day * DAY_S if rooms and found.bytes_a_day else None
 

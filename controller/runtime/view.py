@@ -1,8 +1,9 @@
-"""The fleet as this process knows it: a snapshot from the state store, and the journal from there on.
+"""A process's view of the fleet: a snapshot from the state store, and the journal from there on.
 
-All that need to know the fleet (the router, the canary loop, liveness, the actuator, metrics) subscribe to a view. While the
-broker is away it holds what it last knew, or what the state store's snapshot and events lead to. When the journal turns out
-to be another one it reports that and keeps what it held, for requests must be served whatever becomes of the control plane.
+All components that need the fleet (the router, the canary loop, liveness, the actuator, metrics) subscribe to a view. While the
+broker is unavailable, it holds its last state, or what the state store's snapshot and events lead to. If the journal turns out to
+be a different one, the view reports that and keeps its state, because requests must be served whatever happens to the control
+plane.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from events.order import Order, OutOfOrder, Position
 
 ASK_END_DEADLINE_S = 2.0
 AUDIT_EVERY_S = 5.0
-STORE_SUFFICES_AFTER_S = 3.0  # without the broker: what the store holds is better than knowing nothing
+STORE_SUFFICES_AFTER_S = 3.0  # without the broker, until the store's content is used
 
 Batch = Sequence[Recorded]
 log = structlog.get_logger(__name__)
@@ -49,17 +50,17 @@ class FleetView(FleetFold):
         self._store = store
         self._store_suffices_after_s = store_suffices_after_s
         self._audit_every_s = audit_every_s
-        self._began_at: ReadPosition | None = None  # where the store stood when we began
-        self._behind: Order[Fleet] | None = None  # followed until it has reached what the store alone led to
+        self._began_at: ReadPosition | None = None  # the store's position at our start
+        self._behind: Order[Fleet] | None = None  # the journal's fold until it catches up
         self._ready = False
-        self._ours = False  # the stream is the one that the store has folded
-        self._decided = asyncio.Event()  # a flag: it is ready, or will never be
-        self._target: int | None = None  # the end of the stream when we began
+        self._verified = False  # the stream is the one that the store has folded
+        self._outcome_known = asyncio.Event()  # set once it is ready, or can never be
+        self._target: int | None = None  # the end of the stream at our start
         self._listeners: list[Callable[[FleetView, Batch], None]] = []
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything has been read that the journal held when we began (or the store, if the broker is away)."""
+        """Whether everything that the journal held at our start was read (or the store, if the broker is unavailable)."""
         return self._ready
 
     def listen(self, callback: Callable[["FleetView", Batch], None]) -> None:
@@ -67,32 +68,32 @@ class FleetView(FleetFold):
         self._listeners.append(callback)
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until the fleet is known. Raise ViewNotReady, or what has ended the following."""
+        """Wait until the fleet is known. Raise ViewNotReady, or the error that ended following."""
         try:
             async with asyncio.timeout(deadline_s):
-                await self._decided.wait()
+                await self._outcome_known.wait()
         except TimeoutError:
             raise ViewNotReady(f"after {deadline_s:g} s: {ViewNotReady.__doc__}") from None
         if self.fault is not None and not self.is_ready:
             raise self.fault
 
     async def run(self) -> None:
-        """Follow for ever. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: the fleet stays, and to run again is to
-        go on from there."""
+        """Follow until cancelled. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: the fleet is kept, and a further
+        call continues from there."""
         try:
             if self._began_at is None:
                 self.order, self._began_at = await begin(self._store)
-                self._tell(())
+                self._notify(())
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
                 order = await join(self._journal, self._began_at, self._behind or self.order)
                 if self._behind is not None:
                     self._behind = order
-                elif order is not self.order:  # what we would have read next is no longer there
+                elif order is not self.order:  # the journal has dropped what we would have read next
                     log.warning("view_begins_on_the_journal", held=self.seq, begins=order.last_seq)
                     self.order = order
-                    self._tell(())
-                self._ours = True
+                    self._notify(())
+                self._verified = True
                 self._check_ready()
                 if self._store is not None:
                     tasks.create_task(self._audit(self._store))
@@ -109,7 +110,7 @@ class FleetView(FleetFold):
 
     def _fail(self, error: HoldfastError) -> None:
         known, self.fault = str(self.fault), error
-        self._decided.set()
+        self._outcome_known.set()
         if known != str(error):
             log.error("view_stopped", seq=self.seq, why=str(error))
 
@@ -123,26 +124,26 @@ class FleetView(FleetFold):
                 self.take(batch)
             except OutOfOrder:
                 if folded := [event for event in batch if event.seq <= self.seq]:
-                    self._took(folded)  # it is not read again
+                    self._after_batch(folded)  # these are not read again
                 raise
             self.fault = None
-            self._took(batch)
+            self._after_batch(batch)
 
     def _catch_up(self, behind: Order[Fleet], batch: Batch) -> None:
-        """Fold the journal aside until it has reached what is shown, which the store alone led to; then show that."""
+        """Fold the journal separately until it reaches the shown state, which came from the store; then show that fold."""
         for event in batch:
             behind.take(event)
         if behind.last_seq >= self.seq:
             log.info("view_follows_the_journal_again", held=self.seq, seq=behind.last_seq)
             self.order, self._behind, self.fault = behind, None, None
-            self._took(())
+            self._after_batch(())
 
-    def _took(self, batch: Batch) -> None:
-        self._tell(batch)
+    def _after_batch(self, batch: Batch) -> None:
+        self._notify(batch)
         self._check_ready()
 
     async def _find_end(self) -> None:
-        """Learn where the stream ends now; with an empty stream nothing will ever arrive to tell."""
+        """Find the end of the stream: an empty stream delivers no event that would show it."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._store_suffices_after_s
         while self._target is None:
@@ -151,33 +152,33 @@ class FleetView(FleetFold):
                     self._target = await self._journal.last_seq()
             except (JournalUnavailable, TimeoutError):
                 if not self.is_ready and loop.time() > give_up_at:
-                    await self._know_by_the_store()
+                    await self._show_store()
                 await asyncio.sleep(0.1)
         self._check_ready()
 
-    async def _know_by_the_store(self) -> None:
-        """Show what the state store holds, if that is anything, until the journal can be read."""
+    async def _show_store(self) -> None:
+        """Show the state store's content, if there is any, until the journal can be read."""
         if self._store is not None and self._behind is None:
             try:
                 order = await by_the_store(self._store, self.order)
             except (HoldfastError, TimeoutError) as error:
                 log.warning("store_history_unreadable", why=str(error))
                 order = self.order
-            if order.last_seq > self.seq and not self._ours:
+            if order.last_seq > self.seq and not self._verified:
                 self._behind, self.order = self.order, order
-                self._tell(())
+                self._notify(())
         if self.seq:
             log.warning("view_knows_only_the_store", seq=self.seq)
-            self._be_ready()
+            self._set_ready()
 
     async def _audit(self, store: StateStore) -> None:
-        """Every few seconds, compare the store's settled state with ours. Where both stand at the same position they
-        are the fold of the same facts: a difference is a fault of one of us, and is said."""
+        """Compare the store's settled state with ours every few seconds. At the same position both are the fold of the same
+        facts, so a difference is a bug and is logged."""
         compared = Position()
         while True:
             await asyncio.sleep(self._audit_every_s * random.uniform(0.8, 1.2))
             if self.order.position == compared or self.order.lacks:
-                continue  # nothing has been decided since, or we know that our fold lacks something
+                continue  # no decision since then, or our fold is known to lack something
             try:
                 async with asyncio.timeout(LOAD_DEADLINE_S):
                     kept = await store.load()
@@ -190,13 +191,13 @@ class FleetView(FleetFold):
                 log.error("store_differs", position=compared.decided, number=compared.number)
 
     def _check_ready(self) -> None:
-        if self._behind is None and self._ours and self._target is not None and self.seq >= self._target:
-            self._be_ready()
+        if self._behind is None and self._verified and self._target is not None and self.seq >= self._target:
+            self._set_ready()
 
-    def _be_ready(self) -> None:
+    def _set_ready(self) -> None:
         self._ready = True
-        self._decided.set()
+        self._outcome_known.set()
 
-    def _tell(self, batch: Batch) -> None:
+    def _notify(self, batch: Batch) -> None:
         for listener in self._listeners:
             listener(self, batch)

@@ -107,10 +107,10 @@ async def test_a_console_only_shows_unless_it_is_allowed_to_act(tmp_path: Path) 
             page.on("dialog", lambda dialog: asyncio.create_task(dialog.accept()))
             await page.locator("#workers button", has_text="w1").click()
             await page.locator("#acts button", has_text="Drain").click()
-            await until(page, "#done", "w1 is to drain")
+            await until(page, "#done", "w1 will drain")
             await until(page, "#worker-facts", "DRAINING")
             await page.locator("#acts button", has_text="Resume").click()
-            await until(page, "#done", "w1 is to come back")
+            await until(page, "#done", "w1 will return to service")
             await until(page, "#worker-facts", "HEALTHY")
             asked = [e.fact for e in await fleet.events() if e.fact.kind() == "drain_requested"]
             assert [one.by for one in asked] == ["console of frontend-0, 127.0.0.1"]  # type: ignore[attr-defined]

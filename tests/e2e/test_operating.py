@@ -49,7 +49,7 @@ async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fl
         lambda s: sum(at(s, w) for w in WORKERS) == STREAMS and all(at(s, w) > 1 for w in WORKERS)
     )
     said = await asyncio.gather(operator(fleet, "drain", "w0"), operator(fleet, "move", "w1", "--to", "w2"))
-    assert "w0 is to drain" in said[0] and "what runs on w1 is to move to w2" in said[1]
+    assert "w0 will drain" in said[0] and "requests on w1 will move to w2" in said[1]
     assert await asyncio.gather(*answers) == [undisturbed(prompt_of(n), TOKENS) for n in range(STREAMS)]
     moves = await facts(fleet, RequestMigrated)
     assert {(m.cause, m.source, m.method, m.exact, m.refused) for m in moves} == {

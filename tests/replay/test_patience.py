@@ -58,7 +58,7 @@ def test_a_journal_that_stalls_is_reported(command: str) -> None:
     async def asked() -> None:
         journal = Stalled(History().start().stream, "replay-1")
         with pytest.raises(
-            JournalUnavailable, match=rf"read to {READ} of \d+ and gave nothing more for 30 s"
+            JournalUnavailable, match=rf"read to {READ} of \d+, then delivered no event for 30 s"
         ):
             async with asyncio.timeout(PATIENT_S):
                 await COMMANDS[command](journal)
@@ -70,7 +70,7 @@ def test_a_journal_that_stalls_before_the_store_is_compared_with_it_is_reported(
     async def asked() -> None:
         history, store = History().start(), MemoryStore()
         await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
-        with pytest.raises(JournalUnavailable, match="gave nothing more"):
+        with pytest.raises(JournalUnavailable, match="delivered no event"):
             async with asyncio.timeout(PATIENT_S):
                 await rebuild(Stalled(history.stream, "replay-1"), store)
 

@@ -1,4 +1,7 @@
-"""A fleet in one process for the canary loop's tests: memory journal, virtual clock, the real deciders, fake workers."""
+"""A fleet in one process for tests of the canary loop.
+
+It has a memory journal, a virtual clock, the real deciders, and fake workers.
+"""
 
 import asyncio
 import contextlib
@@ -34,7 +37,7 @@ TIE = 0.01  # of logprobs
 def joined(
     worker: str, instance: str = "", *, engine_version: str = "1", model: str = "m", **more: Any
 ) -> WorkerJoined:
-    """A registration."""
+    """Return a registration."""
     identity: dict[str, Any] = {
         "model": model,
         "revision": "r1",
@@ -57,7 +60,7 @@ def joined(
 
 
 def spell(tokens: Sequence[int], weights: int = 0) -> tuple[int, Logprob]:
-    """The fake model: the next token and its logprobs are a function of all tokens before it, and of its weights."""
+    """Return the fake model's next token and logprobs: a function of all previous tokens, and of its weights."""
     salt = weights.to_bytes(4, "little") if weights else b""
     digest = hashlib.blake2b(array("q", tokens).tobytes() + salt, digest_size=16).digest()
     token = 300 + int.from_bytes(digest[:2], "little") % 1000
@@ -67,7 +70,7 @@ def spell(tokens: Sequence[int], weights: int = 0) -> tuple[int, Logprob]:
 
 
 def tied(token: int) -> Logprob:
-    """The logprobs where this token leads the next id by `TIE`."""
+    """Return logprobs in which this token leads the next id by `TIE`."""
     return Logprob(
         -0.7, [(token, -0.7), (token + 1, -0.7 - TIE), *((token + n, -3.0 - n) for n in range(2, TOP))]
     )
@@ -75,7 +78,7 @@ def tied(token: int) -> Logprob:
 
 @dataclass
 class FakeWorker:
-    """How one worker answers. Change it while the test runs."""
+    """The behaviour of one fake worker. Tests change it while they run."""
 
     latency_s: float = 0.1
     weights: int = 0  # workers of equal weights answer alike
@@ -85,22 +88,22 @@ class FakeWorker:
     error: str | None = None
     unreachable: bool = False
     hangs: bool = False
-    unmarked_hangs: bool = False  # no answer to what looks like a user's request: it waits among them
-    unmarked_error: str = ""  # nor to that one
+    unmarked_hangs: bool = False  # no answer to unmarked questions: they wait among users' requests
+    unmarked_error: str = ""  # the error that answers unmarked questions
     says_nothing: bool = False
     logprobs: bool = True
     scramble: int = 0  # answers differ each time
     ties: Collection[int] = ()  # positions of an answer where the two best tokens are `TIE` apart
-    flips: float = 0.0  # share of the near ties that fall the other way
+    flips: float = 0.0  # share of the near ties that flip
     draw: random.Random = field(default_factory=lambda: random.Random(1))
-    sampler: Literal["right", "nonsense", "nan"] = "right"  # what it does at a temperature above 0
+    sampler: Literal["right", "nonsense", "nan"] = "right"  # its behaviour at a temperature above 0
     seeded: bool = True  # the same seed gives the same draws
-    tells: Callable[[int], bool] = lambda token: True  # of the others it says nothing, as llama-server does
+    tells: Callable[[int], bool] = lambda token: True  # tokens that it reports; llama-server omits some
     goes_on: bool = False  # its engine answers other requests
-    busy_until: float = 0.0  # it gets on with others' work, and begins no answer
+    busy_until: float = 0.0  # until then it serves other requests, and begins no answer
     asked: int = 0
     open: int = 0
-    overlapped: int = 0  # more than one question at a time, but for the ranking
+    overlapped: int = 0  # times it had more than one question at once, except for the ranking
     requests: list[Generate] = field(default_factory=list)
 
     def drawn(self, request: Generate, place: int, best: int, logprob: Logprob) -> int:
@@ -183,7 +186,7 @@ class FakePlane:
 
 @dataclass
 class CountingMeter:
-    """Keeps what the loop measured."""
+    """Stores what the loop measured."""
 
     questions: list[tuple[str, str, float]] = field(default_factory=list)
     gpu_seconds: float = 0.0
@@ -200,7 +203,7 @@ class CountingMeter:
 
 
 class World:
-    """The journal, its fold, and the controller's deciding, on one virtual clock. It is its own FleetView."""
+    """The journal, its fold, and the controller's deciders, on one virtual clock. It is its own FleetView."""
 
     def __init__(
         self,
@@ -255,13 +258,13 @@ class World:
         return fake
 
     def leave(self, name: str) -> None:
-        """Let a worker's process end in good order."""
+        """End a worker's process gracefully."""
         instance = self.fleet.workers[name].joined.instance
         self.journal.observe(WorkerLeft(worker=name, instance=instance, mode="graceful"))
         self.turn()
 
     def turn(self) -> None:
-        """Fold what is new and decide until nothing more is due."""
+        """Fold new facts and decide until nothing more is due."""
         while True:
             batch = self.stream.events[self._order.last_seq :]
             for event in batch:

@@ -1,4 +1,4 @@
-"""Workers are told what the fleet wants of them, until they agree."""
+"""The actuator commands workers until they agree with the fold."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ from events.observations import (
 )
 
 
-class Told:
-    """One worker on the bus, that does as it is told."""
+class BusWorker:
+    """One worker on the bus, which obeys its commands."""
 
     def __init__(self) -> None:
         self.world = World()
@@ -45,7 +45,7 @@ class Told:
         self.heard: list[tuple[str, Mapping[str, Any]]] = []
 
     def note(self, subject: str, body: Mapping[str, Any]) -> None:
-        """Remember a control message, without the form that each has."""
+        """Store a control message, without its common fields."""
         verb = subject.split(".")[1]
         assert foreign(verb, subject.split(".")[2], body) == ""
         self.heard.append((verb, {name: value for name, value in body.items() if name != "control"}))
@@ -77,7 +77,7 @@ class Told:
         return {"batch": self.batch}
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator["Told"]:
+    async def running(self) -> AsyncIterator["BusWorker"]:
         await self.beats.start(self.bus)
         await self.bus.subscribe(subjects.drain("w1"), self.on_drain)
         await self.bus.subscribe(subjects.resume("w1"), self.on_resume)
@@ -107,8 +107,8 @@ class Told:
         self.world.turn()
 
 
-async def test_a_draining_worker_is_told_once_with_its_deadline() -> None:
-    async with Told().running() as told:
+async def test_a_draining_worker_gets_one_drain_command_with_its_deadline() -> None:
+    async with BusWorker().running() as told:
         await told.pass_time(2)
         assert not told.heard
         told.wish(DrainRequested, deadline_s=30)
@@ -119,8 +119,8 @@ async def test_a_draining_worker_is_told_once_with_its_deadline() -> None:
     assert 25 <= body["deadline_s"] <= 30
 
 
-async def test_a_worker_that_refuses_is_told_again_less_and_less_often() -> None:
-    async with Told().running() as told:
+async def test_a_command_to_a_refusing_worker_is_repeated_with_backoff() -> None:
+    async with BusWorker().running() as told:
         await told.pass_time(1)
         told.deaf = True
         told.wish(DrainRequested, deadline_s=300)
@@ -135,8 +135,8 @@ async def test_a_worker_that_refuses_is_told_again_less_and_less_often() -> None
         assert len(told.heard) == said
 
 
-async def test_a_worker_that_nobody_hears_of_does_not_stop_the_loop() -> None:
-    async with Told().running() as told:
+async def test_a_worker_that_does_not_answer_does_not_stop_the_loop() -> None:
+    async with BusWorker().running() as told:
         told.world.join("w2")
         told.world.journal.observe(DrainRequested(worker="w2", instance="w2-1", deadline_s=100))
         told.wish(DrainRequested, deadline_s=100)
@@ -144,8 +144,8 @@ async def test_a_worker_that_nobody_hears_of_does_not_stop_the_loop() -> None:
     assert told.draining
 
 
-async def test_a_resumed_worker_is_told_so() -> None:
-    async with Told().running() as told:
+async def test_a_resumed_worker_gets_a_resume_command() -> None:
+    async with BusWorker().running() as told:
         told.wish(DrainRequested, deadline_s=300)
         await told.pass_time(3)
         before = told.draining
@@ -155,8 +155,8 @@ async def test_a_resumed_worker_is_told_so() -> None:
     assert [what for what, _ in told.heard] == ["drain", "resume"]
 
 
-async def test_only_the_holder_of_the_lease_tells() -> None:
-    async with Told().running() as told:
+async def test_only_the_holder_of_the_lease_sends_commands() -> None:
+    async with BusWorker().running() as told:
         told.world.leads = False
         told.wish(DrainRequested, deadline_s=300)
         await told.pass_time(5)
@@ -166,8 +166,8 @@ async def test_only_the_holder_of_the_lease_tells() -> None:
     assert told.draining
 
 
-async def test_the_dead_are_told_nothing() -> None:
-    async with Told().running() as told:
+async def test_dead_workers_get_no_commands() -> None:
+    async with BusWorker().running() as told:
         told.wish(DrainRequested, deadline_s=300)
         told.world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="immediate", exit=-9))
         told.world.turn()
@@ -177,18 +177,18 @@ async def test_the_dead_are_told_nothing() -> None:
 
 
 async def test_a_worker_that_was_declared_dead_and_lives_is_told_to_end() -> None:
-    async with Told().running() as told:
+    async with BusWorker().running() as told:
         await told.pass_time(1)
         told.world.journal.observe(WorkerSilent(worker="w1", instance="w1-1", silent_s=3.0, observer="c"))
         told.world.turn()
         await told.world.until(lambda: not told.world.fleet.workers["w1"].alive, 200)
-        assert "retire" not in {what for what, _ in told.heard}, "nothing is heard of it"
+        assert "retire" not in {what for what, _ in told.heard}, "nothing is heard of the worker"
         await told.pass_time(3)
     assert told.heard[-1] == ("retire", {"instance": "w1-1"})
 
 
-async def test_one_that_hangs_among_others_of_its_process_and_was_declared_dead_is_told_to_end() -> None:
-    async with Told().running() as told:
+async def test_a_dead_instance_that_hangs_in_a_process_with_live_workers_is_told_to_end() -> None:
+    async with BusWorker().running() as told:
         process: dict[str, Any] = {"pid": 17, "topology": Topology(host="here")}
         for worker, more in (("w2", process), ("w3", process), ("w4", {**process, "pid": 18})):
             told.world.join(worker, **more)
@@ -208,9 +208,9 @@ async def test_one_that_hangs_among_others_of_its_process_and_was_declared_dead_
     assert told.heard == [("retire", {"instance": "w2-1"})]
 
 
-async def test_one_that_was_cut_off_until_it_was_forgotten_is_told_to_end() -> None:
-    """It believes that it serves, and the fleet does not show it any more: nobody else would tell it."""
-    async with Told().running() as told:
+async def test_a_worker_that_was_cut_off_until_it_was_forgotten_is_told_to_end() -> None:
+    """The worker believes that it serves, and the fleet does not show it any more: no other component would tell it."""
+    async with BusWorker().running() as told:
         told.world.journal.observe(WorkerSilent(worker="w1", instance="w1-1", silent_s=3.0, observer="c"))
         told.world.turn()
         await told.world.until(lambda: "w1" not in told.world.fleet.workers, 1000)
@@ -219,22 +219,22 @@ async def test_one_that_was_cut_off_until_it_was_forgotten_is_told_to_end() -> N
     assert told.heard[-1] == ("retire", {"instance": "w1-1"})
 
 
-async def test_a_worker_whose_name_another_took_and_left_is_told_to_end() -> None:
-    async with Told().running() as told:
+async def test_a_former_instance_is_told_to_end_after_another_took_its_name_and_left() -> None:
+    async with BusWorker().running() as told:
         await told.pass_time(1)
         joined = told.world.fleet.workers["w1"].joined
         told.world.journal.observe(replace(joined, instance="stranger"))
         told.world.turn()
         await told.pass_time(3)
-        assert not told.heard, "two would take the name from each other"
+        assert not told.heard, "two instances would take the name from each other"
         told.world.journal.observe(WorkerLeft(worker="w1", instance="stranger", mode="graceful", exit=0))
         told.world.turn()
         await told.pass_time(3)
     assert told.heard[-1] == ("retire", {"instance": "w1-1"})
 
 
-async def test_a_worker_that_may_compute_wrongly_is_told_so_and_told_when_that_is_over() -> None:
-    """It must not hand its KV caches to others."""
+async def test_a_convicted_worker_is_told_so_and_told_when_it_is_acquitted() -> None:
+    """A convicted worker must not send its KV caches to others."""
     about = {
         "worker": "w1",
         "instance": "w1-1",
@@ -242,7 +242,7 @@ async def test_a_worker_that_may_compute_wrongly_is_told_so_and_told_when_that_i
         "fault_class": "ecc_uncorrectable",
         "code": "48",
     }
-    async with Told().running() as told:
+    async with BusWorker().running() as told:
         await told.pass_time(2)
         assert not told.heard
         told.world.journal.observe(DeviceFaulted(**about, fatal=True, weight=0.0))
@@ -257,10 +257,8 @@ async def test_a_worker_that_may_compute_wrongly_is_told_so_and_told_when_that_i
     assert "GPU-1" in first["reason"] and second["reason"] == ""
 
 
-async def test_a_worker_is_told_how_much_of_its_batch_its_models_level_leaves_it_and_when_it_has_it_back() -> (
-    None
-):
-    async with Told().running() as told:
+async def test_a_worker_is_told_its_share_of_the_batch_at_each_change_of_its_models_level() -> None:
+    async with BusWorker().running() as told:
         world = told.world
         await told.pass_time(2)
         at, key = world.clock.now(), world.fleet.workers["w1"].joined.canary_key
@@ -279,7 +277,7 @@ async def test_a_worker_is_told_how_much_of_its_batch_its_models_level_leaves_it
             world.policy = replace(world.policy, degradation=DegradationPolicy(slos=slos))
             await told.pass_time(10)
             assert told.batch == share
-        told.batch = None  # of a version that knows nothing of it
+        told.batch = None  # of a version without batch shares
         world.policy = replace(
             world.policy, degradation=DegradationPolicy(slos={"m": Slo(slo_throughput_rps=100)})
         )

@@ -1,4 +1,4 @@
-"""How long a canary should take."""
+"""Latency baselines of canaries."""
 
 import random
 
@@ -51,13 +51,13 @@ def test_a_fleet_that_is_busy_together_is_not_slow() -> None:
     assert accused == 0
 
 
-def test_a_worker_that_was_slow_from_birth_is_measured_by_its_peers() -> None:
+def test_a_worker_that_was_slow_from_its_start_is_compared_with_its_peers() -> None:
     baseline = warmed("a", "b", "c")
     assert baseline.judge("new", "1", 900.0) is None  # cold
     assert baseline.judge("new", "1", 900.0) == 100.0
 
 
-def test_what_is_slow_by_milliseconds_only_is_not_slow() -> None:
+def test_an_excess_of_milliseconds_only_is_not_slow() -> None:
     baseline = warmed("a", "b", "c", ms=2.0)
     assert baseline.judge("a", "1", 40.0) is None
     assert baseline.judge("a", "1", 60.0) == 2.0
@@ -72,7 +72,7 @@ def test_noise_alone_is_never_slow_three_times_in_a_row() -> None:
         assert in_a_row < 3
 
 
-def test_another_instance_starts_anew() -> None:
+def test_a_new_instance_starts_without_a_baseline() -> None:
     baseline = warmed("w")
     assert baseline.judge("w", "2", 1_000.0) is None
     assert baseline.of("w") is None
@@ -80,7 +80,7 @@ def test_another_instance_starts_anew() -> None:
 
 def test_a_worker_that_is_gone_is_no_peer() -> None:
     baseline = warmed("a", "b", "c")
-    baseline.forget(["b", "c", "nobody"])
+    baseline.forget(["b", "c", "absent"])
     assert baseline.judge("a", "1", 250.0) is None
     assert baseline.of("a") == 100.0
 
@@ -96,20 +96,20 @@ def test_a_worker_is_compared_with_peers_of_the_same_load() -> None:
     assert baseline.judge("c", "1", 1000.0, load=50) == 320.0
 
 
-def test_a_lone_worker_under_more_load_than_ever_may_take_longer_but_not_any_time() -> None:
+def test_a_lone_worker_may_take_longer_at_a_new_load_level_within_bounds() -> None:
     baseline = warmed("w")
     assert baseline.judge("w", "1", 400.0, load=4) is None
     assert baseline.judge("w", "1", 700.0, load=4) == 225.0
     assert baseline.judge("w", "1", 400.0, load=1) == 100.0, "without load the same latency is slow"
 
 
-def test_where_most_become_slow_at_once_no_worker_is_to_blame() -> None:
+def test_if_most_workers_become_slow_at_once_none_is_blamed() -> None:
     baseline, accused = warmed("a", "b", "c", "d"), dict.fromkeys("abcd", 0)
     for _ in range(20):
         for worker in "abcd":
             accused[worker] += baseline.judge(worker, "1", 900.0) is not None
     assert max(accused.values()) == 1, (
-        "those that were asked first are suspected once: three times in a row are a verdict"
+        "the first ones probed are suspected once; it takes three in a row for a verdict"
     )
 
 

@@ -1,4 +1,4 @@
-"""A worker that is busy with others' work is no sick one: the canary loop before real simulated workers, in real time."""
+"""Canaries of workers busy with other requests: the loop with real simulated workers, in real time."""
 
 import asyncio
 import contextlib
@@ -51,9 +51,9 @@ class Rig:
         return len(self.world.facts(CanaryPassed))
 
     def ask(self, tokens: int, number: int = 0) -> asyncio.Future[None]:
-        """Send a user's prompt of so many tokens; the answer is one token."""
+        """Send a user's prompt of `tokens` tokens; the answer is one token."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        prompt = [300 + (n + number) % 1000 for n in range(tokens)]  # no prefix of anybody else's
+        prompt = [300 + (n + number) % 1000 for n in range(tokens)]  # shares no prefix with another prompt
         sampling = Sampling(max_tokens=1)
         self.users.open("w0", "i1", Generate(0, "user", prompt, tokens, sampling), _Ear(over))
         return over
@@ -109,7 +109,7 @@ async def rig(
                 await asyncio.gather(*running, return_exceptions=True)
 
 
-async def test_a_long_prefill_is_no_alarm_and_a_worker_that_hangs_in_one_is() -> None:
+async def test_a_long_prefill_raises_no_alarm_but_a_hang_during_one_does() -> None:
     async with rig() as made:
         passed, over = made.passed(), made.ask(int(PREFILL_S * TOKENS_PER_S))
         took = await made.until(over.done, 20)
@@ -119,13 +119,13 @@ async def test_a_long_prefill_is_no_alarm_and_a_worker_that_hangs_in_one_is() ->
         assert made.world.status("w0") == "HEALTHY"
 
         made.ask(int(STUCK_S * TOKENS_PER_S))
-        await asyncio.sleep(TIMEOUT_S / 2)  # it is busy, and a canary waits
+        await asyncio.sleep(TIMEOUT_S / 2)  # the worker is busy, and a canary waits
         made.worker.server.blackhole(True)
         assert await made.until(lambda: made.world.facts(CanaryFailed), 20) < STUCK_S - TIMEOUT_S
         assert made.world.facts(CanaryFailed)[0].reason == "no_response"
 
 
-async def test_a_full_batch_is_no_alarm() -> None:
+async def test_a_full_batch_raises_no_alarm() -> None:
     async with rig(batch=2, itl_s=0.002) as made:
         passed, users = made.passed(), [made.ask(300, n) for n in range(64)]  # a tenth of a second each
         took = await made.until(lambda: all(over.done() for over in users), 60)
@@ -135,15 +135,15 @@ async def test_a_full_batch_is_no_alarm() -> None:
         assert made.world.status("w0") == "HEALTHY"
 
 
-async def test_the_questions_of_the_pool_may_wait_for_one_another() -> None:
-    async with rig(tokens_per_s=5_000, coverage=True) as made:  # it reads all of them in a second and a half
+async def test_questions_of_the_pool_may_queue_behind_one_another() -> None:
+    async with rig(tokens_per_s=5_000, coverage=True) as made:  # it reads all of them in 1.5 s
         assert any(len(f.prompt) > 500 for f in made.world.facts(GoldenProposed))
         assert made.world.facts(CanaryFailed) == []
 
 
 @dataclass
 class Slowed:
-    """The clock of a process that gets its processor late: each sleep takes so many times as long."""
+    """The clock of a process on an overloaded machine: each sleep takes a multiple of its time."""
 
     times: float
     inner: SystemClock = field(default_factory=SystemClock)
@@ -166,7 +166,7 @@ async def answered_after(seconds: float, deadline: Deadline) -> str:
     return await within(deadline, answer(), lambda since, now: False)
 
 
-async def test_our_own_lag_is_no_fault_of_a_workers() -> None:
+async def test_our_own_lag_is_not_blamed_on_a_worker() -> None:
     late, steady = Slowed(times=3.0), SystemClock()
     assert await answered_after(0.8, Deadline(late, late.monotonic() + 0.4, spare_s=10.0)) == "right"
     with pytest.raises(TimeoutError):

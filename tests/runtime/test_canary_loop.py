@@ -1,4 +1,4 @@
-"""The canary loop: who is probed when, and what is said about it."""
+"""The canary loop: the schedule of probes, and the facts about them."""
 
 import random
 from typing import Any
@@ -22,7 +22,7 @@ from events.observations import (
 
 
 async def settled(*names: str, settings: CanarySettings | None = None) -> World:
-    """A world whose workers have joined, but whose loop does not run yet."""
+    """Return a world with these workers, in which the loop does not run yet."""
     world = World(settings)
     for name in names:
         world.join(name)
@@ -52,7 +52,7 @@ async def test_the_first_round_asks_every_canary_and_two_workers_agree_on_all_go
     assert not world.facts(CanaryFailed)
 
 
-async def test_workers_that_keep_silent_about_some_tokens_are_asked_for_as_many_again() -> None:
+async def test_goldens_of_workers_that_report_only_some_tokens_are_asked_at_full_length() -> None:
     world = await settled("w1", "w2", settings=CanarySettings(interval_s=1, unmarked_every=0))
     for worker in ("w1", "w2"):
         world.plane.workers[worker].tells = lambda token: token % 7 != 0
@@ -93,7 +93,7 @@ async def test_a_short_context_a_slow_engine_or_the_operator_gets_plain_question
     for settings, more in (
         (CanarySettings(), {"context_tokens": 1_000}),
         (CanarySettings(coverage=False), {}),
-        (CanarySettings(), {"profile": slow}),  # it would take the whole deadline to read such a question
+        (CanarySettings(), {"profile": slow}),  # its prefill would take the whole deadline
     ):
         world = World(settings)
         about: dict[str, Any] = {"context_tokens": 4_096, **more}
@@ -121,16 +121,16 @@ async def test_the_tolerance_is_calibrated_within_half_a_minute_and_then_finds_s
         assert len(world.facts(CanaryPassed)) >= 30
         asked = len(world.facts(CanaryPassed))
         await world.pass_time(10)
-        assert len(world.facts(CanaryPassed)) <= asked + 2  # the calibration is over
+        assert len(world.facts(CanaryPassed)) <= asked + 2  # the calibration is complete
         world.plane.workers["w2"].drift = 0.002
         await world.until(lambda: world.status("w2") == "UNHEALTHY", 40)
     failed = world.facts(CanaryFailed)
     assert {(f.worker, f.reason, f.confirmed) for f in failed} == {("w2", "logit_drift", True)}
     assert 0.001 < failed[0].distance < 0.003
-    assert len(failed[0].got) == 1  # nobody waits for what follows the first logprob that is off
+    assert len(failed[0].got) == 1  # reading stops at the first logprob that is off
 
 
-async def test_a_worker_that_drifts_from_birth_is_found_once_the_tolerance_is_calibrated() -> None:
+async def test_a_worker_that_drifts_from_its_start_is_found_after_calibration() -> None:
     world = World(CanarySettings(interval_s=5))
     world.join("w1")
     world.join("w2")
@@ -141,7 +141,7 @@ async def test_a_worker_that_drifts_from_birth_is_found_once_the_tolerance_is_ca
     assert {(f.worker, f.reason) for f in world.facts(CanaryFailed)} == {("w3", "logit_drift")}
 
 
-async def test_a_lost_lease_forgets_nothing_that_was_learned() -> None:
+async def test_a_lost_lease_keeps_what_was_learned() -> None:
     world = World(CanarySettings(interval_s=1))
     draw = random.Random(5)
     for n in range(2):
@@ -184,7 +184,7 @@ async def test_workers_that_joined_together_are_not_probed_together() -> None:
     assert max(counts) <= 6
 
 
-async def test_n07_what_canaries_cost_is_measured() -> None:
+async def test_n07_the_cost_of_canaries_is_measured() -> None:
     world = await settled("w1")
     async with world.running():
         await world.pass_time(30)
@@ -206,11 +206,11 @@ async def test_n08_corruption_of_one_canary_is_convicted_within_one_round_of_the
     ]
     assert failed[0].expected == golden.tokens
     assert failed[0].got[:5] == golden.tokens[:5]
-    assert len(failed[0].got) == 6  # nobody waits for what follows the first wrong token
+    assert len(failed[0].got) == 6  # reading stops at the first wrong token
     assert ("w2", "confirm") in {(w, c) for w, c, _ in world.meter.questions}
 
 
-async def test_b11_a_hanging_worker_delays_nobody_else() -> None:
+async def test_b11_a_hanging_worker_delays_no_other_worker() -> None:
     world = await settled("w1", "w2", "w3", settings=CanarySettings(interval_s=5, timeout_s=20))
     async with world.running():
         await world.pass_time(5)
@@ -248,7 +248,7 @@ async def test_b12_a_probe_that_never_ends_is_a_timeout_with_its_latency() -> No
     assert 2_900 <= failed.latency_ms <= 3_300
 
 
-async def test_a_worker_that_is_busy_for_half_a_minute_is_no_alarm_and_one_that_hangs_then_is() -> None:
+async def test_a_busy_worker_raises_no_alarm_for_half_a_minute_but_a_hang_then_does() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=1))
     async with world.running():
         await world.pass_time(10)
@@ -258,12 +258,12 @@ async def test_a_worker_that_is_busy_for_half_a_minute_is_no_alarm_and_one_that_
         assert world.status("w1") == "HEALTHY"
         assert not world.facts(CanaryFailed) and not world.facts(CanarySlow)
         assert len(world.facts(CanaryPassed)) >= passed + 5
-        world.plane.workers["w1"].hangs = True  # and its engine is not known to get on
+        world.plane.workers["w1"].hangs = True  # and its engine is not known to make progress
         assert await world.until(lambda: bool(world.facts(CanaryFailed)), 15) < 12
     assert world.facts(CanaryFailed)[0].reason == "timeout"
 
 
-async def test_a_canary_that_times_out_says_whether_the_engine_went_on_meanwhile() -> None:
+async def test_a_timed_out_canary_reports_whether_the_engine_made_progress() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=5, timeout_s=3))
     async with world.running():
         await world.pass_time(5)
@@ -275,7 +275,7 @@ async def test_a_canary_that_times_out_says_whether_the_engine_went_on_meanwhile
     assert {failed.reason for failed in world.facts(CanaryFailed)} == {"timeout"}
 
 
-async def test_even_a_busy_worker_must_answer_some_day() -> None:
+async def test_a_busy_worker_must_answer_within_the_extra_time() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=1, timeout_s=3, busy_s=20))
     async with world.running():
         await world.pass_time(10)
@@ -370,11 +370,11 @@ async def test_only_the_holder_of_the_lease_probes() -> None:
         await world.until(lambda: world.status("w1") == "HEALTHY", 5)
 
 
-async def test_a_lease_that_flickers_loses_no_worker() -> None:
+async def test_a_flickering_lease_loses_no_worker() -> None:
     world = await settled("w1", "w2", settings=CanarySettings(interval_s=2))
     async with world.running():
         await world.pass_time(5)
-        world.leads = False  # nobody is told
+        world.leads = False  # without a notification
         await world.pass_time(2.5)
         world.leads = True
         said = len(world.facts(CanaryResult))
@@ -382,7 +382,7 @@ async def test_a_lease_that_flickers_loses_no_worker() -> None:
     assert {f.worker for f in world.facts(CanaryResult)[said:]} == {"w1", "w2"}
 
 
-async def test_a_probe_cut_by_a_lost_lease_or_shutdown_says_nothing() -> None:
+async def test_a_probe_cut_by_a_lost_lease_or_shutdown_records_nothing() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=5))
     async with world.running():
         await world.pass_time(5)
@@ -425,7 +425,7 @@ async def test_an_overloaded_worker_is_asked_again_within_the_deadline() -> None
     assert not world.facts(CanaryFailed)
 
 
-async def test_a_worker_that_stays_full_is_asked_on_and_not_doubted() -> None:
+async def test_a_worker_that_stays_full_is_asked_again_and_not_blamed() -> None:
     world = await settled("w1", "w2", settings=CanarySettings(interval_s=5, timeout_s=2))
     async with world.running():
         await world.pass_time(5)
@@ -455,7 +455,7 @@ async def test_the_trial_is_a_canary_sent_under_the_half_opening_decision() -> N
     assert world.fleet.workers["w1"].breaker.position == "closed"
 
 
-async def test_a_convicted_worker_comes_back_by_the_ramp() -> None:
+async def test_a_convicted_worker_returns_by_the_ramp() -> None:
     world = await settled("w1", "w2", settings=CanarySettings(interval_s=5))
     async with world.running():
         await world.pass_time(5)
@@ -467,7 +467,7 @@ async def test_a_convicted_worker_comes_back_by_the_ramp() -> None:
     assert weights[-3:] == [0.25, 0.5, 1.0]
 
 
-async def test_b15_one_worker_alone_convicts_nobody_else() -> None:
+async def test_b15_one_worker_alone_convicts_no_other_worker() -> None:
     world = World()
     world.join("w1")
     async with world.running():
@@ -494,12 +494,12 @@ async def test_a_provisional_golden_convicts_the_worker_that_it_came_from() -> N
     assert world.facts(CanaryFailed)[-1].golden == "provisional"
 
 
-async def test_a_lone_worker_whose_goldens_were_recorded_corrupt_needs_an_operators_word() -> None:
+async def test_goldens_recorded_from_a_corrupt_lone_worker_need_an_operator() -> None:
     world = World(CanarySettings(interval_s=2))
     world.join("w1", FakeWorker(corrupt=lambda request: True))
     async with world.running():
         await world.pass_time(5)
-        assert world.status("w1") == "HEALTHY"  # nobody knows better
+        assert world.status("w1") == "HEALTHY"  # no evidence against it exists
         world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="graceful", exit=0))
         world.join("w1", FakeWorker(), instance="w1-2")
         await world.until(lambda: world.status("w1") == "UNHEALTHY", 10)
@@ -508,19 +508,19 @@ async def test_a_lone_worker_whose_goldens_were_recorded_corrupt_needs_an_operat
         tokens = {f.canary: f.tokens for f in world.facts(GoldenProposed)}
         assert all(world.fleet.goldens[key].tokens == tokens[key[1]] for key in world.fleet.goldens)
         assert len(world.facts(GoldenRetired)) == 4
-        world.plane.workers["w1"].corrupt = lambda request: True  # and the new ones convict
+        world.plane.workers["w1"].corrupt = lambda request: True  # and the new goldens convict
         await world.until(lambda: world.status("w1") == "UNHEALTHY", 20)
     assert world.facts(CanaryFailed)[-1].golden == "provisional"
 
 
-async def test_an_upgrade_of_the_engine_makes_a_new_key_and_not_a_condemned_fleet() -> None:
+async def test_an_engine_upgrade_makes_a_new_canary_key_and_convicts_no_worker() -> None:
     world = await settled("w1", "w2", "w3")
     async with world.running():
         await world.pass_time(10)
         for name in ("w1", "w2", "w3"):
             fake = FakeWorker(
                 corrupt=lambda request: True
-            )  # the new engine answers differently, always alike
+            )  # the new engine answers differently, but always alike
             world.journal.observe(WorkerLeft(worker=name, instance=f"{name}-1", mode="graceful", exit=0))
             world.join(name, fake, instance=f"{name}-2", engine_version="2")
             await world.pass_time(10)
@@ -608,7 +608,7 @@ def test_joined_workers_of_the_double_share_a_key() -> None:
     assert joined("a").canary_key == joined("b").canary_key != joined("a", engine_version="2").canary_key
 
 
-async def test_a_crowd_that_joins_is_let_in_before_anybody_is_asked_the_rest_of_its_round() -> None:
+async def test_a_crowd_of_joining_workers_is_admitted_before_first_rounds_continue() -> None:
     names = [f"w{n}" for n in range(30)]
     world = await settled(*names, settings=CanarySettings(interval_s=100, concurrency=4, unmarked_every=0))
     async with world.running():

@@ -1,4 +1,4 @@
-"""What an operator is told of a command that nobody has answered: what the journal has of it, and nothing that is not so."""
+"""The outcome of a command without an answer: the journal's, and no claim beyond it."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
@@ -19,14 +19,14 @@ Heard = Callable[[Mapping[str, Any]], Answer]
 
 
 class Controller:
-    """Hears drains over a real broker, and does with them what the test says."""
+    """Receives drains over a real broker, and handles them as the test defines."""
 
     def __init__(self, server: EmbeddedServer, bus: NatsBus, journal: NatsJournal) -> None:
         self.server, self.bus, self.journal = server, bus, journal
         self.heard: list[Mapping[str, Any]] = []
 
     async def hear(self, does: Heard) -> None:
-        """Listen."""
+        """Subscribe with this behaviour."""
 
         def on_drain(_: str, body: Mapping[str, Any]) -> Answer:
             self.heard.append(body)
@@ -36,11 +36,11 @@ class Controller:
         await self.bus.connection.client.flush()
 
     def say(self, fact: Observation) -> None:
-        """Put a fact onto the journal, and answer nothing."""
+        """Publish a fact to the journal, without an answer."""
         self.journal.observe(fact)
 
     async def ask(self) -> dict[str, Any]:
-        """Be asked by an operator."""
+        """Send a drain as an operator does."""
         return await command(self.bus, self.server.url, "drain", {"worker": "w1", "by": "ada"}, WITHIN_S)
 
 
@@ -71,12 +71,14 @@ async def test_a_command_has_an_id_and_a_deadline_by_the_brokers_clock(controlle
     assert controller.heard[0]["id"] != controller.heard[1]["id"]
 
 
-async def test_what_was_carried_out_without_an_answer_is_said_to_be(controller: Controller) -> None:
+async def test_a_command_that_was_carried_out_without_an_answer_is_reported_as_done(
+    controller: Controller,
+) -> None:
     await controller.hear(lambda body: controller.say(asked_for(body, deadline_s=30)))
-    assert await controller.ask() == {"says": "w1 is to drain within 30 s"}
+    assert await controller.ask() == {"says": "w1 will drain within 30 s"}
 
 
-async def test_a_refusal_that_only_the_journal_has_is_told(controller: Controller) -> None:
+async def test_a_refusal_that_is_only_on_the_journal_is_reported(controller: Controller) -> None:
     await controller.hear(
         lambda body: controller.say(
             CommandRefused(worker="w1", verb="drain", command=body["id"], why="w1 is dead")
@@ -85,13 +87,15 @@ async def test_a_refusal_that_only_the_journal_has_is_told(controller: Controlle
     assert await controller.ask() == {"error": "w1 is dead"}
 
 
-async def test_what_nobody_has_done_by_then_is_said_never_to_be_done(controller: Controller) -> None:
+async def test_a_command_without_a_fact_by_its_deadline_is_reported_as_never_carried_out(
+    controller: Controller,
+) -> None:
     await controller.hear(lambda body: controller.say(asked_for({**body, "id": "another-command"})))
     with pytest.raises(NotCarriedOut, match=r"within 0\.3 s, and none will carry it out any more"):
         await controller.ask()
 
 
-async def test_what_came_onto_the_journal_too_late_was_not_carried_out(controller: Controller) -> None:
+async def test_a_fact_after_the_deadline_does_not_count_as_carried_out(controller: Controller) -> None:
     def late(body: Mapping[str, Any]) -> None:
         controller.say(asked_for({**body, "deadline": "2026-01-01T00:00:00Z"}))
 
@@ -100,17 +104,17 @@ async def test_what_came_onto_the_journal_too_late_was_not_carried_out(controlle
         await controller.ask()
 
 
-async def test_where_nobody_can_know_it_says_so(controller: Controller) -> None:
+async def test_an_unknown_outcome_is_reported_as_unknown(controller: Controller) -> None:
     def dies(body: Mapping[str, Any]) -> None:
         controller.server.process.kill()
 
     await controller.hear(dies)
-    with pytest.raises(NoAnswer, match="whether drain was carried out cannot be seen now") as raised:
+    with pytest.raises(NoAnswer, match="whether drain was carried out is unknown") as raised:
         await controller.ask()
     assert not isinstance(raised.value, NotCarriedOut)
 
 
-async def test_who_is_not_there_has_heard_nothing(controller: Controller) -> None:
+async def test_without_a_controller_the_command_is_reported_as_not_received(controller: Controller) -> None:
     with pytest.raises(NobodyHeard):
         await controller.ask()
     assert not isinstance(NobodyHeard(), BusUnavailable)

@@ -1,4 +1,4 @@
-"""A configured answer convicts who contradicts it. One that all contradict alike is itself what is wrong."""
+"""A configured answer convicts a worker that contradicts it, unless all workers contradict it alike."""
 
 import pytest
 from canary_world import FakeWorker, World
@@ -15,7 +15,7 @@ ASKED = [1, *PROMPT.encode()]
 
 
 def said() -> tuple[int, ...]:
-    """Return what a worker that is well answers."""
+    """Return a healthy worker's answer."""
     request = Generate(0, "r", ASKED, 0, Sampling(max_tokens=TOKENS))
     return tuple(token for chunk in FakeWorker().chunks(request) for token in chunk.tokens)
 
@@ -30,7 +30,7 @@ def world(*names: str, expected: tuple[int, ...], **more: object) -> World:
     return made
 
 
-async def test_an_answer_that_all_contradict_alike_convicts_nobody() -> None:
+async def test_a_configured_answer_that_all_workers_contradict_alike_convicts_none() -> None:
     made = world("w1", "w2", "w3", expected=(1, 2, 3))
     async with made.running():
         await made.until(lambda: bool(made.facts(GoldenRetired)), 60)
@@ -46,7 +46,7 @@ async def test_an_answer_that_all_contradict_alike_convicts_nobody() -> None:
     assert "against the configured answer" in retired.reason
 
 
-async def test_one_that_contradicts_what_another_confirms_is_convicted() -> None:
+async def test_a_worker_that_contradicts_a_confirmed_configured_answer_is_convicted() -> None:
     made = world("w1", "w2", "w3", expected=said())
     made.plane.workers["w1"].corrupt = lambda request: list(request.tokens) == ASKED
     async with made.running():
@@ -57,14 +57,14 @@ async def test_one_that_contradicts_what_another_confirms_is_convicted() -> None
     assert not made.facts(CanaryFailed, "w2") and made.facts(CanaryPassed, "w2")
 
 
-async def test_where_nobody_else_is_there_the_configured_answer_has_its_way() -> None:
+async def test_for_a_lone_worker_the_configured_answer_decides() -> None:
     made = world("w1", expected=(1, 2, 3))
     async with made.running():
         await made.until(lambda: made.status("w1") == "UNHEALTHY", 30)
     assert not made.facts(GoldenDisputed)
 
 
-async def test_a_range_that_all_leave_alike_convicts_nobody_either() -> None:
+async def test_a_range_that_all_workers_leave_alike_convicts_none() -> None:
     made = world("w1", "w2", expected=said(), check_logits=True, expected_top_logit_range=(-0.001, 0.0))
     async with made.running():
         await made.until(lambda: bool(made.facts(GoldenRetired)), 60)
@@ -72,7 +72,7 @@ async def test_a_range_that_all_leave_alike_convicts_nobody_either() -> None:
     assert not made.facts(CanaryFailed)
 
 
-async def test_one_that_leaves_the_range_that_another_keeps_is_convicted() -> None:
+async def test_a_worker_that_leaves_a_range_that_another_keeps_is_convicted() -> None:
     made = world("w1", "w2", expected=said(), check_logits=True, expected_top_logit_range=(-0.2, 0.0))
     made.plane.workers["w1"].drift = -0.5
     async with made.running():
@@ -82,8 +82,8 @@ async def test_one_that_leaves_the_range_that_another_keeps_is_convicted() -> No
 
 
 @pytest.mark.parametrize("bounds", [(15.0, 25.0), (1500.0, 2500.0)])
-def test_a_range_of_raw_logits_is_refused_with_a_sentence(bounds: tuple[float, float]) -> None:
+def test_a_range_of_raw_logits_is_refused_with_an_explanation(bounds: tuple[float, float]) -> None:
     given = {"prompt": "a", "expected_tokens": (1,), "max_tokens": 1, "expected_top_logit_range": bounds}
     with pytest.raises(ValidationError, match="engines report logprobs, which are never above 0"):
         ConfiguredCanary.model_validate({**given, "check_logits": True})
-    assert not ConfiguredCanary.model_validate(given).check_logits, "what is not checked may say anything"
+    assert not ConfiguredCanary.model_validate(given).check_logits, "an unchecked range may have any value"

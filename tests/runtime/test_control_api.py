@@ -1,4 +1,4 @@
-"""The operator's control subjects over a real broker: answers, and refusals that say what was wrong."""
+"""The operator's control subjects over a real broker: answers, and refusals with a reason."""
 
 import asyncio
 import contextlib
@@ -27,18 +27,18 @@ ANSWER = {"canary": "c1", "prompt": [1], "tokens": [2]}
 
 
 class RecordingControl:
-    """Operations that write down what they were asked."""
+    """Operations that record their calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
     async def drain(self, worker: str, deadline_s: float | None, by: str, command: Command) -> str:
         self.asked.append(("drain", worker, deadline_s, by))
-        return f"{worker} is to drain"
+        return f"{worker} will drain"
 
     async def move(self, worker: str, to: str, by: str, command: Command) -> str:
         self.asked.append(("move", worker, to, by))
-        return f"what runs on {worker} is to move"
+        return f"requests on {worker} will move"
 
     async def resume(self, worker: str, by: str, command: Command) -> str:
         raise HoldfastError(f"{worker} is dead")
@@ -64,7 +64,7 @@ class RecordingControl:
 
 
 class Gate:
-    """Has everything carried out here, or nothing."""
+    """A gate that carries out every command, or none."""
 
     def __init__(self, leads: bool) -> None:
         self.leads = leads
@@ -79,7 +79,7 @@ class Gate:
 
 
 def whole(body: dict[str, Any]) -> dict[str, Any]:
-    """A body with an id and a deadline."""
+    """Return a body with an id and a deadline."""
     return {"id": "command-1", "deadline": (datetime.now(UTC) + timedelta(seconds=9)).isoformat(), **body}
 
 
@@ -99,8 +99,8 @@ async def served(url: str, leads: bool = True) -> Any:
         await bus.close()
 
 
-class Answering:
-    """What the control API sees of its broker; one of its calls ends in the moment in which the API is cancelled."""
+class CancellingBroker:
+    """The control API's broker; one of its calls ends at the moment in which the API is cancelled."""
 
     def __init__(self, cancelled_in: str) -> None:
         self.cancelled_in, self.stopped = cancelled_in, False
@@ -130,8 +130,8 @@ class Answering:
 
 
 @pytest.mark.parametrize("call", ["start", "flush"])
-async def test_a_stop_that_comes_with_an_answer_of_the_broker_is_heard(call: str) -> None:
-    broker = Answering(call)
+async def test_a_cancellation_that_arrives_with_the_brokers_answer_is_obeyed(call: str) -> None:
+    broker = CancellingBroker(call)
     serving = asyncio.ensure_future(serve(broker, asyncio.Event()))  # type: ignore[arg-type]
     await asyncio.wait({serving}, timeout=20)
     assert serving.cancelled() and broker.stopped
@@ -140,12 +140,12 @@ async def test_a_stop_that_comes_with_an_answer_of_the_broker_is_heard(call: str
 async def test_a_request_is_answered(nats_url: str) -> None:
     async with served(nats_url) as (control, bus, gate):
         body = whole({"worker": "w1", "deadline_s": 30, "by": "ada"})
-        assert await bus.request("control.drain", body) == {"says": "w1 is to drain"}
+        assert await bus.request("control.drain", body) == {"says": "w1 will drain"}
         deadline = datetime.fromisoformat(body["deadline"])
         assert gate.heard == [Command("command-1", deadline, "drain", "w1", "ada")]
         assert control.asked == [("drain", "w1", 30, "ada")]
         moved = await bus.request("control.move", whole({"worker": "w1", "to": "w2", "by": "ada"}))
-        assert moved == {"says": "what runs on w1 is to move"}
+        assert moved == {"says": "requests on w1 will move"}
         assert control.asked[1:] == [("move", "w1", "w2", "ada")]
         golden = whole({"act": "approve", "canary_key": "k", "answers": [ANSWER], "by": "ada"})
         assert await bus.request("control.golden", golden) == {"says": "the goldens are to be agreed"}
@@ -168,10 +168,10 @@ async def test_a_request_is_answered(nats_url: str) -> None:
         ("chaos", {"worker": "w1", "fault": "kill"}, "internal error"),
         ("status", {"verbose": True}, "Extra inputs"),
         ("golden", {"act": "melt", "model": "m"}, "'approve', 'retire' or 'record'"),
-        ("golden", {"act": "retire"}, "name a worker, a canary key or a model"),
-        ("golden", {"act": "retire", "worker": "w1"}, "retire takes a canary key or a model"),
-        ("golden", {"act": "record", "model": "m"}, "record takes a worker"),
-        ("golden", {"act": "approve", "model": "m", "answers": [ANSWER]}, "approved under a canary key"),
+        ("golden", {"act": "retire"}, "one of worker, canary_key and model is required"),
+        ("golden", {"act": "retire", "worker": "w1"}, "retire accepts a canary key or a model"),
+        ("golden", {"act": "record", "model": "m"}, "record requires a worker"),
+        ("golden", {"act": "approve", "model": "m", "answers": [ANSWER]}, "act=approve and a canary_key"),
         ("golden", {"act": "approve", "canary_key": "k", "answers": [ANSWER | {"tokens": [-1]}]}, "tokens.0"),
         ("drain", {"worker": "w1", "deadline": "2026-01-01T00:00:00"}, "should have timezone info"),
         ("drain", {"worker": "w1", "id": "a b c d e"}, "should match pattern"),
@@ -197,7 +197,7 @@ async def test_a_command_without_an_id_or_a_deadline_is_refused(nats_url: str, m
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense{", b"[1, 2]", b"\xff\xfe", b"null", b'"w1"'])
-async def test_what_is_no_json_object_is_refused_and_does_no_harm(nats_url: str, body: bytes) -> None:
+async def test_a_body_that_is_no_json_object_is_refused_without_harm(nats_url: str, body: bytes) -> None:
     async with served(nats_url) as (control, bus, _):
         message = await bus.connection.client.request("control.drain", body, timeout=5)
         assert b"error" in message.data
@@ -205,17 +205,17 @@ async def test_what_is_no_json_object_is_refused_and_does_no_harm(nats_url: str,
     assert [asked[1] for asked in control.asked] == ["w2"]
 
 
-async def test_two_controllers_hear_each_command_and_who_leads_answers(nats_url: str) -> None:
+async def test_two_controllers_receive_each_command_and_only_the_leader_answers(nats_url: str) -> None:
     async with served(nats_url, leads=False) as (one, bus, first), served(nats_url) as (two, _, second):
         for n in range(20):
             answer = await bus.request("control.drain", whole({"worker": f"w{n}"}))
-            assert answer == {"says": f"w{n} is to drain"}
+            assert answer == {"says": f"w{n} will drain"}
         assert (await bus.request("control.status", {}))["leader"] is None
     assert (len(first.heard), len(second.heard)) == (20, 20)
     assert (len(one.asked), len(two.asked)) == (0, 20)
 
 
-async def test_where_nobody_may_answer_there_is_no_answer(nats_url: str) -> None:
+async def test_without_a_leader_there_is_no_answer(nats_url: str) -> None:
     async with served(nats_url, leads=False) as (_, bus, gate):
         for verb, body in (("drain", whole({"worker": "w1"})), ("status", {})):
             with pytest.raises(NoAnswer, match="nobody answered"):
@@ -243,7 +243,7 @@ async def test_it_serves_again_after_the_broker_was_killed(
 
 
 @pytest.mark.parametrize("verb", ["drain", "move", "resume"])
-async def test_a_caller_whom_the_broker_does_not_permit_is_told_at_once(tmp_path: Path, verb: str) -> None:
+async def test_a_caller_without_permission_gets_an_error_at_once(tmp_path: Path, verb: str) -> None:
     """A refusal by the broker reaches the caller of drain, move and resume, in place of a timeout and a wrong reason."""
     seeds = tmp_path / "seeds"
     users = BrokerUsers(seeds)
@@ -264,7 +264,7 @@ async def test_a_caller_whom_the_broker_does_not_permit_is_told_at_once(tmp_path
         await server.kill()
 
 
-async def test_a_caller_that_may_not_hear_answers_is_told_at_once(tmp_path: Path) -> None:
+async def test_a_caller_that_may_not_receive_answers_gets_an_error_at_once(tmp_path: Path) -> None:
     """A request fails at once where the user may not subscribe to the inbox of its answers."""
     deaf = 'authorization { users = [{ user: u, password: p, permissions: { publish: ">", subscribe: "nothing" } }] }'
     server = await start_nats(tmp_path / "nats", users=deaf)

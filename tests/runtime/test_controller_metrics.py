@@ -1,4 +1,4 @@
-"""What a controller exposes: the fleet as it is folded, and facts as they arrive."""
+"""The controller's metrics: the folded fleet, and facts as they arrive."""
 
 from datetime import UTC, datetime
 
@@ -21,7 +21,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Scraped:
-    """A world with metrics on it."""
+    """A world with metrics."""
 
     def __init__(self, cardinality: str = "full") -> None:
         self.world = World()
@@ -104,7 +104,7 @@ def test_failures_are_counted_by_reason_and_a_slow_probe_is_a_latency_spike() ->
     assert s.value("dynamo_canary_failures_total", worker_id="w1", reason="latency_spike") == 1.0
 
 
-def test_b27_the_state_is_one_hot_and_the_dead_stay() -> None:
+def test_b27_the_state_is_one_hot_and_dead_workers_are_kept() -> None:
     s = Scraped()
     for name in ("w1", "w2", "w3"):
         s.world.join(name)
@@ -135,7 +135,7 @@ async def test_the_health_of_a_probed_fleet_is_exposed() -> None:
     assert s.value("holdfast_degradation_level", model="m") == 0.0
 
 
-async def test_spares_that_are_ready_and_places_that_are_empty_are_counted() -> None:
+async def test_ready_spares_and_empty_places_are_counted() -> None:
     s = Scraped()
     s.world.join("w1")
     s.world.join("w2")
@@ -174,7 +174,7 @@ def test_migrations_are_counted_by_pair() -> None:
     assert s.value("dynamo_migration_duration_seconds_count", method="transfer") == 1.0
 
 
-def test_b29_compact_bounds_the_series_whatever_the_fleet() -> None:
+def test_b29_compact_bounds_the_number_of_series_for_any_fleet() -> None:
     s = Scraped("compact")
     for n in range(50):
         s.say(migrated(f"w{n}", f"w{n + 1}"))
@@ -187,7 +187,7 @@ def test_b29_compact_bounds_the_series_whatever_the_fleet() -> None:
     assert len(s.samples("holdfast_canary_gpu_seconds_total")) == 1
 
 
-async def test_the_series_of_a_worker_end_when_it_is_forgotten_and_a_late_fact_begins_none() -> None:
+async def test_a_forgotten_workers_series_end_and_a_late_fact_starts_none() -> None:
     s = Scraped()
     for name in ("w1", "w2"):
         s.world.join(name)
@@ -205,7 +205,7 @@ async def test_the_series_of_a_worker_end_when_it_is_forgotten_and_a_late_fact_b
     assert "w1" not in said and 'worker_id="w2"' in said
 
 
-def test_who_is_awaited_is_counted() -> None:
+def test_awaited_workers_are_counted() -> None:
     s = Scraped()
     s.say(WorkerAwaited(worker="w1", instance="w1-1", reason="it is loading"))
     assert s.value("holdfast_workers_awaited") == 1.0
@@ -213,11 +213,11 @@ def test_who_is_awaited_is_counted() -> None:
     assert s.value("holdfast_workers_awaited") == 0.0
 
 
-def test_the_process_own_numbers_are_there_and_no_series_of_dates() -> None:
+def test_process_metrics_are_exported_without_created_series() -> None:
     s = Scraped()
     assert s.value("holdfast_leader") == 1.0
     assert s.value("holdfast_spool_depth") == 7.0
     assert s.value("holdfast_appends_total") == 3.0
     assert s.value("holdfast_facts_dropped_total") == 0.0
-    assert s.value("holdfast_journal_full_in_seconds") is None, "what is not known is not shown as 0"
+    assert s.value("holdfast_journal_full_in_seconds") is None, "an unknown value is not exported as 0"
     assert "_created" not in s.metrics.render().decode()

@@ -40,7 +40,7 @@ CANARIES = 4
 
 
 class Processes:
-    """A few processes of one fleet, and an operator's connection to it."""
+    """Processes of one fleet, and an operator's connection to it."""
 
     def __init__(self, url: str, data: Path, bus: NatsBus) -> None:
         self.url = url
@@ -149,7 +149,7 @@ async def test_a_corrupt_worker_is_convicted_and_a_healthy_one_never(
 
 
 async def drained_and_resumed(processes: Processes, name: str, eventually: Any) -> None:
-    """Empty one worker and take it back, as an operator does."""
+    """Drain and resume one worker, as an operator does."""
 
     async def is_in(health: str, weight: float) -> bool:
         workers = {w["id"]: w for w in (await processes.status())["workers"]}
@@ -167,7 +167,7 @@ async def drained_and_resumed(processes: Processes, name: str, eventually: Any) 
 
 
 async def scraped(status: dict[str, Any], worker: str) -> None:
-    """Look at what the controller's admin port says about a convicted worker."""
+    """Check the metrics of a convicted worker on the controller's admin port."""
     (url,) = [p["url"] for p in status["processes"] if p["role"] == "controller"]
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/metrics") as answer:
@@ -250,7 +250,9 @@ async def test_a_controller_that_stops_hands_over_at_once(
         assert first.returncode == 0
         await eventually(lambda: ":two:" in holders[-1])
         released = holders.index("")
-        assert all(":one:" in holder for holder in holders[:released]), "it was let go, and did not run out"
+        assert all(":one:" in holder for holder in holders[:released]), (
+            "the lease was released, and did not expire"
+        )
         assert all(":two:" in holder for holder in holders[released + 1 :])
         journal = await NatsJournal.connect(own_nats.url, "test:speaker")
         journal.observe(EngineFaulted(worker="w", instance=instance, reason="x", fatal=True))
@@ -260,7 +262,7 @@ async def test_a_controller_that_stops_hands_over_at_once(
 
 
 async def stopped(child: "subprocess.Popen[bytes]", url: str, broker: int = 0) -> list[tuple[str, int]]:
-    """Stop a process in good order; return what its admin port answered from then on. Let the `broker` hang before."""
+    """Stop a process gracefully; return the answers of its admin port from then on. Let the `broker` hang first."""
     seen: list[tuple[str, int]] = []
     async with aiohttp.ClientSession() as session:
 
@@ -269,7 +271,9 @@ async def stopped(child: "subprocess.Popen[bytes]", url: str, broker: int = 0) -
                 async with session.get(f"{url}{path}") as answer:
                     seen.append((path, answer.status))
 
-        await asyncio.gather(ask("/ready"), ask("/live"))  # two connections: none is opened to one that stops
+        await asyncio.gather(
+            ask("/ready"), ask("/live")
+        )  # two connections: a stopping process accepts no new ones
         assert sorted(seen) == [("/live", 200), ("/ready", 200)]
         seen.clear()
         if broker:
@@ -282,12 +286,12 @@ async def stopped(child: "subprocess.Popen[bytes]", url: str, broker: int = 0) -
     return seen
 
 
-async def decided_by(journal: NatsJournal, instance: str, whose: str) -> bool:
+async def decided_by(journal: NatsJournal, instance: str, owner: str) -> bool:
     async for batch in journal.read(0, until=await journal.last_seq()):
         for event in batch:
             fact = event.fact
             if isinstance(fact, HealthChanged) and fact.instance == instance and fact.after == "UNHEALTHY":
-                return whose in event.source
+                return owner in event.source
     return False
 
 
@@ -302,7 +306,7 @@ async def test_a_controller_that_stops_is_not_ready_at_once_and_lives_until_the_
             "two",
             "three",
             "four",
-        ):  # it lives for half a second: a busy machine may miss that
+        ):  # it lives for half a second more: a busy machine may miss that
             controller = processes.start(name, "controller")
             await eventually(lambda: present(data), 30)
             (shown,) = present(data)
@@ -318,7 +322,7 @@ async def test_a_controller_that_stops_is_not_ready_at_once_and_lives_until_the_
         assert ready == sorted(ready) and ready[-1] == 503
 
 
-async def test_a_broker_that_dies_accuses_nobody(
+async def test_a_dead_broker_accuses_no_worker(
     own_nats: EmbeddedServer, tmp_path: Path, eventually: Any
 ) -> None:
     data = tmp_path / "fleet"
@@ -328,9 +332,7 @@ async def test_a_broker_that_dies_accuses_nobody(
         processes.start("w", "worker", "--count", "3")
         await eventually(lambda: processes.healthy(3), 30)
         await own_nats.kill()
-        await asyncio.sleep(
-            4
-        )  # longer than a worker may be silent: what is tested is that this time is not held
+        await asyncio.sleep(4)  # longer than the silence limit, which is not what is tested
         again = await start_nats(tmp_path / "nats", port=own_nats.port)
         try:
             before = len(await processes.facts(CanaryPassed))
@@ -366,18 +368,18 @@ async def test_a_controller_waits_for_a_broker_that_is_not_there_yet(tmp_path: P
             await again.kill()
 
 
-async def test_a_controller_that_never_reached_a_broker_still_stops(tmp_path: Path) -> None:
+async def test_a_controller_that_never_reached_a_broker_can_be_stopped(tmp_path: Path) -> None:
     server = await start_nats(tmp_path / "nats")
     await server.kill()
     async with fleet(server.url, tmp_path) as processes:
         child = processes.start("controller", "controller")
-        await asyncio.sleep(1.0)  # let it get past its imports; whenever the signal comes it must end
+        await asyncio.sleep(1.0)  # until its imports are done; it must end on a signal at any time
         child.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(child.wait, 10) in (0, -signal.SIGTERM)
         processes.children.clear()
 
 
-async def test_a_tokenizer_is_loaded_off_the_loop_or_said_to_be_missing(tmp_path: Path) -> None:
+async def test_a_tokenizer_is_loaded_off_the_loop_or_reported_as_missing(tmp_path: Path) -> None:
     vocabulary = await load_vocabulary("builtin:sim")
     assert vocabulary.size == 2048
     assert len(vocabulary.encode("The capital of France is")) > 3

@@ -1,4 +1,4 @@
-"""Canaries that touch more of a model: slices of the vocabulary before the questions."""
+"""Canaries that cover more of a model: slices of the vocabulary before the questions."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_the_first_of_each_slice_together_read_every_row_of_a_small_vocabulary()
     assert {token for id in chosen for token in wide[id].prompt} == set(range(FIRST_ID, 2048))
 
 
-def test_the_question_stays_at_the_end_and_the_text_as_it_is() -> None:
+def test_the_question_stays_at_the_end_and_the_text_is_unchanged() -> None:
     for canary in covering(POOL, 2048):
         assert canary.prompt[-3:] == (7, 8, 9)
         assert (canary.text, canary.max_tokens) == ("why", 32)

@@ -1,4 +1,4 @@
-"""What a healthy worker must answer, and how far it may be off."""
+"""The comparison of canary answers with goldens, and its tolerance."""
 
 import math
 import random
@@ -48,7 +48,7 @@ def test_prompts_are_at_least_as_long_as_asked_in_the_models_own_tokens(encode) 
     assert len({canary.prompt for canary in canaries}) == len(POOL)
 
 
-def test_extending_a_prompt_keeps_the_end_that_asks() -> None:
+def test_extending_a_prompt_keeps_the_question_at_its_end() -> None:
     text = extended("2 + 2 = ", words, 32)
     assert text.endswith("2 + 2 = ")
     assert extended(text, words, 32) == text
@@ -73,7 +73,7 @@ def test_equal_answers_do_not_differ() -> None:
     assert (found.reason, found.distance) == (None, 0.0)
 
 
-def test_tokens_must_be_the_very_same() -> None:
+def test_tokens_must_be_equal() -> None:
     for tokens in ((5, 6), (), (5, 7, 8), (9, 7)):
         assert (
             compare(CanaryAnswer(tokens), tokens=(5, 7), top_k=(), tolerance=1e-3).reason == "token_mismatch"
@@ -147,7 +147,7 @@ def test_the_tolerance_is_the_largest_of_thirty_healthy_samples_with_a_margin() 
     assert made.tolerance == pytest.approx(0.03)
 
 
-def test_a_worker_that_drifts_from_birth_does_not_stretch_the_tolerance() -> None:
+def test_a_worker_that_drifts_from_its_start_does_not_widen_the_tolerance() -> None:
     made = calibration()
     for n in range(40):
         made.add(0.0001 * (n % 3), "w1")
@@ -163,7 +163,7 @@ def test_a_worker_that_drifts_from_birth_does_not_stretch_the_tolerance() -> Non
     assert made.tolerance == 1e-3
 
 
-def test_what_a_worker_showed_long_ago_is_forgotten() -> None:
+def test_old_samples_of_a_worker_are_dropped() -> None:
     made = calibration()
     for far in (*[0.02] * 100, *[0.01] * 99):
         made.add(far, "w1")
@@ -172,7 +172,7 @@ def test_what_a_worker_showed_long_ago_is_forgotten() -> None:
     assert made.tolerance == pytest.approx(0.03)
 
 
-def test_of_two_workers_nobody_can_say_which_one_is_off() -> None:
+def test_with_two_workers_the_one_that_is_off_cannot_be_determined() -> None:
     made = calibration()
     for _ in range(20):
         made.add(0.0, "w1")
@@ -221,7 +221,7 @@ SEED = {
     "max_tokens": 1,
     "temperature": 0.0,
     "check_logits": True,
-    "expected_top_logit_range": (-0.5, 0.0),  # the seed's is one of raw logits, which no engine reports (B14)
+    "expected_top_logit_range": (-0.5, 0.0),  # the seed's is of raw logits, which no engine reports (B14)
 }
 
 
@@ -240,14 +240,14 @@ def test_the_seeds_configured_form_is_accepted() -> None:
     assert configured([ConfiguredCanary.model_validate(plain)], "llama", words)[0].top_logit_range is None
 
 
-def test_the_best_value_of_the_first_position_is_held_against_its_range() -> None:
+def test_the_best_value_of_the_first_position_is_checked_against_its_range() -> None:
     def reason(best: float) -> str | None:
         answer = CanaryAnswer((1,), (((1, best), (2, -9.0)),))
         return compare(answer, tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(-0.5, 0.0)).reason
 
     assert (reason(-0.1), reason(-0.6), reason(0.1)) == (None, "logit_drift", "logit_drift")
     silent = compare(CanaryAnswer((1,)), tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(-0.5, 0.0))
-    assert silent.reason is None, "an engine without logprobs is not wrong for that"
+    assert silent.reason is None, "missing logprobs are no fault"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_the_best_value_of_the_first_position_is_held_against_its_range() -> Non
         {"unknown": 1},
     ],
 )
-def test_a_configured_canary_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+def test_an_inconsistent_configured_canary_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ConfiguredCanary.model_validate({**SEED, **change})
 
@@ -278,7 +278,7 @@ def test_a_configured_canary_can_be_for_one_model_only() -> None:
     assert configured([changed], "llama", words)[0].id != configured([canary], "llama", words)[0].id
 
 
-def test_only_a_configured_canary_brings_its_answer() -> None:
+def test_only_a_configured_canary_has_its_own_answer() -> None:
     assert not Canary("x", (1,), 4).configured
 
 
@@ -324,7 +324,7 @@ def test_one_shifted_logprob_is_found_wherever_it_is(answer: CanaryAnswer, place
 
 
 @given(ANSWERS, ANSWERS, st.integers(0, 8), st.sampled_from((0.0, 1.0, 20.0)))
-def test_an_answer_is_cut_as_soon_as_it_is_wrong_and_for_the_same_reason(
+def test_an_answer_is_cut_at_the_first_wrong_token_with_the_same_reason(
     right: CanaryAnswer, other: CanaryAnswer, alike: int, tolerance: float
 ) -> None:
     said = CanaryAnswer(right.tokens[:alike] + other.tokens, right.top_k[:alike] + other.top_k)

@@ -1,4 +1,4 @@
-"""Dead instances whose process lives all the same are said, once, and counted while it lasts."""
+"""Processes that outlive their dead instance are reported once, and counted as long as they last."""
 
 import asyncio
 from typing import Any
@@ -14,8 +14,8 @@ from events.nats.bus import MemoryBus
 from events.observations import Topology, WorkerLeft, WorkerLingered, WorkerSilent
 
 
-class Dying:
-    """A fleet of w1 on this host and w2 on another, and who watches over the dead."""
+class DyingFleet:
+    """A fleet of w1 on this host and w2 on another, with the watch for lingering processes."""
 
     def __init__(self) -> None:
         self.world = World()
@@ -56,13 +56,13 @@ class Dying:
         return [(f.worker, f.evidence, f.pid, f.host) for f in self.world.facts(WorkerLingered)]
 
 
-async def test_a_process_that_outlives_its_instance_is_said_once_and_counted_until_it_is_gone() -> None:
-    dying = Dying()
+async def test_a_process_that_outlives_its_instance_is_reported_once_and_counted_until_it_is_gone() -> None:
+    dying = DyingFleet()
     await dying.pass_time(2 * LINGERS_AFTER_S)
-    assert (dying.said(), dying.watch.count, dying.tried) == ([], 0, []), "nobody is dead"
+    assert (dying.said(), dying.watch.count, dying.tried) == ([], 0, []), "no worker is dead"
     await dying.die("w1", "w2")
     await dying.pass_time(LINGERS_AFTER_S - LOOK_S)
-    assert dying.said() == [], "its supervisor may be about it"
+    assert dying.said() == [], "its supervisor may be ending it"
     await dying.pass_time(LINGERS_AFTER_S)
     assert dying.said() == [("w1", "process", 17, "here"), ("w2", "port", 17, "far")]
     await dying.pass_time(LINGERS_AFTER_S)
@@ -78,8 +78,8 @@ async def test_a_process_that_outlives_its_instance_is_said_once_and_counted_unt
     assert dying.watch.count == 0
 
 
-async def test_one_that_still_beats_lingers_wherever_it_is() -> None:
-    dying = Dying()
+async def test_a_dead_instance_that_still_beats_lingers_on_any_host() -> None:
+    dying = DyingFleet()
     dying.ports.clear()
     await dying.beats.start(dying.bus)
     await dying.die("w2")
@@ -91,8 +91,8 @@ async def test_one_that_still_beats_lingers_wherever_it_is() -> None:
     assert dying.said() == [("w2", "beat", 17, "far")]
 
 
-async def test_who_has_said_that_it_left_or_whose_port_is_anothers_does_not_linger() -> None:
-    dying = Dying()
+async def test_a_worker_that_left_or_lost_its_port_to_another_does_not_linger() -> None:
+    dying = DyingFleet()
     dying.world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="graceful", exit=0))
     dying.world.join("w3", topology=Topology(host="far"), url="tcp://far:1")
     await dying.die("w2")
@@ -101,14 +101,14 @@ async def test_who_has_said_that_it_left_or_whose_port_is_anothers_does_not_ling
 
 
 async def test_only_the_holder_of_the_lease_watches() -> None:
-    dying = Dying()
+    dying = DyingFleet()
     dying.world.leads = False
     await dying.die("w1")
     await dying.pass_time(2 * LINGERS_AFTER_S)
     assert (dying.said(), dying.watch.count) == ([], 0)
 
 
-async def test_whether_a_port_is_open_can_be_seen_from_outside() -> None:
+async def test_an_open_port_can_be_detected_remotely() -> None:
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     assert await port_open(f"tcp://127.0.0.1:{port}")

@@ -1,4 +1,4 @@
-"""Who has fallen silent, and who only looks as if."""
+"""Detection of silent workers, and of silences that are the observer's fault."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,8 +28,8 @@ from events.observations import (
 )
 
 
-class Watched:
-    """A fleet whose workers beat as told, and the observer."""
+class ObservedFleet:
+    """A fleet with controlled heartbeats, and the observer."""
 
     def __init__(self, *names: str) -> None:
         self.world = World()
@@ -43,7 +43,7 @@ class Watched:
         self.skew = timedelta(0)
 
     def observer(self, clock: Any) -> Liveness:
-        """Return an observer of these workers, by a clock of its own."""
+        """Return an observer of these workers with its own clock."""
         return Liveness(
             self.world,
             self.beats,
@@ -54,7 +54,7 @@ class Watched:
             lambda: self.world.leads,
         )
 
-    async def start(self) -> "Watched":
+    async def start(self) -> "ObservedFleet":
         await self.beats.start(self.bus)
         return self
 
@@ -83,7 +83,7 @@ class Watched:
 
 
 async def test_a_worker_that_stops_beating_is_silent_after_three_seconds() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(10)
     assert not w.world.facts(WorkerSilent)
     w.beating.discard("w2")
@@ -97,7 +97,7 @@ async def test_a_worker_that_stops_beating_is_silent_after_three_seconds() -> No
 
 
 async def test_a_worker_that_returns_is_heard() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(5)
     w.beating.discard("w2")
     await w.pass_time(6)
@@ -111,7 +111,7 @@ async def test_a_worker_that_returns_is_heard() -> None:
 
 
 async def test_a_worker_that_never_beat_is_silent_from_its_joining_on() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(5)
     w.world.join("w4")
     await w.pass_time(2.5)
@@ -121,8 +121,8 @@ async def test_a_worker_that_never_beat_is_silent_from_its_joining_on() -> None:
 
 
 @pytest.mark.parametrize("phase", [0, 1, 2, 3])
-async def test_a_fleet_that_falls_silent_at_once_is_the_observers_own_fault(phase: int) -> None:
-    w = await Watched(*(f"w{n}" for n in range(8))).start()
+async def test_a_simultaneous_silence_of_the_fleet_is_attributed_to_the_observer(phase: int) -> None:
+    w = await ObservedFleet(*(f"w{n}" for n in range(8))).start()
     await w.pass_time(5)
     for step in range(8 + phase):  # every worker beats at its own phase of the second
         for n in range(8):
@@ -137,14 +137,14 @@ async def test_a_fleet_that_falls_silent_at_once_is_the_observers_own_fault(phas
     assert blind.silent > 4
     w.beating = {f"w{n}" for n in range(8)} - {"w3"}
     await w.pass_time(2)
-    assert not w.world.facts(WorkerSilent)  # the one that is still unheard gets a whole window
+    assert not w.world.facts(WorkerSilent)  # the worker that is still unheard gets a whole window
     await w.pass_time(4)
     assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w3"]
 
 
-async def test_the_only_worker_is_never_called_silent_and_the_doubt_is_said_once() -> None:
-    """Of one worker nobody can tell whether it is silent or we are deaf: its canaries judge it."""
-    w = await Watched("w1").start()
+async def test_a_lone_worker_is_never_reported_silent_and_the_doubt_is_reported_once() -> None:
+    """With a single worker, its silence cannot be told from our own deafness: its canaries judge it."""
+    w = await ObservedFleet("w1").start()
     await w.pass_time(5)
     w.beating.clear()
     await w.pass_time(60)
@@ -159,15 +159,15 @@ async def test_the_only_worker_is_never_called_silent_and_the_doubt_is_said_once
 
 
 async def test_half_of_the_fleet_is_not_more_than_half() -> None:
-    w = await Watched("w1", "w2", "w3", "w4").start()
+    w = await ObservedFleet("w1", "w2", "w3", "w4").start()
     await w.pass_time(5)
     w.beating -= {"w1", "w2"}
     await w.pass_time(5)
     assert {f.worker for f in w.world.facts(WorkerSilent)} == {"w1", "w2"}
 
 
-async def test_an_observer_without_a_connection_says_nothing() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+async def test_an_observer_without_a_connection_reports_nothing() -> None:
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(5)
     w.bus.reachable = False
     await w.pass_time(30)
@@ -180,8 +180,8 @@ async def test_an_observer_without_a_connection_says_nothing() -> None:
     assert not w.world.facts(ObserverBlind)
 
 
-async def test_an_observer_that_does_not_keep_up_with_what_is_said_accuses_nobody() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+async def test_an_observer_that_falls_behind_accuses_no_worker() -> None:
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(5)
     w.beating.discard("w2")
     w.bus.unread = 10**6
@@ -189,17 +189,17 @@ async def test_an_observer_that_does_not_keep_up_with_what_is_said_accuses_nobod
     assert not w.world.facts(WorkerSilent)
     w.bus.unread = 1000
     await w.pass_time(2)
-    assert not w.world.facts(WorkerSilent), "it has a whole window to be heard in"
+    assert not w.world.facts(WorkerSilent), "each worker gets a whole window"
     await w.pass_time(2)
     assert [fact.worker for fact in w.world.facts(WorkerSilent)] == ["w2"]
 
 
-async def test_an_observer_whose_own_loop_lagged_was_not_listening() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+async def test_an_observer_with_a_lagging_loop_was_not_listening() -> None:
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(5)
 
     class Stalled:
-        """Its sleeps take ten seconds longer than asked."""
+        """A clock with sleeps that take ten seconds longer than asked."""
 
         def __init__(self) -> None:
             self.calls = 0
@@ -224,20 +224,20 @@ async def test_an_observer_whose_own_loop_lagged_was_not_listening() -> None:
     assert not w.world.facts(ObserverBlind)
 
 
-async def test_a_frontends_live_connection_vetoes() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+async def test_a_frontends_live_connection_vetoes_a_silence() -> None:
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(5)
     w.beating.discard("w2")
     w.linked = {"w2": "w2-1"}
     await w.pass_time(10)
     assert not w.world.facts(WorkerSilent)
-    w.linked = {"w2": "w2-0"}  # another life of it
+    w.linked = {"w2": "w2-0"}  # another instance of it
     await w.pass_time(5)
     assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w2"]
 
 
-async def test_only_the_holder_of_the_lease_speaks_and_it_knows_the_past() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+async def test_only_the_holder_of_the_lease_reports_and_it_knows_the_past() -> None:
+    w = await ObservedFleet("w1", "w2", "w3").start()
     w.world.leads = False
     await w.pass_time(5)
     w.beating.discard("w2")
@@ -248,18 +248,18 @@ async def test_only_the_holder_of_the_lease_speaks_and_it_knows_the_past() -> No
     assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w2"]
 
 
-async def test_a_stranger_under_a_workers_name_does_not_make_it_silent() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+async def test_beats_of_another_instance_do_not_make_a_worker_silent() -> None:
+    w = await ObservedFleet("w1", "w2", "w3").start()
     for _ in range(10):
         await w.pass_time(1)
-        await w.beat("w1", instance="somebody-else")
+        await w.beat("w1", instance="another-instance")
         w.liveness.look(w.world.clock.monotonic())
         w.world.turn()
     assert not w.world.facts(WorkerSilent)
 
 
-async def test_the_dead_are_not_silent() -> None:
-    w = await Watched("w1", "w2", "w3").start()
+async def test_dead_workers_are_not_reported_silent() -> None:
+    w = await ObservedFleet("w1", "w2", "w3").start()
     await w.pass_time(5)
     w.beating.discard("w2")
     w.world.journal.observe(WorkerLeft(worker="w2", instance="w2-1", mode="immediate", exit=-9))
@@ -267,8 +267,8 @@ async def test_the_dead_are_not_silent() -> None:
     assert not w.world.facts(WorkerSilent)
 
 
-async def test_the_skew_of_a_clock_is_measured_and_decides_nothing() -> None:
-    w = await Watched("w1", "w2").start()
+async def test_clock_skew_is_measured_and_has_no_effect() -> None:
+    w = await ObservedFleet("w1", "w2").start()
     w.skew = timedelta(hours=-2)
     await w.pass_time(10)
     assert w.beats.lives["w1", "w1-1"].skew_s == pytest.approx(-7200, abs=0.5)
@@ -286,19 +286,19 @@ async def test_the_skew_of_a_clock_is_measured_and_decides_nothing() -> None:
         {"worker": "w2", "instance": "i", "at": "2026-01-01T00:00:00+00:00"},
     ],
 )
-async def test_a_beat_that_makes_no_sense_is_counted_and_dropped(body: dict[str, Any]) -> None:
-    w = await Watched("w1").start()
+async def test_an_invalid_beat_is_counted_and_dropped(body: dict[str, Any]) -> None:
+    w = await ObservedFleet("w1").start()
     await w.bus.publish(subjects.beat("w1"), body)
     await w.bus.publish(subjects.links("f"), {"frontend": "f", "workers": 3})
     assert w.beats.bad == 2
     assert not w.beats.lives
 
 
-# --- called stalled, where a spare is ready ---------------------------------------------------------------------------
+# --- reported as stalled, with a spare ready --------------------------------------------------------------------------
 
 
-class Asked(Watched):
-    """Workers of whom some are called stalled, and a spare that is well."""
+class StalledFleet(ObservedFleet):
+    """A fleet in which some workers are reported as stalled, with a healthy spare."""
 
     def __init__(self, *names: str, spares: int = 1) -> None:
         super().__init__(*names)
@@ -319,7 +319,7 @@ class Asked(Watched):
         )
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator["Asked"]:
+    async def running(self) -> AsyncIterator["StalledFleet"]:
         await self.start()
         await self.bus.subscribe("live.batch.*", self._answer)
         async with self.world.running():
@@ -336,20 +336,20 @@ class Asked(Watched):
         return {"batch": body["share"]} if name in self.answering else None
 
     def hang(self, *names: str) -> None:
-        """Let workers say nothing more, and a frontend say that they have stalled."""
+        """Stop workers' messages, and let a frontend report them as stalled."""
         self.beating -= {*names}
         self.answering -= {*names}
         for name in names:
             self.stalled(name)
 
     def wish(self, fact: type[DrainRequested] | type[ResumeRequested], name: str, **more: Any) -> None:
-        """Let an operator ask for something."""
+        """Record an operator's request."""
         instance = self.world.fleet.workers[name].joined.instance
         self.world.journal.observe(fact(worker=name, instance=instance, **more))
         self.world.turn()
 
     async def returns(self, name: str, most_s: float) -> float:
-        """Have a worker drained and come back. Return after how long nothing is wrong with it any more, or `most_s`."""
+        """Drain and resume a worker. Return after how long it is healthy again, or `most_s`."""
         self.wish(DrainRequested, name, deadline_s=300)
         await self.pass_time(2)
         self.wish(ResumeRequested, name)
@@ -363,7 +363,7 @@ class Asked(Watched):
         self.world.turn()
 
     def said(self, name: str) -> None:
-        """Let a frontend say that a worker has stalled, and nobody have read it yet."""
+        """Let a frontend report a worker as stalled, without reading the report yet."""
         worker = self.world.fleet.workers[name]
         self.world.journal.observe(
             RequestFailed(
@@ -373,36 +373,36 @@ class Asked(Watched):
         )  # fmt: skip
 
 
-async def test_where_a_spare_is_ready_one_that_hangs_is_found_out_at_once() -> None:
-    async with Asked("w1", "w2", "w3").running() as w:
+async def test_a_hung_worker_is_detected_at_once_if_a_spare_is_ready() -> None:
+    async with StalledFleet("w1", "w2", "w3").running() as w:
         w.hang("w2")
         await w.pass_time(0.75)
         (silent,) = w.world.facts(WorkerSilent)
         (activated,) = w.world.facts(SpareActivated)
         assert (silent.worker, activated.worker, activated.replaces) == ("w2", "s0", "w2")
         await w.pass_time(3)
-        assert not w.world.facts(WorkerHeard), "a beat from before does not acquit it"
+        assert not w.world.facts(WorkerHeard), "an earlier beat does not acquit it"
         w.beating.add("w2")
         await w.pass_time(2)
         assert [fact.worker for fact in w.world.facts(WorkerHeard)] == ["w2"]
         assert len(w.world.facts(WorkerSilent)) == 1
 
 
-async def test_one_that_answers_keeps_its_place() -> None:
-    async with Asked("w1", "w2", "w3").running() as w:
+async def test_a_worker_that_answers_keeps_its_place() -> None:
+    async with StalledFleet("w1", "w2", "w3").running() as w:
         w.stalled("w2")
         await w.pass_time(2)
         assert w.asked == ["w2"] and not w.world.facts(WorkerSilent)
         w.stalled("w2")
         await w.pass_time(2)
-        assert w.asked == ["w2", "w2"], "it is asked again, another time"
+        assert w.asked == ["w2", "w2"], "it is asked again for a new report"
 
 
-async def test_where_the_spare_is_ready_a_moment_later_that_is_early_enough() -> None:
-    async with Asked("w1", "w2", "w3").running() as w:
+async def test_a_spare_that_becomes_ready_during_the_check_is_used() -> None:
+    async with StalledFleet("w1", "w2", "w3").running() as w:
         back_s = await w.returns("s0", inf)
         assert 2 < back_s < inf
-    async with Asked(
+    async with StalledFleet(
         "w1", "w2", "w3"
     ).running() as w:  # the same world again: canaries come at the same times
         assert await w.returns("s0", back_s - 1) == back_s - 1
@@ -413,8 +413,8 @@ async def test_where_the_spare_is_ready_a_moment_later_that_is_early_enough() ->
         assert [fact.worker for fact in w.world.facts(WorkerSilent)] == ["w2"]
 
 
-async def test_who_is_heard_again_is_none_of_the_many_any_more() -> None:
-    async with Asked("w1", spares=2).running() as w:
+async def test_a_worker_that_is_heard_again_no_longer_counts_as_unanswered() -> None:
+    async with StalledFleet("w1", spares=2).running() as w:
         w.hang("w1")
         await w.pass_time(0.75)
         assert [fact.worker for fact in w.world.facts(WorkerSilent)] == ["w1"]
@@ -426,8 +426,8 @@ async def test_who_is_heard_again_is_none_of_the_many_any_more() -> None:
         assert [fact.worker for fact in w.world.facts(WorkerSilent)] == ["w1", "s0"]
 
 
-async def test_old_news_have_nobody_asked() -> None:
-    async with Asked("w1", "w2", "w3").running() as w:
+async def test_old_reports_cause_no_check() -> None:
+    async with StalledFleet("w1", "w2", "w3").running() as w:
         w.said("w2")
         await w.world.clock.advance(NEWS.total_seconds())
         w.world.turn()
@@ -440,37 +440,37 @@ async def test_old_news_have_nobody_asked() -> None:
         assert w.asked == ["w2"]
 
 
-async def test_without_a_spare_nobody_is_asked() -> None:
-    async with Asked("w1", "w2", "w3", spares=0).running() as w:
+async def test_without_a_spare_no_worker_is_checked() -> None:
+    async with StalledFleet("w1", "w2", "w3", spares=0).running() as w:
         w.hang("w2")
         await w.pass_time(1)
         assert not w.asked and not w.world.facts(WorkerSilent)
 
 
-async def test_of_whom_anything_is_heard_meanwhile_it_is_not_believed() -> None:
-    async with Asked("w1", "w2", "w3").running() as w:
+async def test_a_worker_that_is_heard_meanwhile_is_not_accused() -> None:
+    async with StalledFleet("w1", "w2", "w3").running() as w:
         w.hang("w2")
         await w.world.clock.advance(0.1)
         await w.beat("w2")
         await w.pass_time(1)
-        assert not w.world.facts(WorkerSilent), "it has beaten"
+        assert not w.world.facts(WorkerSilent), "it has sent a beat"
         w.hang("w3")
         await w.world.clock.advance(0.1)
         workers = {"w3": w.world.fleet.workers["w3"].joined.instance}
         await w.bus.publish(subjects.links("g"), {"frontend": "g", "at": "now", "workers": workers})
         await w.pass_time(0.75)
-        assert not w.world.facts(WorkerSilent), "another frontend hears it"
+        assert not w.world.facts(WorkerSilent), "another frontend is connected to it"
 
 
-async def test_of_many_at_once_it_is_not_believed() -> None:
-    async with Asked("w1", "w2", "w3").running() as w:
+async def test_many_unanswered_workers_at_once_are_not_accused() -> None:
+    async with StalledFleet("w1", "w2", "w3").running() as w:
         w.hang("w1", "w2", "w3")
         await w.pass_time(1)
         assert not w.world.facts(WorkerSilent)
 
 
-async def test_who_does_not_lead_and_who_cannot_hear_asks_and_accuses_nobody() -> None:
-    async with Asked("w1", "w2", "w3").running() as w:
+async def test_a_standby_or_a_cut_off_controller_checks_and_accuses_no_worker() -> None:
+    async with StalledFleet("w1", "w2", "w3").running() as w:
         w.world.leads = False
         w.hang("w2")
         await w.pass_time(0.5)

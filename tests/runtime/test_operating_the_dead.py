@@ -1,4 +1,4 @@
-"""The operator's commands do something sensible in every state: of a worker that hangs, and of one whose instance is dead."""
+"""The operator's commands to workers that hang, and to workers with a dead instance."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ TERM, CONT, KILL, STOP = signal.SIGTERM, signal.SIGCONT, signal.SIGKILL, signal.
 
 
 async def dead(**more: Any) -> OperationsOverDoubles:
-    """A fleet in which w1 was silent until it was held for dead; its process, 4711, hangs."""
+    """Return a fleet in which w1 was declared dead after a silence; its process, 4711, hangs."""
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711, **more)
     await doubles.die("w1")
@@ -49,10 +49,10 @@ async def test_a_process_that_does_not_end_is_killed() -> None:
     assert doubles.signals == [(4711, TERM), (4711, CONT), (4711, KILL)]
 
 
-async def test_a_worker_that_hangs_is_restarted_and_may_leave_in_good_order_once_it_goes_on() -> None:
+async def test_a_hung_worker_is_restarted_and_may_shut_down_gracefully_once_it_resumes() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
-    doubles.stubborn = True  # it takes its time: its streams have a grace
+    doubles.stubborn = True  # it takes its time: its streams have a grace period
     heard: list[Mapping[str, Any]] = []
 
     async def on_stop(subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -67,12 +67,12 @@ async def test_a_worker_that_hangs_is_restarted_and_may_leave_in_good_order_once
     assert [body["instance"] for body in heard] == ["w1-1", "w1-1"]
 
 
-async def test_one_whose_process_somebody_else_ends_while_it_is_asked_is_restarted_as_well() -> None:
+async def test_a_worker_that_its_supervisor_ends_meanwhile_counts_as_restarted() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
 
     async def on_stop(subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        doubles.gone.add(4711)  # its supervisor, which has read that the fleet holds it for dead
+        doubles.gone.add(4711)  # ended by its supervisor, which has read that the instance is dead
         await asyncio.Event().wait()
         return None
 
@@ -82,7 +82,7 @@ async def test_one_whose_process_somebody_else_ends_while_it_is_asked_is_restart
     assert not doubles.signals
 
 
-async def test_a_worker_that_a_frontend_hears_is_not_killed_because_the_broker_does_not() -> None:
+async def test_a_worker_connected_to_a_frontend_but_not_to_the_broker_is_not_killed() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
     doubles.stubborn = True
@@ -101,13 +101,13 @@ async def test_a_worker_that_refuses_to_stop_is_not_killed_for_it() -> None:
     assert not doubles.signals
 
 
-async def test_a_dead_worker_elsewhere_is_its_supervisors() -> None:
+async def test_a_dead_worker_on_another_host_is_left_to_its_supervisor() -> None:
     doubles = await dead(topology=Topology(host="elsewhere"))
     assert "its supervisor has started one" in await doubles.operations.restart("w1", "ada")
     assert not doubles.signals
 
 
-async def test_one_of_many_that_hangs_is_told_to_end_and_its_neighbours_are_spared() -> None:
+async def test_a_hung_worker_in_a_shared_process_is_told_to_end_without_harm_to_others() -> None:
     doubles = OperationsOverDoubles()
     for worker in ("w1", "w2"):
         doubles.world.join(worker, pid=4711, topology=Topology(host=HostProcesses().host))
@@ -122,7 +122,7 @@ async def test_one_of_many_that_hangs_is_told_to_end_and_its_neighbours_are_spar
     assert (heard, doubles.signals) == (["w1-1"], [])
 
 
-async def test_of_what_a_dead_worker_has_not_it_is_said_how_it_stands() -> None:
+async def test_commands_that_do_not_apply_to_a_dead_worker_explain_its_state() -> None:
     doubles = await dead()
     for asked in (
         doubles.operations.drain("w1", 30, "ada"),
@@ -139,17 +139,17 @@ async def test_of_what_a_dead_worker_has_not_it_is_said_how_it_stands() -> None:
 @pytest.mark.parametrize(
     ("fault", "number"), [("kill", KILL), ("hang", STOP), ("unhang", CONT), ("heal", CONT)]
 )
-async def test_faults_of_a_process_strike_it_also_when_its_instance_is_dead(fault: str, number: int) -> None:
+async def test_process_faults_apply_to_the_process_of_a_dead_instance(fault: str, number: int) -> None:
     doubles = await dead()
     assert await doubles.operations.chaos("w1", fault, None, None, "ada") == f"w1: {fault}"
     assert doubles.signals == [(4711, number)]
     doubles.gone.add(4711)
-    with pytest.raises(NotPossible, match="nothing is struck"):
+    with pytest.raises(NotPossible, match="no fault was injected"):
         await doubles.operations.chaos("w1", fault, None, None, "ada")
     assert len(doubles.world.facts(ChaosInjected)) == 1
 
 
-async def test_heal_lets_a_hung_worker_go_on_and_waits_until_it_hears() -> None:
+async def test_heal_resumes_a_hung_worker_and_waits_until_it_answers() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
     heard: list[str] = []
@@ -168,7 +168,7 @@ async def test_heal_lets_a_hung_worker_go_on_and_waits_until_it_hears() -> None:
     assert (doubles.signals, heard) == ([(4711, CONT)], ["heal"])
 
 
-# --- a hang for a while
+# --- a hang of limited duration
 
 
 async def until(condition: Any) -> None:
@@ -183,12 +183,12 @@ async def test_a_hang_with_a_duration_ends_by_itself() -> None:
     await doubles.operations.chaos("w1", "hang", None, 0.05, "ada")
     assert doubles.signals == [(4711, STOP)]
     doubles.world.journal.observe(WorkerSilent(worker="w1", instance="w1-1", silent_s=3.0, observer=""))
-    doubles.world.turn()  # what is known of it moves on meanwhile
+    doubles.world.turn()  # the fold changes meanwhile
     await until(lambda: len(doubles.signals) == 2)
     assert doubles.signals[1] == (4711, CONT)
 
 
-async def test_a_hang_that_somebody_has_ended_is_not_ended_again() -> None:
+async def test_a_hang_that_was_ended_by_hand_is_not_ended_again() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
     await doubles.operations.chaos("w1", "hang", None, 0.05, "ada")
@@ -198,15 +198,15 @@ async def test_a_hang_that_somebody_has_ended_is_not_ended_again() -> None:
     await asyncio.sleep(0.1)
     assert [number for _, number in doubles.signals] == [STOP, CONT, STOP, STOP]
     doubles.operations.close()
-    assert doubles.signals[-1] == (4711, CONT), "a controller that ends leaves nobody stopped for a while"
+    assert doubles.signals[-1] == (4711, CONT), "a controller that ends leaves no worker stopped"
     doubles.operations.close()
     assert len(doubles.signals) == 5
 
 
-# --- whose process it is
+# --- ownership of processes
 
 
-def test_a_process_that_began_after_the_instance_had_joined_is_somebody_elses() -> None:
+def test_a_process_that_began_after_the_instance_had_joined_is_another_one() -> None:
     signals: list[int] = []
     world = World()
     world.join("w1", pid=4711)

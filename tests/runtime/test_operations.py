@@ -1,4 +1,4 @@
-"""What an operator asks for becomes a fact, or a clear refusal."""
+"""An operator's command becomes a fact, or is refused with a clear reason."""
 
 import platform
 import signal
@@ -40,7 +40,7 @@ class OperationsOverDoubles:
         self.beats = Beats(self.world.clock)
         self.signals: list[tuple[int, int]] = []
         self.gone: set[int] = set()  # pids of processes that have ended
-        self.stubborn = False  # they end at SIGKILL only
+        self.stubborn = False  # processes end only on SIGKILL
         self.projected: int | Exception = 1
         self.operations = ControlOperations(
             FleetSources(
@@ -74,7 +74,7 @@ class OperationsOverDoubles:
             self.gone.add(pid)
 
     async def die(self, worker: str) -> None:
-        """Let a worker be silent until the fleet holds it for dead."""
+        """Keep a worker silent until it is declared dead."""
         self.world.journal.observe(
             WorkerSilent(worker=worker, instance=f"{worker}-1", silent_s=3.0, observer="")
         )
@@ -102,18 +102,18 @@ async def test_a_healthy_worker_has_nothing_to_resume() -> None:
     assert not doubles.world.facts(ResumeRequested)
 
 
-async def test_a_wish_to_move_becomes_a_fact_where_somebody_can_take_the_requests() -> None:
+async def test_a_move_becomes_a_fact_if_another_worker_can_accept_the_requests() -> None:
     doubles = OperationsOverDoubles()
     for worker in ("w1", "w2"):
         doubles.world.join(worker)
     doubles.world.join("w3", revision="another")
-    with pytest.raises(NotPossible, match="no other worker can take them: it must serve the same model"):
+    with pytest.raises(NotPossible, match="no other worker can accept them: it must serve the same model"):
         await doubles.operations.move("w1", "", "ada")  # w2 has not passed a canary yet
     async with doubles.world.running():
         await doubles.world.until(lambda: doubles.world.status("w2") == "HEALTHY", 60)
-        assert await doubles.operations.move("w1", "", "ada") == "what runs on w1 is to move"
-        assert await doubles.operations.move("w1", "w2", "ada") == "what runs on w1 is to move to w2"
-        for to, why in (("w1", "w1 has them already"), ("w3", "w3 cannot take them")):
+        assert await doubles.operations.move("w1", "", "ada") == "requests on w1 will move"
+        assert await doubles.operations.move("w1", "w2", "ada") == "requests on w1 will move to w2"
+        for to, why in (("w1", "w1 already runs them"), ("w3", "w3 cannot accept them")):
             with pytest.raises(NotPossible, match=why):
                 await doubles.operations.move("w1", to, "ada")
         with pytest.raises(UnknownWorker, match="'w9'"):
@@ -138,7 +138,7 @@ async def test_a_restart_is_on_the_journal_before_the_worker_is_told() -> None:
     assert heard == [("w1-1", 1)]
 
 
-async def test_what_a_command_leads_to_carries_its_id_and_its_deadline() -> None:
+async def test_the_facts_of_a_command_carry_its_id_and_its_deadline() -> None:
     doubles, deadline = OperationsOverDoubles(), datetime(2026, 1, 1, 0, 0, 5, tzinfo=UTC)
     command = Command("command-1", deadline, "drain", "w1", "ada")
     for worker in ("w1", "w2"):
@@ -154,7 +154,7 @@ async def test_what_a_command_leads_to_carries_its_id_and_its_deadline() -> None
         await doubles.operations.chaos("w1", "kill", None, None, "ada", None, command)
     for kind in (MoveRequested, DrainRequested, ResumeRequested, RestartRequested, ChaosInjected):
         (fact,) = doubles.world.facts(kind)
-        until = None if kind is ChaosInjected else deadline  # that one says what has happened
+        until = None if kind is ChaosInjected else deadline  # a ChaosInjected reports what has happened
         assert (fact.command, fact.until, fact.by) == ("command-1", until, "ada"), kind
 
 
@@ -186,7 +186,7 @@ async def test_a_process_is_killed_or_hung_by_signal(fault: str, number: int) ->
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang", "unhang"])
-async def test_one_of_many_in_a_process_is_struck_alone(fault: str) -> None:
+async def test_a_fault_hits_only_one_worker_of_a_shared_process(fault: str) -> None:
     doubles = OperationsOverDoubles()
     topology = Topology(host=platform.node())
     for worker in ("w1", "w2"):
@@ -203,7 +203,7 @@ async def test_one_of_many_in_a_process_is_struck_alone(fault: str) -> None:
     assert [f.worker for f in doubles.world.facts(ChaosInjected)] == ["w1"]
 
 
-async def test_a_process_elsewhere_or_gone_gets_no_signal() -> None:
+async def test_a_process_that_is_gone_or_on_another_host_gets_no_signal() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", topology=Topology(host=f"not-{platform.node()}"))
     with pytest.raises(NotPossible, match="runs on"):
@@ -232,7 +232,7 @@ async def test_other_faults_are_forwarded_to_the_worker() -> None:
     await doubles.operations.chaos("w1", "corrupt", 8, 5, "ada")
     until = (
         doubles.world.clock.now() + timedelta(seconds=1)
-    ).isoformat()  # by which it has done it, or never
+    ).isoformat()  # the worker obeys before that, or never
     assert heard == [{"fault": "corrupt", "argument": 8, "rank": None, "duration": 5, "until": until}]
     await doubles.operations.chaos("w1", "xid", 79, None, "ada", 3)
     assert heard[1] == {"fault": "xid", "argument": 79, "rank": 3, "duration": None, "until": until}
@@ -244,7 +244,7 @@ async def test_other_faults_are_forwarded_to_the_worker() -> None:
     ]
 
 
-async def test_the_status_has_the_keys_that_are_promised() -> None:
+async def test_the_status_has_the_documented_keys() -> None:
     doubles = OperationsOverDoubles()
     await doubles.beats.start(doubles.bus)
     doubles.world.join("w1", pid=17)
@@ -274,7 +274,7 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     assert status["leader"] == "controller:1"
 
 
-async def test_status_names_who_is_awaited_and_nobody_who_has_left_for_good() -> None:
+async def test_status_lists_awaited_workers_but_none_that_have_left_for_good() -> None:
     doubles = OperationsOverDoubles()
     for name in ("w1", "w2"):
         doubles.world.join(name)
@@ -293,12 +293,12 @@ async def test_status_names_who_is_awaited_and_nobody_who_has_left_for_good() ->
     await doubles.world.pass_time(601)
     doubles.world.turn()
     status = await doubles.operations.status()
-    assert [worker["id"] for worker in status["workers"]] == ["w1"], "its next life is awaited"
+    assert [worker["id"] for worker in status["workers"]] == ["w1"], "its next instance is awaited"
     with pytest.raises(UnknownWorker, match="'w2'"):
         await doubles.operations.drain("w2", None, "")
 
 
-async def test_what_is_not_known_is_null() -> None:
+async def test_unknown_values_are_null() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1")
     doubles.world.stream.reachable = False

@@ -1,4 +1,4 @@
-"""Commands of operators: carried out once, by who leads, before their deadline or never; and the journal says so."""
+"""Operator commands: carried out once, by the leader, before their deadline or never."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ WITHIN_S = 5.0
 
 
 class SlowJournal(MemoryJournal):
-    """Its answers are on their way for `slow_s`, by the clock of who asks."""
+    """A journal with answers that take `slow_s`, by the caller's clock."""
 
     clock: VirtualClock
     slow_s = 0.0
@@ -34,7 +34,7 @@ class SlowJournal(MemoryJournal):
 
 
 class Controller:
-    """One of several over one journal. What it hears while `stopped` it reads when it goes on."""
+    """One of several controllers on one journal. While `stopped`, it only queues what it receives."""
 
     def __init__(self, world: "Controllers", name: str) -> None:
         self.world, self.name = world, name
@@ -51,7 +51,7 @@ class Controller:
         )  # fmt: skip
 
     def catch_up(self) -> int:
-        """Read what the journal has."""
+        """Read new events of the journal."""
         fresh = self.world.stream.events[self.read :]
         self.read += len(fresh)
         self.commands.heard(fresh)
@@ -70,7 +70,7 @@ class Controller:
             self.catch_up()
 
     def hear(self, command: Command) -> "asyncio.Future[Answer | None]":
-        """Be asked for something."""
+        """Receive a command."""
         answered: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
 
         async def carry_out() -> None:
@@ -84,7 +84,7 @@ class Controller:
         return answered
 
     def go_on(self, stopped: bool = False) -> None:
-        """Be woken, and read what has come meanwhile."""
+        """Resume, and read what has come meanwhile."""
         self.stopped = stopped
         while self._backlog and not stopped:
             self._backlog.pop(0)()
@@ -100,20 +100,20 @@ class Controllers:
         self.one, self.two = Controller(self, "one"), Controller(self, "two")
 
     def command(self, number: int = 1, within_s: float = WITHIN_S) -> Command:
-        """One that somebody sends now."""
+        """Return a command that is sent now."""
         deadline = self.clock.now() + timedelta(seconds=within_s)
         return Command(f"command-{number}", deadline, "drain", f"w{number}", "ada")
 
     def send(self, command: Command) -> "list[asyncio.Future[Answer | None]]":
-        """Let both hear it."""
+        """Send a command to both."""
         return [controller.hear(command) for controller in (self.one, self.two)]
 
     def facts(self, kind: type[Fact]) -> list[Fact]:
-        """What of this kind the journal has."""
+        """Return the journal's facts of this kind."""
         return [event.fact for event in self.stream.events if isinstance(event.fact, kind)]
 
     async def wait(self, seconds: float) -> None:
-        """Let time pass, and who is not stopped read on."""
+        """Let time pass, in which running controllers read on."""
         for _ in range(max(1, round(seconds / 0.05))):
             await self.clock.advance(0.05)
             for controller in (self.one, self.two):
@@ -126,31 +126,31 @@ def refused(world: Controllers) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("leader", ["one", "two"])
-async def test_only_who_leads_carries_out_and_answers(leader: str) -> None:
+async def test_only_the_leader_carries_out_and_answers(leader: str) -> None:
     world = Controllers()
     world.leader = leader
     heard = dict(zip(("one", "two"), world.send(world.command()), strict=True))
     await world.wait(10)
     answers = {name: future.result() for name, future in heard.items()}
-    assert answers == {"one": None, "two": None} | {leader: {"says": "w1 is to drain"}}
+    assert answers == {"one": None, "two": None} | {leader: {"says": "w1 will drain"}}
     acted = {c.name: c.acted for c in (world.one, world.two)}
     assert acted == {"one": [], "two": []} | {leader: ["command-1"]}
     assert refused(world) == []
 
 
-async def test_a_command_that_the_journal_does_not_take_is_answered_as_such() -> None:
-    """A controller that the broker does not let publish the fact says so after the deadline, in place of silence."""
+async def test_a_command_that_the_journal_does_not_accept_is_answered_as_such() -> None:
+    """A controller that may not publish the fact reports that after the deadline, instead of staying silent."""
     world = Controllers()
     world.one.says_nothing = True
     one, _ = world.send(world.command(within_s=1.0))
     await world.wait(0.9)
     assert not one.done()
     await world.wait(0.6)
-    assert "the journal did not take drain before its deadline" in (one.result() or {})["error"]
+    assert "the journal did not accept drain before its deadline" in (one.result() or {})["error"]
 
 
 async def test_no_answer_is_given_while_the_outcome_is_uncertain() -> None:
-    """Where the journal cannot be read after the deadline, its controller claims nothing."""
+    """If the journal cannot be read after the deadline, its controller makes no claim."""
     world = Controllers()
     world.one.says_nothing = True
     one, _ = world.send(world.command(within_s=1.0))
@@ -160,22 +160,24 @@ async def test_no_answer_is_given_while_the_outcome_is_uncertain() -> None:
     assert one.result() is None
 
 
-async def test_who_takes_over_in_time_carries_out_what_a_stopped_leader_did_not() -> None:
+async def test_a_new_leader_carries_out_in_time_what_a_stopped_one_did_not() -> None:
     world = Controllers()
     world.one.stopped = True
     one, two = world.send(world.command())
     await world.wait(2)
     world.leader = "two"
     await world.wait(1)
-    assert two.result() == {"says": "w1 is to drain"}
+    assert two.result() == {"says": "w1 will drain"}
     world.one.go_on()
     await world.wait(10)
-    assert one.result() is None, "it is no leader any more, and the journal has what became of it"
+    assert one.result() is None, "it is no longer the leader, and the journal has the outcome"
     assert (world.one.acted, world.two.acted, refused(world)) == ([], ["command-1"], [])
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
-async def test_what_is_read_after_its_deadline_is_refused_and_journalled_as_refused(taken_over: bool) -> None:
+async def test_a_command_read_after_its_deadline_is_refused_and_journalled_as_refused(
+    taken_over: bool,
+) -> None:
     world = Controllers()
     world.one.stopped, world.two.stopped = True, not taken_over
     commands = [world.command(n, within_s=1) for n in range(4)]
@@ -192,22 +194,22 @@ async def test_what_is_read_after_its_deadline_is_refused_and_journalled_as_refu
     assert sorted(refused(world)) == [(command.id, True) for command in commands]
 
 
-async def test_who_stood_still_while_it_asked_for_the_time_does_not_take_it_for_the_present() -> None:
+async def test_a_controller_paused_during_its_question_for_the_time_does_not_use_an_old_answer() -> None:
     world = Controllers()
     world.one.journal.slow_s = 2.0
     one = world.one.hear(world.command(within_s=1))
     await world.wait(10)
-    assert "its deadline was over" in (one.result() or {})["error"]
+    assert "its deadline passed" in (one.result() or {})["error"]
     assert world.one.acted == []
 
 
-async def test_who_takes_over_first_reads_what_the_last_leader_has_said_at_the_end() -> None:
+async def test_a_new_leader_first_reads_the_last_facts_of_the_old_one() -> None:
     world = Controllers()
     command = world.command()
 
     def taken_over() -> (
         None
-    ):  # the old leader's last word comes right after the question, and the lease with it
+    ):  # the old leader's last fact comes right after the question, and the lease with it
         world.two.journal.asked = lambda: None
         world.one.journal.observe(
             DrainRequested(worker="w1", instance="i", command=command.id, until=command.deadline)
@@ -217,14 +219,14 @@ async def test_who_takes_over_first_reads_what_the_last_leader_has_said_at_the_e
     world.two.journal.asked = taken_over
     two = world.two.hear(command)
     await world.wait(1)
-    assert two.result() == {"says": "w1 is to drain"}
+    assert two.result() == {"says": "w1 will drain"}
     assert world.two.acted == []
 
 
 async def test_a_fact_that_lands_after_its_deadline_is_refused_too() -> None:
     world = Controllers()
     (one, _), command = world.send(world.command(1)), world.command(1)
-    world.stream.reachable = False  # between the check and the word: what is said then is said later
+    world.stream.reachable = False  # after the check: a fact that is recorded now lands later
     world.one.journal.observe(
         DrainRequested(worker="w1", instance="i", command=command.id, until=command.deadline)
     )
@@ -236,22 +238,22 @@ async def test_a_fact_that_lands_after_its_deadline_is_refused_too() -> None:
     assert refused(world) == [("command-1", True)]
 
 
-async def test_a_second_one_of_the_same_id_is_answered_as_the_first_and_does_nothing() -> None:
+async def test_a_repeated_command_id_gets_the_first_answer_and_has_no_effect() -> None:
     world = Controllers()
     command = world.command()
     world.send(command)
     again = world.one.hear(command)  # at the same time
     await world.wait(1)
-    world.leader = "two"  # which has only read of it
+    world.leader = "two"  # which has only read the fact
     await world.wait(10)
     later = world.send(command)
     await world.wait(1)
-    assert again.result() == {"says": "w1 is to drain"}
-    assert [future.result() for future in later] == [None, {"says": "w1 is to drain"}]
+    assert again.result() == {"says": "w1 will drain"}
+    assert [future.result() for future in later] == [None, {"says": "w1 will drain"}]
     assert (world.one.acted, world.two.acted, refused(world)) == (["command-1"], [], [])
 
 
-async def test_so_is_one_that_was_refused() -> None:
+async def test_a_repeated_id_of_a_refused_command_gets_the_first_answer() -> None:
     world = Controllers()
     command, world.one.fails = world.command(), NotPossible("w1 is dead")
     one, _ = world.send(command)
@@ -264,7 +266,7 @@ async def test_so_is_one_that_was_refused() -> None:
     assert world.two.acted == [] and refused(world) == [("command-1", False)]
 
 
-async def test_a_mistake_of_ours_refuses_and_is_not_told_to_the_operator() -> None:
+async def test_an_internal_error_refuses_the_command_without_its_details() -> None:
     world = Controllers()
     world.one.fails = KeyError("a secret")
     one, _ = world.send(world.command())
@@ -273,7 +275,7 @@ async def test_a_mistake_of_ours_refuses_and_is_not_told_to_the_operator() -> No
     assert refused(world) == [("command-1", False)]
 
 
-async def test_a_deadline_that_is_none_is_refused() -> None:
+async def test_a_deadline_too_far_ahead_is_refused() -> None:
     world = Controllers()
     one, _ = world.send(world.command(within_s=AHEAD_MAX_S + 1))
     await world.wait(1)
@@ -281,17 +283,17 @@ async def test_a_deadline_that_is_none_is_refused() -> None:
     assert world.one.acted == []
 
 
-async def test_a_journal_that_is_away_is_waited_for() -> None:
+async def test_a_command_waits_for_an_unavailable_journal() -> None:
     world = Controllers()
     world.stream.reachable = False
     one, two = world.send(world.command())
     await world.wait(3)
     world.stream.reachable = True
     await world.wait(1)
-    assert (one.result(), two.result()) == ({"says": "w1 is to drain"}, None)
+    assert (one.result(), two.result()) == ({"says": "w1 will drain"}, None)
 
 
-async def test_a_question_is_answered_by_who_leads_and_by_anybody_where_nobody_does() -> None:
+async def test_a_query_is_answered_by_the_leader_or_by_any_controller_without_one() -> None:
     world = Controllers()
 
     async def asked() -> list[bool]:
@@ -316,5 +318,7 @@ async def test_the_memory_of_commands_is_bounded() -> None:
     world.one.catch_up()
     (one, _) = world.send(first)
     await world.wait(1)
-    assert one.result() == {"says": "w0 is to drain"}, "it has been forgotten, and is in time"
+    assert one.result() == {"says": "w0 will drain"}, (
+        "its outcome was forgotten, and its deadline has not passed"
+    )
     assert world.one.acted == [first.id]

@@ -1,4 +1,4 @@
-"""The reconciler: it decides once, all or nothing, on what it has read, whoever else decides and whatever breaks."""
+"""The reconciler decides once and atomically on what it has read, despite other deciders and failures."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ CLOCK = SystemClock()
 
 
 class Flaky(MemoryJournal):
-    """Appends as told: `land` says whether the next one lands, `say` what its caller is told."""
+    """A journal with controlled appends: `land` is whether the next one lands, `say` what its caller gets."""
 
     def __init__(self, stream: MemoryStream, source: str) -> None:
         super().__init__(stream, source)
@@ -48,7 +48,7 @@ class Flaky(MemoryJournal):
 
 
 class SeverableCell:
-    """The lease's cell as one process reaches it, until it is killed."""
+    """The lease's cell as one process reaches it, until the process is killed."""
 
     def __init__(self, cell: MemoryCell) -> None:
         self.severed = False
@@ -66,7 +66,7 @@ class SeverableCell:
 
 
 class Controller:
-    """A reconciler with its lease, running."""
+    """A running reconciler with its lease."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Controller:
         return self
 
     async def kill(self) -> None:
-        """End without letting go of the lease."""
+        """End without releasing the lease."""
         self._cell.severed = True
         for task in self.tasks:
             task.cancel()
@@ -114,7 +114,7 @@ def decisions(stream: MemoryStream) -> list[Recorded]:
 
 
 def assert_one_history(stream: MemoryStream) -> Order[Fleet]:
-    """The stream folds, and its decisions are numbered from one without a gap."""
+    """Assert that the stream folds, and that its decisions are numbered from one without a gap."""
     order: Order[Fleet] = Order(evolve, Fleet())
     for event in stream.events:
         order.take(event)
@@ -162,7 +162,7 @@ async def test_a_new_leader_with_the_same_policy_adopts_nothing_and_another_poli
     assert [type(event.fact) for event in decisions(stream)] == [PolicyAdopted, PolicyAdopted]
 
 
-async def test_of_two_controllers_one_decides_and_the_other_takes_over(
+async def test_one_of_two_controllers_decides_and_the_other_takes_over(
     controllers: list[Controller], eventually: Eventually
 ) -> None:
     history, cell = beginning(), MemoryCell()
@@ -179,7 +179,7 @@ async def test_of_two_controllers_one_decides_and_the_other_takes_over(
     assert other.lease.held
 
 
-async def test_two_that_both_believe_they_lead_write_one_history(
+async def test_two_controllers_that_both_believe_they_lead_write_one_history(
     controllers: list[Controller], eventually: Eventually
 ) -> None:
     history = beginning()
@@ -213,7 +213,7 @@ async def test_an_append_of_unknown_outcome_is_read_back_not_repeated(
     assert_one_history(history.stream)
 
 
-async def test_it_decides_nothing_while_the_journal_is_away_and_goes_on_after(
+async def test_it_decides_nothing_while_the_journal_is_unavailable_and_continues_after(
     controllers: list[Controller], eventually: Eventually
 ) -> None:
     history = beginning()
@@ -228,7 +228,7 @@ async def test_it_decides_nothing_while_the_journal_is_away_and_goes_on_after(
     await eventually(lambda: healthy(history.stream))
 
 
-async def test_more_than_an_append_can_take_goes_in_several(
+async def test_more_decisions_than_one_append_can_hold_are_split(
     controllers: list[Controller], eventually: Eventually
 ) -> None:
     history = beginning()
@@ -242,7 +242,7 @@ async def test_more_than_an_append_can_take_goes_in_several(
     assert_one_history(history.stream)
 
 
-async def test_a_calm_fleet_s_pending_facts_are_absorbed(
+async def test_pending_facts_of_a_calm_fleet_are_absorbed(
     controllers: list[Controller], eventually: Eventually
 ) -> None:
     history = beginning()
@@ -251,12 +251,12 @@ async def test_a_calm_fleet_s_pending_facts_are_absorbed(
     await eventually(lambda: controller.reconciler.leading)
     speaker = MemoryJournal(history.stream, "worker:w0")
     for _ in range(1001):
-        speaker.observe(history.passed("nobody"))
+        speaker.observe(history.passed("absent"))
     await eventually(lambda: isinstance(decisions(history.stream)[-1].fact, Absorbed))
     await eventually(lambda: not controller.reconciler.order.pending)
 
 
-async def test_it_refuses_to_go_on_with_a_kind_that_it_does_not_know(
+async def test_it_stops_at_an_unknown_kind(
     controllers: list[Controller], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Strange(MemoryJournal):
@@ -271,7 +271,7 @@ async def test_it_refuses_to_go_on_with_a_kind_that_it_does_not_know(
 
 
 class Store:
-    """A store that has one snapshot at most."""
+    """A store with one snapshot at most."""
 
     def __init__(self, snapshot: Snapshot | None, position: ReadPosition) -> None:
         self.snapshot = snapshot
@@ -286,7 +286,7 @@ class Store:
         return self.snapshot
 
     async def select(self, *, after: int = 0) -> AsyncIterator[Sequence[Recorded]]:
-        """It has kept no events."""
+        """Yield nothing: it has kept no events."""
         for _ in ():
             yield ()
 
@@ -299,7 +299,7 @@ def kept(history: History) -> Store:
     )
 
 
-async def test_it_begins_with_the_store_and_goes_on_from_its_position(
+async def test_it_starts_from_the_store_and_continues_from_its_position(
     controllers: list[Controller], eventually: Eventually
 ) -> None:
     history = beginning().start()
@@ -321,7 +321,7 @@ async def test_a_store_that_is_ahead_of_the_stream_is_refused() -> None:
     with pytest.raises(StoreAhead, match="ends at 2"):
         await asyncio.wait_for(view.run(), 20)
     assert view.fault is not None
-    assert view.fleet.workers.keys() == {"w0", "w1", "w2"}  # what it held, it holds
+    assert view.fleet.workers.keys() == {"w0", "w1", "w2"}  # it keeps its state
 
 
 @pytest.mark.parametrize("left", [0, 2])
@@ -338,7 +338,7 @@ async def test_a_store_that_is_too_young_for_a_snapshot_is_refused_as_well(left:
         await running
 
 
-async def test_a_store_of_another_stream_is_refused_by_who_decides() -> None:
+async def test_the_reconciler_refuses_a_store_of_another_stream() -> None:
     history, other = beginning().start(), beginning().start().corruption()
     journal = MemoryJournal(other.stream, "controller:c1")
     lease = Lease(MemoryCell(), "c1", CLOCK)
@@ -347,7 +347,7 @@ async def test_a_store_of_another_stream_is_refused_by_who_decides() -> None:
         await asyncio.wait_for(reconciler.run(), 20)
 
 
-async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventually: Eventually) -> None:
+async def test_a_view_is_ready_once_all_is_read_and_reports_each_batch(eventually: Eventually) -> None:
     history = beginning().start()
     view = FleetView(MemoryJournal(history.stream, "frontend:f1"))
     heard: list[int] = []
@@ -367,7 +367,7 @@ async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventual
         await task
 
 
-async def test_without_a_broker_a_view_makes_do_with_the_store() -> None:
+async def test_without_a_broker_a_view_uses_the_store() -> None:
     history = beginning().start()
     history.stream.reachable = False
     journal = MemoryJournal(history.stream, "frontend:f1")
@@ -385,11 +385,12 @@ async def test_without_a_broker_a_view_makes_do_with_the_store() -> None:
 
 
 @pytest.mark.parametrize("kept_snapshots", [0, 1])
-async def test_without_a_broker_a_view_folds_what_the_store_has_kept(
+async def test_without_a_broker_a_view_folds_the_stores_events(
     kept_snapshots: int, eventually: Eventually
 ) -> None:
-    """A frontend that starts while the broker is away knows the fleet from the store's events, with a snapshot or without one,
-    and follows the journal from the snapshot again when the broker is back."""
+    """A frontend that starts while the broker is unavailable knows the fleet from the store's events, with or without a snapshot.
+
+    It follows the journal from the snapshot again when the broker returns."""
     history = beginning().start()
     history.say(history.passed("w0"))
     history.absorb()
@@ -429,7 +430,7 @@ async def test_a_view_compares_itself_with_the_store(eventually: Eventually, wro
     later = kept(history).snapshot
     assert later is not None
     store.snapshot = replace(later, fleet=Fleet()) if wrong else later
-    compared: list[bool] = []  # what is read where the view is too, it compares at once
+    compared: list[bool] = []  # it compares rows at once if the view is at their position
     store.on_load = lambda: compared.append(later.position == view.order.position)
     with capture_logs() as logs:
         history.stream.wake()

@@ -1,4 +1,4 @@
-"""The lease: one holder at a time, a standby that takes over soon, and nobody's clock compared with another's."""
+"""The lease: one holder at a time, a standby that takes over soon, and no comparison of clocks."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ from events.journal.nats import NatsJournal
 Eventually = Callable[..., Awaitable[None]]
 
 
-async def test_the_first_to_ask_holds_it_and_the_other_waits() -> None:
+async def test_the_first_contender_holds_the_lease_and_the_other_waits() -> None:
     clock, cell = VirtualClock(), MemoryCell()
     first, second = Lease(cell, "c1", clock), Lease(cell, "c2", clock)
     await first.look()
@@ -59,7 +59,7 @@ async def test_a_revived_holder_notices_that_it_was_replaced() -> None:
     assert not first.held and first.leader == "c2"
 
 
-async def test_a_holder_whose_renewals_fail_stops_by_its_own_clock() -> None:
+async def test_a_holder_with_failing_renewals_stops_by_its_own_clock() -> None:
     clock, cell = VirtualClock(), MemoryCell()
     lease = Lease(cell, "c1", clock)
     heard: list[bool] = []
@@ -75,7 +75,7 @@ async def test_a_holder_whose_renewals_fail_stops_by_its_own_clock() -> None:
     assert lease.held
 
 
-async def test_letting_go_needs_no_waiting() -> None:
+async def test_a_released_lease_is_taken_over_at_once() -> None:
     clock, cell = VirtualClock(), MemoryCell()
     first, second = Lease(cell, "c1", clock), Lease(cell, "c2", clock)
     await first.look()
@@ -86,7 +86,7 @@ async def test_letting_go_needs_no_waiting() -> None:
 
 
 @pytest.mark.servers
-async def test_on_nats_one_holds_it_and_the_other_takes_over_even_past_a_restart(
+async def test_on_nats_a_lease_is_held_and_taken_over_even_after_a_restart(
     own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     journals = [await NatsJournal.connect(own_nats.url, f"controller:c{n}") for n in range(2)]

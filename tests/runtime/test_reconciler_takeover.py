@@ -1,4 +1,4 @@
-"""Two controllers on a real broker: one decides; when it is killed the other decides within seconds."""
+"""Two controllers on a real broker: one decides; when it is killed, the other decides within seconds."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ asyncio.run(main())
 
 
 def controller(url: str, name: str) -> AbstractAsyncContextManager[Process]:
-    """A controller in a process of its own."""
+    """Return a controller in its own process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = (sys.executable, "-c", CONTROLLER, url, name)
     return process(*command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

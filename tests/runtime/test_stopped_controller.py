@@ -1,4 +1,4 @@
-"""A controller that is stopped while operators ask for something, and goes on when they were told that it failed."""
+"""A controller that is paused while operators send commands, and resumes after these have failed."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ async def two_controllers(url: str, data: Path, eventually: Any) -> AsyncIterato
 
 
 async def drained(processes: Processes, within_s: float) -> list[str]:
-    """Ask for a drain of every worker at once; return what came of each."""
+    """Request a drain of every worker at once; return the outcomes."""
 
     async def ask(name: str) -> str:
         try:
@@ -58,12 +58,12 @@ async def drained(processes: Processes, within_s: float) -> list[str]:
 
 
 async def refused(processes: Processes) -> dict[str, str]:
-    """Which commands the journal says were refused for being late, and of which worker each was."""
+    """Return the commands that the journal shows as refused for being late, each with its worker."""
     return {f.command: f.worker for f in await processes.facts(CommandRefused) if f.late}
 
 
 @pytest.mark.parametrize("stopped", [["one"], ["one", "two"]])
-async def test_what_was_reported_as_failed_is_never_carried_out(
+async def test_a_command_reported_as_failed_is_never_carried_out(
     own_nats: Any, tmp_path: Path, eventually: Any, stopped: list[str]
 ) -> None:
     data = tmp_path / "fleet"
@@ -81,23 +81,23 @@ async def test_what_was_reported_as_failed_is_never_carried_out(
             return len(await refused(processes)) == WORKERS
 
         await eventually(all_refused, 20)
-        answers = await drained(processes, 20)  # and whoever leads now does what he is asked
-        assert answers == [f"w{n} is to drain" for n in range(WORKERS)]
+        answers = await drained(processes, 20)  # the present leader carries out new commands
+        assert answers == [f"w{n} will drain" for n in range(WORKERS)]
         asked = await processes.facts(DrainRequested)
         assert sorted(fact.worker for fact in asked) == sorted((await refused(processes)).values())
         assert not {fact.command for fact in asked} & set(await refused(processes))
         started = [fact.worker for fact in await processes.facts(DrainStarted)]
-        assert len(started) == len(set(started)), "none was begun twice"
+        assert len(started) == len(set(started)), "none was carried out twice"
 
 
-async def test_a_standby_that_was_stopped_hinders_nobody_and_does_nothing_later(
+async def test_a_stopped_standby_blocks_no_command_and_does_nothing_later(
     own_nats: Any, tmp_path: Path, eventually: Any
 ) -> None:
     data = tmp_path / "fleet"
     data.mkdir()
     async with two_controllers(own_nats.url, data, eventually) as processes:
         processes.children["two"].send_signal(signal.SIGSTOP)
-        assert await drained(processes, 20) == [f"w{n} is to drain" for n in range(WORKERS)]
+        assert await drained(processes, 20) == [f"w{n} will drain" for n in range(WORKERS)]
         processes.children["two"].send_signal(signal.SIGCONT)
         processes.children["one"].send_signal(signal.SIGKILL)
 
@@ -105,6 +105,6 @@ async def test_a_standby_that_was_stopped_hinders_nobody_and_does_nothing_later(
             return ":two:" in str((await processes.status())["leader"])
 
         await eventually(taken_over, 20)
-        assert await drained(processes, 20) == [f"w{n} is to drain" for n in range(WORKERS)]
+        assert await drained(processes, 20) == [f"w{n} will drain" for n in range(WORKERS)]
         assert len(await processes.facts(DrainRequested)) == 2 * WORKERS
         assert not await refused(processes)

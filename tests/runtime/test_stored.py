@@ -1,4 +1,4 @@
-"""What journal and spools take, as `holdfast status` tells it."""
+"""The size and room of journal and spools, as `holdfast status` prints them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -43,7 +43,7 @@ async def test_size_growth_and_the_days_until_the_limit(
     assert "900 events, 2.0 GiB of 10.0 GiB, 256.0 MiB a day, room for 32 days" in printed(stored, capsys)
 
 
-async def test_where_the_oldest_events_go_it_says_which_are_left(
+async def test_if_the_oldest_events_are_dropped_it_reports_which_remain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = JournalUsage(501, 900, 2 * GIB, 2 * GIB, GIB / 4, timedelta(days=30))
@@ -52,7 +52,7 @@ async def test_where_the_oldest_events_go_it_says_which_are_left(
     assert "events 501 to 900, 2.0 GiB of 2.0 GiB, 256.0 MiB a day, full\n" in printed(stored, capsys)
 
 
-async def test_without_a_limit_the_disk_is_one_where_it_is_ours(
+async def test_without_a_limit_the_disk_is_the_limit_if_it_is_on_this_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = await told(JournalUsage(1, 900, 2048, None, 1.0), tmp_path)
@@ -67,7 +67,7 @@ async def test_without_a_limit_the_disk_is_one_where_it_is_ours(
     assert "2.0 KiB, growth not known yet" in printed(young, capsys)
 
 
-async def test_a_journal_that_is_gone_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_lost_journal_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = await told(JournalGone(), tmp_path)
     assert "--accept-journal" in gone["journal"]["fault"] and gone["journal"]["bytes"] is None
     assert "journal      The broker has no stream." in printed(gone, capsys)
@@ -76,7 +76,7 @@ async def test_a_journal_that_is_gone_is_said(tmp_path: Path, capsys: pytest.Cap
     assert "journal      900 events\n" in printed(away, capsys)
 
 
-async def test_spools_are_summed_and_their_bound_is_told(
+async def test_spools_are_summed_and_their_bound_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("worker-w0", "worker-w1"):
@@ -91,19 +91,19 @@ async def test_spools_are_summed_and_their_bound_is_told(
 @pytest.mark.parametrize(
     ("found", "free", "days"),
     [
-        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB), 100 * GIB, None),  # the oldest events go
+        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB), 100 * GIB, None),  # the oldest events are dropped
         (JournalUsage(1, 900, 10 * GIB, 10 * GIB, GIB), 0, None),
-        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB), 4 * GIB, 4),  # the disk ends before
+        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB), 4 * GIB, 4),  # the disk is full first
         (JournalUsage(1, 900, 2 * GIB, None, GIB), 4 * GIB, 4),
         (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB, refuses=True), 100 * GIB, 8),
         (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB, refuses=True), 4 * GIB, 4),
         (JournalUsage(1, 900, 11 * GIB, 10 * GIB, GIB, refuses=True), None, 0),
-        (JournalUsage(1, 900, 2 * GIB, None, GIB), None, None),  # its disk is elsewhere
+        (JournalUsage(1, 900, 2 * GIB, None, GIB), None, None),  # its disk is on another host
         (JournalUsage(1, 900, 2 * GIB, None, None), 4 * GIB, None),  # too young
         (None, 4 * GIB, None),
     ],
 )
-def test_when_it_is_full_is_when_it_takes_nothing_more(
+def test_the_journal_is_full_when_it_accepts_nothing_more(
     found: JournalUsage | None, free: int | None, days: float | None
 ) -> None:
     told = room(found, free)
@@ -112,7 +112,7 @@ def test_when_it_is_full_is_when_it_takes_nothing_more(
     assert told["journal_bytes"] == (found and found.bytes)
 
 
-async def test_the_figures_are_those_of_the_last_look_and_none_while_the_broker_is_away(
+async def test_the_values_are_of_the_last_look_and_unknown_while_the_broker_is_unavailable(
     tmp_path: Path, eventually: Eventually
 ) -> None:
     (tmp_path / "nats").mkdir()
@@ -124,7 +124,7 @@ async def test_the_figures_are_those_of_the_last_look_and_none_while_the_broker_
         return answers[-1]
 
     watched = JournalRoom(usage, tmp_path, SystemClock(), look_s=0.01)
-    assert set(watched.known.values()) == {None}, "nobody has looked"
+    assert set(watched.known.values()) == {None}, "no query was made yet"
     running = asyncio.create_task(watched.run())
     await eventually(lambda: watched.known["journal_bytes"] == 2048)
     assert watched.known["journal_full_in_seconds"]

@@ -1,1 +1,1 @@
-"""The canary loop: probes, goldens, and the facts that they become."""
+"""The canary loop: probes workers, records goldens, and reports the outcomes as facts."""

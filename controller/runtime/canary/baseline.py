@@ -1,14 +1,14 @@
 """Robust baselines of canary latencies, relative to a worker's load, its own past and its peers.
 
-A latency is compared with others of the same load: a server that decodes 60 sequences takes longer for each step than an
-idle one, and is not broken. A load level is a power of two of the sequences in the worker's batch.
+A latency is compared with others at the same load: a server that decodes 60 sequences takes longer for each step than an
+idle one, and is not broken. A load level is a power of two of the sequences in the worker's batch. The baseline is, in order:
 
-    peers        the median of the other workers at the same level, where at least two of them were measured often enough
-    own past     else; it may rise to at most half above its warm-up, so that a creeping slowdown is still seen (B13)
-    lower level  else, times PER_DOUBLING for each level between
+    peers        the median of the other workers at the same level, if at least two of them were measured often enough
+    own past     it may rise to at most half above its warm-up, so that a creeping slowdown is still seen (B13)
+    lower level  its baseline, times PER_DOUBLING for each level in between
 
-A worker is slow only if it is also slower than what most of its peers took last: where most have become slow at once, the
-cause is common (a load that we do not see, a network), and no worker is to blame.
+A worker is slow only if it is also slower than the last latency of most of its peers. If most became slow at once, the cause is
+common (an unseen load, a network), and no worker is to blame.
 
 The first sample of an instance is cold (caches, connections, compilation) and is never kept.
 """
@@ -21,8 +21,8 @@ from statistics import median, median_low
 from controller.router.load.batch_growth import PER_DOUBLING
 
 WINDOW = 20  # samples kept per worker and level
-DRIFT_MAX = 1.5  # how far a lone worker's baseline may rise above its warm-up
-SPREADS = 5.0  # how many median absolute deviations above the median are still usual
+DRIFT_MAX = 1.5  # limit of a lone worker's baseline, relative to its warm-up
+SPREADS = 5.0  # median absolute deviations above the median that are still usual
 PEERS_MIN = 2
 
 
@@ -31,14 +31,14 @@ class _Past:
     """One worker's samples at one load level, milliseconds."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    typical: float | None = None  # the median of the recent ones: each probe asks for that of every peer
+    typical: float | None = None  # the median of the recent ones, cached: each probe needs it of every peer
     warm: float | None = None  # the median of the warm-up
     first: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Measured:
-    """What was measured of one instance of a worker."""
+    """The measurements of one instance of a worker."""
 
     instance: str
     last: float | None = None  # its last latency, slow or not; None: it was cold
@@ -47,8 +47,7 @@ class _Measured:
 
 @dataclass(slots=True)
 class Baseline:
-    """The latencies of the workers that can be compared with one another: one canary key, one length of
-    answer."""
+    """The latencies of comparable workers: one canary key, one answer length."""
 
     ratio: float = 3.0
     floor_ms: float = 50.0
@@ -56,7 +55,7 @@ class Baseline:
     _workers: dict[Hashable, _Measured] = field(default_factory=dict)
 
     def judge(self, worker: Hashable, instance: str, latency_ms: float, load: int = 1) -> float | None:
-        """Take in one latency under a load of so many sequences; return the baseline that it exceeds by far, or None."""
+        """Add one latency at a load of `load` sequences; return the baseline that it exceeds by far, or None."""
         measured = self._workers.get(worker)
         if measured is None or measured.instance != instance:
             self._workers[worker] = _Measured(instance)
@@ -69,11 +68,11 @@ class Baseline:
         return usual if blamed else None
 
     def of(self, worker: Hashable, load: int = 1) -> float | None:
-        """Return what a canary should take on this worker, in milliseconds; None while that is unknown."""
+        """Return the expected latency of a canary on this worker, in milliseconds; None while that is unknown."""
         return self._usual(worker, _level(load))[0]
 
     def forget(self, workers: Iterable[Hashable]) -> None:
-        """Drop workers that are gone: what they did says nothing about those that stay."""
+        """Drop workers that are gone: their latencies say nothing about those that stay."""
         for worker in workers:
             self._workers.pop(worker, None)
 
@@ -116,7 +115,7 @@ class Baseline:
                 yield past.typical
 
     def _common(self, worker: Hashable, latency_ms: float) -> bool:
-        """Return whether most peers took about as long when they were asked last."""
+        """Return whether the last latencies of most peers were about as long."""
         last = [m.last for name, m in self._workers.items() if name != worker and m.last is not None]
         return len(last) >= PEERS_MIN and not self._exceeds(latency_ms, median_low(last), 0.0)
 
@@ -125,7 +124,7 @@ class Baseline:
 
 
 def _level(load: int) -> int:
-    """Return the load level of so many sequences: 1 for 1, 2 for 2 and 3, 3 for 4 to 7."""
+    """Return the load level of `load` sequences: 1 for 1, 2 for 2 and 3, 3 for 4 to 7."""
     return max(0, load).bit_length()
 
 

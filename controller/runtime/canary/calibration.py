@@ -1,4 +1,4 @@
-"""How far may a right answer's logprobs be off? Learned from healthy workers, per canary key; pure."""
+"""Calibrates the logprob tolerance of right answers from healthy workers, per canary key. Pure."""
 
 import math
 from collections import deque
@@ -12,24 +12,24 @@ OUTLIER = 10.0  # times the median of all
 
 @dataclass(slots=True)
 class Calibration:
-    """How far healthy workers of one canary key are apart: the largest distance of enough samples, with a margin.
+    """The distance between healthy workers of one canary key: the largest of enough samples, times a margin.
 
-    A worker that drifts from birth must not stretch the tolerance until it fits itself: where there are three or
-    more, one that is far off what the others show does not count.
+    A worker that drifts from its start must not widen the tolerance until it fits itself. So with three or more workers, one
+    that is far from the others does not count.
     """
 
-    fixed: float | None  # the operator's own tolerance; None: calibrate
+    fixed: float | None  # the operator's tolerance; None: calibrate
     floor: float
     margin: float
     before: float
     samples_min: int
     _distances: dict[str, deque[float]] = field(default_factory=dict)  # by worker
-    _worst: dict[str, float] = field(default_factory=dict)  # of them
+    _worst: dict[str, float] = field(default_factory=dict)  # the largest distance, by worker
     _samples: int = 0  # in all
-    _known: float | None = None  # the noise; None: it is to be reckoned again
+    _cached_noise: float | None = None  # the noise; None: it must be computed again
 
     def add(self, distance: float, worker: str = "") -> None:
-        """Take in the distance of one probe that passed on a healthy worker."""
+        """Add the distance of one probe that passed on a healthy worker."""
         if not math.isfinite(distance):
             return
         distances = self._distances.setdefault(worker, deque(maxlen=SAMPLES_MAX))
@@ -39,22 +39,22 @@ class Calibration:
         worst = self._worst.get(worker, distance)
         worst = max(distances) if gone == worst else max(worst, distance)
         if self._worst.get(worker) != worst:
-            self._worst[worker], self._known = worst, None
+            self._worst[worker], self._cached_noise = worst, None
 
     def forget(self, worker: str) -> None:
-        """Drop what a worker that is gone has shown."""
+        """Drop the samples of a worker that is gone."""
         self._samples -= len(self._distances.pop(worker, ()))
         if self._worst.pop(worker, None) is not None:
-            self._known = None
+            self._cached_noise = None
 
     @property
     def enough(self) -> bool:
-        """Whether there are samples enough to calibrate from."""
+        """Whether there are enough samples to calibrate."""
         return self._samples >= self.samples_min
 
     @property
     def tolerance(self) -> float:
-        """The tolerance to judge by now; 0.0: compare tokens only."""
+        """The current tolerance; 0.0: compare tokens only."""
         if self.fixed is not None:
             return self.fixed
         if not self.enough:
@@ -62,12 +62,12 @@ class Calibration:
         return max(self.floor, self._noise() * self.margin)
 
     def _noise(self) -> float:
-        """Return how far they are apart. It is asked for twice a probe, and a fleet of a thousand sends dozens a second."""
-        if self._known is None:
-            self._known = self._reckoned()
-        return self._known
+        """Return the noise, cached: it is needed twice per probe, and a fleet of a thousand sends dozens of probes a second."""
+        if self._cached_noise is None:
+            self._cached_noise = self._compute_noise()
+        return self._cached_noise
 
-    def _reckoned(self) -> float:
+    def _compute_noise(self) -> float:
         worst = list(self._worst.values())
         if len(worst) < OTHERS_MIN + 1:
             return max(worst, default=0.0)

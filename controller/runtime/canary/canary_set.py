@@ -1,8 +1,8 @@
-"""Which canaries does a kind of worker get, and how is an answer judged? One `CanarySet` per canary key.
+"""The canaries of one canary key, and how their answers are judged.
 
-The goldens themselves live in the fold; a set adds what only the prober needs: the questions in the model's
-own tokens, the ranking of the pool from which new goldens are taken, the calibration of the tolerance, the
-usual latencies. All of it can be lost: a new leader asks again.
+The goldens themselves are in the fold. A set adds what only the prober needs: the questions in the model's tokens, the ranking
+of the pool from which new goldens are chosen, the calibration of the tolerance, and the usual latencies. All of this may be
+lost: a new leader rebuilds it by asking again.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from controller.runtime.canary.near_ties import TOKENS_MIN, HiddenTies
 from controller.runtime.settings import CanarySettings
 from events.observations import WorkerJoined
 
-CONTEXT_SHARE = 2  # a covering question must fit so many times into the context
-DEADLINE_SHARE = 4  # and be read in this part of a probe's deadline
+CONTEXT_SHARE = 2  # a covering question must fit this many times into the context
+DEADLINE_SHARE = 4  # and its prefill must fit this many times into a probe's deadline
 FALLBACK_TOKENS = (16, 1_000)  # ids that every language model's vocabulary has
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class CanarySet:
-    """What the prober knows about one canary key."""
+    """The prober's data about one canary key."""
 
     key: str
     settings: CanarySettings
@@ -51,26 +51,25 @@ class CanarySet:
     pool: tuple[Canary, ...]
     calibration: Calibration
     vocabulary: Vocabulary | None = None
-    covers: bool = False  # a slice of the vocabulary stands before each question of the pool
+    covers: bool = False  # each question of the pool is prefixed with a slice of the vocabulary
     ranking: tuple[str, ...] | None = None  # the pool's ids, best first; None: not ranked yet
     ranked: dict[str, CanaryAnswer] = field(default_factory=dict)
     proposed: dict[str, Golden] = field(default_factory=dict)  # not folded yet
-    spoilt: set[str] = field(default_factory=set)  # candidates whose answer did not repeat itself
-    unchecked: set[str] = field(default_factory=set)  # configured ones whose range nobody could check
+    spoilt: set[str] = field(default_factory=set)  # candidates without a reproducible answer
+    unchecked: set[str] = field(default_factory=set)  # configured ones with an uncheckable range
     ties: HiddenTies = field(default_factory=HiddenTies)  # of an engine without logprobs
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the pool is ranked
     baselines: dict[int, Baseline] = field(default_factory=dict)  # by length of the answer
 
     def canaries(self, fleet: Fleet) -> tuple[Canary, ...]:
-        """Return the set to probe with: configured ones, those with a golden, and the next best of the
-        pool."""
+        """Return the set to probe with: configured ones, those with a golden, and the next best of the pool."""
         found = {canary.id: canary for canary in self.configured if not self._refuted(fleet, canary)}
         given = len(found)
         by_id = {canary.id: canary for canary in self.pool}
         for golden in self.goldens(fleet):
             candidate = by_id.get(golden.canary)
             if candidate is None and golden.approved:
-                candidate = Canary(golden.canary, golden.prompt, 0)  # an operator brought it
+                candidate = Canary(golden.canary, golden.prompt, 0)  # supplied by an operator
             if candidate is not None and golden.canary not in self.spoilt:
                 found[golden.canary] = as_agreed(golden, candidate)
         for id in self.ranking or ():
@@ -81,36 +80,36 @@ class CanarySet:
         return tuple(found.values())
 
     def goldens(self, fleet: Fleet) -> list[Golden]:
-        """Return the goldens of this key, in the order of their canaries' names."""
+        """Return the goldens of this key, ordered by canary name."""
         return [fleet.goldens[k] for k in sorted(fleet.goldens) if k[0] == self.key]
 
     def golden(self, fleet: Fleet, canary: Canary) -> Golden | None:
-        """Return a canary's golden: the fold's, or what was proposed a moment ago. A retired one is none."""
+        """Return a canary's golden: the fold's, or one that was just proposed. A retired one does not count."""
         golden = fleet.goldens.get((self.key, canary.id)) or self.proposed.get(canary.id)
         if golden is None or golden.status == "retired" or golden.prompt != canary.prompt:
             return None
         return golden
 
     def comparable(self, fleet: Fleet) -> list[tuple[Canary, Golden]]:
-        """Return the canaries whose agreed goldens tell how likely each token is: sampled answers are compared with them."""
+        """Return the canaries that sampled answers can be compared with: agreed goldens with the probability of each token."""
         found = ((canary, self.golden(fleet, canary)) for canary in self.canaries(fleet))
         return [(c, g) for c, g in found if g is not None and g.status == "agreed" and g.top_k]
 
     def propose(self, golden: Golden) -> None:
-        """Keep a golden that is on its way to the fold, so that nobody proposes it twice."""
+        """Keep a golden until it is folded, so that it is not proposed twice."""
         self.proposed[golden.canary] = golden
 
     def folded(self, fleet: Fleet) -> None:
-        """Drop what the fold has learned meanwhile."""
+        """Drop proposals that the fold contains by now."""
         for id in [id for id in self.proposed if (self.key, id) in fleet.goldens]:
             del self.proposed[id]
 
     def wants_ranking(self, fleet: Fleet) -> bool:
-        """Whether there are fewer canaries than there should be, and the pool has not been asked for more."""
+        """Whether there are too few canaries, and the pool has not been ranked yet."""
         return self.ranking is None and len(self.canaries(fleet)) < self.settings.canaries
 
     def rank(self, answers: dict[str, CanaryAnswer]) -> tuple[str, ...]:
-        """Keep the pool's answers, as one worker gave them, and return their order: best first."""
+        """Keep one worker's answers to the pool, and return the order of the canaries: best first."""
         order = rank(answers, tokens=self.settings.tokens)
         if order:
             self.ranking = dealt(order, self.pool) if self.covers else order
@@ -118,14 +117,14 @@ class CanarySet:
         return self.ranking or ()
 
     def answer_before(self, canary: Canary, answer: CanaryAnswer) -> CanaryAnswer | None:
-        """Return the ranking's answer if it agrees with `answer`. If not, it may have come from another worker, or from
-        one that has been healed since: only asking again can tell whether this answer repeats itself."""
+        """Return the ranking's answer if it equals `answer`. If it does not, it may come from another worker, or from one that
+        was healed since: only a repetition can show whether this answer is reproducible."""
         before = self.ranked.get(canary.id)
         return before if before is not None and before.tokens == answer.tokens else None
 
     def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
-        """Whether asking this worker tells anything: not what only doubtful workers know. A vote in a dispute is asked
-        for again."""
+        """Whether asking this worker is informative: not for a question that only doubtful workers have answered. A vote in a
+        dispute is requested again."""
         if self.golden(fleet, canary) is not None or canary.configured:
             return True
         retired = fleet.goldens.get((self.key, canary.id))
@@ -137,14 +136,14 @@ class CanarySet:
         return not doubtful
 
     def voted(self, fleet: Fleet, golden: Golden) -> bool:
-        """Whether this very answer of this worker is known already."""
+        """Whether this same answer of this worker is recorded already."""
         known = fleet.goldens.get((self.key, golden.canary))
         votes = known.votes if known is not None else ()
         return any(v.worker == golden.proposed_by and v.tokens == golden.tokens for v in votes)
 
     def contested(self, fleet: Fleet, golden: Golden, worker: str, answer: CanaryAnswer) -> bool:
-        """Whether a configured answer is in doubt when this worker contradicts it: nobody has confirmed it, and another worker is
-        still to be heard, or says the same as this one."""
+        """Whether a configured answer is in doubt when this worker contradicts it: no worker has confirmed it, and another worker
+        has not answered yet, or gave the same answer as this one."""
         if not golden.configured or confirmations(golden):
             return False
         votes = {vote.worker: vote.tokens for vote in golden.votes}
@@ -160,7 +159,7 @@ class CanarySet:
         return any(votes.get(name, mine) == mine for name in others)
 
     def _refuted(self, fleet: Fleet, canary: Canary) -> bool:
-        """Whether this configured answer is one that the workers have outvoted."""
+        """Whether the workers have outvoted this configured answer."""
         golden = fleet.goldens.get((self.key, canary.id))
         return golden is not None and golden.configured and golden.status == "retired"
 
@@ -187,46 +186,46 @@ class CanarySet:
         )
 
     def expected(self, golden: Golden) -> ExpectedAnswer:
-        """Return what an answer is compared with while it arrives."""
+        """Return the answer that an arriving answer is compared with."""
         return ExpectedAnswer(golden.tokens, golden.top_k, self.tolerance(golden))
 
     def tie_margin(self, golden: Golden) -> float:
-        """Return the lead that a token must exceed to be evidence; 0.0: near ties are not looked for."""
+        """Return the lead that a token must exceed to be evidence; 0.0: near ties are ignored."""
         return max(self.tolerance(golden), self.settings.tie_margin) if self.settings.tie_margin else 0.0
 
     def settled_part(
         self, canary: Canary, answer: CanaryAnswer, repeated: CanaryAnswer
     ) -> CanaryAnswer | None:
-        """Return the part of an answer that can be a golden; None if it was not even repeated alike."""
+        """Return the part of an answer that can be a golden; None if it was not even reproduced."""
         if (
             len(answer.tokens) != canary.max_tokens
-        ):  # some upstreams tell of fewer: their positions are unknown
+        ):  # some upstreams report fewer: their positions are unknown
             return answer if repeated.tokens == answer.tokens else None
         return settled_part(answer, repeated, self.settings.margin_min)
 
     def note_tie(self, canary: Canary, position: int, worker: str) -> None:
-        """Compare a canary only up to this position from now on: its recording did not repeat itself there."""
+        """Compare a canary only up to this position from now on: its recording was not reproducible there."""
         self.ties.note(canary.id, position, worker, alone=True)
 
     def note_flip(self, fleet: Fleet, canary: Canary, position: int, worker: str) -> bool:
-        """Take note that a worker without logprobs answered a canary both ways; return whether that is a near tie."""
+        """Record that a worker without logprobs answered a canary in two ways; return whether that is a near tie."""
         others = any(
             name != worker and other.joined.canary_key == self.key and other.alive
             for name, other in fleet.workers.items()
         )
         tie = self.ties.note(canary.id, position, worker, alone=not others)
         if tie and position < TOKENS_MIN:
-            self.spoil(canary)  # too little of it can be compared
+            self.spoil(canary)  # the part that can be compared is too short
         return tie
 
     def tolerance(self, golden: Golden) -> float:
-        """Return the tolerance to judge by: a golden without logprobs is compared by its tokens only."""
+        """Return the current tolerance: a golden without logprobs is compared by its tokens only."""
         return self.calibration.tolerance if golden.top_k else 0.0
 
     def usual(
         self, worker: Hashable, instance: str, tokens: int, latency_ms: float, load: int
     ) -> float | None:
-        """Take in a latency under a load of so many sequences; return the baseline (ms) that it exceeds by far, or None."""
+        """Add a latency at a load of `load` sequences; return the baseline (ms) that it exceeds by far, or None."""
         baseline = self.baselines.get(tokens)
         if baseline is None:
             s = self.settings
@@ -240,7 +239,7 @@ class CanarySet:
             baseline.forget(names)
 
     def spoil(self, canary: Canary) -> bool:
-        """Give a candidate up, for another one, if the pool has one: it is not answered twice alike."""
+        """Replace a candidate without a reproducible answer, if the pool has another one; return whether it was."""
         left = [id for id in self.ranking or () if id not in self.spoilt and id != canary.id]
         if len(left) < self.settings.canaries or canary.configured:
             return False
@@ -249,7 +248,7 @@ class CanarySet:
 
 
 def as_agreed(golden: Golden, candidate: Canary) -> Canary:
-    """Return the question as its golden has it: the same prompt, and as many tokens as were compared."""
+    """Return the question in the form of its golden: the same prompt, and as many tokens as were compared."""
     prompt = tuple(golden.prompt)
     text = candidate.text if candidate.prompt == prompt else ""
     return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)

@@ -1,4 +1,4 @@
-"""What does a probe's outcome say on the journal? From verdicts to facts; pure."""
+"""Converts probe verdicts to facts for the journal. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from events.observations import (
     GoldenProposed,
 )
 
-DETAIL_MAX = 300  # characters of an engine's own words
+DETAIL_MAX = 300  # characters of an engine's message
 NO_REASON: CanaryReason = "no_response"
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Who was asked what, when, and under which decision."""
+    """The context of a probe: worker, canary, time, and the last decision when it was sent."""
 
     worker: str
     instance: str
@@ -53,7 +53,7 @@ class Probed:
         }
 
     def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
-        """Say that the answer was right; with a baseline, that it was slow."""
+        """Return the fact that the answer was right; with a baseline, that it was slow."""
         distance = verdict.worst.distance or 0.0
         if baseline_ms is None:
             return CanaryPassed(**self._common(verdict), distance=distance)
@@ -62,12 +62,14 @@ class Probed:
     def failed(
         self, verdict: Verdict, golden: Golden | None, *, contested: bool = False
     ) -> CanaryFailed | GoldenDisputed:
-        """Say what was wrong. A confirmed wrong answer to somebody else's provisional golden disputes it instead, and so does
-        one to a configured answer that is `contested`."""
+        """Return the fact that the answer was wrong.
+
+        A confirmed wrong answer to another worker's provisional golden disputes the golden instead. So does one to a configured
+        answer that is `contested`."""
         answer = verdict.first.answer
         reason = verdict.worst.reason or verdict.first.failure or NO_REASON
         wrong = reason in ("token_mismatch", "logit_drift")
-        if wrong and verdict.confirmed and answer is not None and (contested or self._somebody_elses(golden)):
+        if wrong and verdict.confirmed and answer is not None and (contested or self._is_foreign(golden)):
             assert golden is not None
             return GoldenDisputed(
                 worker=self.worker,
@@ -81,7 +83,7 @@ class Probed:
             )
         whole = (
             answer is not None and not answer.cut and not self.canary.endswith(UNMARKED)
-        )  # no golden's question
+        )  # unmarked questions have no golden
         return CanaryFailed(
             **self._common(verdict),
             whole=whole and wrong and verdict.confirmed,
@@ -97,7 +99,7 @@ class Probed:
         )
 
     def proposed(self, canary: Canary, answer: CanaryAnswer, tolerance: float) -> GoldenProposed:
-        """Say what this worker takes for the right answer; a configured canary brings its own."""
+        """Return the proposal of this worker's answer as the golden; a configured canary supplies its own."""
         return GoldenProposed(
             worker=self.worker,
             instance=self.instance,
@@ -112,12 +114,12 @@ class Probed:
             asked=len(answer.tokens) if answer.shortened else canary.max_tokens,
         )
 
-    def _somebody_elses(self, golden: Golden | None) -> bool:
+    def _is_foreign(self, golden: Golden | None) -> bool:
         return _standing(golden) == "provisional" and golden is not None and golden.proposed_by != self.worker
 
 
 def golden_of(proposal: GoldenProposed) -> Golden:
-    """Return the golden that a proposal will become once it is folded."""
+    """Return the golden that a proposal becomes once it is folded."""
     return Golden(
         canary_key=proposal.canary_key,
         canary=proposal.canary,

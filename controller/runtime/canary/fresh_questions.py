@@ -1,4 +1,4 @@
-"""Makes questions that no worker has seen: prompts as users write them, drawn anew each time."""
+"""Generates questions that no worker has seen: random prompts in the style of users."""
 
 import random
 
@@ -34,7 +34,7 @@ WORKS = ("works", "is made", "is paid for", "has changed", "is measured", "can f
 
 
 def fresh_question(draw: random.Random, vocabulary: Vocabulary | None, tokens: int) -> Canary:
-    """Return a question of one to three requests, with an answer of about so many tokens. Without a vocabulary it is ids."""
+    """Return a question of one to three requests, with an answer of about `tokens` tokens. Without a vocabulary: token ids."""
     length = draw.randrange(max(1, tokens // 2), 2 * tokens + 1)
     id = f"{draw.getrandbits(64):016x}"
     if vocabulary is None:

@@ -1,4 +1,7 @@
-"""Resolves an operator's request about goldens to a fact, or refuses it. Deciding is done by `controller.deciders.golden`."""
+"""Turns an operator's request about goldens into a fact, or refuses it.
+
+`controller.deciders.golden` decides on the fact.
+"""
 
 from collections.abc import Callable
 
@@ -15,14 +18,14 @@ NAMED_MAX = 5  # canaries or keys that an error lists
 
 
 class GoldenRequests:
-    """Checks requests against the fleet, and records them."""
+    """Validates requests against the fleet, and records them."""
 
     def __init__(self, fleet: Callable[[], Fleet], journal: Journal) -> None:
         self._fleet = fleet
         self._journal = journal
 
     async def request(self, wish: GoldenWish, by: str, command: Command = NO_COMMAND) -> GoldenRequested:
-        """Record a request. Raise UnknownWorker, or NotPossible where it would change nothing."""
+        """Record a request. Raise UnknownWorker, or NotPossible if it would change nothing."""
         fleet = self._fleet()
         worker = self._worker(fleet, wish.worker) if wish.worker else None
         key = _key(fleet, wish, worker)
@@ -41,7 +44,7 @@ class GoldenRequests:
         await self._journal.flush(FLUSH_S)
         if self._journal.withheld(command.id):
             raise NotPossible(
-                f"{fact.kind()} is not in force: a process of an older release runs. `holdfast fleet versions` shows it"
+                f"{fact.kind()} is not in force: a process of an older release is running. `holdfast fleet versions` lists it"
             )
         return fact
 
@@ -50,12 +53,12 @@ class GoldenRequests:
         if worker is None:
             raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
         if not worker.alive:
-            raise NotPossible(f"{name} is dead ({worker.health.reason}): it gives no answers")
+            raise NotPossible(f"{name} is dead ({worker.health.reason}): it cannot answer")
         return worker
 
 
 def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
-    """Return the canary key that is meant. Raise NotPossible."""
+    """Return the canary key that the request selects. Raise NotPossible."""
     if worker is not None:
         return worker.joined.canary_key
     if wish.canary_key:
@@ -73,10 +76,10 @@ def _key(fleet: Fleet, wish: GoldenWish, worker: Worker | None) -> str:
         return keys[0]
     if not keys:
         _named(fleet, wish)
-        raise NotPossible(f"model {wish.model!r} has {_lacking(wish)}; `holdfast golden list` shows all")
+        raise NotPossible(f"model {wish.model!r} has {_lacking(wish)}; `holdfast golden list` lists all")
     shown = ", ".join(map(repr, keys[:NAMED_MAX]))
     raise NotPossible(
-        f"model {wish.model!r} has goldens under {len(keys)} canary keys: name one by --key: {shown}"
+        f"model {wish.model!r} has goldens under {len(keys)} canary keys: select one with --key: {shown}"
     )
 
 
@@ -86,11 +89,11 @@ def _named(fleet: Fleet, wish: GoldenWish) -> None:
     for canary in wish.canaries if known else ():
         if canary not in known:
             names = ", ".join(known[:NAMED_MAX])
-            raise NotPossible(f"model {wish.model!r} has no golden of canary {canary!r}; there are: {names}")
+            raise NotPossible(f"model {wish.model!r} has no golden of canary {canary!r}; it has: {names}")
 
 
 def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -> tuple[str, ...]:
-    """Return the canaries whose goldens a request changes. Raise NotPossible if there is none, or not of a named one."""
+    """Return the canaries of the goldens that a request changes. Raise NotPossible if it changes none, or not a named one."""
     known = {canary: state for (of, canary), state in fleet.goldens.items() if of == key}
     found = tuple(canary for canary in sorted(known) if _changes(known[canary], wish, worker))
     for canary in wish.canaries:
@@ -100,7 +103,7 @@ def _canaries(fleet: Fleet, key: str, wish: GoldenWish, worker: Worker | None) -
         if canary not in found:
             raise NotPossible(f"the golden of {canary} is {known[canary].status}: there is {_lacking(wish)}")
     if not found:
-        raise NotPossible(f"there is {_lacking(wish)} under {key!r}; `holdfast golden list` shows all")
+        raise NotPossible(f"there is {_lacking(wish)} under {key!r}; `holdfast golden list` lists all")
     return wish.canaries or found
 
 
@@ -119,14 +122,14 @@ def _changes(state: Golden, wish: GoldenWish, worker: Worker | None = None) -> b
 
 
 def _lacking(wish: GoldenWish) -> str:
-    """Return what a request finds nothing of."""
+    """Return what the request needs and does not find."""
     match wish.act:
         case "approve" if wish.worker:
             return f"no whole answer of {wish.worker} that is not agreed"
         case "approve":
             return "no provisional golden"
         case "retire":
-            return "no golden that counts"
+            return "no golden in use"
         case _:
             return "no golden"
 

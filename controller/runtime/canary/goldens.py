@@ -1,14 +1,12 @@
-"""What must a healthy worker answer, and how far may it be off? Pure functions over canaries and their
-answers.
+"""Canary questions, and the comparison of answers with their goldens. Pure functions.
 
-A *canary* is a question of ours; a *golden* is its right answer. Goldens are recorded from workers, never
-hard-coded: token ids differ from tokenizer to tokenizer and logits from engine to engine (N23). A question is
-a good canary where the model is sure of itself at every step, because greedy decoding is not invariant under
-batching (B15): so the ones with the largest top-1/top-2 margin are chosen from a pool.
+A *canary* is a question with a known answer; a *golden* is that answer. Goldens are recorded from workers, never hard-coded:
+token ids differ between tokenizers and logits between engines (N23). A good canary is one where the model is certain at every
+step, because greedy decoding is not invariant under batching (B15). So those with the largest top-1/top-2 margin are chosen
+from a pool.
 
-Raw logits are not compared: they are defined only up to a shift, and no API promises them. Logprobs of the
-top k are (B14). What is missing from a top k was below its last entry, and that bounds the distance from
-below.
+Raw logits are not compared: they are defined only up to a shift, and no API guarantees them. Logprobs of the top k are
+compared (B14). A token missing from a top k was below its last entry, which bounds the distance from below.
 """
 
 import hashlib
@@ -24,12 +22,12 @@ from events.observations import TopK
 from events.wire import Chunk, Logprob
 
 Encode = Callable[[str], Sequence[int]]
-"""Text to token ids, by a model's own tokenizer, as a plain prompt is encoded."""
+"""Encodes text to token ids with a model's own tokenizer, in the way a plain prompt is encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's own tokens: how text becomes them, and how many there are."""
+    """A model's tokenizer: its encoding and the number of its tokens."""
 
     encode: Encode
     size: int
@@ -61,14 +59,14 @@ _PREAMBLE = (
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """One question. `expected` is its configured answer; most have none, and theirs is recorded."""
+    """One question. `expected` is its configured answer; most have none, and their answer is recorded."""
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
     expected: tuple[int, ...] = ()
     top_logit_range: tuple[float, float] | None = None
-    text: str = ""  # for engines that take no token ids
+    text: str = ""  # for engines that accept no token ids
 
     @property
     def configured(self) -> bool:
@@ -78,43 +76,41 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """What a worker said to a canary: its tokens, the top k of each position, and whether all of it was
-    finite."""
+    """A worker's answer to a canary: its tokens, the top k of each position, and whether all values were finite."""
 
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
     finite: bool = True
-    cut: bool = False  # nobody listened to the rest: this much was wrong already
-    shortened: bool = False  # we left out what follows its first near tie
+    cut: bool = False  # reading stopped early: this part was wrong already
+    shortened: bool = False  # truncated by us before its first near tie
 
     @property
     def margin(self) -> float:
-        """The smallest top-1/top-2 logprob difference over the answer; 0 where the engine gave no top two."""
+        """The smallest top-1/top-2 logprob difference over the answer; 0 if the engine reported no top two."""
         gaps = [top[0][1] - top[1][1] if len(top) > 1 else 0.0 for top in self.top_k]
         return min(gaps, default=0.0) if self.finite else 0.0
 
     def begin(self, tokens: int) -> "CanaryAnswer":
-        """Return the first so many tokens of this answer."""
+        """Return the first `tokens` tokens of this answer."""
         return CanaryAnswer(self.tokens[:tokens], self.top_k[:tokens], self.finite, shortened=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenDifference:
-    """How an answer differs from its golden. `reason` None: it does not."""
+    """The difference between an answer and its golden. `reason` None: there is none."""
 
     reason: Literal["token_mismatch", "logit_drift", "non_finite"] | None
-    distance: float | None  # the largest logprob difference; None where nothing could be compared
+    distance: float | None  # the largest logprob difference; None: nothing could be compared
     detail: str = ""
     position: int | None = None  # of the first token that differs
-    blind: bool = False  # a token differs, and no logprobs tell whether it was a near tie
+    blind: bool = False  # a token differs, and no logprobs show whether it was a near tie
 
 
 # --- questions ----------------------------------------------------------------------------------------------
 
 
 def pool(encode: Encode, *, tokens: int, prompt_tokens_min: int) -> tuple[Canary, ...]:
-    """Return the candidates in one model's own tokens, each prompt at least `prompt_tokens_min` tokens
-    long."""
+    """Return the candidates in one model's tokens, each prompt at least `prompt_tokens_min` tokens long."""
     found = []
     for id, text in POOL.items():
         longer = extended(text, encode, prompt_tokens_min)
@@ -123,8 +119,9 @@ def pool(encode: Encode, *, tokens: int, prompt_tokens_min: int) -> tuple[Canary
 
 
 def extended(text: str, encode: Encode, tokens_min: int) -> str:
-    """Return `text` with sentences put before it until it has at least `tokens_min` tokens: its end, which
-    asks the question, stays what it is. Raise ValueError of a tokenizer that yields next to nothing."""
+    """Prefix `text` with sentences until it has at least `tokens_min` tokens; its end, which is the question, does not change.
+
+    Raise ValueError if the tokenizer yields too few tokens."""
     round = 0
     while len(encode(text)) < tokens_min:
         if round > tokens_min:
@@ -135,7 +132,7 @@ def extended(text: str, encode: Encode, tokens_min: int) -> str:
 
 
 def configured(canaries: Iterable[ConfiguredCanary], model: str, encode: Encode) -> tuple[Canary, ...]:
-    """Return the operator's own canaries for one model. Their ids change with their content."""
+    """Return the operator's configured canaries for one model. Their ids change with their content."""
     found = []
     for canary in canaries:
         if canary.model not in (None, model):
@@ -156,17 +153,16 @@ def configured(canaries: Iterable[ConfiguredCanary], model: str, encode: Encode)
 
 
 def rank(answers: Mapping[str, CanaryAnswer], *, tokens: int) -> tuple[str, ...]:
-    """Return the usable candidates, best first: full length before cut short, then by margin, then in pool
-    order."""
+    """Return the usable candidates, best first: full length before shorter, then by margin, then in pool order."""
     usable = [id for id, answer in answers.items() if answer.finite and answer.tokens]
     return tuple(sorted(usable, key=lambda id: (len(answers[id].tokens) < tokens, -answers[id].margin)))
 
 
 def settled_part(answer: CanaryAnswer, repeated: CanaryAnswer, margin_min: float) -> CanaryAnswer | None:
-    """Return the part of an answer that can be a golden: what stands before its first near tie.
+    """Return the part of an answer that can be a golden: the tokens before its first near tie.
 
-    That ends where the margin is below `margin_min`, or where asking again gave another token. Where fewer than TOKENS_MIN
-    tokens are left, return the whole answer; None if it was not repeated alike.
+    The part ends where the margin is below `margin_min`, or where repeating the question gave another token. If fewer than
+    TOKENS_MIN tokens are left, return the whole answer; None if the repetition differed.
     """
     agreed = _agreed(answer.tokens, repeated.tokens)
     cut = min(agreed, usable(answer.top_k, margin_min, len(answer.tokens)))
@@ -179,9 +175,9 @@ def settled_part(answer: CanaryAnswer, repeated: CanaryAnswer, margin_min: float
 
 
 def read(chunks: Iterable[Chunk]) -> CanaryAnswer:
-    """Return what a worker's chunks say together.
+    """Return the answer that a worker's chunks add up to.
 
-    Where an engine gives text and no tokens, the text's bytes stand for tokens: they can be compared as well.
+    Where an engine returns text and no tokens, the text's bytes stand for tokens, so that they can be compared as well.
     """
     tokens: list[int] = []
     text: list[str] = []
@@ -213,7 +209,7 @@ def compare(
 ) -> GoldenDifference:
     """Compare an answer with its golden: finite, the same tokens, logprobs within `tolerance` (0.0: unchecked).
 
-    A token that differs at a near tie (a lead of at most `tie_margin`) is no difference; what follows it is not compared.
+    A token that differs at a near tie (a lead of at most `tie_margin`) is no difference; what follows is not compared.
     """
     if not answer.finite:
         return GoldenDifference("non_finite", None, "NaN or infinity among the logprobs")
@@ -240,7 +236,7 @@ def _differing(
     tolerance: float,
     tie_margin: float,
 ) -> GoldenDifference:
-    """Judge an answer whose token at position `agreed` is not the golden's."""
+    """Judge an answer that differs from the golden at position `agreed`."""
     lead = None
     if agreed < min(len(tokens), len(answer.tokens)):
         lead = margin(_at(top_k, agreed), _at(answer.top_k, agreed), tokens[agreed], answer.tokens[agreed])
@@ -265,32 +261,32 @@ def _drift(far: float, tolerance: float) -> GoldenDifference:
 
 @dataclass(slots=True)
 class ExpectedAnswer:
-    """The right answer, held against one that is still being said."""
+    """The right answer, compared with an answer while it arrives."""
 
     tokens: Sequence[int]
     top_k: Sequence[TopK] = ()
     tolerance: float = 0.0
-    _said: int = 0
-    _shown: int = 0
+    _tokens_read: int = 0
+    _logprobs_read: int = 0
 
     def departs(self, chunk: Chunk) -> bool:
-        """Take in the next chunk; say whether it shows already that the answer is wrong."""
+        """Consume the next chunk; return whether it shows already that the answer is wrong."""
         if self._as_expected(chunk):
             return False
-        due = tuple(self.tokens[self._said : self._said + len(chunk.tokens)])
-        self._said += len(chunk.tokens)
+        due = tuple(self.tokens[self._tokens_read : self._tokens_read + len(chunk.tokens)])
+        self._tokens_read += len(chunk.tokens)
         got = read((chunk,))
         shown = len(chunk.logprobs or ())
-        tops = self.top_k[self._shown : self._shown + shown]
-        self._shown += shown
+        tops = self.top_k[self._logprobs_read : self._logprobs_read + shown]
+        self._logprobs_read += shown
         if tuple(chunk.tokens) != due or not got.finite:
             return True
         far = distance(tops, got.top_k, positions=shown) if self.tolerance > 0 else None
         return far is not None and far > self.tolerance
 
     def _as_expected(self, chunk: Chunk) -> bool:
-        """Take in a chunk that is exactly what is expected, as nearly all are; otherwise change nothing."""
-        said, shown, logprobs = self._said, self._shown, chunk.logprobs or ()
+        """Consume a chunk that is exactly as expected, as nearly all are; otherwise change nothing."""
+        said, shown, logprobs = self._tokens_read, self._logprobs_read, chunk.logprobs or ()
         if list(self.tokens[said : said + len(chunk.tokens)]) != chunk.tokens:
             return False
         tops = self.top_k[shown : shown + len(logprobs)]
@@ -299,24 +295,23 @@ class ExpectedAnswer:
         for top, logprob in zip(tops, logprobs, strict=True):
             if tuple(logprob.top) != top or not math.isfinite(logprob.chosen):
                 return False
-        self._said, self._shown = said + len(chunk.tokens), shown + len(logprobs)
+        self._tokens_read, self._logprobs_read = said + len(chunk.tokens), shown + len(logprobs)
         return True
 
 
 def distance(expected: Sequence[TopK], got: Sequence[TopK], *, positions: int) -> float | None:
-    """Return the largest logprob difference over the first `positions` positions that both have; None without
-    any.
+    """Return the largest logprob difference over the first `positions` positions that both have; None if there is none.
 
-    One position beyond the agreed tokens is comparable too: the same tokens stand before it.
+    One position beyond the agreed tokens is comparable too: the same tokens precede it.
     """
     worst: float | None = None
     for one, other in zip(expected[: positions + 1], got[: positions + 1], strict=False):
         if one and other:
-            worst = max(worst or 0.0, 0.0 if one == other else _apart(one, other))
+            worst = max(worst or 0.0, 0.0 if one == other else _top_k_distance(one, other))
     return worst
 
 
-def _apart(one: TopK, other: TopK) -> float:
+def _top_k_distance(one: TopK, other: TopK) -> float:
     first, second = dict(one), dict(other)
     last_of_first, last_of_second = min(first.values()), min(second.values())
     worst = 0.0
@@ -339,7 +334,7 @@ def _agreed(tokens: Sequence[int], got: Sequence[int]) -> int:
 
 
 def _out_of_range(answer: CanaryAnswer, bounds: tuple[float, float] | None) -> str:
-    """Say how the first position's best value leaves its range; "" if it does not, or is not known."""
+    """Describe how the first position's best value leaves its range; "" if it does not, or is unknown."""
     if bounds is None or not answer.top_k or not answer.top_k[0]:
         return ""
     values = [value for _, value in answer.top_k[0]]

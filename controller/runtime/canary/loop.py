@@ -1,13 +1,13 @@
-"""Does every worker still give the right answers? Decides whom to probe, and when; the runner does the asking.
+"""The canary loop: schedules the probes of all live workers, which the runner executes.
 
-    (no probe) ── joined ──▶ join, at once, one after another until each canary was asked ──▶ scheduled, each
-    interval ▲    │ drained ──▶ (no probe) ── resumed ───────────────────────────────┤    │ half-open └──
-    trial, at once
+    (no probe) ── joined ──▶ join: at once, one after another until each canary was asked ──▶ scheduled: each interval
+    scheduled ── drained ──▶ (no probe) ── resumed ──▶ scheduled, at once
+    any of these ── breaker half-open ──▶ trial, at once
 
-Where more workers join than are probed at a time, each is let in by its first good answer, and the rest of its round is
-spread over an interval. One task per worker, so that one that hangs delays nobody else (B11), and so that two probes of one
-worker never overlap. Only the holder of the lease probes. Probes go on while a worker's breaker is open: they tell whether it
-recovers, and enough good ones acquit a convicted worker.
+If more workers join than can be probed concurrently, each is admitted by its first good answer, and the rest of its round is
+spread over an interval. There is one task per worker, so that a hung worker delays no other one (B11), and so that two
+probes of one worker never overlap. Only the holder of the lease probes. Probes continue while a worker's breaker is open: they
+show whether it recovers, and enough good ones acquit a convicted worker.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from events.observations import (
     WorkerLeft,
 )
 
-LOOK_S = 1.0  # how often it is compared who is probed and who should be
+LOOK_S = 1.0  # interval of the comparison of probed workers with those to probe
 JOIN_AGAIN_S = 2.0  # after a failed join probe; doubles up to the interval
-DECLINED_AGAIN_S = 1.0  # after a worker said that it is leaving, or full
+DECLINED_AGAIN_S = 1.0  # after a worker answered that it is leaving, or full
 
 
 class View(Protocol):
-    """What the loop needs of a FleetView."""
+    """The part of a FleetView that the loop needs."""
 
     @property
     def fleet(self) -> Fleet: ...
@@ -50,23 +50,23 @@ class View(Protocol):
 
 @dataclass(slots=True)
 class WorkerWatch:
-    """One instance of one worker, as the loop looks after it."""
+    """The probing state of one instance of one worker."""
 
     worker: str
     instance: str
     next_at: float  # monotonic
     turn: CanaryTurn
     failures: int = 0  # join probes in a row
-    trial_of: int = 0  # number of the decision whose trial was sent
+    trial_of: int = 0  # number of the decision that opened the trial sent last
     resumed: bool = False  # its resumption has been answered with a probe
-    spread: bool = False  # it has a place of its own within the interval
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: something about it has changed
+    spread: bool = False  # it has its own offset within the interval
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when its state has changed
     task: asyncio.Task[None] | None = None
-    unmarked: asyncio.Task[None] | None = None  # asks it as a user would
+    unmarked: asyncio.Task[None] | None = None  # sends unmarked questions
 
 
 class CanaryLoop:
-    """Probes every worker that lives, while its controller leads."""
+    """Probes every live worker while its controller leads."""
 
     def __init__(self, view: View, tools: Tools, settings: CanarySettings) -> None:
         self._view = view
@@ -78,26 +78,26 @@ class CanaryLoop:
         self._runner = CanaryRunner(lambda: (view.fleet, view.number), tools, settings)
         self._watches: dict[str, WorkerWatch] = {}
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._changed = asyncio.Event()  # a flag: workers came or went, or the lease did
+        self._changed = asyncio.Event()  # set when workers came or went, or the lease did
         self.sampling = self._runner.sampling
-        view.listen(self._heard)
+        view.listen(self._on_batch)
 
     def kick(self) -> None:
-        """Look again who is to be probed: the lease was won or lost."""
+        """Update the set of probed workers: the lease was won or lost."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Probe until cancelled. Looks again every second: a lease can be lost for a moment and nobody be told."""
+        """Probe until cancelled. Updates every second too: a lease can be lost for a moment without a notification."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._changed.clear()
-                self._match(group)
+                self._update_watches(group)
                 await self._pause(self._changed, LOOK_S)
 
-    # --- whom ---------------------------------------------------------------------------------------------
+    # --- selection ----------------------------------------------------------------------------------------
 
-    def _heard(self, view: Any, batch: Sequence[Recorded]) -> None:
-        if not batch:  # the view began from a snapshot
+    def _on_batch(self, view: Any, batch: Sequence[Recorded]) -> None:
+        if not batch:  # the view started from a snapshot
             self._changed.set()
         for recorded in batch:
             fact = recorded.fact
@@ -124,8 +124,8 @@ class CanaryLoop:
             watch.wake.set()
 
     def _recheck_doubted(self, canary_key: str) -> None:
-        """Ask the convicted workers of a canary key all canaries at once: one of its goldens was outvoted. Ask the worker that
-        an operator wants to record them, too."""
+        """Ask the convicted workers of a canary key all canaries at once, since one of its goldens was outvoted. Also ask the
+        worker from which an operator wants to record them."""
         fleet = self._view.fleet
         recorders = {state.moves.recorder for (key, _), state in fleet.goldens.items() if key == canary_key}
         for name, worker in fleet.workers.items():
@@ -134,7 +134,7 @@ class CanaryLoop:
                 self._recheck(name)
 
     def _learn(self, fact: CanaryPassed | CanarySlow | CanaryFailed | RequestsServed) -> None:
-        """Pass on what tells of healthy noise and of samplers, and probe at once where users' tokens are unlikely."""
+        """Pass on samples of healthy noise and of samplers; probe at once a worker with unlikely users' tokens."""
         sampling = self.sampling
         if isinstance(fact, CanaryPassed | CanarySlow):
             self._runner.learn(fact)
@@ -146,7 +146,7 @@ class CanaryLoop:
             watch.next_at = min(watch.next_at, self._clock.monotonic())
             watch.wake.set()
 
-    def _match(self, group: asyncio.TaskGroup) -> None:
+    def _update_watches(self, group: asyncio.TaskGroup) -> None:
         """Start and stop watches so that every live instance has exactly one; none without the lease."""
         fleet = self._view.fleet
         living = {name: w for name, w in fleet.workers.items() if w.alive}
@@ -163,30 +163,29 @@ class CanaryLoop:
                     self._runner.forget(name)
         for name, worker in wanted.items():
             if name not in self._watches:
-                watch = self._watches[name] = self._begin(worker)
-                watch.task = group.create_task(self._tend(watch), name=f"canary {name}")
+                watch = self._watches[name] = self._new_watch(worker)
+                watch.task = group.create_task(self._probe_loop(watch), name=f"canary {name}")
                 if self._settings.unmarked_every:
-                    watch.unmarked = group.create_task(self._tend_unmarked(watch), name=f"unmarked {name}")
+                    watch.unmarked = group.create_task(self._unmarked_loop(watch), name=f"unmarked {name}")
 
-    def _begin(self, worker: Worker) -> WorkerWatch:
-        """Return a fresh watch: a worker that was never probed is probed at once, the others are spread
-        out."""
+    def _new_watch(self, worker: Worker) -> WorkerWatch:
+        """Return a fresh watch: a worker that was never probed is due at once, the others are spread over the interval."""
         joining = worker.last_canary is None or worker.health.joining
         wait = 0.0 if joining else self._draw.uniform(0, self._settings.interval_s)
         due = self._clock.monotonic() + wait
         return WorkerWatch(worker.joined.worker, worker.joined.instance, due, CanaryTurn(first_round=joining))
 
     def _worker(self, watch: WorkerWatch) -> Worker | None:
-        """Return the watched worker as it is now; None once this life of it is over, or the lease lost."""
+        """Return the watched worker in its current state; None if this instance has ended or the lease is lost."""
         fleet = self._view.fleet
         worker = fleet.workers.get(watch.worker)
         if worker is None or worker.joined.instance != watch.instance or not worker.alive:
             return None
         return worker if self._leading() else None
 
-    # --- when ---------------------------------------------------------------------------------------------
+    # --- scheduling ---------------------------------------------------------------------------------------
 
-    async def _tend(self, watch: WorkerWatch) -> None:
+    async def _probe_loop(self, watch: WorkerWatch) -> None:
         while (check := await self._due(watch)) is not None:
             async with self._slots:
                 began = self._clock.monotonic()
@@ -196,10 +195,10 @@ class CanaryLoop:
                     return
                 joining = watch.turn.first_round
                 outcome = await self._runner.probe(worker, watch.turn, check)
-            self._plan(watch, began, outcome, joining)
+            self._schedule_next(watch, began, outcome, joining)
 
-    async def _tend_unmarked(self, watch: WorkerWatch) -> None:
-        """Ask a worker as users do, beside its canaries, at moments that it cannot foresee."""
+    async def _unmarked_loop(self, watch: WorkerWatch) -> None:
+        """Ask a worker as users do, in addition to its canaries, at moments that it cannot predict."""
         check = self._runner.unmarked
         while True:
             await self._clock.sleep(check.pause_s)
@@ -209,7 +208,7 @@ class CanaryLoop:
                     await self._runner.probe_unmarked(worker)
 
     async def _due(self, watch: WorkerWatch) -> CheckType | None:
-        """Wait until this worker is to be probed and say why; None when it need not be watched any more."""
+        """Wait until this worker is due and return the check type; None when it need not be watched any more."""
         while True:
             watch.wake.clear()
             worker = self._worker(watch)
@@ -228,8 +227,7 @@ class CanaryLoop:
             await self._pause(watch.wake, wait)
 
     def _drained(self, watch: WorkerWatch, worker: Worker) -> bool:
-        """Whether there is no use in probing it: it drains, and nobody wants it back. A resumed one is due at
-        once."""
+        """Whether probing is useless: it drains and was not resumed. A resumed worker is due at once."""
         if worker.health.status is not HealthStatus.DRAINING:
             return False
         if worker.health.exit.resumed and not watch.resumed:
@@ -238,7 +236,7 @@ class CanaryLoop:
         return not watch.resumed
 
     async def _pause(self, flag: asyncio.Event, seconds: float) -> None:
-        """Wait, but no longer than until the flag is set."""
+        """Wait until the flag is set, at most `seconds`."""
         timer = asyncio.ensure_future(self._clock.sleep(seconds))
         flagged = asyncio.ensure_future(flag.wait())
         try:
@@ -248,8 +246,8 @@ class CanaryLoop:
             flagged.cancel()
             await asyncio.gather(timer, flagged, return_exceptions=True)
 
-    def _plan(self, watch: WorkerWatch, began: float, outcome: Outcome, joining: bool) -> None:
-        """Decide when to ask next. `joining`: the first round was not over when this probe began."""
+    def _schedule_next(self, watch: WorkerWatch, began: float, outcome: Outcome, joining: bool) -> None:
+        """Schedule the next probe. `joining`: the first round was not over when this probe began."""
         interval, jitter = self._settings.interval_s, self._settings.jitter
         now = self._clock.monotonic()
         watch.next_at = max(now, began + interval * (1 + self._draw.uniform(-jitter, jitter)))
@@ -263,7 +261,7 @@ class CanaryLoop:
             watch.next_at = min(watch.next_at, now + JOIN_AGAIN_S * 2 ** min(watch.failures - 1, 16))
         elif joining and watch.turn.first_round:
             watch.failures = 0
-            crowd = self._slots.locked()  # others wait for the question that lets them in
+            crowd = self._slots.locked()  # others wait for the question that admits them
             watch.next_at = now + interval * self._draw.random() if crowd else now
         elif (worker := self._worker(watch)) is not None and self._runner.wants_samples(worker):
             watch.next_at = min(watch.next_at, max(now, began + self._settings.calibrate_every_s))
@@ -273,5 +271,5 @@ class CanaryLoop:
 
 
 def _wants_votes(fact: CanaryFailed) -> bool:
-    """Return whether a failure leaves open what the whole answer is: only that is a vote against its golden."""
+    """Return whether a failure lacks the whole answer: only that is a vote against its golden."""
     return fact.confirmed and fact.golden != "none" and not fact.whole and fact.temperature is None

@@ -1,13 +1,13 @@
-"""Asks one worker one canary, as often as it takes to be sure. Everything about a single probe lives here.
+"""One probe of one worker: sends a canary, and repeats it until the verdict is certain.
 
-The whole probe stands under one deadline, its confirmations included: a worker that freezes in mid-answer has failed as
-surely as one that never answered. Only time in which its engine is known to get on with others' work (a long prompt, a
-full batch) does not count, up to a bound: who waits in a queue has not failed. A wrong answer is asked again at once; a
-second one that is wrong beyond the tolerance confirms it (N8). Without logprobs a near tie looks like a wrong answer, so all of
-`blind_repeats` answers must be wrong. Other failures are not repeated: the next probe will.
+The whole probe has one deadline, its confirmations included: a worker that freezes in mid-answer has failed like one that never
+answered. Time in which its engine is known to make progress on other requests (a long prompt, a full batch) does not count, up to
+a bound: a queued request has not failed. A wrong answer is asked again at once; a second one that is wrong beyond the tolerance
+confirms it (N8). Without logprobs a near tie looks like a wrong answer, so all of `blind_repeats` answers must be wrong. Other
+failures are not repeated; the next probe follows anyway.
 
-A worker that says it is leaving, or that it is full until the deadline, has not failed: it is alive and has given no
-wrong answer. Such a probe says nothing (`ProbeResult.declined`); whoever is full is asked again within a second.
+A worker that answers that it is leaving, or full until the deadline, has not failed: it is alive and has given no wrong answer.
+Such a probe has no outcome (`ProbeResult.declined`); a full worker is asked again within a second.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from events.errors import HoldfastError
 from events.wire import Chunk, Generate, Sampling, without_quotes
 
 CHUNKS_MAX = 10_000  # of one answer
-LOOK_S = 0.1  # how often it is asked whether a question waits for others' work
-LATE_S = 0.02  # after which it is our own loop's lag
+LOOK_S = 0.1  # interval of the check whether a question waits for other requests
+LATE_S = 0.02  # delay above which our own loop lags
 BUSY_WAIT_S = 0.2  # before an overloaded worker is asked again
 LEAVING = ("engine_shutdown", "not_serving")
 
@@ -35,21 +35,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What asking once brought: an answer, or why there is none."""
+    """The result of one question: an answer, or the reason why there is none."""
 
     latency_ms: float
     answer: CanaryAnswer | None = None
     failure: Literal["no_response", "timeout", "exception", "non_finite"] | None = None
     detail: str = ""
-    declined: bool = False  # it would not answer: it is leaving, or full
-    waited_ms: float = 0.0  # of the latency: before the answer began, for others' work
-    engine_went_on: bool = False  # timeout: the engine answered other requests until the end
+    declined: bool = False  # the worker is leaving, or full
+    waited_ms: float = 0.0  # part of the latency before the answer began, spent on other requests
+    engine_went_on: bool = False  # timeout: the engine served other requests until the end
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a probe found. `first` is what the first question brought; `worst` the difference that it is
-    judged by."""
+    """The verdict of a probe. `first` is the result of the first question; `worst` the difference that it is judged by."""
 
     first: ProbeResult
     worst: GoldenDifference
@@ -60,20 +59,20 @@ class Verdict:
 
 @dataclass(slots=True)
 class Deadline:
-    """When a probe must be over. It moves while the worker's engine gets on with others' work, up to a bound."""
+    """The deadline of a probe. It moves while the worker's engine makes progress on other requests, up to a bound."""
 
     clock: Clock
     at: float  # monotonic
     spare_s: float = 0.0  # how far it may still move
-    moved_to: float = 0.0  # time before this has been allowed for: questions may be asked side by side
+    moved_to: float = 0.0  # earlier time is accounted for already: questions may run concurrently
 
     @property
     def left_s(self) -> float:
-        """Seconds until then; below 0 when it is over."""
+        """Seconds until the deadline; negative after it."""
         return self.at - self.clock.monotonic()
 
     def allow(self, since: float) -> None:
-        """Do not count the time from `since` until now."""
+        """Exclude the time from `since` until now."""
         now = self.clock.monotonic()
         more = min(self.spare_s, max(0.0, now - max(since, self.moved_to)))
         self.at, self.spare_s, self.moved_to = self.at + more, self.spare_s - more, now
@@ -81,18 +80,18 @@ class Deadline:
 
 @dataclass(slots=True)
 class ProbeReader:
-    """How far one question has come."""
+    """The progress of one question."""
 
     worker: str
     prompt_tokens: int
-    open: bool = False  # it is with the worker
-    begun: bool = False  # the answer has
-    waited_s: float = 0.0  # before that, for others' work
-    waits_since: float | None = None  # for others' work, by the last look
-    goes_on: bool = False  # the engine answers other requests, by the last look
+    open: bool = False  # it was sent to the worker
+    begun: bool = False  # the answer has begun
+    waited_s: float = 0.0  # time before that, spent on other requests
+    waits_since: float | None = None  # since when it has waited for other requests, at the last look
+    goes_on: bool = False  # the engine serves other requests, at the last look
 
     def look(self, prober: Prober, since: float, now: float) -> bool:
-        """Say whether the time since the last look went to others' work."""
+        """Return whether the time since the last look was spent on other requests."""
         others = prober.others_work(self.worker, self.prompt_tokens, begun=self.begun) if self.open else ""
         self.goes_on, waits = bool(others), others == "before"
         if waits and not self.begun:
@@ -101,17 +100,17 @@ class ProbeReader:
         return waits
 
     def begin(self, now: float) -> None:
-        """The answer begins."""
+        """Mark the start of the answer."""
         if not self.begun and self.waits_since is not None:
             self.waited_s += now - self.waits_since
         self.begun = True
 
 
 async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callable[[float, float], bool]) -> T:
-    """Await `work` until the deadline. Raise TimeoutError; nothing of it runs on afterwards.
+    """Await `work` until the deadline. Raise TimeoutError; `work` is cancelled on every exit.
 
-    Every LOOK_S it is asked whether the time from the last look until now went to others' work. Time by which we come too
-    late ourselves, on a machine that has too much to do, does not count either: what has been said meanwhile is not read yet.
+    Every LOOK_S, `look` is asked whether the time since the last look was spent on other requests. The lag of our own loop, on
+    an overloaded machine, does not count either: chunks that arrived meanwhile are not read yet.
     """
     clock = deadline.clock
     doing = asyncio.ensure_future(work)
@@ -120,7 +119,7 @@ async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callabl
             if deadline.left_s <= 0:
                 raise TimeoutError
             looked, wait_s = clock.monotonic(), min(deadline.left_s, LOOK_S)
-            await _either(doing, clock, wait_s)
+            await _wait_briefly(doing, clock, wait_s)
             now = clock.monotonic()
             if doing.done():
                 break
@@ -134,8 +133,8 @@ async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callabl
         await asyncio.gather(doing, return_exceptions=True)
 
 
-async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> None:
-    """Wait until it is done, or for so many seconds."""
+async def _wait_briefly(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> None:
+    """Wait until `doing` is done, at most `seconds`."""
     timer = asyncio.ensure_future(clock.sleep(seconds))
     try:
         await asyncio.wait((doing, timer), return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +144,7 @@ async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> N
 
 
 def question(canary: Canary, sampling: Sampling, *, rank: int = 0) -> Generate:
-    """Return the request that asks a canary: past the prefix cache, and no user's."""
+    """Return the request for a canary: it bypasses the prefix cache, and is marked as no user's."""
     id = codec.new_id()
     return Generate(
         stream=0,
@@ -161,7 +160,7 @@ def question(canary: Canary, sampling: Sampling, *, rank: int = 0) -> Generate:
 
 
 def unmarked_question(canary: Canary, sampling: Sampling, worker: Worker, *, rank: int = 0) -> Generate:
-    """Return the request that asks a question as a frontend would ask this worker on behalf of a user."""
+    """Return the request for a question in the form in which a frontend sends a user's request to this worker."""
     return Generate(
         stream=0,
         request=os.urandom(16).hex(),
@@ -175,7 +174,7 @@ def unmarked_question(canary: Canary, sampling: Sampling, worker: Worker, *, ran
 
 
 def greedy(canary: Canary, top_k: int) -> Sampling:
-    """Return how a canary is asked whose answer is compared token by token."""
+    """Return the sampling of a canary that is compared token by token."""
     return Sampling(
         max_tokens=canary.max_tokens, temperature=0.0, ignore_eos=not canary.configured, logprobs=top_k
     )
@@ -186,7 +185,7 @@ async def ask(
 ) -> ProbeResult:
     """Ask once, to the end of the answer, or until it departs from the expected one.
 
-    What follows then tells nothing more, and the sooner a corrupt worker is found out the better.
+    The rest would add no information, and a corrupt worker should be detected as soon as possible.
     """
     clock = deadline.clock
     began = clock.monotonic()
@@ -196,7 +195,7 @@ async def ask(
         return reader.look(prober, since, now)
 
     try:
-        asked = await within(deadline, _whole(prober, reader, request, expected, deadline), look)
+        asked = await within(deadline, _whole_answer(prober, reader, request, expected, deadline), look)
     except TimeoutError:
         asked = ProbeResult(
             0.0, failure="timeout", detail="no whole answer in time", engine_went_on=reader.goes_on
@@ -208,14 +207,14 @@ async def ask(
     return replace(asked, latency_ms=(clock.monotonic() - began) * 1000, waited_ms=reader.waited_s * 1000)
 
 
-async def _whole(
+async def _whole_answer(
     prober: Prober,
     reader: ProbeReader,
     request: Generate,
     expected: ExpectedAnswer | None,
     deadline: Deadline,
 ) -> ProbeResult:
-    """Return the whole answer; a worker that is full is asked again, as long as the deadline leaves time for it."""
+    """Return the whole answer; a full worker is asked again, as long as the deadline allows."""
     while True:
         chunks: list[Chunk] = []
         stream = prober.ask(reader.worker, request)
@@ -240,7 +239,7 @@ async def _whole(
 
 @contextlib.asynccontextmanager
 async def _closing(stream: AsyncIterator[Chunk]) -> AsyncIterator[None]:
-    """Let the prober know at once when nobody reads on, if it wants to know."""
+    """Close the stream on exit, if it can be closed, so that the prober need not read on."""
     try:
         yield
     finally:
@@ -251,7 +250,7 @@ async def _closing(stream: AsyncIterator[Chunk]) -> AsyncIterator[None]:
 
 def _result(chunks: list[Chunk], error: str | None) -> ProbeResult:
     if not chunks:
-        return ProbeResult(0.0, failure="no_response", detail="the stream ended without a word")
+        return ProbeResult(0.0, failure="no_response", detail="the stream ended without a chunk")
     if error is not None:
         if error.startswith(LEAVING):
             return ProbeResult(0.0, detail=error, declined=True)
@@ -272,18 +271,17 @@ async def ask_until_sure(
     retries: int,
     blind_repeats: int,
 ) -> Verdict:
-    """Ask, and while the answer is wrong ask again, at most `retries` times or until a second wrong answer
-    confirms.
+    """Ask, and repeat a wrong answer at most `retries` times or until a second wrong answer confirms it.
 
-    `once` asks one question; it is told whether this is a repetition. What is asked after the deadline fails
-    at once, so that the deadline holds for the whole.
+    `once` asks one question; its argument is whether this is a repetition. A question after the deadline fails at once, so the
+    deadline covers the whole.
     """
     first = await once(False)
     if first.answer is None:
         return Verdict(first, GoldenDifference(None, None, first.detail), 1, False)
     found = judge(first.answer)
     if found.blind:
-        return await _ask_blindly(once, judge, blind_repeats, first, found)
+        return await _confirm_without_logprobs(once, judge, blind_repeats, first, found)
     attempts = 1
     while found.reason in ("token_mismatch", "logit_drift") and attempts <= retries:
         again = await once(True)
@@ -295,14 +293,14 @@ async def ask_until_sure(
     return Verdict(first, found, attempts, False)
 
 
-async def _ask_blindly(
+async def _confirm_without_logprobs(
     once: Callable[[bool], Awaitable[ProbeResult]],
     judge: Callable[[CanaryAnswer], GoldenDifference],
     repeats: int,
     first: ProbeResult,
     found: GoldenDifference,
 ) -> Verdict:
-    """Confirm a wrong answer that came without logprobs: all of `repeats` answers must be wrong."""
+    """Confirm a wrong answer without logprobs: all of `repeats` answers must be wrong."""
     for attempts in range(2, repeats + 1):
         again = await once(True)
         if again.failure == "non_finite":

@@ -1,9 +1,10 @@
-"""Puts one canary to one worker and says on the journal what came of it. The canary loop decides whom and when.
+"""Sends one canary to one worker and records the outcome on the journal.
 
     golden known ───▶ check: right, slow, wrong (asked again at once), or no answer
-    golden unknown ─▶ record: an answer that repeats itself becomes the provisional golden
+    golden unknown ─▶ record: an answer that is reproduced becomes the provisional golden
 
-A candidate whose answer does not repeat itself is no canary; the next best one of the pool takes its place.
+The canary loop decides which worker is probed, and when. A candidate without a reproducible answer is not used as a canary; the
+next best one of the pool replaces it.
 """
 
 import asyncio
@@ -50,16 +51,16 @@ from events.errors import HoldfastError
 from events.observations import UNMARKED, CanaryFailed, CanaryPassed, CanarySlow, CheckType, WorkerJoined
 from events.wire import Sampling
 
-VOCABULARY_S = 30.0  # to read a tokenizer; the largest take a few seconds
+VOCABULARY_S = 30.0  # to load a tokenizer; the largest take a few seconds
 
 Outcome = Literal["passed", "failed", "nothing"]
-"""What a probe said; `nothing`: it was cut short, or the worker is leaving, or full."""
+"""The outcome of a probe; `nothing`: it was cut short, or the worker is leaving, or full."""
 
 log = structlog.get_logger(__name__)
 
 
 class CanaryRunner:
-    """Knows the canaries of every kind of worker, and what the right answers are."""
+    """Runs probes, and keeps the canary sets, calibrations and sampler checks of all kinds of workers."""
 
     def __init__(self, look: Callable[[], tuple[Fleet, int]], tools: Tools, settings: CanarySettings) -> None:
         self._look = look  # the shown fleet, and the number of the last decision in it
@@ -71,10 +72,10 @@ class CanaryRunner:
         self._calibrations: dict[str, Calibration] = {}
         self._opening = asyncio.Lock()
         self.sampling = SamplingCheck(look, tools, settings)
-        self.unmarked = UnmarkedCheck(lambda: look()[0], tools, settings, self._begin, self._once)
+        self.unmarked = UnmarkedCheck(lambda: look()[0], tools, settings, self._begin, self._ask_once)
 
     def learn(self, fact: CanaryPassed | CanarySlow) -> None:
-        """Take the distance of a passed probe, whichever controller sent it, as a sample of healthy noise."""
+        """Add the distance of a passed probe of any controller as a sample of healthy noise."""
         if fact.temperature is not None or fact.canary.endswith(UNMARKED):
             return
         worker = self._look()[0].workers.get(fact.worker)
@@ -82,7 +83,7 @@ class CanaryRunner:
             self._calibration(fact.canary_key).add(fact.distance, fact.worker)
 
     def wants_samples(self, worker: Worker) -> bool:
-        """Whether the tolerance for workers like this one is still to be calibrated, and this one can help."""
+        """Whether the tolerance for workers like this one is still to be calibrated, and this one can contribute."""
         if self._settings.tolerance is not None or worker.health.status is not HealthStatus.HEALTHY:
             return False
         return not self._calibration(worker.joined.canary_key).enough
@@ -91,7 +92,7 @@ class CanaryRunner:
         return self._calibrations.setdefault(key, open_calibration(self._settings))
 
     def forget(self, worker: str) -> None:
-        """Drop what was measured of a worker that is gone."""
+        """Drop the measurements of a worker that is gone."""
         for canary_set in self._sets.values():
             canary_set.forget((worker,))
         for calibration in self._calibrations.values():
@@ -100,8 +101,7 @@ class CanaryRunner:
         self.unmarked.forget(worker)
 
     async def probe(self, worker: Worker, turn: CanaryTurn, check: CheckType) -> Outcome:
-        """Put the next canary to `worker`; exactly one fact about it is said unless the outcome is
-        `nothing`."""
+        """Send the next canary to `worker`; record exactly one fact about it unless the outcome is `nothing`."""
         canary_set = await self._canary_set(worker.joined)
         fleet, _ = self._look()
         if canary_set.wants_ranking(fleet) and not (canary_set.lock.locked() and canary_set.canaries(fleet)):
@@ -115,15 +115,14 @@ class CanaryRunner:
         for _ in canary_set.pool:
             canary = self._next(turn, canary_set, worker)
             probing = self._begin(worker, canary_set, canary, check, turn.rank % max(1, worker.joined.dp))
-            outcome = await self._probing(probing)
+            outcome = await self._check_or_record(probing)
             if outcome is not None:
                 turn.rank += outcome == "passed"
                 return outcome
         return "failed"
 
     def _next(self, turn: CanaryTurn, canary_set: CanarySet, worker: Worker) -> Canary:
-        """Return the next canary of the round robin. Who is in doubt is not asked what nobody has answered
-        yet."""
+        """Return the next canary of the round robin. A doubtful worker gets no question that is not answered yet."""
         fleet, _ = self._look()
         canary_set.folded(fleet)
         canaries = canary_set.canaries(fleet)
@@ -137,7 +136,7 @@ class CanaryRunner:
             turn.first_round, turn.recheck = turn.first_round and left, turn.recheck and left
         else:
             dp = worker.joined.dp
-            shift = turn.number // dp if dp > 1 else 0  # each rank is to be asked each of them
+            shift = turn.number // dp if dp > 1 else 0  # so that each rank gets each canary
             canary = canaries[(turn.number + shift) % len(canaries)]
             turn.number += 1
         return canary
@@ -173,7 +172,7 @@ class CanaryRunner:
 
     # --- asking -------------------------------------------------------------------------------------------
 
-    async def _once(
+    async def _ask_once(
         self,
         probing: Probe,
         canary: Canary,
@@ -199,7 +198,7 @@ class CanaryRunner:
     async def _sample(
         self, worker: Worker, turn: CanaryTurn, canary_set: CanarySet, check: CheckType
     ) -> Outcome | None:
-        """Ask a sampled canary, if one is due and a golden tells what to expect. Return None otherwise."""
+        """Ask a sampled canary, if one is due and a golden gives the expected answer. Return None otherwise."""
         if turn.first_round or turn.recheck or not self.sampling.due(turn.sampling, worker):
             return None
         agreed = canary_set.comparable(self._look()[0])
@@ -212,11 +211,11 @@ class CanaryRunner:
         probing = self._begin(worker, canary_set, canary, check, turn.rank % max(1, worker.joined.dp))
 
         async def once(sampling: Sampling, expected: ExpectedAnswer | None, again: bool) -> ProbeResult:
-            return await self._once(probing, canary, "confirm" if again else check, expected, sampling)
+            return await self._ask_once(probing, canary, "confirm" if again else check, expected, sampling)
 
         tolerance = canary_set.tolerance(golden)
         verdict = await self.sampling.ask(worker, canary, golden, drawn, tolerance, once)
-        if verdict.first.declined or not self._stands(probing):
+        if verdict.first.declined or not self._still_valid(probing):
             return "nothing"
         if verdict.first.answer is None and not verdict.confirmed:
             return self._fail(probing, verdict, golden)
@@ -230,11 +229,11 @@ class CanaryRunner:
         return "passed"
 
     async def _rank(self, canary_set: CanarySet, worker: Worker, check: CheckType) -> Outcome | None:
-        """Ask a worker the whole pool at once, to choose from it. Return None once there is a choice."""
+        """Ask a worker the whole pool at once, to choose canaries from it. Return None once they are chosen."""
         if not canary_set.wants_ranking(self._look()[0]):
             return None  # another worker's answers have been ranked meanwhile
         probing = self._begin(worker, canary_set, canary_set.pool[0], check)
-        asked = await asyncio.gather(*(self._once(probing, canary, check) for canary in canary_set.pool))
+        asked = await asyncio.gather(*(self._ask_once(probing, canary, check) for canary in canary_set.pool))
         answers = {
             c.id: a.answer for c, a in zip(canary_set.pool, asked, strict=True) if a.answer is not None
         }
@@ -247,7 +246,7 @@ class CanaryRunner:
             )
             return None
         if canary_set.canaries(self._look()[0]):
-            return None  # the goldens that there are will do, and will say what is wrong with this worker
+            return None  # the existing goldens suffice, and will show what is wrong with this worker
         first = next((a for a in asked if a.answer is None), asked[0])
         if first.declined:
             return "nothing"
@@ -256,8 +255,8 @@ class CanaryRunner:
             probing, Verdict(first, GoldenDifference(reason, None, first.detail), 1, False), None
         )
 
-    async def _probing(self, probing: Probe) -> Outcome | None:
-        """Check or record. Return None if this canary turned out to be none."""
+    async def _check_or_record(self, probing: Probe) -> Outcome | None:
+        """Check or record. Return None if this canary turned out to be unusable."""
         fleet, _ = self._look()
         golden = probing.canary_set.golden(fleet, probing.canary)
         if golden is None and probing.canary.configured:
@@ -267,23 +266,23 @@ class CanaryRunner:
         return await self._check(probing, golden)
 
     async def _check(self, probing: Probe, golden: Golden) -> Outcome:
-        if not golden.configured:  # it may be shorter than the candidate that it was made of
+        if not golden.configured:  # it may be shorter than the candidate that it was made from
             probing = replace(probing, canary=as_agreed(golden, probing.canary))
 
         async def once(again: bool) -> ProbeResult:
             check = "confirm" if again else probing.check
-            # What contradicts a configured answer is heard to its end: it is compared with what others say. So is a
-            # convicted worker, for its whole answer is its vote; of any other the first wrong token convicts sooner.
+            # An answer that contradicts a configured one is read to its end, to be compared with other workers' answers.
+            # So is that of a convicted worker, for its whole answer is its vote. For others, the first wrong token suffices.
             heard_out = golden.configured or probing.worker.health.corrupt
             expected = None if heard_out else probing.canary_set.expected(golden)
-            return await self._once(probing, probing.canary, check, expected)
+            return await self._ask_once(probing, probing.canary, check, expected)
 
         def judge(answer: CanaryAnswer) -> GoldenDifference:
             return probing.canary_set.judge(probing.canary, golden, answer)
 
         s = self._settings
         verdict = await ask_until_sure(once, judge, s.max_retries, s.blind_repeats)
-        if verdict.first.declined or not self._stands(probing):
+        if verdict.first.declined or not self._still_valid(probing):
             return "nothing"
         if verdict.both_ways and self._is_tie(probing, verdict):
             return self._pass(probing, verdict)
@@ -292,9 +291,9 @@ class CanaryRunner:
         return self._pass(probing, verdict)
 
     async def _record(self, probing: Probe) -> Outcome | None:
-        """Ask for an answer that is not known yet, and again, unless this worker has given it for the ranking."""
-        first, before, attempts = await self._repeated(probing)
-        if first.declined or not self._stands(probing):
+        """Ask for an unknown answer twice, or once if this worker has given it for the ranking."""
+        first, before, attempts = await self._ask_repeatedly(probing)
+        if first.declined or not self._still_valid(probing):
             return "nothing"
         if first.answer is None or before is None:
             return self._fail(
@@ -303,7 +302,7 @@ class CanaryRunner:
         found = compare(first.answer, tokens=before.tokens, top_k=before.top_k, tolerance=0.0)
         part = probing.canary_set.settled_part(probing.canary, first.answer, before)
         if found.reason == "token_mismatch" and part is not None:
-            found = replace(found, reason=None)  # it can be compared up to there
+            found = replace(found, reason=None)  # the part up to there can be compared
         verdict = Verdict(first, found, attempts, found.reason == "token_mismatch")
         if found.reason == "token_mismatch" and probing.canary_set.spoil(probing.canary):
             log.info(
@@ -318,16 +317,16 @@ class CanaryRunner:
         golden = probing.canary_set.golden(self._look()[0], probing.canary)
         if golden is None:
             self._propose(probing, part)
-        elif golden.tokens != part.tokens:  # another worker has answered otherwise meanwhile
+        elif golden.tokens != part.tokens:  # another worker has given another answer meanwhile
             return await self._check(probing, golden)
         return self._pass(probing, verdict)
 
-    async def _repeated(self, probing: Probe) -> tuple[ProbeResult, CanaryAnswer | None, int]:
-        """Ask for an answer, and again; return the first, the one to compare it with, and how often it was asked.
+    async def _ask_repeatedly(self, probing: Probe) -> tuple[ProbeResult, CanaryAnswer | None, int]:
+        """Ask for an answer and repeat; return the first, the one to compare it with, and the number of questions.
 
-        Without logprobs a near tie shows only as a difference, so the answer is repeated more often, until one differs.
+        Without logprobs a near tie shows only as a difference, so the question is repeated more often, until one differs.
         """
-        first = await self._once(probing, probing.canary, probing.check)
+        first = await self._ask_once(probing, probing.canary, probing.check)
         if first.answer is None:
             return first, None, 1
         before, attempts = probing.canary_set.answer_before(probing.canary, first.answer), 1
@@ -335,7 +334,7 @@ class CanaryRunner:
         while attempts < repeats and (
             before is None or (repeats > 2 and before.tokens == first.answer.tokens)
         ):
-            again = await self._once(probing, probing.canary, "confirm")
+            again = await self._ask_once(probing, probing.canary, "confirm")
             attempts += 1
             if again.answer is None:
                 return again, None, attempts
@@ -343,16 +342,16 @@ class CanaryRunner:
         return first, before, attempts
 
     def _is_tie(self, probing: Probe, verdict: Verdict) -> bool:
-        """Whether an answer that came out both ways, without logprobs, is a near tie rather than a fault."""
+        """Whether an answer that varied, without logprobs, is a near tie rather than a fault."""
         position = verdict.worst.position
         assert position is not None
         canary_set, fleet = probing.canary_set, self._look()[0]
         return canary_set.note_flip(fleet, probing.canary, position, probing.name)
 
     async def probe_unmarked(self, worker: Worker) -> None:
-        """Ask a worker as a user would, and record what it shows. What shows nothing is not recorded."""
+        """Ask a worker as a user would, and record the finding. A result without a finding is not recorded."""
         found = await self.unmarked.examine(worker, await self._canary_set(worker.joined))
-        if found is None or not self._stands(found.probing):
+        if found is None or not self._still_valid(found.probing):
             return
         probing = found.probing
         if found.golden is None:
@@ -360,10 +359,10 @@ class CanaryRunner:
         else:
             self._fail(probing, found.verdict, found.golden)
 
-    # --- saying -------------------------------------------------------------------------------------------
+    # --- recording ----------------------------------------------------------------------------------------
 
-    def _stands(self, probing: Probe) -> bool:
-        """Whether this probe may still speak: the lease is held, and this life of the worker goes on."""
+    def _still_valid(self, probing: Probe) -> bool:
+        """Whether this probe may still be recorded: we hold the lease, and this instance of the worker lives."""
         worker = self._look()[0].workers.get(probing.name)
         same = (
             worker is not None and worker.joined.instance == probing.worker.joined.instance and worker.alive
@@ -388,7 +387,7 @@ class CanaryRunner:
         return "passed"
 
     def _fail(self, probing: Probe, verdict: Verdict, golden: Golden | None) -> Outcome:
-        if not self._stands(probing):
+        if not self._still_valid(probing):
             return "nothing"
         answer, contested = verdict.first.answer, False
         if golden is not None and answer is not None and not probing.worker.health.convicted:

@@ -1,10 +1,11 @@
-"""How likely is it that a correct sampler drew this answer? Statistics of sampled canaries. Pure functions.
+"""Statistics of sampled canaries: the probability that a correct sampler drew an answer.
 
-A sampled canary is a canary's question, asked at a temperature instead of greedily. Its greedy golden says how likely each
-token was at each position, as long as the answer follows the golden. The first token that leaves it has a p-value: the
+Pure functions.
+A sampled canary is a canary's question, asked at a temperature instead of greedily. Its greedy golden gives the probability of
+each token at each position, as long as the answer follows the golden. The first token that departs from it has a p-value: the
 probability that a correct sampler draws a token at most this likely there. What follows is not judged.
 
-One small p-value is chance. A worker is asked again, with another seed, and the p-values are combined (Fisher's method). Every
+One small p-value is chance. The worker is asked again with another seed, and the p-values are combined (Fisher's method). Every
 simplification makes p-values larger: see `surprise`.
 """
 
@@ -14,14 +15,14 @@ from dataclasses import dataclass
 
 from events.observations import TopK
 
-SURPRISE_MIN = 1e-6  # no draw counts as less likely
-UNLISTED_MIN = 1e-4  # probability of all tokens that are not listed, at least: logprobs are rounded
-TEMPERATURE_MAX = 1.0  # of a sampled canary: above it, what top-k logprobs leave out cannot be bounded
+SURPRISE_MIN = 1e-6  # lower bound of a p-value
+UNLISTED_MIN = 1e-4  # lower bound of the probability of all unlisted tokens: logprobs are rounded
+TEMPERATURE_MAX = 1.0  # of a sampled canary: above it, the weight outside the top k cannot be bounded
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How a sampled canary's tokens are drawn."""
+    """The sampling parameters of a sampled canary."""
 
     temperature: float
     top_p: float = 1.0
@@ -34,7 +35,7 @@ class SamplingParameters:
 
     @property
     def bounded(self) -> "SamplingParameters":
-        """The nearest parameters whose draws can be judged."""
+        """The nearest parameters with draws that can be judged."""
         return SamplingParameters(min(self.temperature, TEMPERATURE_MAX), self.top_p, self.top_k)
 
 
@@ -47,8 +48,8 @@ def surprise(
 ) -> float:
     """Return the p-value of an answer: 1.0 if it follows the golden as far as it goes, or cannot be judged.
 
-    The first position that differs could be any. The p-value of position i is multiplied by (i + 1)(i + 2), whose inverses
-    sum up to 1, so the smallest p-value of an answer is still a p-value.
+    The first differing position could be any. So the p-value of position i is multiplied by (i + 1)(i + 2). The inverses of
+    these factors sum up to 1, so the smallest p-value of an answer is still a p-value.
     """
     for place, (right, token) in enumerate(zip(expected, got, strict=False)):
         if right == token:
@@ -61,11 +62,10 @@ def surprise(
 
 
 def _tail(top: TopK, token: int, drawn: SamplingParameters, tolerance: float) -> float:
-    """Return at most how likely a draw is that is no likelier than `token`.
+    """Return an upper bound of the probability of drawing a token no likelier than `token`.
 
-    Tokens that are not listed are below the last one listed; at temperatures up to 1 that bounds their weight together. What
-    top-p and top-k cut off makes the rest likelier, at most by the inverse of what is kept. Logprobs may be off by the
-    tolerance.
+    Unlisted tokens are below the last one listed; at temperatures up to 1 that bounds their total weight. Cutting by top-p and
+    top-k makes the remaining tokens likelier, at most by the inverse of the share kept. Logprobs may be off by the tolerance.
     """
     power = 1 / drawn.temperature
     listed = sorted(top, key=lambda pair: -pair[1])
@@ -83,7 +83,7 @@ def _tail(top: TopK, token: int, drawn: SamplingParameters, tolerance: float) ->
 
 
 def combined(surprises: Sequence[float]) -> float:
-    """Return the p-value of independent p-values together (Fisher): the probability of so small a product by chance."""
+    """Return the combined p-value of independent p-values (Fisher): the probability of so small a product by chance."""
     exponent = -sum(math.log(max(one, SURPRISE_MIN)) for one in surprises)
     term = total = math.exp(-exponent)
     for place in range(1, len(surprises)):
@@ -93,9 +93,9 @@ def combined(surprises: Sequence[float]) -> float:
 
 
 def differ_by_chance(unlikely: int, tokens: int, peers_unlikely: int, peers_tokens: int) -> float:
-    """Return at most how likely a worker has so many unlikely tokens by chance, at its peers' share (Chernoff's bound).
+    """Return an upper bound of the probability of a worker's unlikely tokens at its peers' share (Chernoff's bound).
 
-    Unlikely tokens come in clusters, by request, so ten of them count as one.
+    Unlikely tokens are clustered by request, so ten of them count as one.
     """
     share = unlikely / tokens if tokens else 0.0
     usual = (peers_unlikely + CLUSTER) / (peers_tokens + CLUSTER)

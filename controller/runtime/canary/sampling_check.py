@@ -1,13 +1,13 @@
-"""Checks that a worker's sampler is right: one canary in N is asked at the parameters that users usually send.
+"""Checks a worker's sampler: one canary in N is asked at the sampling parameters that users send most.
 
-Greedy canaries do not see a broken sampler: it is not used at temperature 0. A sampled answer is compared with the greedy golden
-of the same question: see `sampled` for the statistics.
+Greedy canaries cannot detect a broken sampler: at temperature 0 it is not used. A sampled answer is compared with the greedy
+golden of the same question: see `sampled` for the statistics.
 
-- The first question has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, and an answer that
-  was ordinary once is ordinary without any chance. Where the engine draws otherwise with the same seed, none is sent.
+- The first question has a fixed seed. An engine that reproduces seeded draws gives the same answer each time, so an answer that
+  was ordinary once is ordinary every time. If the engine draws differently with the same seed, no seed is sent any more.
 - An unlikely answer is asked again, with other seeds, until chance is excluded (`sampled_chance`) or explains it.
-- It convicts only where the comparison itself is trusted: the golden is agreed, and at least as many workers of the model drew
-  ordinary tokens lately as unlikely ones. It never convicts the last worker in service. Otherwise `TokensUnlikely` is recorded.
+- It convicts only if the comparison itself can be trusted: the golden is agreed, and more workers of the model recently drew
+  ordinary tokens than unlikely ones. It never convicts the last worker in service. Otherwise `TokensUnlikely` is recorded.
 """
 
 from collections.abc import Awaitable, Callable
@@ -28,30 +28,30 @@ from events.fact import Fact
 from events.observations import CanaryFailed, CanaryPassed, CanarySlow, RequestsServed, TokensUnlikely
 from events.wire import Sampling
 
-SUSPECT = 0.05  # p-value of one answer from which it is asked again
+SUSPECT = 0.05  # p-value of one answer at or below which it is asked again
 ATTEMPTS_MAX = 16
 ATTEMPTS_MIN = 3  # before chance may explain an unlikely answer
 SEED = 20_260_101  # of first questions
-NOT_FINITE = SURPRISE_MIN  # p-value of an answer with a NaN: no correct sampler gives one
+NOT_FINITE = SURPRISE_MIN  # p-value of an answer with a NaN: no correct sampler returns one
 CONVICTED_EVERY = (
-    2  # one in so many canaries of a convicted worker is sampled, so that greedy ones do not acquit it
+    2  # interval of sampled canaries of a convicted worker, so that greedy ones alone do not acquit it
 )
-USERS_CHANCE = 1e-6  # that a share of unlikely tokens is reported by mistake
-ACCUSED_S = 30.0  # a reported wrong answer is folded and decided on within that
+USERS_CHANCE = 1e-6  # probability that a share of unlikely tokens is reported by mistake
+ACCUSED_S = 30.0  # within which a reported wrong answer is folded and decided on
 USERS_AGAIN_S = 600.0  # before a worker's share is reported again
 
 log = structlog.get_logger(__name__)
 
 Ask = Callable[[Sampling, ExpectedAnswer | None, bool], Awaitable[ProbeResult]]
-"""Asks the probed worker: how to draw, what to compare with while it arrives, and whether it is a repetition."""
+"""Probes the worker. Arguments: how to sample, the answer to compare with during arrival, whether it is a repetition."""
 
 
 @dataclass(slots=True)
 class SamplingTurn:
-    """When one instance was last asked a sampled canary."""
+    """The schedule of one instance's sampled canaries."""
 
     since: int = 0  # greedy canaries since then
-    number: int = 0  # of sampled ones so far
+    number: int = 0  # sampled canaries so far
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class KnownAnswers:
 
 
 class SamplingCheck:
-    """Knows which workers drew ordinary tokens lately, and judges sampled answers."""
+    """Judges sampled answers, and tracks which workers recently drew ordinary tokens."""
 
     def __init__(self, look: Callable[[], tuple[Fleet, int]], tools: Tools, settings: CanarySettings) -> None:
         self._look = look
@@ -78,7 +78,7 @@ class SamplingCheck:
         ] = {}  # by worker and instance, monotonic: of a wrong answer
         self._known: dict[str, KnownAnswers] = {}  # by canary key, question and parameters
         self._reported_at: dict[str, float] = {}  # by worker, monotonic: its share of users' tokens
-        self.wanted: set[str] = set()  # workers to ask next, because users' tokens are unlikely
+        self.wanted: set[str] = set()  # workers to probe next, because users' tokens are unlikely
 
     # --- when ---------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class SamplingCheck:
         return (usual or own).bounded
 
     def hear(self, fact: Fact) -> None:
-        """Take what the journal tells: sampled canaries of whichever controller, and users' tokens."""
+        """Record facts from the journal: sampled canaries of any controller, and users' tokens."""
         if isinstance(fact, RequestsServed):
             self._users.add(fact)
             if fact.unlikely and self._tools.leading():
@@ -109,7 +109,7 @@ class SamplingCheck:
             self._ordinary[fact.worker, fact.instance] = not isinstance(fact, CanaryFailed)
 
     def forget(self, worker: str) -> None:
-        """Drop what is known of a worker that is gone."""
+        """Drop the data of a worker that is gone."""
         self._users.forget(worker)
         self.wanted.discard(worker)
         self._reported_at.pop(worker, None)
@@ -120,7 +120,7 @@ class SamplingCheck:
     # --- users' tokens ------------------------------------------------------------------------------------
 
     def _compare(self, name: str) -> None:
-        """Compare a worker's share of unlikely tokens with its peers', and have its sampler checked if it is too large."""
+        """Compare a worker's share of unlikely tokens with its peers', and schedule a check of its sampler if it is too large."""
         worker = self._look()[0].workers.get(name)
         now = self._clock.monotonic()
         if worker is None or now - self._reported_at.get(name, -USERS_AGAIN_S) < USERS_AGAIN_S:
@@ -161,7 +161,7 @@ class SamplingCheck:
         tolerance: float,
         ask: Ask,
     ) -> Verdict:
-        """Ask a sampled canary, and again while its answers are unlikely. `confirmed`: chance is excluded."""
+        """Ask a sampled canary, and repeat it while its answers are unlikely. `confirmed`: chance is excluded."""
         known = self._known.setdefault(f"{golden.canary_key}|{canary.id}|{drawn.name}", KnownAnswers())
         first = await ask(self._sampling(canary, drawn, SEED if known.reproduced else None), None, False)
         if first.answer is None and first.failure != "non_finite":
@@ -171,7 +171,7 @@ class SamplingCheck:
             return Verdict(first, GoldenDifference(None, None), 1, False)
         surprises = [self._surprise(golden, first, drawn, tolerance)]
         chance = surprises[0]
-        while _open(chance, surprises):
+        while _undecided(chance, surprises):
             seed = self._draw.randrange(1, 2**31)
             again = await ask(self._sampling(canary, drawn, seed), ExpectedAnswer(golden.tokens), True)
             if again.answer is None and again.failure != "non_finite":
@@ -179,7 +179,7 @@ class SamplingCheck:
             surprises.append(self._surprise(golden, again, drawn, tolerance))
             chance = combined(surprises)
             if chance <= self._settings.sampled_chance / ATTEMPTS_MAX:
-                return Verdict(first, self._found(drawn, chance, surprises), len(surprises), True)
+                return Verdict(first, self._finding(drawn, chance, surprises), len(surprises), True)
         self._learn(known, tokens)
         return Verdict(first, GoldenDifference(None, None), len(surprises), False)
 
@@ -202,7 +202,7 @@ class SamplingCheck:
         return surprise(golden.top_k, golden.tokens, asked.answer.tokens, drawn, tolerance)
 
     def _learn(self, known: KnownAnswers, tokens: tuple[int, ...]) -> None:
-        """Keep an ordinary answer to the fixed seed, and whether it is always the same."""
+        """Keep an ordinary answer to the fixed seed, and track whether it is always the same."""
         if not known.reproduced or not tokens or tokens in known.answers:
             return
         if known.answers:
@@ -210,7 +210,7 @@ class SamplingCheck:
         else:
             known.answers = [tokens]
 
-    def _found(self, drawn: SamplingParameters, chance: float, surprises: list[float]) -> GoldenDifference:
+    def _finding(self, drawn: SamplingParameters, chance: float, surprises: list[float]) -> GoldenDifference:
         if all(one == NOT_FINITE for one in surprises):
             detail = f"NaN or infinity {len(surprises)} times at temperature {drawn.temperature:g}"
             return GoldenDifference("non_finite", None, detail)
@@ -220,11 +220,12 @@ class SamplingCheck:
         )
         return GoldenDifference("token_mismatch", None, detail)
 
-    # --- what follows -------------------------------------------------------------------------------------
+    # --- conviction ---------------------------------------------------------------------------------------
 
     def accuse(self, worker: str, instance: str) -> None:
-        """Note that a wrong answer of this worker was just reported. Until the fold shows what comes of it, no other worker is
-        taken out of service because this one still serves."""
+        """Record that a wrong answer of this worker was just reported.
+
+        Until the fold shows the decision on it, this worker does not count as a serving peer in `may_convict`."""
         self._accused_at[worker, instance] = self._clock.monotonic()
 
     def _accused(self, worker: Worker) -> bool:
@@ -250,7 +251,7 @@ class SamplingCheck:
         return bool(serving) and seen.count(True) >= seen.count(False) + 1
 
     def report(self, worker: Worker, canary: str, verdict: Verdict) -> None:
-        """Record that a worker's sampler is in doubt, where that does not convict it."""
+        """Record that a worker's sampler is in doubt without a conviction."""
         log.warning("tokens_unlikely", worker=worker.joined.worker, canary=canary)
         self._tools.journal.observe(
             TokensUnlikely(
@@ -267,13 +268,13 @@ class SamplingCheck:
         )
 
 
-def _open(chance: float, surprises: list[float]) -> bool:
-    """Return whether another answer is needed to tell chance from a fault."""
+def _undecided(chance: float, surprises: list[float]) -> bool:
+    """Return whether another answer is needed to distinguish chance from a fault."""
     if len(surprises) >= ATTEMPTS_MAX:
         return False
     return chance <= SUSPECT or (surprises[0] <= SUSPECT and len(surprises) < ATTEMPTS_MIN)
 
 
 def sampled_id(canary: Canary, drawn: SamplingParameters) -> str:
-    """Return the id under which a sampled canary's outcomes are recorded: no golden is kept under it."""
+    """Return the id under which a sampled canary's outcomes are recorded: no golden has it."""
     return f"{canary.id}@{drawn.name}"

@@ -1,4 +1,4 @@
-"""What the canary loop works with: ports, clock, and where its own measurements go."""
+"""Dependencies of the canary loop: ports, clock, random sources, and the meter of its measurements."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -12,24 +12,24 @@ from events.observations import CheckType
 
 
 class CanaryMeter(Protocol):
-    """Where the prober's own measurements go."""
+    """Records the prober's own measurements."""
 
     def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
-        """Count one question and how long its answer took."""
+        """Count one question and the latency of its answer."""
         ...
 
     def spent(self, worker: str, gpu_seconds: float) -> None:
-        """Count what a canary cost."""
+        """Count the cost of a canary."""
         ...
 
     def late(self, seconds: float) -> None:
-        """Say how late a probe began."""
+        """Record the delay of a probe's start."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the prober works with."""
+    """The dependencies of the prober."""
 
     journal: Journal
     prober: Prober
@@ -37,8 +37,8 @@ class Tools:
     meter: CanaryMeter
     vocabulary: Callable[[str], Awaitable[Vocabulary]]  # by a worker's `tokenizer`; raises HoldfastError
     leading: Callable[[], bool]
-    running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary's included
+    running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary included
     draw: random.Random = field(default_factory=random.Random)
     secret: random.Random = field(
         default_factory=random.SystemRandom
-    )  # what workers must not foresee: unmarked questions
+    )  # for what workers must not predict: unmarked questions

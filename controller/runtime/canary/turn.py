@@ -1,4 +1,4 @@
-"""Where a worker is in the round robin of its canaries, and what one probe of it is about."""
+"""A worker's turn in the round robin of its canaries, and one probe of it."""
 
 from dataclasses import dataclass, field
 
@@ -13,23 +13,23 @@ from events.observations import CheckType
 
 @dataclass(slots=True)
 class CanaryTurn:
-    """Where one instance is in the round robin of its canaries."""
+    """The position of one instance in the round robin of its canaries."""
 
     number: int = 0
-    rank: int = 0  # passed so far: the DP ranks are asked one after another, and one that has failed again
+    rank: int = 0  # probes passed so far: the DP ranks are probed in turn, and a failed one again
     asked: set[str] = field(default_factory=set)  # since it joined
     first_round: bool = False  # not every canary has been asked yet
     recheck: bool = False  # all canaries are asked again at once: its answers are votes on their goldens
     sampling: SamplingTurn = field(default_factory=SamplingTurn)
 
     def ask_all_again(self) -> None:
-        """Ask all canaries again at once."""
+        """Schedule all canaries again at once."""
         self.recheck, self.asked = True, set()
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One probe of one worker: everything about it that does not change meanwhile."""
+    """The fixed data of one probe of one worker."""
 
     worker: Worker
     canary_set: CanarySet
@@ -37,7 +37,7 @@ class Probe:
     check: CheckType
     probed: Probed
     deadline: Deadline
-    rank: int = 0  # the DP rank that is asked
+    rank: int = 0  # the DP rank that is probed
 
     @property
     def name(self) -> str:

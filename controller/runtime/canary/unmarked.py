@@ -1,16 +1,16 @@
-"""Compares what a worker tells users with what it tells canaries, by questions that carry no mark.
+"""Compares a worker's answers to users with its answers to canaries, by questions without a mark.
 
     a fresh question ──▶ the worker, as a user's request ──▶ a peer, marked as a canary (the worker itself if it has none)
         same answer ──▶ passed
         another one ──▶ the worker and its other peers are asked too, marked
-            most say what the user was told, or there is no majority ──▶ nothing is recorded
-            most contradict what the user was told ──▶ another fresh question; the second such answer confirms it
+            most agree with the user's answer, or there is no majority ──▶ nothing is recorded
+            most contradict the user's answer ──▶ another fresh question; the second such answer confirms it
 
-A worker that was taken over can answer marked canaries well and users wrongly. It cannot know a fresh question, so it is asked
-each one once without a mark. The marked answers are as good as canaries are: goldens check these workers all the time.
+A compromised worker can answer marked canaries correctly and users wrongly. It cannot know a fresh question, so each one is sent
+to it once without a mark. The marked answers are as trustworthy as canaries: goldens check these workers continuously.
 
-What a reader would get wrong: these questions take no canary's slot, and come at moments of their own, so that a worker cannot
-tell them by when they come. An answer that did not come, or not in time, is no evidence: the question waited among users'.
+The questions use no canary's slot and have their own random times, so that a worker cannot recognize them by their timing. A
+missing or late answer is no evidence: the question waited among users' requests.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from events.decisions import HealthStatus
 from events.observations import UNMARKED, CheckType
 from events.wire import Sampling
 
-PEERS_MAX = 8  # whose answers are compared
-VOTERS_MIN = 2  # marked answers that must agree, where the worker has peers
+PEERS_MAX = 8  # peers that are asked
+VOTERS_MIN = 2  # marked answers that must agree, if the worker has peers
 
 log = structlog.get_logger(__name__)
 
 
 class Ask(Protocol):
-    """Asks the probed worker one question, and measures it."""
+    """Sends the probed worker one question, and measures it."""
 
     async def __call__(
         self,
@@ -61,7 +61,7 @@ Begin = Callable[[Worker, CanarySet, Canary, CheckType, int], Probe]
 
 @dataclass(frozen=True, slots=True)
 class UserAnswer:
-    """What a worker answered to an unmarked question. `right`: the marked answer, where that differs."""
+    """A worker's answer to an unmarked question. `right`: the marked answer, if it differs."""
 
     result: ProbeResult
     right: CanaryAnswer | None = None
@@ -69,15 +69,15 @@ class UserAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What unmarked questions showed of a worker."""
+    """The result of unmarked questions to a worker."""
 
     probing: Probe
     verdict: Verdict
-    golden: Golden | None = None  # what the answer should have been, as an agreed golden; None: it was right
+    golden: Golden | None = None  # the right answer, as an agreed golden; None: the answer was right
 
 
 class UnmarkedCheck:
-    """Asks workers unmarked questions, and judges the answers."""
+    """Sends workers unmarked questions, and judges the answers."""
 
     def __init__(
         self, look: Callable[[], Fleet], tools: Tools, settings: CanarySettings, begin: Begin, ask: Ask
@@ -89,91 +89,91 @@ class UnmarkedCheck:
         self._ask = ask
         self._doubts: dict[
             tuple[str, str], UserAnswer
-        ] = {}  # by worker and instance: a lie of its last questions
+        ] = {}  # by worker and instance: an unconfirmed wrong answer of its last questions
 
     def forget(self, worker: str) -> None:
-        """Drop what is known of a worker that is gone."""
+        """Drop the data of a worker that is gone."""
         self._doubts = {life: doubt for life, doubt in self._doubts.items() if life[0] != worker}
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before it is looked again whether a worker is to be asked: a canary interval, more or less."""
+        """Seconds until the next check whether a worker is to be asked: a canary interval, randomised."""
         return self._settings.interval_s * self._draw.uniform(0.5, 1.5)
 
     def due(self, worker: Worker) -> bool:
-        """Return whether to ask a worker now: once in so many looks, as chance has it. A convicted one is asked more often."""
+        """Return whether to ask a worker now: at random, once in `unmarked_every` checks. A convicted one is asked more often."""
         every, health = self._settings.unmarked_every, worker.health
         if not every or not worker.joined.exact or health.joining or health.status is HealthStatus.DRAINING:
             return False
         return self._draw.random() * (min(every, CONVICTED_EVERY) if health.convicted else every) < 1
 
     async def examine(self, worker: Worker, canary_set: CanarySet) -> Examination | None:
-        """Ask a worker until it has given one right answer, or two wrong ones; None: nothing can be said.
+        """Ask a worker until it has given one right answer, or two wrong ones; None: no conclusion is possible.
 
-        A wrong answer that nothing confirmed confirms the first wrong one of the next time: a worker that lies can be careful for
-        a while after each lie.
+        An unconfirmed wrong answer is kept: it confirms the first wrong one of the next examination. For a lying worker may be
+        careful for a while after each lie.
         """
         known = [golden for golden in canary_set.goldens(self._look()) if golden.status != "retired"]
         if not known:
-            return None  # nothing tells yet whether marked answers are right
+            return None  # marked answers cannot be trusted yet
         rank = self._draw.randrange(max(1, worker.joined.dp))
         probing = self._begin(worker, canary_set, Canary("", (), 0), "scheduled", rank)
         probed = replace(probing.probed, canary=f"{known[0].canary}{UNMARKED}")
         probing, wrong, asked = replace(probing, probed=probed), list[UserAnswer](), 0
         doubt = self._doubts.pop((worker.joined.worker, worker.joined.instance), None)
         for _ in range(1 + self._settings.max_retries):
-            told = await self._told(worker, canary_set, rank)
-            if told is None:
+            answered = await self._ask_unmarked(worker, canary_set, rank)
+            if answered is None:
                 break
             asked += 1
-            if told.right is not None:
-                wrong += [doubt, told] if doubt is not None else [told]
+            if answered.right is not None:
+                wrong += [doubt, answered] if doubt is not None else [answered]
                 doubt = None
             elif not wrong:
-                return Examination(probing, Verdict(told.result, GoldenDifference(None, None), 1, False))
+                return Examination(probing, Verdict(answered.result, GoldenDifference(None, None), 1, False))
             if len(wrong) > 1:
                 break
         if len(wrong) == 1 or doubt is not None:
             self._doubts[worker.joined.worker, worker.joined.instance] = doubt or wrong[0]
-        return self._found(probing, wrong, asked) if wrong else None
+        return self._examination(probing, wrong, asked) if wrong else None
 
-    def _found(self, probing: Probe, wrong: Sequence[UserAnswer], asked: int) -> Examination:
+    def _examination(self, probing: Probe, wrong: Sequence[UserAnswer], asked: int) -> Examination:
         first = wrong[-1]
         assert first.right is not None
-        detail = f"told users another answer than canaries get: {len(wrong)} times, lately {asked} questions"
+        detail = f"answered users and canaries differently {len(wrong)} times, lately in {asked} questions"
         verdict = Verdict(
             first.result, GoldenDifference("token_mismatch", None, detail), asked, len(wrong) > 1
         )
         key, id = probing.canary_set.key, probing.probed.canary
         return Examination(probing, verdict, Golden(key, id, status="agreed", tokens=first.right.tokens))
 
-    async def _told(self, worker: Worker, canary_set: CanarySet, rank: int) -> UserAnswer | None:
-        """Ask one fresh question, and compare the answer; None: nothing can be said."""
+    async def _ask_unmarked(self, worker: Worker, canary_set: CanarySet, rank: int) -> UserAnswer | None:
+        """Ask one fresh question, and compare the answer; None: no conclusion is possible."""
         joined = worker.joined
         question = fresh_question(self._draw, canary_set.vocabulary, self._settings.tokens)
         if len(question.prompt) + question.max_tokens > joined.context_tokens:
             return None
         plain = Sampling(max_tokens=question.max_tokens)
         probing = self._begin(worker, canary_set, question, "scheduled", rank)
-        told = await self._ask(probing, question, "scheduled", None, plain, marked=False)
-        if told.answer is None:
+        result = await self._ask(probing, question, "scheduled", None, plain, marked=False)
+        if result.answer is None:
             return None
         peers = self._peers(worker)
         first, *others = peers or [worker]
-        (quick,) = await self._marked([first], canary_set, question)
-        if quick is not None and not self._contradicts(canary_set, told.answer, quick):
-            return UserAnswer(told)
-        answers = [quick, *await self._marked([worker, *others] if peers else [], canary_set, question)]
+        (quick,) = await self._ask_marked([first], canary_set, question)
+        if quick is not None and not self._contradicts(canary_set, result.answer, quick):
+            return UserAnswer(result)
+        answers = [quick, *await self._ask_marked([worker, *others] if peers else [], canary_set, question)]
         right = self._majority(canary_set, [one for one in answers if one is not None], alone=not peers)
         if right is None:
             log.warning("unmarked_undecided", worker=joined.worker, answers=len(answers))
             return None
-        return UserAnswer(told, right if self._contradicts(canary_set, told.answer, right) else None)
+        return UserAnswer(result, right if self._contradicts(canary_set, result.answer, right) else None)
 
-    async def _marked(
+    async def _ask_marked(
         self, workers: Sequence[Worker], canary_set: CanarySet, question: Canary
     ) -> list[CanaryAnswer | None]:
-        """Ask these workers a question as a canary; None where there is no answer, or none with logprobs: without them a near tie
+        """Ask these workers a question as a canary; None for a missing answer, or one without logprobs: without them a near tie
         looks like a lie."""
         sampling = Sampling(max_tokens=question.max_tokens, logprobs=self._settings.top_k)
 
@@ -186,7 +186,7 @@ class UnmarkedCheck:
         return list(await asyncio.gather(*map(ask, workers)))
 
     def _peers(self, worker: Worker) -> list[Worker]:
-        """Return workers whose answers can be compared with this one's, in any order."""
+        """Return comparable workers, in random order."""
         name, key = worker.joined.worker, worker.joined.canary_key
         peers = [
             other
@@ -201,7 +201,7 @@ class UnmarkedCheck:
     def _majority(
         self, canary_set: CanarySet, answers: Sequence[CanaryAnswer], *, alone: bool
     ) -> CanaryAnswer | None:
-        """Return the marked answer that more workers gave than any other; None without one. `alone`: there are no peers."""
+        """Return the marked answer of the largest group of workers; None if there is no single one. `alone`: no peers."""
         if alone:
             return answers[0] if answers else None
         votes = [Vote(str(n), "", one.tokens, one.top_k) for n, one in enumerate(answers)]
@@ -210,11 +210,11 @@ class UnmarkedCheck:
             return None
         return answers[int(found[0][0].worker)]
 
-    def _contradicts(self, canary_set: CanarySet, told: CanaryAnswer, right: CanaryAnswer) -> bool:
-        """Return whether two answers part elsewhere than at a near tie. One that ends sooner is compared as far as it goes."""
-        length = min(len(told.tokens), len(right.tokens))
+    def _contradicts(self, canary_set: CanarySet, answer: CanaryAnswer, right: CanaryAnswer) -> bool:
+        """Return whether two answers differ other than by a near tie. Only their common length is compared."""
+        length = min(len(answer.tokens), len(right.tokens))
         found = compare(
-            told.begin(length),
+            answer.begin(length),
             tokens=right.tokens[:length],
             top_k=right.top_k[:length],
             tolerance=0.0,

@@ -1,8 +1,7 @@
-"""What users' requests tell about samplers: the parameters that are usual, and workers whose tokens are unlikely.
-
-Frontends report both with `RequestsServed`. Logprobs are there only where clients asked for them: asking for more would change
-what engines are asked to compute. A worker whose share of unlikely tokens is beyond its peers' is no proof, so it is asked a
-sampled canary at once, which can be one.
+"""Statistics of users' requests: the usual sampling parameters, and workers with unlikely tokens.
+Frontends report both with `RequestsServed`. Logprobs exist only where clients requested them: requesting more would change what
+engines compute. A share of unlikely tokens beyond the peers' is no proof, so such a worker gets a sampled canary at once, which
+can be one.
 """
 
 from collections import Counter, deque
@@ -14,7 +13,7 @@ from events.observations import RequestsServed
 
 WINDOWS = 120  # reports kept per worker and for all parameters: ten minutes of one frontend's
 TOKENS_MIN = 200  # with logprobs, of a worker and of its peers together, before they are compared
-REQUESTS_MIN = 20  # whose parameters are known, before they count as usual
+REQUESTS_MIN = 20  # requests with known parameters, before those count as usual
 
 
 @dataclass(slots=True)
@@ -25,7 +24,7 @@ class UserTokens:
     _drawn: deque[tuple[SamplingParameters, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS))
 
     def add(self, fact: RequestsServed) -> None:
-        """Take a frontend's report."""
+        """Add a frontend's report."""
         if fact.weighed:
             kept = self._weighed.setdefault(fact.worker, deque(maxlen=WINDOWS))
             kept.append((fact.weighed, min(fact.unlikely, fact.weighed)))
@@ -33,12 +32,12 @@ class UserTokens:
             self._drawn.append((SamplingParameters(*fact.sampling), fact.count))
 
     def forget(self, worker: str) -> None:
-        """Drop the reports about a worker that is gone, or begins anew."""
+        """Drop the reports about a worker that is gone, or was replaced by a new instance."""
         self._weighed.pop(worker, None)
 
     @property
     def usual(self) -> SamplingParameters | None:
-        """The parameters that most sampled requests were sent with lately; None while too few are known."""
+        """The parameters of most recent sampled requests; None while too few are known."""
         counts: Counter[SamplingParameters] = Counter()
         for drawn, count in self._drawn:
             counts[drawn] += count
@@ -47,8 +46,8 @@ class UserTokens:
         return max(counts, key=lambda drawn: (counts[drawn], drawn.name))
 
     def compare(self, worker: str, peers: Iterable[str]) -> tuple[int, int, float, float]:
-        """Return a worker's tokens with logprobs, how many were unlikely, its peers' share of them, and how likely that is by
-        chance: 1.0 where too few are known."""
+        """Return a worker's tokens with logprobs, its unlikely ones, its peers' share of unlikely ones, and the probability of
+        the difference by chance: 1.0 if too few tokens are known."""
         tokens, unlikely = self._sum((worker,))
         others, unlikely_others = self._sum(peers)
         share = unlikely_others / others if others else 0.0

@@ -1,1 +1,1 @@
-"""Defence of one controller against compromised workers: the intake of their facts, and reports."""
+"""Defence of a controller against compromised workers: intake of their facts, and intrusion reports."""

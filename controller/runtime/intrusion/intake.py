@@ -3,13 +3,13 @@
     worker ── say.ACCOUNT.WORKER.KIND ──▶ intake ── fleet.observed.worker.WORKER.KIND ──▶ journal
            ◀── acknowledgement, or why not ──┘
 
-The broker lets an account publish only below its own `say.ACCOUNT`, so the subject proves the sender. Checked are the sender's
-budget, its reply address, the source and number (its own), the fact itself and its values. The headers are written anew: none
-that JetStream obeys (batches, expectations, expiry) comes from a worker. A fact that can never be accepted is refused for good,
-and its worker drops it; every refusal of that kind is reported with the sender's name.
+The broker lets an account publish only below its own `say.ACCOUNT`, so the subject proves the sender. The intake checks the
+sender's budget, its reply address, the fact's source and source number, the fact itself and its values. It rewrites the headers:
+no header that JetStream obeys (batches, expectations, expiry) is taken from a worker. A fact that can never be accepted is
+refused permanently, and its worker drops it; each such refusal is reported with the sender's name.
 
-All controllers of a fleet share the subjects: one that is gone is replaced by the next within a moment. Repetitions are
-recognised by the journal (their ids), and facts that overtook one another by their sender (`events.journal.publisher`).
+All controllers of a fleet share the subjects: when one is gone, another serves the next message. The journal deduplicates
+repetitions by their ids, and the sender restores the order of facts that overtook one another (`events.journal.publisher`).
 """
 
 import asyncio
@@ -41,26 +41,26 @@ UNANSWERED_MAX = 1_024  # facts that the journal has not acknowledged yet
 ACK_S = 2.0
 ACCOUNTS_MAX = 16_384
 ROLES = ("worker", "watch")
-NO_TIME = datetime(1970, 1, 1, tzinfo=UTC)  # of an event that has no place on the journal yet
+NO_TIME = datetime(1970, 1, 1, tzinfo=UTC)  # of an event that is not on the journal yet
 KINDS = frozenset(kind.kind() for kind in SAYS["worker"])
 
 log = structlog.get_logger(__name__)
 
 
 class FactRefused(HoldfastError):
-    """A worker's fact is refused for good."""
+    """A worker's fact is refused permanently."""
 
 
 class SourceForged(FactRefused):
-    """A worker's fact names another source, whose own facts readers would drop. Its sender is ejected."""
+    """A worker's fact names another process as its source, so readers would drop that process's facts. The sender is ejected."""
 
 
 class NotNow(HoldfastError):
-    """A worker's fact cannot be taken now; it is sent again."""
+    """A worker's fact cannot be accepted now; its sender repeats it."""
 
 
 class JournalEnds(Protocol):
-    """Where the journal ends."""
+    """Reports the journal's last sequence and time."""
 
     async def end(self) -> StreamEnd: ...
 
@@ -68,9 +68,9 @@ class JournalEnds(Protocol):
 def accepted(
     user: str, worker: str, kind: str, headers: bytes | None, body: bytes, bytes_max: int = 64 * KB
 ) -> Recorded:
-    """Return a worker's fact as an event without a place. Raise FactRefused or NotNow."""
+    """Return a worker's fact as an event without a position. Raise FactRefused or NotNow."""
     if worker not in workers_of(user):
-        raise FactRefused(f"speak for {worker}")
+        raise FactRefused(f"publish facts of {worker}")
     if len(body) > bytes_max:
         raise FactRefused(f"publish a fact of {len(body)} bytes")
     subject = f"{subjects.OBSERVED}.worker.{worker}.{kind}"
@@ -91,7 +91,7 @@ def accepted(
 
 
 def check_source(user: str, source: str, number: int) -> None:
-    """Raise SourceForged unless a fact's source is a process of this account, and its number one of that process's count."""
+    """Raise SourceForged unless a fact's source is a process of this account, and its number positive."""
     role, _, rest = source.partition(":")
     name, _, life = rest.rpartition(":")
     first = user.removeprefix(WORKER).partition("+")[0]
@@ -115,21 +115,21 @@ def written(event: Recorded, headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Account:
-    """One account's budgets."""
+    """The budgets of one account."""
 
     def __init__(self, limit: TrafficLimit, day: Rate, now: float) -> None:
         self._facts, self._day = TrafficBudget(limit, now), SendBudget(day, now)
         self._patience = SendBudget(limit.messages, now)  # an honest worker waits 2.5 s for an answer
 
     def excess(self, size: int, now: float) -> tuple[str, bool] | None:
-        """Return the budget that a fact exceeds, and whether its sender is ejected for that; None if it is within both."""
+        """Return the budget that a fact exceeds, and whether its sender is ejected for that; None if it exceeds none."""
         if not self._facts.take(1, size, now):
             return "its budget", not self._patience.take(1, now)
         return None if self._day.take(size, now) else ("its budget of a day", True)
 
 
 class FactIntake:
-    """Takes workers' facts in, over a broker connection of its own: a flood holds up neither the journal nor the heartbeats."""
+    """Receives workers' facts over a separate broker connection, so that a flood delays neither the journal nor heartbeats."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class FactIntake:
         now: Callable[[], float],
         budgets: ControllerBudgets | None = None,
     ) -> None:
-        """`instance_of` returns the present life of a worker, to be ejected; empty if there is none."""
+        """`instance_of` returns the current instance of a worker, to be ejected; empty if there is none."""
         budgets = budgets or ControllerBudgets()
         self._limit, self._day, self._bytes_max = (
             budgets.facts,
@@ -157,7 +157,7 @@ class FactIntake:
 
     @property
     def unanswered(self) -> int:
-        """How many facts are on their way to the journal."""
+        """Number of facts that the journal has not acknowledged yet."""
         return len(self._tasks)
 
     async def run(self, url: str, name: str) -> None:
@@ -172,7 +172,7 @@ class FactIntake:
             await connection.close()
 
     def hear(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
-        """Take one message, in the read loop."""
+        """Handle one message, in the read loop."""
         _, user, *rest = subject.decode("utf-8", "replace").split(".")
         if not self._within_budget(user, len(body) + len(headers or b"")):
             return
@@ -231,7 +231,7 @@ class FactIntake:
         self._answer(reply, answer)
 
     async def _publish(self, event: Recorded, headers: Mapping[str, str]) -> bytes:
-        """Return the journal's acknowledgement, as it is. Raise one of DISCONNECTED."""
+        """Return the journal's acknowledgement unchanged. Raise one of DISCONNECTED."""
         assert self._connection is not None
         body = codec.encode_body(event.fact)
         subject = subjects.subject(event.fact)
@@ -246,7 +246,7 @@ class FactIntake:
 
 
 def subjects_inbox(user: str) -> str:
-    """Return the subject below which an account hears its answers."""
+    """Return the subject below which an account receives its answers."""
     return f"_INBOX.{user}"
 
 

@@ -1,1 +1,1 @@
-"""The planner, running: it reads the state store, decides, says so, and has it carried out."""
+"""The planner loop: reads the state store, decides, and records and applies proposals."""

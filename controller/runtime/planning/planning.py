@@ -1,8 +1,8 @@
-"""Looks at the state store every few seconds, has the planner decide, says on the journal what is due, and has it carried out.
+"""The planner loop: reads the state store every few seconds, and records and applies proposals.
 
     state store ─▶ Planner ─▶ CapacityReported, ScaleProposed ─▶ hook ─▶ ScaleApplied
 
-Two planners that read the same decide the same: of their proposals the journal takes the first, the other reads again.
+Two planners that read the same state decide the same. The journal accepts the first proposal; the other planner reads again.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Planning:
         hook: ScaleHook | None,
         metrics: PlannerMetrics,
     ) -> None:
-        """`hook`: who carries out what is proposed, if that is no supervisor that hears of it on the journal."""
+        """`hook`: applies proposals where no supervisor reads them from the journal."""
         self._store, self._journal, self._clock = store, journal, clock
         self._settings, self._name, self._hook, self.metrics = settings, name, hook, metrics
         duties = PlannerDuties(
@@ -53,27 +53,27 @@ class Planning:
         )
         self._planner = Planner(name, settings.policy, duties)
         self.outlook: PlannerOutlook | None = None  # of the last look
-        self.why_not = "it has not looked yet"  # why there was none; empty: there was
+        self.why_not = "the planner has not read the state store yet"  # empty: there is an outlook
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Plan until cancelled."""
         while True:
             try:
                 outlook = await self.look()
                 stale = outlook.projection_age_s > self._settings.policy.stale_s
-                self._waits("the state store is behind the journal" if stale else "")
+                self._log_waiting("the state store is behind the journal" if stale else "")
             except (HoldfastError, TimeoutError) as error:
-                self._waits(str(error) or "the journal or the state store does not answer in time")
+                self._log_waiting(str(error) or "the journal or the state store does not answer in time")
             await self._clock.sleep(self._settings.every_s)
 
-    def _waits(self, why: str) -> None:
-        """Say for what the planner waits, once; empty: for nothing."""
+    def _log_waiting(self, why: str) -> None:
+        """Log what the planner waits for, once; empty: nothing."""
         if why and why != self.why_not:
             log.warning("planner_waits", why=why)
         self.why_not = why
 
     async def look(self) -> PlannerOutlook:
-        """Look once, and do what is due. Raise StoreUnavailable, JournalUnavailable or TimeoutError."""
+        """Read once, and record what is due. Raise StoreUnavailable, JournalUnavailable or TimeoutError."""
         async with asyncio.timeout(JOURNAL_S):
             last = await self._journal.last_seq()
         planner = self._planner
@@ -81,22 +81,22 @@ class Planning:
         async with asyncio.timeout(READ_S):
             read = await self._read()
         seen = planner.look(read.workers, read.position.seq, self._clock.now(), self._clock.monotonic())
-        # a season takes a second to be fitted
+        # fitting a season takes about a second
         seen = replace(seen, proposals=await asyncio.to_thread(planner.decide, seen))
         self.outlook = seen
         self._measure(seen)
-        self._tell_capacity(seen)
+        self._report_capacity(seen)
         for proposal, fact in planner.due(seen):
             await self._propose(proposal, fact)
         return seen
 
     async def _read(self) -> PlanningRead:
-        """Read what is new, and have it taken in."""
+        """Read the new events, and pass them to the planner."""
         planner = self._planner
         while True:
             since = self._clock.now() - timedelta(days=DAYS)
             read = await self._store.read_planning(planner.read, since, EVENTS_MAX)
-            if read.position.seq < planner.read:  # another journal, or one that was made anew
+            if read.position.seq < planner.read:  # another journal, or a recreated one
                 planner.forget()
                 continue
             planner.take((*read.events, *read.latest))
@@ -105,14 +105,14 @@ class Planning:
             if len(read.events) < EVENTS_MAX:
                 return read
 
-    def _tell_capacity(self, seen: PlannerOutlook) -> None:
+    def _report_capacity(self, seen: PlannerOutlook) -> None:
         for model, found in self._planner.capacities(seen).items():
             self.metrics.achievable.labels(model).set(found.achievable_rps)
             if (fact := self._planner.tells(model, found, seen)) is not None:
                 self._journal.observe(fact)
 
     async def _propose(self, proposal: Proposal, fact: ScaleProposed) -> None:
-        """Say a proposal, if nobody else was quicker, and have it carried out. Raise JournalUnavailable."""
+        """Record a proposal unless another planner was first, and apply it. Raise JournalUnavailable."""
         last = self._planner.last_proposed(proposal.model)
         after = last if last and last >= await self._journal.first_seq() else 0
         try:
@@ -140,7 +140,7 @@ class Planning:
             causation=id,
         )
 
-    # --- showing ----------------------------------------------------------------------------------------------------
+    # --- reporting --------------------------------------------------------------------------------------------------
 
     def _measure(self, outlook: PlannerOutlook) -> None:
         metrics = self.metrics
@@ -158,24 +158,24 @@ class Planning:
                 metrics.error.labels(model).set(proposal.forecast.error or 0.0)
 
     def report(self) -> dict[str, Any]:
-        """Return what /plan shows, and `holdfast plan` prints."""
+        """Return the content of /plan, which `holdfast plan` prints."""
         outlook = self.outlook
-        told: dict[str, Any] = {"planner": self._name, "mode": self._settings.mode, "waits": self.why_not}
+        header: dict[str, Any] = {"planner": self._name, "mode": self._settings.mode, "waits": self.why_not}
         if outlook is None:
-            return {**told, "models": []}
+            return {**header, "models": []}
         about = {
             "at": outlook.at.isoformat(),
             "position": outlook.position,
             "projection_age_s": round(outlook.projection_age_s, 3),
         }
         return {
-            **told,
+            **header,
             **about,
-            "models": [_told(one, outlook.views[one.model]) for one in outlook.proposals],
+            "models": [_as_json(one, outlook.views[one.model]) for one in outlook.proposals],
         }
 
 
-def _told(proposal: Proposal, view: ModelView) -> dict[str, Any]:
+def _as_json(proposal: Proposal, view: ModelView) -> dict[str, Any]:
     foreseen = proposal.forecast
     return {
         "model": proposal.model,

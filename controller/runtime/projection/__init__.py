@@ -1,1 +1,1 @@
-"""The projector: from events to rows, each event once."""
+"""The projector: projects journal events to rows, each event exactly once."""

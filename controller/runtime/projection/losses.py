@@ -1,5 +1,7 @@
-"""Does the store still hold what was projected into it? A truncated table, a lost row of the position and what an older
-backup of some tables has brought back are noticed; going on would leave a hole that nobody sees.
+"""Detects rows that the store has lost.
+
+Causes are a truncated table, a lost position row, or tables restored from an older backup. Continuing to project would leave
+an unnoticed hole.
 """
 
 from controller.ports import StateStore, StoreLost
@@ -7,11 +9,11 @@ from controller.read_model.rows import audited
 from controller.runtime.history import history
 from events.journal.port import Journal, JournalChanged
 
-READ_MAX = 1_000  # events of the journal that are looked at, at either end
+READ_MAX = 1_000  # events of the journal to check, at either end
 
 
 async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
-    """Raise StoreLost if the store lacks what it must hold; StoreUnavailable or JournalUnavailable."""
+    """Raise StoreLost if the store lacks rows that it must hold; StoreUnavailable or JournalUnavailable."""
     position, look = await store.position(), await store.look()
     lost = list(look.lost)
     last = max(look.last, position.seq - READ_MAX)
@@ -25,12 +27,12 @@ async def refuse_lost_rows(journal: Journal, store: StateStore) -> None:
 
 
 async def _lacks(journal: Journal, store: StateStore, after: int, until: int) -> bool:
-    """Say whether an event of the journal is not kept, of those that must be. A repeated one is kept under its first sequence."""
+    """Return whether the store lacks one of these events that it must hold. A repeated event is kept under its first sequence."""
     try:
         async for batch in history(journal, after, until):
             for event in batch:
                 if audited(event.fact) and await store.locate(event.id) is None:
                     return True
-    except JournalChanged:  # the journal does not begin so early any more
+    except JournalChanged:  # the journal begins later by now
         return False
     return False

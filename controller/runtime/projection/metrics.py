@@ -1,4 +1,4 @@
-"""What the projector counts."""
+"""The projector's metrics."""
 
 from prometheus_client import CollectorRegistry
 
@@ -8,18 +8,18 @@ BATCHES = (1, 2, 5, 10, 50, 100, 500, 1_000, 5_000, 10_000)
 
 
 class ProjectorMetrics(MetricTable):
-    """The projector's metrics, in a registry of the process's own."""
+    """The projector's metrics, in the registry of its process."""
 
     position = gauge("holdfast_projector_position", "Stream sequence of the last event in the state store")
-    lag = gauge("holdfast_projector_lag", "Events on the journal that the state store does not show yet")
+    lag = gauge("holdfast_projector_lag", "Journal events that are not in the state store yet")
     events = counter("holdfast_projector_events", "Events projected by this process")
     restarts = counter(
         "holdfast_projector_restarts",
-        "Times the projector began anew from the store's place, after a fault or another projector",
+        "Times the projector restarted from the store's position, after a failure or another projector",
     )
     skipped = counter(
         "holdfast_journal_skipped",
-        "Messages on the journal that are no events, and that this process has stepped over",
+        "Invalid messages on the journal that this process has skipped",
     )
     batch = histogram("holdfast_projector_batch_events", "Events per transaction", bounds=BATCHES)
 
@@ -29,7 +29,7 @@ class ProjectorMetrics(MetricTable):
         self.registry = registry
 
     def written(self, seq: int, events: int) -> None:
-        """Take in one committed batch."""
+        """Record one committed batch."""
         self.position.set(seq)
         self.events.inc(events)
         self.batch.observe(events)

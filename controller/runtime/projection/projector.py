@@ -1,14 +1,13 @@
-"""The projector: the journal, folded into the state store, each event once.
+"""The projector: folds the journal into the state store, each event exactly once.
 
     journal ── read ──▶ fold ──▶ gathered ──▶ project (one transaction) ──▶ gathered meanwhile …
 
-Reading and folding go on while the last batch is written: what has gathered by then is the next batch, so
-batches grow with the load and a lone event waits for nobody. Nothing is remembered outside the store:
-whatever goes wrong, the projector reads its position there and begins anew from it. That is what makes a kill at
-any step harmless.
+Reading and folding continue while the last batch is written, and what has gathered by then is the next batch. So batches
+grow with the load, and a single event is written without delay. The projector keeps no state outside the store: after any
+failure it reads its position there and restarts from it. That makes a kill at any step harmless.
 
-What cannot be mended by trying again is raised: a database that is ahead of the stream, or has lost rows, a stream that was
-made anew, an event of an unknown kind. Whether rows are lost is looked at before each beginning, and every half minute.
+Failures that a retry cannot fix are raised: a store that is ahead of the stream or has lost rows, a recreated stream, an event
+of an unknown kind. Lost rows are checked before each start and every 30 s.
 """
 
 import asyncio
@@ -38,26 +37,26 @@ from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
 from events.order import Order
 
-GATHER_MAX = 8_192  # events folded and not yet written; the reader waits beyond it
-GATHER_HISTORY = 4_096  # events that make a batch where nobody waits for the single one
-CHECK_S = 10.0  # how long the comparison of store and stream may take
-LOOK_EVERY_S = 30.0  # at what the store holds
+GATHER_MAX = 8_192  # events folded but not yet written; at this number the reader waits
+GATHER_HISTORY = 4_096  # events of a batch while catching up, where latency does not matter
+CHECK_S = 10.0  # deadline of the comparison of store and stream
+LOOK_EVERY_S = 30.0  # between two checks of the store for lost rows
 WRITE_S = 120.0
 WAIT_MIN_S = 0.05  # after a failure; doubles
 WAIT_MAX_S = 2.0
-YIELD_S = 1.0  # how long to leave the field to another projector
+YIELD_S = 1.0  # pause for another projector to proceed
 
 Step = Callable[[str], Awaitable[None]]
 log = structlog.get_logger()
 
 
 async def _no_step(name: str) -> None:
-    """Do nothing between two steps. Tests put an end to the projector here."""
+    """Do nothing between two steps. Tests interrupt the projector here."""
 
 
 @dataclass
 class Gathered:
-    """What has been folded and is to be written next."""
+    """Events that have been folded and are written next."""
 
     events: list[Recorded] = field(default_factory=list)
     grown: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,17 +65,17 @@ class Gathered:
 
 @dataclass
 class Progress:
-    """How far the projector is, for metrics and readiness."""
+    """The projector's progress, for metrics and readiness."""
 
     projected: int = 0  # the sequence of the last event in the rows
     batches: int = 0
     events: int = 0
     restarts: int = 0
-    connected: bool = False  # to store and journal, when last heard of
+    connected: bool = False  # to store and journal, at the last access
 
 
 class Projector:
-    """Follows a journal and keeps a store's rows at it."""
+    """Follows a journal and projects it into a store."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class Projector:
         self.progress = Progress()
 
     async def run(self) -> None:
-        """Project for ever. Raise StoreAhead, StoreLost, JournalChanged, UnknownKind or OutOfOrder: see a person."""
+        """Project until cancelled. Raise StoreAhead, StoreLost, JournalChanged, UnknownKind or OutOfOrder: operators must act."""
         wait_s = WAIT_MIN_S
         while True:
             before = self.progress.batches
@@ -101,7 +100,7 @@ class Projector:
                 await self._follow(None)
             except StoreForbidden:
                 raise
-            except StoreRefused as error:  # they were there when this process began
+            except StoreRefused as error:  # the tables existed when this process began
                 raise StoreLost(
                     f"tables are missing: {error.__cause__ or error}. {StoreLost.__doc__}"
                 ) from error
@@ -116,7 +115,7 @@ class Projector:
             self.progress.restarts += 1
 
     async def catch_up(self, until: int) -> None:
-        """Project everything up to stream sequence `until`, and return. Raise whatever goes wrong."""
+        """Project everything up to stream sequence `until`, and return. Raise any failure."""
         await self._follow(until)
 
     async def _follow(self, until: int | None) -> None:
@@ -129,10 +128,10 @@ class Projector:
             self._read(order, position, gathered, until),
             self._write(order, gathered, position.seq, until),
         ]
-        await _together(*works, *([self._look()] if until is None else []))
+        await _run_all(*works, *([self._check_losses()] if until is None else []))
 
     async def _begin(self) -> ReadPosition:
-        """Read the store's position and make sure that it lies on this stream."""
+        """Read the store's position and check that it lies on this stream."""
         await self._step("begin")
         async with asyncio.timeout(CHECK_S):
             position = await self._store.position()
@@ -142,16 +141,17 @@ class Projector:
         self.progress.connected = True
         return position
 
-    async def _look(self) -> None:
-        """Look again and again whether the store holds what was projected."""
+    async def _check_losses(self) -> None:
+        """Check periodically that the store still holds what was projected."""
         while True:
             await asyncio.sleep(self._look_every_s)
             async with asyncio.timeout(CHECK_S):
                 await refuse_lost_rows(self._journal, self._store)
 
     async def _from_snapshot(self, position: ReadPosition) -> Order[Fleet]:
-        """Return the fold to go on with: the store's, or one from the journal where that has dropped what comes next. Raise
-        StoreLost if it has dropped what the store has not projected."""
+        """Return the fold to continue: the store's, or one from the journal if that has dropped the next event after it.
+
+        Raise StoreLost if the journal has dropped events that the store has not projected."""
         snapshot = await self._store.load()
         await self._step("loaded")
         order = order_from(snapshot if snapshot is not None and _reach(snapshot) <= position.seq else None)
@@ -190,7 +190,7 @@ class Projector:
             await gathered.grown.wait()
             gathered.grown.clear()
             if not gathered.events:
-                return  # the reader has come to its end
+                return  # the reader has finished
             events, gathered.events = gathered.events, []
             gathered.taken.set()
             shown, settled = order.shown, Snapshot(order.settled, order.position, dict(order.sources))
@@ -199,11 +199,11 @@ class Projector:
                 await self._store.project(events, shown, settled, after)
             after = events[-1].seq
             await self._step("written")
-            self._account(events)
+            self._count(events)
             if until is not None and events[-1].seq >= until:
                 return
 
-    def _account(self, events: list[Recorded]) -> None:
+    def _count(self, events: list[Recorded]) -> None:
         progress = self.progress
         progress.projected = events[-1].seq
         progress.batches += 1
@@ -215,12 +215,13 @@ def _reach(snapshot: Snapshot) -> int:
     return max(snapshot.position.decided, snapshot.position.through)
 
 
-async def _together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all to their end. The first failure ends the others and is raised; a refusal before what may be tried again.
+async def _run_all(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all until one fails or all end. The first failure cancels the others and is raised; a permanent one before one that can
+    be retried.
 
-    Not a TaskGroup: in Python 3.11 a group that is cancelled in the very moment in which one of its tasks fails raises
-    only the failure, so that a caller who tries again never ends; and one that fails while it waits leaves its caller
-    marked as cancelled, so that the caller cannot tell the two apart.
+    Not a TaskGroup. In Python 3.11, if a group is cancelled in the moment in which one of its tasks fails, it raises only the
+    failure, so a caller that retries never ends. And a group that fails while it waits leaves its caller marked as cancelled,
+    so the caller cannot tell the two apart.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -1,10 +1,10 @@
-"""Do the rows of the state store say what this process believes?
+"""Checks that the rows of the state store equal this process's fold.
 
-A view and the projector fold the same journal, so at the same position they must agree. A difference there is a
-fault of ours, or somebody's hand in the database: it is reported, and the fold goes on being believed.
+A view and the projector fold the same journal, so at the same position they must agree. A difference is a bug, or a manual
+change in the database: it is reported, and the fold stays authoritative.
 
-What a reader would get wrong: the rows are nearly always a little behind the view. So the view's last states are
-kept for a while (they share what did not change), and the rows are compared with the one of their own position.
+The rows are nearly always slightly behind the view. So the view's last states are kept (they share what did not change),
+and the rows are compared with the state of their own position.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from events.fact import Recorded
 
 EVERY_S = 5.0
 READ_S = 3.0
-KEPT_MAX = 512  # states remembered
+KEPT_MAX = 512  # states kept
 
 log = structlog.get_logger(__name__)
 
@@ -42,13 +42,13 @@ class RowWatch:
         self._every_s = every_s
         self._differ = differ
         self._kept: deque[tuple[int, Fleet]] = deque(maxlen=KEPT_MAX)
-        view.listen(self._absorbed)
+        view.listen(self._on_batch)
 
-    def _absorbed(self, view: FleetView, batch: Sequence[Recorded]) -> None:
+    def _on_batch(self, view: FleetView, batch: Sequence[Recorded]) -> None:
         self._kept.append((view.seq, view.fleet))
 
     async def run(self) -> None:
-        """Compare for ever."""
+        """Compare until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             try:
@@ -56,24 +56,24 @@ class RowWatch:
             except (
                 HoldfastError,
                 TimeoutError,
-            ) as error:  # whoever only looks must not fall over what he sees
+            ) as error:  # a check must not fail the process
                 log.debug("rows_not_compared", why=str(error))
 
     async def compare(self) -> list[RowDifference] | None:
-        """Read the rows and return where they differ; None if the view was never at exactly their position."""
+        """Read the rows and return the differences; None if the view was never at exactly their position."""
         async with asyncio.timeout(READ_S):
             reading = await self._store.read_status()
         fleet = next((fleet for seq, fleet in self._kept if seq == reading.position.seq), None)
         if fleet is None or reading.position.deciders_version not in (0, DECIDERS_VERSION):
-            return None  # other deciders fold to other rows: a fleet in the middle of an upgrade
+            return None  # another version of the deciders folds to other rows: the fleet is being upgraded
         found = await asyncio.to_thread(
-            _all, fleet, reading
-        )  # a thousand workers' rows would hold up the loop
+            _differences, fleet, reading
+        )  # the rows of a thousand workers would block the loop
         for difference in found:
             log.error("rows_differ_from_the_fold", seq=reading.position.seq, difference=str(difference))
             self._differ(difference)
         return found
 
 
-def _all(fleet: Fleet, reading: RowsRead) -> list[RowDifference]:
+def _differences(fleet: Fleet, reading: RowsRead) -> list[RowDifference]:
     return list(differs_from(fleet, reading.rows))

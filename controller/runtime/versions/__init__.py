@@ -1,1 +1,1 @@
-"""Which process of a mixed fleet knows what, and what is put in force."""
+"""The versions in a mixed fleet: what each process knows, and what is put in force."""

@@ -1,11 +1,10 @@
-"""Which process knows what, and what may be put in force: the kinds of facts, and the version of the deciders.
-
+"""Tracks the kinds of facts and deciders version of each process, and puts new ones in force.
     announced by every live process for `soak_s` ──▶ put in force
     allowed by an operator ──▶ put in force at once
 
-Live processes are those that announce themselves (`events.journal.announcer`), and those of older releases, which announce
-nothing: workers by their heartbeats, frontends by their link reports, and whatever else reads the journal by its consumer on
-the stream. A process that is stopped or cut off is not seen: it stops at an unknown kind when it comes back.
+Live processes are those that announce themselves (`events.journal.announcer`), and those of older releases, which do not: workers
+are found by their heartbeats, frontends by their link reports, and other readers by their consumer on the stream. A process that
+is stopped or cut off is not seen; it stops at an unknown kind when it returns.
 """
 
 import re
@@ -19,7 +18,7 @@ import structlog
 from controller.deciders.fleet import DECIDERS_VERSION, OLDEST, Fleet, in_force
 from controller.ports import Clock
 from controller.runtime.beats import Beats
-from controller.runtime.liveness import Shown
+from controller.runtime.liveness import FleetSource
 from controller.runtime.settings import VersionSettings
 from controller.runtime.versions.known_process import KnownProcess
 from events import subjects
@@ -27,13 +26,13 @@ from events.errors import HoldfastError
 from events.nats.bus import Body, Bus
 from events.versions import ANNOUNCES_NOTHING, InForce, Known, new_kinds
 
-ANNOUNCED_S = 15.0  # an announcement older than this is no news: three were missed
+ANNOUNCED_S = 15.0  # maximum age of an announcement: three were missed
 LOOK_S = 2.0
-LISTEN_S = 12.0  # a leader that has heard for less than this does not know all processes
+LISTEN_S = 12.0  # a leader that has listened for less does not know all processes
 PROCESSES_MAX = 10_000  # remembered
 OLD_READER = re.compile(
     r"r\d+-[0-9a-f]{12}"
-).fullmatch  # consumers as releases name them that announce nothing
+).fullmatch  # consumer names of releases that do not announce themselves
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +46,7 @@ class _Announcement:
 
 
 class Readers(Protocol):
-    """What this needs of a journal."""
+    """The part of a journal that this module needs."""
 
     async def consumer_names(self) -> list[str]:
         """Return the names of the stream's consumers. Raise JournalUnavailable."""
@@ -55,11 +54,11 @@ class Readers(Protocol):
 
 
 class FleetVersions:
-    """Hears announcements, and finds out what can be put in force."""
+    """Receives announcements, and determines what can be put in force."""
 
     def __init__(
         self,
-        view: Shown,
+        view: FleetSource,
         beats: Beats,
         bus: Bus,
         journal: Readers,
@@ -69,22 +68,22 @@ class FleetVersions:
     ) -> None:
         self._view, self._beats, self._bus, self._journal = view, beats, bus, journal
         self._clock, self._settings, self._leading = clock, settings, leading
-        self._heard: dict[str, _Announcement] = {}  # by source
+        self._announcements: dict[str, _Announcement] = {}  # by source
         self._old_readers: tuple[str, ...] | None = None  # None: not known yet
         self._since: tuple[InForce, float] | None = None  # what could be put in force, and since when
         self._listening_since: float | None = None
         self._allowed: tuple[InForce, datetime | None] | None = None  # by an operator, and until when
-        self.wake: Callable[[], None] = lambda: None  # has the deciders asked at once
+        self.wake: Callable[[], None] = lambda: None  # makes the deciders settle at once
 
     async def run(self) -> None:
-        """Hear and look until cancelled."""
+        """Listen and evaluate until cancelled."""
         await self._bus.subscribe(subjects.KNOWN_ALL, self.on_known)
         while True:
             await self.look()
             await self._clock.sleep(LOOK_S)
 
     async def on_known(self, subject: str, body: Body) -> None:
-        """Absorb one announcement, and answer it with what is in force."""
+        """Record one announcement, and answer it with the kinds in force."""
         try:
             source, known = str(body["source"]), Known.of_body(body)
             workers = tuple(str(name) for name in body.get("workers", ()))
@@ -97,31 +96,31 @@ class FleetVersions:
         if subject != subjects.known(role, workers[0] if workers else name):
             log.debug("announcement_refused", subject=subject, why=f"it is about {source}")
             return
-        if left or (source not in self._heard and len(self._heard) >= PROCESSES_MAX):
-            self._heard.pop(source, None)
+        if left or (source not in self._announcements and len(self._announcements) >= PROCESSES_MAX):
+            self._announcements.pop(source, None)
             return
         process = KnownProcess(role, name, known)
-        self._heard[source] = _Announcement(self._clock.monotonic(), source, process, workers)
+        self._announcements[source] = _Announcement(self._clock.monotonic(), source, process, workers)
         if self._leading() and self._view.fleet.number:
             answer = subjects.kinds(workers[0] if workers else f"{role}-{name}")
             await self._bus.publish(answer, {"kinds": sorted(in_force(self._view.fleet).kinds)})
 
     async def look(self) -> None:
-        """Look once what every live process knows."""
+        """Determine once what every live process knows."""
         now = self._clock.monotonic()
         if not self._leading() or self._bus.since is None:
             self._listening_since = self._since = self._old_readers = None
             return
         self._listening_since = self._listening_since or now
-        for source in [s for s, heard in self._heard.items() if now - heard.at > ANNOUNCED_S]:
-            del self._heard[source]
+        for source in [s for s, heard in self._announcements.items() if now - heard.at > ANNOUNCED_S]:
+            del self._announcements[source]
         try:
             self._old_readers = tuple(sorted(filter(OLD_READER, await self._journal.consumer_names())))
         except HoldfastError as error:
             self._old_readers = None
             log.debug("consumers_not_listed", why=str(error))
-        can = self._can()
-        if can is None or can == self._now():
+        can = self._common_knowledge()
+        if can is None or can == self._in_force():
             self._since = None
         elif self._since is None or not (
             self._since[0].kinds <= can.kinds and self._since[0].deciders_version <= can.deciders_version
@@ -129,41 +128,41 @@ class FleetVersions:
             self._since = (can, now)
 
     def wish(self, fleet: Fleet) -> InForce | None:
-        """Return what is to be put in force now; None: what is."""
+        """Return what to put in force now; None: no change."""
         if not self._leading() or not fleet.number:
             return None
         now = in_force(fleet)
         if self._allowed is not None:
             allowed, until = self._allowed
-            if _more(allowed, now) and (until is None or self._clock.now() < until):
+            if _exceeds(allowed, now) and (until is None or self._clock.now() < until):
                 return allowed
             self._allowed = None
         if self._since is None or self.due_in_s() != 0:
             return None
-        return self._since[0] if _more(self._since[0], now) else None
+        return self._since[0] if _exceeds(self._since[0], now) else None
 
     def allow(self, by: str, command: str, until: datetime | None) -> InForce | None:
-        """Put everything that this release knows in force, whether every process knows it or not; None: it is in force. Nothing
-        is put in force later than `until`."""
+        """Put everything that this release knows in force, whether every process knows it or not; None: it is in force already.
+        Nothing is put in force later than `until`."""
         everything = InForce.of(
             in_force(self._view.fleet).kinds | new_kinds(), DECIDERS_VERSION, by=by, command=command
         )
-        if not _more(everything, self._now()):
+        if not _exceeds(everything, self._in_force()):
             return None
         self._allowed = (everything, until)
         self.wake()
         return everything
 
     def due_in_s(self) -> float | None:
-        """Return in how many seconds more is put in force; None: nothing is waiting for that."""
+        """Return the seconds until more is put in force; None: nothing is pending."""
         if self._since is None:
             return None
         return max(0.0, self._since[1] + self._settings.soak_s - self._clock.monotonic())
 
     def processes(self) -> list[KnownProcess]:
-        """Return every live process that is noticed, those that announce nothing last."""
-        heard = sorted((h.process for h in self._heard.values()), key=lambda p: (p.role, p.name))
-        workers = {name for h in self._heard.values() for name in (*h.workers, h.process.name)}
+        """Return every known live process, those that do not announce themselves last."""
+        heard = sorted((h.process for h in self._announcements.values()), key=lambda p: (p.role, p.name))
+        workers = {name for h in self._announcements.values() for name in (*h.workers, h.process.name)}
         frontends = {p.name for p in heard if p.role == "frontend"}
         living = self._view.fleet.workers
         old = [
@@ -179,11 +178,11 @@ class FleetVersions:
         readers = self._old_readers or ()
         return heard + old + [KnownProcess("reader", name, ANNOUNCES_NOTHING) for name in readers]
 
-    def _now(self) -> InForce:
+    def _in_force(self) -> InForce:
         return in_force(self._view.fleet)
 
-    def _can(self) -> InForce | None:
-        """Return what every live process knows; None while not all of them can have been heard."""
+    def _common_knowledge(self) -> InForce | None:
+        """Return what every live process knows; None while some may not have been heard yet."""
         heard_s = self._clock.monotonic() - (self._listening_since or self._clock.monotonic())
         if heard_s < LISTEN_S or self._old_readers is None or not self._view.fleet.number:
             return None
@@ -192,12 +191,12 @@ class FleetVersions:
             kinds &= process.known.kinds
             if process.too_old_for(version):
                 version = max(OLDEST, process.known.deciders_version)
-        now = self._now()
+        now = self._in_force()
         return InForce.of(now.kinds | kinds, max(now.deciders_version, version))
 
     def report(self) -> Mapping[str, Any]:
         """Return what `holdfast fleet versions` shows, as plain JSON values."""
-        now, ours = self._now(), InForce.of(new_kinds(), DECIDERS_VERSION)
+        now, ours = self._in_force(), InForce.of(new_kinds(), DECIDERS_VERSION)
         held = {*(ours.kinds - now.kinds)}
         shown = [
             {
@@ -227,5 +226,5 @@ class FleetVersions:
         return bool(process.lacks(ours)) or process.too_old_for(ours.deciders_version)
 
 
-def _more(wanted: InForce, now: InForce) -> bool:
+def _exceeds(wanted: InForce, now: InForce) -> bool:
     return not wanted.kinds <= now.kinds or wanted.deciders_version > now.deciders_version

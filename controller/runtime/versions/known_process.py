@@ -1,4 +1,4 @@
-"""One live process of the fleet, and what it knows."""
+"""One live process of the fleet, and the kinds and version that it knows."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class KnownProcess:
 
     @property
     def announces(self) -> bool:
-        """Whether it says what it knows."""
+        """Whether it announces what it knows."""
         return self.known is not ANNOUNCES_NOTHING
 
     def lacks(self, force: InForce) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""An operator's requests about goldens, from the check against the fleet to the workers' next answers."""
+"""An operator's requests about goldens, from their validation to the workers' next answers."""
 
 from datetime import timedelta
 from typing import Any
@@ -55,7 +55,7 @@ async def test_an_updated_worker_returns_when_its_answers_are_approved() -> None
         await world.until(lambda: world.status("w0") == "HEALTHY", 60)
 
 
-async def test_record_takes_the_named_workers_answers_whoever_else_lives() -> None:
+async def test_record_uses_the_named_workers_answers_although_others_live() -> None:
     world = World(SETTINGS)
     for name in ("w0", "w1", "w2"):
         world.join(name)
@@ -69,7 +69,7 @@ async def test_record_takes_the_named_workers_answers_whoever_else_lives() -> No
         await world.until(lambda: statuses(world) == {"agreed"}, 120)
 
 
-async def test_a_recorder_that_dies_does_not_keep_the_others_from_answering() -> None:
+async def test_after_a_recorders_death_other_workers_may_answer() -> None:
     world = World(SETTINGS)
     for name in ("w0", "w1", "w2"):
         world.join(name)
@@ -83,7 +83,7 @@ async def test_a_recorder_that_dies_does_not_keep_the_others_from_answering() ->
         await world.until(lambda: statuses(world) == {"agreed"}, 120)
 
 
-async def test_an_imported_golden_is_asked_although_its_question_is_none_of_ours() -> None:
+async def test_an_imported_golden_is_asked_although_its_question_is_not_in_the_pool() -> None:
     world = World(SETTINGS)
     world.join("w0")
     key = world.fleet.workers["w0"].joined.canary_key
@@ -102,10 +102,10 @@ async def test_an_imported_golden_is_asked_although_its_question_is_none_of_ours
         ({"act": "approve", "worker": "w0"}, "no whole answer of w0 that is not agreed"),
         ({"act": "approve", "model": "m"}, "no provisional golden"),
         ({"act": "approve", "model": "other"}, "model 'other' has no provisional golden"),
-        ({"act": "retire", "canary_key": "nope"}, "no golden that counts under 'nope'"),
+        ({"act": "retire", "canary_key": "nope"}, "no golden in use under 'nope'"),
         (
             {"act": "retire", "model": "m", "canaries": ("c",)},
-            "model 'm' has no golden of canary 'c'; there are: ",
+            "model 'm' has no golden of canary 'c'; it has: ",
         ),
         ({"act": "record", "worker": "w0", "canaries": ("c",)}, "there is no golden of canary 'c'"),
     ],
@@ -123,13 +123,13 @@ async def test_a_request_that_would_change_nothing_is_refused_and_not_recorded(
     assert not world.facts(GoldenRequested)
 
 
-async def test_a_model_with_several_canary_keys_must_be_named_by_one_of_them() -> None:
+async def test_a_model_with_several_canary_keys_requires_a_key() -> None:
     world = World(SETTINGS)
     world.join("w0")
     world.join("w1", engine_version="2")
     async with world.running():
         await world.pass_time(30)
-        with pytest.raises(NotPossible, match="under 2 canary keys: name one by --key"):
+        with pytest.raises(NotPossible, match="under 2 canary keys: select one with --key"):
             await ask(world, act="approve", model="m")
         await ask(world, act="approve", canary_key=world.fleet.workers["w1"].joined.canary_key)
     assert statuses(world) == {"provisional", "agreed"}

@@ -1,5 +1,7 @@
-"""A rolling update of weights under the same model name, where the engine does not tell: no request fails, and the updated
-workers return without a command."""
+"""A rolling update of weights under the same model name, which the engine does not report.
+
+No request fails, and the updated workers return without a command.
+"""
 
 from itertools import permutations
 from typing import Any
@@ -15,12 +17,12 @@ from events.decisions import GoldenAgreed, GoldenRetired, WeightCapped
 from events.observations import CanaryFailed
 
 SETTINGS = CanarySettings(interval_s=10)
-BETWEEN_S = 25.0  # from one server's update to the next's
-RETURNS_S = 60.0  # at most, after the new golden
+BETWEEN_S = 25.0  # between two servers' updates
+RETURNS_S = 60.0  # maximum, after the new golden
 
 
 async def fleet(count: int, settings: CanarySettings = SETTINGS, policy: FleetPolicy | None = None) -> World:
-    """A fleet that serves, with goldens that its workers agree on."""
+    """Return a serving fleet with goldens that its workers agree on."""
     world = World(settings, policy)
     for number in range(count):
         world.join(f"w{number}")
@@ -32,7 +34,7 @@ def serving(world: World) -> list[str]:
 
 
 async def watched(world: World, seconds: float) -> None:
-    """Let time pass; the model must have a serving worker at every moment."""
+    """Let time pass, and assert that a worker serves at every moment."""
     end = world.clock.monotonic() + seconds
     while world.clock.monotonic() < end:
         await world.pass_time(0.25)
@@ -44,7 +46,7 @@ def returned(world: World, *names: str) -> bool:
 
 
 @pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))], ids=str)
-async def test_a_rolling_update_of_two_or_three_servers_in_any_order_always_leaves_one_that_serves(
+async def test_a_rolling_update_of_two_or_three_servers_always_leaves_one_serving(
     order: tuple[int, ...],
 ) -> None:
     world = await fleet(len(order))
@@ -108,7 +110,7 @@ async def test_a_worker_that_agrees_with_neither_answer_is_still_convicted() -> 
     assert not world.fleet.workers["w3"].routable
 
 
-async def test_one_corrupt_worker_outvotes_nobody_however_long_it_is_asked() -> None:
+async def test_one_corrupt_worker_never_outvotes_the_others() -> None:
     world = await fleet(2)
     async with world.running():
         await world.pass_time(30)
@@ -120,7 +122,7 @@ async def test_one_corrupt_worker_outvotes_nobody_however_long_it_is_asked() -> 
 
 
 @pytest.mark.parametrize("shared", ["server", "account"])
-async def test_workers_of_one_server_or_one_broker_account_are_one_voice(shared: str) -> None:
+async def test_workers_of_one_server_or_one_broker_account_have_one_vote(shared: str) -> None:
     world = World(SETTINGS)
     for name in ("w0", "w1", "w2"):
         about: dict[str, Any] = {shared: "one"} if name != "w2" else {}
@@ -134,7 +136,7 @@ async def test_workers_of_one_server_or_one_broker_account_are_one_voice(shared:
     assert returned(world, "w2")
 
 
-async def test_new_weights_that_only_move_the_logprobs_are_agreed_as_well() -> None:
+async def test_new_weights_that_only_change_logprobs_are_agreed_as_well() -> None:
     world = await fleet(3)
     async with world.running():
         await world.pass_time(60)
@@ -147,8 +149,8 @@ async def test_new_weights_that_only_move_the_logprobs_are_agreed_as_well() -> N
         await world.until(lambda: returned(world, "w0", "w1", "w2"), 900)
 
 
-async def test_by_the_deciders_before_the_golden_stands_and_the_fleet_is_lost() -> None:
-    """What version 5 did: kept as the reason for the new rules, and for journals of that version."""
+async def test_with_deciders_version_5_the_golden_stays_and_the_fleet_is_lost() -> None:
+    """The behaviour of version 5: kept as the reason for the new rules, and for journals of that version."""
     policy = FleetPolicy(golden=GoldenPolicy(outvote=False), budget=BudgetPolicy(keep_last=False))
     world = await fleet(2, policy=policy)
     async with world.running():
@@ -161,7 +163,7 @@ async def test_by_the_deciders_before_the_golden_stands_and_the_fleet_is_lost() 
     assert not world.facts(GoldenRetired)
 
 
-async def test_the_last_serving_worker_stays_and_leaves_when_another_serves_again() -> None:
+async def test_the_last_serving_worker_is_removed_only_when_another_serves_again() -> None:
     world = await fleet(2)
     async with world.running():
         await world.pass_time(30)
@@ -170,7 +172,7 @@ async def test_the_last_serving_worker_stays_and_leaves_when_another_serves_agai
         assert not world.facts(WeightCapped)
         world.plane.workers["w1"].weights = 3
         await world.until(lambda: world.status("w1") == "UNHEALTHY", 60)
-        assert serving(world) == ["w1"]  # of the two the one that was convicted last
+        assert serving(world) == ["w1"]  # the one of the two that was convicted last
         assert world.fleet.workers["w1"].serves_suspect
         world.plane.workers["w0"].corrupt = lambda request: False
         await world.until(lambda: world.status("w0") == "HEALTHY", 300)
@@ -182,7 +184,7 @@ async def test_the_last_serving_worker_stays_and_leaves_when_another_serves_agai
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
-async def test_goldens_that_only_one_worker_has_given_do_not_stand_in_the_way(order: tuple[int, int]) -> None:
+async def test_goldens_given_by_only_one_worker_do_not_block_an_update(order: tuple[int, int]) -> None:
     """The second server is updated before every canary was asked there."""
     world = World(SETTINGS)
     world.join("w0")

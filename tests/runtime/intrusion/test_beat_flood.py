@@ -1,4 +1,4 @@
-"""Heartbeats have a budget for each worker, which counts before they are decoded. A worker that exceeds it is reported."""
+"""Heartbeats have a budget per worker, checked before decoding; a worker that exceeds it is reported."""
 
 from controller.adapters.clock import SystemClock
 from controller.runtime.beats import Beats
@@ -9,7 +9,7 @@ from events.nats.bus import MemoryBus
 AT = "2026-01-01T00:00:00+00:00"
 
 
-async def test_a_flood_of_heartbeats_is_dropped_and_reported_and_others_are_heard() -> None:
+async def test_a_flood_of_heartbeats_is_dropped_and_reported_while_others_are_heard() -> None:
     bus, floods = MemoryBus(), list[str]()
     beats = Beats(SystemClock(), traffic(1e-9, 5, 1.0, 1.0))
     beats.flooded = floods.append
@@ -17,7 +17,7 @@ async def test_a_flood_of_heartbeats_is_dropped_and_reported_and_others_are_hear
     for _ in range(8):
         await bus.publish(subjects.beat("w0"), {"worker": "w0", "instance": "i0", "at": AT})
     await bus.publish(subjects.beat("w1"), {"worker": "w1", "instance": "i1", "at": AT})
-    assert (floods, beats.bad) == (["w0"], 3), "one report, however many are dropped"
+    assert (floods, beats.bad) == (["w0"], 3), "there is one report for any number of dropped beats"
     assert set(beats.lives) == {("w0", "i0"), ("w1", "i1")}
 
 

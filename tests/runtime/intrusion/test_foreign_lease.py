@@ -1,4 +1,4 @@
-"""Bytes that no controller writes into the lease neither end it nor let another controller take it."""
+"""Bytes that no controller has written neither end a lease nor let another controller take it."""
 
 import json
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Clock:
 
 
 class OverwrittenCell(MemoryCell):
-    """Foreign bytes arrive before every renewal, as often as `left` says."""
+    """A cell into which foreign bytes arrive before every renewal, `left` times."""
 
     left = 0
 
@@ -47,7 +47,7 @@ async def test_a_leader_keeps_its_lease_when_acknowledgements_are_sent_into_it()
     assert lost == [True] and leader.foreign == len(met) == 120 and set(met) == {ACK}
 
 
-async def test_foreign_bytes_are_no_vacancy_and_no_sign_of_life() -> None:
+async def test_foreign_bytes_are_neither_a_vacancy_nor_a_renewal() -> None:
     clock, cell = Clock(), MemoryCell()
     leader, standby = (Lease(cell, name, clock) for name in ("one", "two"))  # type: ignore[arg-type]
     await leader.look()
@@ -56,10 +56,10 @@ async def test_foreign_bytes_are_no_vacancy_and_no_sign_of_life() -> None:
         cell.value, cell.revision = ACK, cell.revision + 1
         clock.at += 0.25
         await standby.look()
-        assert not standby.held, "the leader may still be there"
+        assert not standby.held, "the leader may still be alive"
     clock.at += 0.25
     await standby.look()
-    assert standby.held, "nothing was seen of the leader for its whole time"
+    assert standby.held, "the leader has not renewed for its whole time to live"
 
 
 async def test_a_controller_that_finds_foreign_bytes_waits_and_then_leads() -> None:

@@ -1,4 +1,4 @@
-"""No process is signalled but the one of the worker that registered its number."""
+"""Only the process of the worker that registered a pid is signalled under that pid."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from events.fact import Recorded
 from events.observations import Topology
 from workers.config.settings import WorkerSettings
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 SLEEPS = "import time; time.sleep(60)"
 
 
@@ -52,7 +52,7 @@ def signalled(known: Worker) -> tuple[list[int], list[Any]]:
     sent, reported = list[int](), list[Any]()
     processes = HostProcesses(
         signal=lambda pid, number: sent.append(pid),
-        report=lambda who, tried, **more: reported.append((who, tried)),
+        report=lambda account, tried, **more: reported.append((account, tried)),
     )
     try:
         processes.send(known, signal.SIGTERM)
@@ -90,7 +90,7 @@ def test_a_workers_own_process_is_signalled() -> None:
         (("--name=w1",), {}, True),
         ((), {"HOLDFAST_WORKER_NAME": "w2"}, False),
         ((), {"HOLDFAST_WORKER_NAME": "w1"}, True),
-        (("--name", "w2"), {"HOLDFAST_WORKER_NAME": "w1"}, False),  # a flag wins over the environment
+        (("--name", "w2"), {"HOLDFAST_WORKER_NAME": "w1"}, False),  # a flag overrides the environment
         ((), {}, False),  # the default name
         (("--count", "2"), {}, True),  # w0 and w1
         (("--name", "w2", "--num-workers=2"), {}, False),  # w2 and w3
@@ -112,11 +112,11 @@ def test_the_default_name_is_the_workers() -> None:
 
 @contextmanager
 def another_users_process() -> Iterator[int]:
-    """Yield the pid of a process of another user: root starts one as nobody, anybody else takes the first process."""
+    """Yield the pid of another user's process: one started under an unprivileged user as root, else the first process."""
     if os.geteuid() != 0:
         yield 1
         return
-    started = subprocess.Popen(["sleep", "60"], user=NOBODY, group=NOBODY, extra_groups=[])
+    started = subprocess.Popen(["sleep", "60"], user=UNPRIVILEGED, group=UNPRIVILEGED, extra_groups=[])
     try:
         yield started.pid
     finally:

@@ -1,4 +1,4 @@
-"""The intake takes workers' facts to the journal, each from its own account and within its budget, and nothing else."""
+"""The intake passes only workers' facts from their own account and within their budget."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,7 @@ def take(fact: Fact, *, user: str = USER, worker: str = "w0", said: bytes | None
     return accepted(user, worker, fact.kind(), head, codec.encode_body(fact))
 
 
-def test_an_honest_fact_is_taken_with_its_own_source_and_number() -> None:
+def test_an_honest_fact_is_accepted_with_its_own_source_and_number() -> None:
     event = take(LEFT)
     assert (event.fact, event.source, event.source_number) == (LEFT, "worker:w0:life", 1)
     many = replace(LEFT, worker="w2")
@@ -43,7 +43,7 @@ def test_an_honest_fact_is_taken_with_its_own_source_and_number() -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"worker": "w1"}, "speak for w1"),
+        ({"worker": "w1"}, "publish facts of w1"),
         ({"fact": replace(LEFT, worker="w1")}, "belongs on"),
         ({"source": "worker:w1:life"}, "another source"),
         ({"source": "frontend:f0:life"}, "another source"),
@@ -60,7 +60,7 @@ def test_an_honest_fact_is_taken_with_its_own_source_and_number() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_refused_for_good(said: dict[str, Any], why: str) -> None:
+def test_an_invalid_fact_is_refused_permanently(said: dict[str, Any], why: str) -> None:
     fact = said.get("fact", LEFT)
     head = headers(fact, said.get("source", "worker:w0:life"), said.get("number", 1))
     with pytest.raises(FactRefused, match=why):
@@ -74,7 +74,7 @@ def test_a_newer_workers_fact_waits_for_a_newer_controller() -> None:
         accepted(USER, "w0", "worker_dreamt", head, b"{}")
 
 
-def test_no_header_that_jetstream_obeys_comes_from_a_worker() -> None:
+def test_headers_that_jetstream_obeys_are_not_taken_from_a_worker() -> None:
     obeyed: dict[str, Any] = {
         "Nats-Batch-Id": "b",
         "Nats-Batch-Sequence": "1",
@@ -93,34 +93,32 @@ class Reports:
         self.said: list[tuple[str, str, str, str, bool]] = []
 
     def report(
-        self, who: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
+        self, account: str, tried: str, *, worker: str = "", instance: str = "", eject: bool = False
     ) -> None:
-        self.said.append((who, tried, worker, instance, eject))
+        self.said.append((account, tried, worker, instance, eject))
 
 
 async def test_a_flood_is_dropped_before_the_journal_reported_and_its_sender_ejected() -> None:
     reports, now = Reports(), [0.0]
     intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: now[0])  # type: ignore[arg-type]
     subject, size = subjects.said(USER, subjects.subject(LEFT)).encode(), 3 * 1024 * 1024
-    intake.hear(subject, b"", bytes(size), None)  # no address for an answer: refused, and counted
+    intake.hear(subject, b"", bytes(size), None)  # no reply address: refused, and counted
     assert "have an answer sent to" in reports.said[0][1]
     for _ in range(int(ControllerBudgets().facts_burst) + 2):
         intake.hear(subject, b"_INBOX.worker-w0.x.1", bytes(size), None)
-    assert not intake.unanswered, "nothing of it is on its way to the journal"
+    assert not intake.unanswered, "none of them is on the way to the journal"
     assert reports.said[1][:2] == (USER, f"publish facts beyond its budget: {size} bytes")
     assert reports.said[1][4] is False and reports.said[-1][2:] == ("w0", "w0-1", True)
 
 
 async def test_a_worker_that_floods_slowly_is_ejected_before_it_fills_the_journal() -> None:
-    """It stays within the budget of each second. In a day it publishes less than a hundredth of what the journal holds."""
+    """It stays within the budget per second, and in a day publishes less than a hundredth of the journal's capacity."""
     reports, now = Reports(), [0.0]
     intake = FactIntake(None, reports.report, lambda worker: f"{worker}-1", lambda: now[0])  # type: ignore[arg-type]
     subject, size = subjects.said(USER, subjects.subject(LEFT)).encode(), 60_000
     taken = 0
     while now[0] < 86_400.0 and not any(eject for *_, eject in reports.said):
-        intake.hear(
-            subject, b"", bytes(size), None
-        )  # without an address for an answer: counted, and not published
+        intake.hear(subject, b"", bytes(size), None)  # without a reply address: counted, and not published
         taken, now[0] = taken + size, now[0] + 0.25
     assert reports.said[-1] == (
         USER,
@@ -152,11 +150,11 @@ async def test_a_sender_that_names_another_source_is_reported_and_ejected(
     async with asyncio.timeout(10):
         while intake.unanswered:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    ((who, reason, *life),) = reports.said
-    assert who == USER and reason.startswith(tried) and life == ["w0", "w0-1", eject]
+    ((account, reason, *life),) = reports.said
+    assert account == USER and reason.startswith(tried) and life == ["w0", "w0-1", eject]
 
 
-def test_an_answer_goes_nowhere_but_to_the_sender() -> None:
+def test_an_answer_goes_only_to_the_sender() -> None:
     reports = Reports()
     intake = FactIntake(None, reports.report, lambda worker: "", lambda: 0.0)  # type: ignore[arg-type]
     for elsewhere in (

@@ -1,4 +1,7 @@
-"""A report names the broker account of the process in which a worker lives, and that account is withdrawn, whatever it has."""
+"""A report names the broker account of a worker's process, and that account is withdrawn.
+
+So it is whatever rights and however many workers the process has.
+"""
 
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from events.nats import keys
         ("w3", "worker-w3+x", "worker-w3"),
     ],
 )
-def test_a_worker_is_reported_by_an_account_that_may_speak_for_it(
+def test_a_worker_is_reported_under_an_account_that_may_publish_for_it(
     worker: str, registered: str, account: str
 ) -> None:
     assert account_of(worker, registered) == account
@@ -44,6 +47,6 @@ def test_the_account_of_a_process_of_many_workers_is_withdrawn(
     before = users.who()
     worker = "w3" if "w" in named[7:] else named[7:]
     assert users.withdraw(named, worker) == out
-    assert users.who() == before, "what the broker's log tells of them later still has their names"
+    assert users.who() == before, "later log lines about them still have their names"
     left = {"worker-w0+8", "worker-x0", "worker-x1"} - set(out)
     assert left == {name for name in keys.users(tmp_path) if name.startswith("worker-")}

@@ -1,4 +1,4 @@
-"""The leading controller puts in force what every live process has known for the soak time, or what an operator allows."""
+"""New kinds and versions are put in force after the soak time, or when an operator allows them."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -21,7 +21,7 @@ EVERYTHING = Known.ours(DECIDERS_VERSION)
 
 
 class FakeClock:
-    """A clock that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -88,7 +88,7 @@ class Watch:
 
 
 async def test_nothing_is_put_in_force_before_the_soak_time_is_over() -> None:
-    """Until then the upgrade can be rolled back: nothing that an older release does not know is on the journal."""
+    """Until then the upgrade can be rolled back: the journal holds nothing that an older release does not know."""
     watch = Watch()
     await watch.pass_(LISTEN_S + SOAK_S - 10, "controller:a:1", "frontend:f:1")
     assert watch.wish is None
@@ -103,7 +103,7 @@ async def test_nothing_is_put_in_force_before_the_soak_time_is_over() -> None:
 
 
 @pytest.mark.parametrize("what", ["worker", "frontend", "reader", "announces less"])
-async def test_a_process_that_does_not_know_everything_holds_it_back(what: str) -> None:
+async def test_a_process_that_does_not_know_everything_holds_new_kinds_back(what: str) -> None:
     watch = Watch()
     links = {"frontend": "old", "workers": {}}
     history = History().start(1)
@@ -119,7 +119,9 @@ async def test_a_process_that_does_not_know_everything_holds_it_back(what: str) 
             watch.fleet = replace(OLD, workers=living)
         await watch.pass_(1, "controller:a:1")
     wish = watch.versions.wish(watch.fleet)
-    if what == "announces less":  # it reads no decisions: it holds kinds back, and no version of the deciders
+    if (
+        what == "announces less"
+    ):  # it reads no decisions, so it holds back kinds but no version of the deciders
         assert wish is not None and not wish.kinds
     else:
         assert wish is None
@@ -136,18 +138,18 @@ async def test_a_process_that_does_not_know_everything_holds_it_back(what: str) 
     assert set(held["kinds"]) == new_kinds()
 
 
-async def test_a_rollback_begins_the_soak_time_again() -> None:
+async def test_a_rollback_restarts_the_soak_time() -> None:
     watch = Watch()
     await watch.pass_(LISTEN_S + 500, "controller:a:1", "frontend:f:1")
     await watch.announce("frontend:f:1", left=True)
     watch.beats.on_links("live.links.f", {"frontend": "f", "workers": {}})
     await watch.versions.look()
-    assert watch.versions.due_in_s() is None, "the older frontend is back"
+    assert watch.versions.due_in_s() is None, "the older frontend has returned"
     await watch.pass_(ANNOUNCED_S + 3, "controller:a:1", "frontend:f:2")
     assert (watch.versions.due_in_s() or 0) > SOAK_S - 60
 
 
-async def test_a_leader_that_cannot_list_the_readers_or_has_just_begun_raises_nothing() -> None:
+async def test_a_leader_that_cannot_list_the_readers_or_is_new_puts_nothing_in_force() -> None:
     watch = Watch()
     watch.readers = None
     await watch.pass_(LISTEN_S + SOAK_S + 60, "controller:a:1")
@@ -159,7 +161,7 @@ async def test_a_leader_that_cannot_list_the_readers_or_has_just_begun_raises_no
     await watch.pass_(1, "controller:a:1")
     watch.leads = True
     await watch.pass_(5, "controller:a:1")
-    assert watch.versions.due_in_s() is None, "another leader hears the fleet anew"
+    assert watch.versions.due_in_s() is None, "another leader must first hear the fleet"
 
 
 async def test_an_operator_allows_everything_until_the_deadline_and_once() -> None:
@@ -167,7 +169,7 @@ async def test_an_operator_allows_everything_until_the_deadline_and_once() -> No
     until = watch.clock.now()
     assert watch.versions.allow("ann", "c1", until) is not None
     watch.clock.advance(1.0)
-    assert watch.versions.wish(watch.fleet) is None, "its deadline is over"
+    assert watch.versions.wish(watch.fleet) is None, "its deadline has passed"
     wish = watch.versions.allow("ann", "c2", None)
     assert wish is not None and (wish.by, wish.command) == ("ann", "c2")
     assert watch.versions.wish(watch.fleet) == wish
@@ -187,7 +189,7 @@ async def test_the_leader_answers_an_announcement_with_what_is_in_force() -> Non
     assert len(watch.bus.said) == 2
 
 
-async def test_an_announcement_about_another_process_and_nonsense_are_refused() -> None:
+async def test_an_announcement_about_another_process_or_an_invalid_one_is_refused() -> None:
     watch = Watch()
     body = {"source": "frontend:f:1", **EVERYTHING.as_body(), "workers": [], "left": False}
     await watch.versions.on_known(subjects.known("frontend", "other"), body)
@@ -196,6 +198,6 @@ async def test_an_announcement_about_another_process_and_nonsense_are_refused() 
     assert watch.versions.processes() == []
 
 
-def test_old_fleets_decide_by_the_oldest_version_that_this_release_can() -> None:
+def test_old_fleets_decide_by_the_oldest_supported_version() -> None:
     watch = Watch()
     assert watch.versions.report()["in_force"] == {"kinds": [], "deciders_version": OLDEST}
