@@ -1,1 +1,1 @@
-"""The world behind the ports: databases, brokers, connections to workers, clocks."""
+"""Adapters of the ports: databases, brokers, connections to workers, clocks."""

@@ -1,4 +1,4 @@
-"""The AsyncAPI document of every event and of the operator's control subjects, as FastStream generates it."""
+"""Generates the AsyncAPI document of all events and control subjects, by FastStream."""
 
 import re
 from typing import Any
@@ -11,14 +11,14 @@ from controller.catalogue import entries
 from events import subjects
 from events.dead_letters import DeadLetter
 
-DESCRIPTION = """Every fact of a Holdfast fleet, and what an operator can ask for.
+DESCRIPTION = """Every fact of a Holdfast fleet, and the operator's control subjects.
 
 Facts are CloudEvents 1.0 in binary mode on the JetStream stream FLEET: the headers `ce-id` (a UUIDv7, also
 `Nats-Msg-Id`), `ce-type` (`holdfast.` and the kind), `ce-source`, `ce-time`, `source-number`, and where they apply
-`through`, `correlation`, `causation` and `traceparent`; the body is JSON. docs/events.md says what each kind promises.
-Control subjects are core NATS requests with JSON bodies; an answer with `error` is a refusal. A command has an `id` of the
-sender's own and a `deadline`, an instant by the broker's clock, which `$JS.API.STREAM.INFO.FLEET` tells as `ts`: it is
-carried out once and before that, or refused.
+`through`, `correlation`, `causation` and `traceparent`; the body is JSON. docs/events.md says what each kind guarantees.
+Control subjects are core NATS requests with JSON bodies; an answer with `error` is a refusal. A command has an `id`, chosen by
+the sender, and a `deadline`, an instant by the broker's clock, which `$JS.API.STREAM.INFO.FLEET` returns as `ts`. It is carried
+out once and before its deadline, or refused.
 """
 
 
@@ -31,13 +31,13 @@ def document() -> str:
             re.sub(r"<(\w+)>", r"{\1}", entry.subject),
             schema=entry.fact,
             title=entry.kind,
-            description=f"{entry.promise} Said by {entry.emitter}.",
+            description=f"{entry.promise} Emitted by {entry.emitter}.",
         )
     broker.publisher(
         f"{subjects.DEAD}.{{webhook}}",
         schema=DeadLetter,
         title="dead_letter",
-        description="What a webhook has not taken, on the stream DEAD_LETTERS: docs/webhooks.md. Said by the notifier.",
+        description="An event that a webhook did not accept, on stream DEAD_LETTERS: docs/webhooks.md. Emitted by the notifier.",
     )
     made: Any = AsyncAPI(broker, title="Holdfast", version="1", description=DESCRIPTION).to_specification()
     parts = (
@@ -46,7 +46,7 @@ def document() -> str:
         (made.components, "messages"),
         (made.components, "schemas"),
     )
-    for part, name in parts:  # FastStream keeps what it was told in a set: every run has another order
+    for part, name in parts:  # FastStream keeps registrations in a set, so the order differs in every run
         setattr(part, name, dict(sorted(getattr(part, name).items())))
     text: str = made.to_yaml()
     return text

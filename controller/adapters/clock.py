@@ -1,4 +1,4 @@
-"""Time: the real one, and a virtual one that moves only when a test says so."""
+"""Clocks: the system clock, and a virtual clock that tests advance."""
 
 import asyncio
 import heapq
@@ -8,21 +8,21 @@ from datetime import UTC, datetime, timedelta
 
 
 class SystemClock:
-    """The machine's own clock. Implements `controller.ports.Clock`."""
+    """The system clock. Implements `controller.ports.Clock`."""
 
     def now(self) -> datetime:
         """Return the current instant, aware and in UTC."""
         return datetime.now(UTC)
 
-    monotonic = staticmethod(time.monotonic)  # itself: a frontend asks it a dozen times for each request
+    monotonic = staticmethod(time.monotonic)  # no wrapper: called a dozen times per request
 
     async def sleep(self, seconds: float) -> None:
-        """Wait `seconds` of real time."""
+        """Sleep for `seconds` of real time."""
         await asyncio.sleep(seconds)
 
 
 class VirtualClock:
-    """A test turns it by hand. Sleepers wake in the order of their instants, not by themselves."""
+    """A clock that tests advance by hand. Sleepers wake in the order of their instants, and only then."""
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
         self._start = start
@@ -39,7 +39,7 @@ class VirtualClock:
         return self._elapsed
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until the clock has been advanced by `seconds`."""
+        """Sleep until the clock has been advanced by `seconds`."""
         if seconds <= 0:
             await asyncio.sleep(0)
             return
@@ -48,7 +48,7 @@ class VirtualClock:
         await future
 
     async def advance(self, seconds: float) -> None:
-        """Turn the clock, waking every sleeper at its own instant and letting it run before time goes on."""
+        """Advance the clock, waking each sleeper at its own instant and letting it run before time continues."""
         end = self._elapsed + seconds
         while self._sleepers and self._sleepers[0][0] <= end:
             at, _, future = heapq.heappop(self._sleepers)
@@ -61,6 +61,6 @@ class VirtualClock:
 
 
 async def _settle() -> None:
-    """Let everything run that can without time passing: ten turns reach through any chain of awaits here."""
+    """Run everything that can run without time passing: ten loop turns reach through any chain of awaits here."""
     for _ in range(10):
         await asyncio.sleep(0)

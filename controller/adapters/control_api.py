@@ -1,8 +1,8 @@
-"""The operator's control subjects over NATS, by FastStream: control.drain, .resume, .move, .restart, .status, .versions,
-.allow, .golden and .chaos.
+"""The operator's control subjects over NATS, by FastStream.
 
-Each takes a JSON object and answers with one: `says`, what was done, or `error`, why not. Every controller hears each
-request; who leads answers, and the others say nothing (`controller.runtime.commands`).
+They are control.drain, .resume, .move, .restart, .status, .versions, .allow, .golden and .chaos. Each accepts a JSON object and
+answers with one: `says`, what was done, or `error`, why it was refused. Every controller receives each request; only the leader
+answers (`controller.runtime.commands`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from events.observations import GoldenAnswer
 from events.subjects import CONTROL
 
 AT_ONCE = (
-    64  # requests on one subject that wait for who leads, or for their end; more wait in the client's queue
+    64  # requests per subject that wait for a leader or their outcome; others wait in the client's queue
 )
 RECONNECT_WAIT_S = 0.2
 STOP_WITHIN_S = 2.0
@@ -35,13 +35,13 @@ KEY_MAX = 1000
 
 Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
 LogProb = Annotated[float, Field(allow_inf_nan=False)]
-Who = Annotated[str, Field(max_length=NAME_MAX)]
+OperatorName = Annotated[str, Field(max_length=NAME_MAX)]
 
 log = structlog.get_logger(__name__)
 
 
 class OperatorControl(Control, Protocol):
-    """What an operator can ask for, rehearsals and versions included."""
+    """The operator's commands, fault injection and versions included."""
 
     async def versions(self) -> dict[str, Any]: ...
     async def allow(self, by: str, command: Command = ...) -> str: ...
@@ -60,55 +60,55 @@ class OperatorControl(Control, Protocol):
 
 
 class OperatorBody(BaseModel):
-    """What an operator sends. Unknown fields are refused: a misspelt one must not be ignored."""
+    """The body of an operator's request. Unknown fields are refused: a misspelt one must not be ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class FleetBody(OperatorBody):
-    """A command."""
+    """The common fields of all commands."""
 
     id: Annotated[str, Field(min_length=8, max_length=64, pattern=r"^[\w-]+$")] = Field(
-        description="of the sender's own making; a second command of the same id is answered as the first was, and does nothing"
+        description="chosen by the sender; a second command with the same id gets the first one's answer, and does nothing"
     )
     deadline: AwareDatetime = Field(
-        description="until when it may be carried out, by the broker's clock; at most 60 s away"
+        description="until when the command may be carried out, by the broker's clock; at most 60 s ahead"
     )
-    by: Who = ""
+    by: OperatorName = ""
 
     def command(self, verb: str) -> Command:
-        """Return what it is known by."""
+        """Return the command's identity."""
         return Command(self.id, self.deadline, verb, "", self.by)
 
 
 class CommandBody(FleetBody):
-    """A command, about one worker."""
+    """The common fields of commands about one worker."""
 
     worker: Name
 
     def command(self, verb: str) -> Command:
-        """Return what it is known by."""
+        """Return the command's identity."""
         return Command(self.id, self.deadline, verb, self.worker, self.by)
 
 
 class DrainBody(CommandBody):
-    """Let a worker finish what it runs, and give it nothing new."""
+    """Let a worker finish what it runs, and send it no new requests."""
 
     deadline_s: float | None = Field(default=None, gt=0, le=86_400)
 
 
 class ResumeBody(CommandBody):
-    """Take a drained worker back, after its next good canary."""
+    """Return a drained worker to service after its next good canary."""
 
 
 class MoveBody(CommandBody):
-    """Move a worker's running requests elsewhere, to the worker `to` or to whoever suits best; it goes on taking new ones."""
+    """Move a worker's running requests to the worker `to`, or to the best one; it continues to accept new requests."""
 
     to: Annotated[str, Field(max_length=NAME_MAX)] = ""
 
 
 class RestartBody(CommandBody):
-    """Let a worker shut down in good order; whoever supervises it starts its successor."""
+    """Shut a worker down gracefully; its supervisor starts the next instance."""
 
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -117,8 +117,8 @@ Key = Annotated[str, Field(max_length=KEY_MAX)]
 
 
 class AnswerBody(OperatorBody):
-    """A golden: the question's tokens, and the tokens and logprobs of the right answer. `asked`: how many tokens the question
-    asks for, 0 for as many as the answer has. `tolerance`: of one logprob, 0 to compare tokens only."""
+    """A golden: the question's tokens, and the tokens and logprobs of the right answer. `asked`: the number of tokens that the
+    question asks for; 0: as many as the answer has. `tolerance`: of one logprob; 0: compare tokens only."""
 
     canary: Name
     prompt: Annotated[tuple[Token, ...], Field(min_length=1, max_length=65_536)]
@@ -128,13 +128,13 @@ class AnswerBody(OperatorBody):
     asked: int = Field(default=0, ge=0, le=4096)
 
     def answer(self) -> GoldenAnswer:
-        """Return it as the journal has it."""
+        """Return the answer in the journal's form."""
         return GoldenAnswer(**self.model_dump())
 
 
 class GoldenBody(FleetBody):
-    """Approve goldens, retire them, or have a worker record them anew. They are named by a worker, a canary key or a model, and
-    perhaps by canaries. `answers`: the goldens to approve, under `canary_key`, instead of what workers have answered."""
+    """Approve goldens, retire them, or let a worker record them again. They are selected by a worker, a canary key or a model,
+    and optionally by canaries. `answers`: the goldens to approve, under `canary_key`, instead of the workers' answers."""
 
     act: Literal["approve", "retire", "record"]
     worker: Annotated[str, Field(max_length=NAME_MAX)] = ""
@@ -146,17 +146,17 @@ class GoldenBody(FleetBody):
     @model_validator(mode="after")
     def _named(self) -> "GoldenBody":
         if self.act == "record" and not self.worker:
-            raise ValueError("record takes a worker")
+            raise ValueError("record requires a worker")
         if self.act == "retire" and self.worker:
-            raise ValueError("retire takes a canary key or a model, no worker")
+            raise ValueError("retire accepts a canary key or a model, but no worker")
         if not (self.worker or self.canary_key or self.model):
-            raise ValueError("name a worker, a canary key or a model")
+            raise ValueError("one of worker, canary_key and model is required")
         if self.answers and (self.act != "approve" or self.worker or not self.canary_key):
-            raise ValueError("answers are approved under a canary key")
+            raise ValueError("answers are only accepted with act=approve and a canary_key, without a worker")
         return self
 
     def wish(self) -> GoldenWish:
-        """Return what is wanted."""
+        """Return the request about goldens."""
         answers = tuple(body.answer() for body in self.answers)
         return GoldenWish(
             act=self.act, worker=self.worker, canary_key=self.canary_key, model=self.model,
@@ -165,21 +165,21 @@ class GoldenBody(FleetBody):
 
 
 class AllowBody(FleetBody):
-    """Use everything that the leading controller knows, although a process of the fleet does not know it."""
+    """Put everything that the leading controller knows in force, although a process of the fleet does not know it."""
 
 
 class VersionsBody(OperatorBody):
-    """Show which process knows which kinds of facts and which version of the deciders, and what is in force."""
+    """Show the kinds of facts and the deciders version that each process knows, and those in force."""
 
 
 class StatusBody(OperatorBody):
-    """Show the fleet as it is."""
+    """Show the fleet's present status."""
 
 
 class ChaosBody(CommandBody):
-    """Break a worker on purpose, or heal it. `argument`: one token in X wrong, X times slower, X requests
-    fail, Xid X. `rank`: the one of a group that is struck. `duration_s`: until this fault ends by itself; without
-    one it lasts until `heal`, which ends all of them."""
+    """Inject a fault into a worker, or heal it. `argument`, by fault: one token in X is wrong, steps are X times slower, X
+    requests fail, Xid X. `rank`: the rank of a group that fails. `duration_s`: seconds until the fault ends by itself; without
+    it, the fault lasts until `heal`, which ends all faults."""
 
     fault: Fault
     argument: float | None = Field(default=None, ge=0)
@@ -188,7 +188,7 @@ class ChaosBody(CommandBody):
 
 
 def declare(broker: NatsBroker, operations: OperatorControl | None, gate: CommandGate | None) -> None:
-    """Register the control subjects on `broker`. Without operations they only serve documentation."""
+    """Register the control subjects on `broker`. Without operations they only provide documentation."""
 
     def subscribe(verb: str, body: type[OperatorBody]) -> Any:
         return broker.subscriber(
@@ -207,7 +207,7 @@ def declare(broker: NatsBroker, operations: OperatorControl | None, gate: Comman
         assert gate is not None, "a broker for documentation only was started"
         answer = await gate.carry_out(command, act)
         if answer is None:
-            raise SkipMessage  # no answer: another controller gives it, or nobody can
+            raise SkipMessage  # no answer: another controller gives it, or the outcome is unknown
         return answer
 
     @subscribe("drain", DrainBody)  # type: ignore[untyped-decorator]
@@ -275,7 +275,7 @@ def _declare_fleet_wide(
 
 
 class ControlApi:
-    """The control subjects, served until cancelled."""
+    """The server of the control subjects."""
 
     def __init__(self, url: str, operations: OperatorControl, gate: CommandGate) -> None:
         guard = ExceptionMiddleware(
@@ -295,36 +295,38 @@ class ControlApi:
             logger=None,
         )
         declare(self._broker, operations, gate)
-        self.serving = asyncio.Event()  # a flag: the subjects are subscribed
+        self.serving = asyncio.Event()  # set once the subjects are subscribed
 
     async def run(self) -> None:
-        """Serve. A broker that is away is tried again until it is there."""
+        """Serve until cancelled. An unavailable broker is retried until it is connected."""
         await serve(self._broker, self.serving)
 
 
 async def serve(broker: NatsBroker, serving: asyncio.Event) -> None:
-    """Serve the subjects that a broker has declared until cancelled, and say when they are subscribed."""
+    """Serve a broker's declared subjects until cancelled; set `serving` once they are subscribed."""
     try:
         while not serving.is_set():
             try:
                 await broker.start()
-                for _ in range(2):  # a flush's ping overtakes what is pending; the second one does not
+                for _ in range(2):  # the first flush's ping may overtake pending subscriptions
                     await broker.connection.flush()
                 serving.set()
-            except Exception as error:  # whatever the client library raises while nobody answers
+            except Exception as error:  # any error of the client library while the broker is unavailable
                 log.debug("control_api_waits", error=repr(error))
                 await asyncio.sleep(RECONNECT_WAIT_S)
-            _heed_cancellation()
+            _raise_if_cancelled()
         await asyncio.Event().wait()
     finally:
-        with contextlib.suppress(Exception):  # a broker that is away need not be told
+        with contextlib.suppress(Exception):  # an unavailable broker need not be notified
             async with asyncio.timeout(STOP_WITHIN_S):
                 await broker.stop()
 
 
-def _heed_cancellation() -> None:
-    """Raise CancelledError if this task is cancelled, and has not heard of it: the `wait_for` of Python 3.11, which nats-py
-    uses, swallows a cancellation that comes with the answer, and the process would wait for us for ever."""
+def _raise_if_cancelled() -> None:
+    """Raise CancelledError if a cancellation of this task was swallowed.
+
+    The `wait_for` of Python 3.11, which nats-py uses, swallows a cancellation that arrives together with the answer; the process
+    would then wait for this task for ever."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

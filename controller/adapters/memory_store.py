@@ -1,4 +1,4 @@
-"""The state store in memory: the double that ships beside the real one and passes the same conformance suite.
+"""The state store in memory: a double that passes the same conformance suite as the real one.
 
 Rows go through the same functions as Postgres's, snapshots through the same codec.
 """
@@ -42,7 +42,7 @@ class _Kept:
 
 @dataclass
 class MemoryTables:
-    """The shared half: what a database would hold. `reachable` False plays one that is away."""
+    """The shared state: what a database would hold. `reachable` False simulates an unavailable one."""
 
     reachable: bool = True
     position: ReadPosition = field(default_factory=ReadPosition)
@@ -54,7 +54,7 @@ class MemoryTables:
 
 
 class MemoryStore:
-    """One process's handle on MemoryTables."""
+    """One process's access to MemoryTables."""
 
     def __init__(self, tables: MemoryTables | None = None, *, snapshot_every: int = SNAPSHOT_EVERY) -> None:
         self.tables = tables or MemoryTables()
@@ -153,7 +153,7 @@ class MemoryStore:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["MemoryFrozen"]:
-        """Give the store as it is now, for as long as the caller likes."""
+        """Yield the store as of now; it stays unchanged as long as the caller needs it."""
         events = sorted(self._reach().events.values(), key=lambda row: int(row[0]))
         yield MemoryFrozen(self._all(), events)
 
@@ -195,7 +195,7 @@ class MemoryStore:
         return MemoryStore(snapshot_every=self._snapshot_every)
 
     async def discard(self, fresh: "MemoryStore") -> None:
-        """Do nothing: nobody else knows of it."""
+        """Do nothing: no other object refers to it."""
 
     async def swap(self, fresh: "MemoryStore", catch_up: CatchUp, *, carry: bool) -> None:
         await catch_up(self._reach().position)
@@ -211,7 +211,7 @@ class MemoryStore:
             fresh.rows[name] = self.tables.rows[name] | fresh.rows[name]
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to let go of."""
+        """Do nothing: there is no connection to close."""
 
 
 class MemoryFrozen:
@@ -222,7 +222,7 @@ class MemoryFrozen:
         self._events = events
 
     async def locate(self, id: str) -> int | None:
-        """Return under which sequence an event is kept, by its ce-id."""
+        """Return the sequence under which an event is kept, by its ce-id; None if it is not."""
         return next((int(row[0]) for row in self._events if row[2] == id), None)
 
     async def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:

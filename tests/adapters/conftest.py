@@ -1,4 +1,4 @@
-"""The scale subresource of a test's own."""
+"""The fixture of a scale subresource."""
 
 from collections.abc import AsyncIterator
 
@@ -8,6 +8,6 @@ from scale_world import ScaleServer, serving
 
 @pytest.fixture
 async def subresource() -> AsyncIterator[ScaleServer]:
-    """A deployment of two replicas."""
+    """Serve a deployment of two replicas."""
     async with serving() as played:
         yield played

@@ -1,4 +1,4 @@
-"""The other side of a scale hook: commands that are a line of Python, and a server that plays a scale subresource."""
+"""Doubles for scale hooks: commands that run a line of Python, and a server of a scale subresource."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ WANTED = WantedScale(model="sim", before=2, after=4, why="up", proposal="p-1", p
 
 
 def command(program: str, timeout_s: float = 30.0) -> CommandScaleHook:
-    """Return a hook whose command is a program in Python."""
+    """Return a hook with a Python program as its command."""
     return CommandScaleHook([sys.executable, "-c", program], timeout_s)
 
 
 @dataclass
 class ScaleServer:
-    """Plays the scale subresource of one deployment. `instead` answers in its place, if it is set."""
+    """Simulates the scale subresource of one deployment. `instead`, if set, answers in its place."""
 
     url: str = ""
     replicas: int = 2
@@ -58,7 +58,7 @@ class ScaleServer:
         return self.scale()
 
     def scale(self) -> web.Response:
-        """Show it. As Kubernetes does, a zero is left out."""
+        """Return the Scale. As in Kubernetes, zero replicas are omitted."""
         metadata = {"name": "sim", **({"resourceVersion": str(self.version)} if self.shows_version else {})}
         spec = {"replicas": self.replicas} if self.replicas else {}
         return web.json_response(
@@ -66,7 +66,7 @@ class ScaleServer:
         )
 
     def hook(self, path: str = "/scale", **more: Any) -> HttpScaleHook:
-        """Return a hook that asks this server."""
+        """Return a hook for this server."""
         return HttpScaleHook(self.url + path, **more)
 
 
@@ -77,7 +77,7 @@ def status(code: int, message: str) -> web.Response:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[ScaleServer]:
-    """A server on a port of its own."""
+    """Run a server on a port of its own."""
     played = ScaleServer()
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", played.answer)

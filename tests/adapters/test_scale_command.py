@@ -1,4 +1,4 @@
-"""A command as a scale hook: what it is told, what is read of it, and how it ends."""
+"""A command as a scale hook: its input, its output, and its end."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from scale_world import WANTED, command
 
-from controller.adapters.scaling.command_hook import OUTPUT_KEPT, CommandScaleHook, told
+from controller.adapters.scaling.command_hook import OUTPUT_KEPT, CommandScaleHook, without_secrets
 from controller.ports import HookResult
 from events.errors import BadSetting
 
@@ -47,7 +47,7 @@ async def test_only_the_end_of_a_long_output_is_kept() -> None:
     assert await command(program).scale(WANTED) == HookResult(True, "last")
 
 
-async def test_at_its_deadline_a_command_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+async def test_a_command_is_killed_at_its_deadline_with_all_that_it_has_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     program = (
         "import os, signal, subprocess, sys, time\n"
@@ -64,7 +64,7 @@ async def test_at_its_deadline_a_command_is_killed_with_all_that_it_has_started(
                 await asyncio.sleep(0.01)
 
 
-async def test_who_leaves_its_output_to_another_has_ended_all_the_same(tmp_path: Path) -> None:
+async def test_a_command_has_ended_even_if_another_process_holds_its_output(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     program = (
         "import subprocess, sys\n"
@@ -78,15 +78,15 @@ async def test_who_leaves_its_output_to_another_has_ended_all_the_same(tmp_path:
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-async def test_nothing_is_left_open() -> None:
+async def test_no_file_descriptor_is_left_open() -> None:
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         await command("print(1)").scale(WANTED)
         await CommandScaleHook(["/nowhere"]).scale(WANTED)
-    assert len(os.listdir("/proc/self/fd")) <= len(before) + 2  # the loop's own, made at the first process
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 2  # the loop's own, opened for the first process
 
 
-async def test_what_cannot_be_started_is_said(tmp_path: Path) -> None:
+async def test_a_command_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no program")
     for name, why in (
         ("/nowhere", "No such file or directory"),
@@ -96,7 +96,7 @@ async def test_what_cannot_be_started_is_said(tmp_path: Path) -> None:
         assert result == HookResult(False, f"{name} cannot be started: {why}")
 
 
-async def test_a_command_is_not_told_what_would_let_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_gets_no_secrets_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "HOLDFAST_DATABASE_URL",
         "HOLDFAST_NATS_URL",
@@ -108,19 +108,19 @@ async def test_a_command_is_not_told_what_would_let_it_in(monkeypatch: pytest.Mo
     names = "*(n for n in os.environ if n.startswith('HOLDFAST') or n == 'KUBECONFIG')"
     result = await command(f"import os; print({names})").scale(WANTED)
     assert set(result.says.split()) == {"HOLDFAST_DATA", "KUBECONFIG"}
-    assert told({"HOLDFAST_PLANNER__HTTP__TOKEN_FILE": "x", "HOLDFAST_X_PASSWORD": "x", "TOKEN": "mine"}) == {
-        "TOKEN": "mine"
-    }
+    assert without_secrets(
+        {"HOLDFAST_PLANNER__HTTP__TOKEN_FILE": "x", "HOLDFAST_X_PASSWORD": "x", "TOKEN": "mine"}
+    ) == {"TOKEN": "mine"}
 
 
 @pytest.mark.parametrize(("argv", "timeout_s"), [([], 1.0), ([""], 1.0), (["a\0b"], 1.0), (["true"], 0.0)])
-def test_what_is_no_command_is_refused(argv: list[str], timeout_s: float) -> None:
+def test_an_invalid_command_is_refused(argv: list[str], timeout_s: float) -> None:
     with pytest.raises(BadSetting):
         CommandScaleHook(argv, timeout_s)
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs: one that is dead and unburied does not."""
+    """Return whether a process runs: a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""What every scale hook promises, whoever is behind it: an answer in time, of one line, and never an exception."""
+"""The contract of every scale hook: one line of result in time, and never an exception."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ async def slow(_: web.Request) -> web.Response:
 
 @pytest.fixture(params=["command", "http"])
 def make(request: pytest.FixtureRequest, subresource: ScaleServer) -> Make:
-    """Return what makes a hook of a kind whose other side is so."""
+    """Return a factory of hooks of one kind, for a given behaviour of the other side."""
 
     def by_command(other_side: str) -> ScaleHook:
         from controller.adapters.scaling.command_hook import CommandScaleHook
@@ -51,7 +51,7 @@ def make(request: pytest.FixtureRequest, subresource: ScaleServer) -> Make:
     return by_command if request.param == "command" else by_http
 
 
-async def test_what_was_done_is_told(make: Make) -> None:
+async def test_a_success_is_reported(make: Make) -> None:
     hook = make("does")
     result = await hook.scale(WANTED)
     assert result.ok and result.says in ("two more", "2 → 4 replicas")
@@ -59,7 +59,7 @@ async def test_what_was_done_is_told(make: Make) -> None:
 
 
 @pytest.mark.parametrize("other_side", ["refuses", "hangs", "babbles", "is gone"])
-async def test_what_goes_wrong_is_one_line_in_time(make: Make, other_side: str) -> None:
+async def test_a_failure_is_reported_as_one_line_in_time(make: Make, other_side: str) -> None:
     began = time.monotonic()
     result = await make(other_side).scale(WANTED)
     assert not result.ok
@@ -67,7 +67,7 @@ async def test_what_goes_wrong_is_one_line_in_time(make: Make, other_side: str) 
     assert time.monotonic() - began < 20
 
 
-async def test_a_call_that_is_given_up_ends_at_once(make: Make) -> None:
+async def test_a_cancelled_call_ends_at_once(make: Make) -> None:
     hook = make("hangs")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):

@@ -71,7 +71,7 @@ def test_a_process_that_stops_for_good_is_hung_however_late_it_was() -> None:
         house.go_on(0.3)
     found_s = house.be_late(10.0)
     assert found_s is not None
-    assert found_s < POLICY.silence_s + POLICY.everyone_s + 0.1
+    assert found_s < POLICY.silence_s + POLICY.all_silent_s + 0.1
 
 
 def test_what_a_process_was_late_is_forgotten() -> None:

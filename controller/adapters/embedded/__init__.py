@@ -1,1 +1,1 @@
-"""The real nats-server and PostgreSQL that `holdfast up` starts where it is given none."""
+"""The real nats-server and PostgreSQL that `holdfast up` starts if no external ones are given."""

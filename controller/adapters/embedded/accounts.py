@@ -1,7 +1,7 @@
-"""The accounts of the embedded database, and where their passwords are kept: one file that only its owner can read.
+"""The accounts of the embedded database, and the file with their passwords.
 
-None of them is a superuser. Nobody can connect as the one that there is: it has neither a password nor the right to log
-in, and acts only in a server that serves nobody (`cluster.administer`).
+Only its owner can read the file. None of the accounts is a superuser. PostgreSQL's own superuser cannot connect: it has neither a
+password nor the right to log in, and acts only in a server without connections (`cluster.administer`).
 """
 
 import base64
@@ -16,33 +16,33 @@ from pathlib import Path
 
 from controller.read_model.grants import OWNER, READER, WRITER
 
-ITERATIONS = 4096  # what Postgres itself takes; nobody guesses 24 random bytes anyway
+ITERATIONS = 4096  # PostgreSQL's default; 24 random bytes cannot be guessed anyway
 BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseUrls:
-    """The URLs of one database, one for each kind of work."""
+    """The URLs of one database, one per kind of work."""
 
     owner: str = ""  # migrations and rebuilds
     writer: str = ""  # the projector
-    reader: str = ""  # frontends, controllers, people
+    reader: str = ""  # frontends, controllers, operators
 
     @classmethod
     def all_as(cls, url: str) -> "DatabaseUrls":
-        """Return the URLs of a database of somebody's own, who gave us one account for everything."""
+        """Return the URLs of an external database with a single account for everything."""
         return cls(url, url, url)
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseAccounts:
-    """A password for each account."""
+    """The passwords of the accounts."""
 
-    passwords: Mapping[str, str]  # by the account's name
+    passwords: Mapping[str, str]  # by account name
 
     @classmethod
     def kept(cls, path: Path) -> "DatabaseAccounts":
-        """Return those that a file holds, or new ones, which it holds from then on. Raise OSError."""
+        """Return the accounts in a file, or create new ones and store them there. Raise OSError."""
         try:
             found = json.loads(path.read_text())
             passwords = {name: str(found[name]) for name in (OWNER, WRITER, READER)}
@@ -52,7 +52,7 @@ class DatabaseAccounts:
         return cls(passwords)
 
     def urls(self, place: str) -> DatabaseUrls:
-        """Return the URLs of a database that is at `place`, a URL without an account."""
+        """Return the URLs of the database at `place`, a URL without an account."""
         scheme, _, rest = place.partition("://")
         owner, writer, reader = (
             f"{scheme}://{name}:{self.passwords[name]}@{rest}" for name in (OWNER, WRITER, READER)
@@ -60,7 +60,7 @@ class DatabaseAccounts:
         return DatabaseUrls(owner, writer, reader)
 
     def verifiers(self) -> dict[str, str]:
-        """Return what the server keeps instead of each password (RFC 5803): it never sees the password itself."""
+        """Return what the server stores instead of each password (RFC 5803): it never receives the password itself."""
         return {name: verifier(password) for name, password in self.passwords.items()}
 
 

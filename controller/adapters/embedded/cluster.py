@@ -1,7 +1,7 @@
-"""The files of the embedded database, and what is done to them while it serves nobody: making them, and administration.
+"""The files of the embedded database: creation, and administration while no server runs on them.
 
-There is a superuser, since every PostgreSQL has one, but nobody can connect as it. What only a superuser may do is done by
-a server of one session (`postgres --single`), which talks to us alone and has no door.
+Every PostgreSQL has a superuser, but here nothing can connect as it. Superuser statements run in a single-session server
+(`postgres --single`), which is connected to this process only and accepts no connections.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from controller.adapters.embedded.server import (
 from controller.read_model.grants import OWNER
 
 SUPERUSER = "postgres"
-DOORS = (
-    "# written by holdfast at each start\nhost all all 127.0.0.1/32 scram-sha-256\n"  # replication: nobody
+HBA_RULES = (
+    "# written by holdfast at each start\nhost all all 127.0.0.1/32 scram-sha-256\n"  # no replication access
 )
 _SINGLE = {"exit_on_error": "on", "log_min_error_statement": "panic"}
 
 
 @dataclass(frozen=True)
 class ClusterPlace:
-    """Where one database lives. `held` is its open directory: see `name`."""
+    """The location of one database. `held` is its open directory: see `name`."""
 
     install: Path
     directory: Path
@@ -47,8 +47,8 @@ class ClusterPlace:
     def name(self, part: str) -> str:
         """Return a path of `part` that `user` can open.
 
-        A directory below root's home (0700) cannot be entered by name by anybody else, but by a descriptor
-        that was opened before the change of user it can.
+        A directory below root's home (0700) cannot be entered by path by any other user. It can be entered through a descriptor
+        that was opened before the change of user.
         """
         if self.user is None or hidden_by(self.directory / part, self.user) is None:
             return str(self.directory / part)
@@ -60,7 +60,7 @@ class ClusterPlace:
 
     @property
     def made(self) -> bool:
-        """Whether there is a database already."""
+        """Whether a database exists already."""
         return (self.directory / "data" / "PG_VERSION").exists()
 
 
@@ -75,11 +75,11 @@ def hidden_by(path: Path, user: str) -> Path | None:
     return None
 
 
-def write_doors(place: ClusterPlace) -> str:
-    """Write down who may come in, beside the data, so that no backup of these brings other doors back; return its name."""
+def write_hba_file(place: ClusterPlace) -> str:
+    """Write the access rules beside the data, so that no backup of the data restores other rules; return the file's name."""
     path = place.directory / "pg_hba.conf"
     fresh = path.with_suffix(".tmp")
-    fresh.write_text(DOORS)
+    fresh.write_text(HBA_RULES)
     fresh.chmod(0o600)
     if place.user is not None:
         entry = pwd.getpwnam(place.user)
@@ -89,10 +89,9 @@ def write_doors(place: ClusterPlace) -> str:
 
 
 async def make(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -> None:
-    """Make a cluster beside `data`, then move it there whole: a killed start leaves nothing half-made.
+    """Create a cluster beside `data`, then move it there as a whole: a killed start leaves nothing half-made.
 
-    Each one works in a directory of its own: the last processes of one that was killed may still write in theirs.
-    Raise ServerFailed.
+    Each call works in its own directory: the last processes of a killed one may still write to theirs. Raise ServerFailed.
     """
     for left in place.directory.glob("data.partial*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -104,26 +103,26 @@ async def make(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -
     made = [*cluster_sql.accounts(accounts.verifiers()), f'CREATE DATABASE "{database}"']
     await administer(place, made, data=partial.name)
     await administer(place, cluster_sql.rights(database), data=partial.name, database=database)
-    await asyncio.to_thread(libc.syncfs, place.held)  # no step waited for the disk; once for all is 50 ms
+    await asyncio.to_thread(libc.syncfs, place.held)  # the steps above did not sync; one sync takes 50 ms
     partial.rename(place.directory / "data")
 
 
 async def set_up(place: ClusterPlace, database: str, accounts: DatabaseAccounts) -> None:
-    """Give a cluster that is there our accounts, by our passwords, and the database that they use. Raise ServerFailed."""
+    """Give an existing cluster our accounts, with our passwords, and their database. Raise ServerFailed."""
     wanted = [*cluster_sql.accounts(accounts.verifiers()), "SELECT datname FROM pg_database"]
     if f'datname = "{database}"' not in await administer(place, wanted):
         await administer(place, [f'CREATE DATABASE "{database}"'])
     await administer(place, cluster_sql.rights(database), database=database)
     mark = place.directory / f"database.{database}"
-    mark.unlink(missing_ok=True)  # of a release before, which believed it
+    mark.unlink(missing_ok=True)  # of an older release, which relied on it
 
 
 async def administer(
     place: ClusterPlace, statements: Iterable[str], *, data: str = "data", database: str = "postgres"
 ) -> str:
-    """Run statements as the superuser, on a cluster that no server runs on, and return what they gave. Raise ServerFailed.
+    """Run statements as the superuser, on a cluster without a running server, and return their output. Raise ServerFailed.
 
-    What is said goes through a pipe: nobody else sees it, and no log has it.
+    The statements go through a pipe, so no other process sees them and no log contains them.
     """
     script = "".join(f"{statement};\n\n" for statement in statements)  # an empty line ends a statement
     settings = {**_SINGLE, "fsync": "on" if data == "data" else "off"}
@@ -133,10 +132,10 @@ async def administer(
 
 
 async def admits(place: ClusterPlace, port: int, database: str, accounts: DatabaseAccounts) -> bool:
-    """Say whether the database lets its owner in, by the password that we know, and is set up as this version wants it."""
+    """Return whether the database admits its owner by our password, and is set up as this version requires."""
     psql = [place.program("psql"), "-X", "-q", "-A", "-t", "-w", "-h", "127.0.0.1", "-p", str(port)]
     ask = "SELECT shobj_description(oid, 'pg_database') FROM pg_database WHERE datname = current_database()"
-    secret = {"PGPASSWORD": accounts.passwords[OWNER]}  # `ps` shows arguments to everybody, but not this
+    secret = {"PGPASSWORD": accounts.passwords[OWNER]}  # `ps` shows arguments to every user, but not this
     try:
         edition = await run([*psql, "-U", OWNER, "-d", database, "-c", ask], "psql", secret=secret)
     except ServerFailed:
@@ -153,7 +152,7 @@ async def run(
     said: str = "",
     secret: dict[str, str] | None = None,
 ) -> str:
-    """Run one of PostgreSQL's programs to its end and return what it printed. Raise ServerFailed."""
+    """Run one of PostgreSQL's programs to its end and return its output. Raise ServerFailed."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=subprocess.PIPE if said else subprocess.DEVNULL,
@@ -170,7 +169,7 @@ async def run(
     except TimeoutError:
         raise ServerFailed(f"{what} did not end within {START_DEADLINE_S:g} s") from None
     finally:
-        if process.returncode is None:  # too slow, or nobody wants it any more
+        if process.returncode is None:  # too slow, or the caller was cancelled
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -180,6 +179,6 @@ async def run(
 
 
 def _complaint(output: str) -> str:
-    """Return the line that says what is wrong: initdb tells all that went well before it."""
-    lines = output.strip().splitlines() or ["it said nothing"]
+    """Return the line with the error: initdb first prints all successful steps."""
+    lines = output.strip().splitlines() or ["no output"]
     return next((line for line in lines if "FATAL" in line or "error:" in line), lines[-1]).strip()

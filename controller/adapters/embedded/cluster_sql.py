@@ -1,7 +1,7 @@
-"""What a superuser does to the embedded database, in words of SQL. It does it alone: see `cluster.administer`.
+"""The superuser's SQL statements for the embedded database.
 
-Everything may be done again, and to a database of a release before: that one had a single account, a superuser without
-a password, which owned everything.
+They run while no server does: see `cluster.administer`. All of them are idempotent, and also apply to a database of an older
+release. That had a single account, a superuser without a password, which owned everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,10 @@ from controller.read_model.grants import (
 )
 
 SCHEMA = "holdfast"
-EDITION = "holdfast accounts 1"  # raise it when anything below changes: what is older is done again at the next start
-READERS_MAX = 40  # connections, of `CONNECTIONS_MAX`: the projector always finds one
+EDITION = "holdfast accounts 1"  # raise it when anything below changes: older editions are set up again at the next start
+READERS_MAX = 40  # connections, of `CONNECTIONS_MAX`: one is always left for the projector
 _ATTRIBUTES = "LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION NOBYPASSRLS"
-_NOBODY_LOGS_IN_AS_SUPERUSER = """DO $$ DECLARE account name; BEGIN
+_NO_SUPERUSER_LOGIN = """DO $$ DECLARE account name; BEGIN
     FOR account IN SELECT rolname FROM pg_roles WHERE rolsuper LOOP
         EXECUTE format('ALTER ROLE %I NOLOGIN PASSWORD NULL', account);
     END LOOP;
@@ -45,9 +45,9 @@ _OWNED_BY_THE_OWNER = f"""DO $$ DECLARE what text; BEGIN
         EXECUTE 'ALTER ' || what || ' OWNER TO {OWNER}';
     END LOOP;
 END $$"""
-# The owner could switch the trigger off that keeps `fleet_events` append-only, by mistake or because its password got
-# about. So what a statement has left behind is looked at before it counts: a trigger of that name that acts before every
-# statement that is an update (16), a deletion (8) or truncates (32).
+# The owner could disable the trigger that keeps `fleet_events` append-only, by mistake or because its password leaked. So the
+# result of each such statement is checked before it counts: there must be a trigger of that name that fires before every
+# update (16), deletion (8) and truncation (32).
 _GUARD = """CREATE FUNCTION fleet_guard.keep_append_only() RETURNS event_trigger LANGUAGE plpgsql
 SECURITY DEFINER SET search_path = pg_catalog AS $guard$
 DECLARE broken boolean; BEGIN
@@ -80,26 +80,26 @@ _GUARDED = {
 
 
 def accounts(verifiers: Mapping[str, str]) -> Iterator[str]:
-    """Yield what makes the accounts of the whole server, and closes the superuser's door."""
+    """Yield the statements that create the accounts of the server, and forbid the superuser to log in."""
     for account, verifier in verifiers.items():
         yield _MAKE_ACCOUNT.format(account)
         most = READERS_MAX if account == READER else -1
         yield f"ALTER ROLE {account} {_ATTRIBUTES} CONNECTION LIMIT {most} PASSWORD '{verifier}'"
     yield from limits(READER)
-    yield _NOBODY_LOGS_IN_AS_SUPERUSER
+    yield _NO_SUPERUSER_LOGIN
     for database in ("postgres", "template1"):
         yield f"REVOKE ALL ON DATABASE {database} FROM PUBLIC"
 
 
 def doors(database: str) -> Iterator[str]:
-    """Yield what says who may enter a database."""
+    """Yield the statements that define which accounts may connect to a database."""
     yield f"REVOKE ALL ON DATABASE {quoted(database)} FROM PUBLIC"
     yield f"GRANT CONNECT, CREATE ON DATABASE {quoted(database)} TO {OWNER}"
     yield f"GRANT CONNECT ON DATABASE {quoted(database)} TO {WRITER}, {READER}"
 
 
 def rights(database: str) -> Iterator[str]:
-    """Yield what gives the accounts a database, from inside of it, and the tables that a release before has made there."""
+    """Yield the statements that give the accounts their rights in a database, and on the tables of an older release there."""
     yield from doors(database)
     yield "REVOKE ALL ON SCHEMA public FROM PUBLIC"
     yield _NO_LARGE_OBJECTS
@@ -122,5 +122,5 @@ def rights(database: str) -> Iterator[str]:
 
 
 def _where(there: str, statement: str) -> str:
-    """Return a statement that is left out where its object is missing: here any error would end all of it."""
+    """Return a statement that is skipped if its object is missing: here, any error would end the whole script."""
     return f"DO $$ BEGIN IF {there} IS NOT NULL THEN {statement}; END IF; END $$"

@@ -1,9 +1,9 @@
-"""A port for a server that is about to start, and may have to start there again.
+"""Allocates a port for a server that is about to start, and may have to restart on it.
 
-The kernel gives the ports of its own range (32768 to 60999 on most machines) to whoever connects to anything. A server on such
-a port can find it taken when it starts, and again when it was killed and comes back; a client that keeps trying to reach it
-meanwhile can even be connected to itself. So these ports lie below that range. Who was given one also takes its name in
-Linux's abstract namespace, so that no other process of ours is given the same, whether or not anybody listens there yet.
+The kernel assigns the ports of its own range (32768 to 60999 on most machines) to outgoing connections. A server on such a port
+can find it taken when it starts, and again when it restarts after a kill; a client that retries meanwhile can even connect to
+itself. So these ports lie below that range. The process that allocates one also binds its name in Linux's abstract namespace, so
+that no other process of ours gets the same port, whether or not a server listens there yet.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ import sys
 from collections import deque
 from pathlib import Path
 
-LOWEST, HIGHEST = 10_000, 29_999  # Kubernetes has what is above
+LOWEST, HIGHEST = 10_000, 29_999  # Kubernetes uses the ports above
 TRIES = 200
-NAMES_MAX = 64  # that one process keeps: each is a file descriptor
+NAMES_MAX = 64  # names that one process holds: each is a file descriptor
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _names: deque[socket.socket] = deque()
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 on which nobody listens, and which nobody else is given here while this process lives."""
+    """Return a free port of 127.0.0.1 that is allocated to no other process here while this one lives."""
     highest = min(HIGHEST, _kernels_lowest() - 1)
     for _ in range(TRIES if highest > LOWEST else 0):
         port = LOWEST + secrets.randbelow(highest - LOWEST + 1)
@@ -53,7 +53,7 @@ def _listens(port: int) -> bool:
 
 
 def _taken(port: int) -> socket.socket | None:
-    """Take the port's name; None where another process has it."""
+    """Bind the port's name; return None if another process holds it."""
     name = socket.socket(socket.AF_UNIX)
     if sys.platform == "linux":
         try:

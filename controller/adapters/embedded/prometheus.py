@@ -1,4 +1,4 @@
-"""A Prometheus beside a fleet: the one that this machine has, or that `make prometheus` has unpacked. It is in no wheel."""
+"""A Prometheus beside a fleet: the installed one, or that of `make prometheus`; no wheel has one."""
 
 import shutil
 import socket
@@ -9,37 +9,37 @@ from controller.adapters.embedded.server import (
     EmbeddedServer,
     ServerFailed,
     check_port,
+    directory_errors,
     somewhere,
     spawn,
     until,
-    using,
 )
 
 ROOT = Path(__file__).parents[3]
 UNPACKED = ROOT / ".prometheus" / "usr" / "bin" / "prometheus"
-RULES = ROOT / "grafana" / "alerts" / "holdfast.rules.yaml"  # in a checkout: a wheel has none
+RULES = ROOT / "grafana" / "alerts" / "holdfast.rules.yaml"  # only in a checkout, not in a wheel
 KEEPS = ("--storage.tsdb.retention.time=7d", "--storage.tsdb.retention.size=1GB")
 LOOPBACK = "127.0.0.1"
 
 
 def prometheus_binary() -> Path:
-    """Return the program. Raise ServerFailed where there is none."""
+    """Return the program's path. Raise ServerFailed if there is none."""
     found = shutil.which("prometheus") or (str(UNPACKED) if UNPACKED.exists() else None)
     if found is None:
         raise ServerFailed(
-            "Prometheus is not installed: put `prometheus` into the PATH, or unpack Debian's with `make prometheus`"
+            "Prometheus is not installed: put `prometheus` into the PATH, or unpack Debian's package with `make prometheus`"
         )
     return Path(found)
 
 
 def alert_rules() -> tuple[Path, ...]:
-    """Return the files of alerts that there are."""
+    """Return the existing files of alert rules."""
     return (RULES,) if RULES.exists() else ()
 
 
 async def start_prometheus(directory: Path, config: str, *, port: int = 0) -> EmbeddedServer:
-    """Start Prometheus in `directory` with this configuration, and return once it takes connections. `port` 0 is any that
-    is free. Raise PortInUse, ServerDirectoryInUse, ServerFailed."""
+    """Start Prometheus in `directory` with this configuration, and return once it accepts connections. `port` 0 selects a free
+    one. Raise PortInUse, ServerDirectoryInUse, ServerFailed."""
     return await somewhere(port, partial(_start, directory, config))
 
 
@@ -47,7 +47,7 @@ async def _start(directory: Path, config: str, port: int) -> EmbeddedServer:
     program = prometheus_binary()
     check_port(port, "prometheus")
     written, log = directory.resolve() / "prometheus.yml", directory / "prometheus.log"
-    with using(directory):
+    with directory_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         written.write_text(config)
         process = await spawn(

@@ -1,4 +1,4 @@
-"""A server process of ours: it cannot outlive us, is stopped in order, and is alone on its data directory."""
+"""An embedded server process: it dies with us, is stopped gracefully, and locks its data directory."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ class ServerFailed(HoldfastError):
 
 
 class PortInUse(ServerFailed):
-    """The port is taken by another process. Stop that one or choose another port."""
+    """The port is taken by another process. Stop that process or choose another port."""
 
 
 class ServerDirectoryInUse(ServerFailed):
@@ -67,7 +67,7 @@ class EmbeddedServer:
         return status
 
     async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> int:
-        """Stop in order (postgres: fast shutdown), or kill past the deadline; return the exit status."""
+        """Stop gracefully (postgres: fast shutdown), or kill after the deadline; return the exit status."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -78,15 +78,15 @@ class EmbeddedServer:
         return await self.wait()
 
     async def kill(self) -> int:
-        """SIGKILL, as a crash would, and reap it."""
+        """Kill by SIGKILL, as a crash would, and reap the process."""
         if self.running:
             self.process.kill()
         return await self.wait()
 
 
 @contextlib.contextmanager
-def using(directory: Path) -> Iterator[None]:
-    """Turn what the system says about a directory into one sentence. Raise ServerFailed."""
+def directory_errors(directory: Path) -> Iterator[None]:
+    """Convert the system's errors about a directory. Raise ServerFailed."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -108,7 +108,7 @@ async def spawn(
     """
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        await _take(lock, directory)
+        await _lock(lock, directory)
         with log.open("ab") as output:
             return subprocess.Popen(  # noqa: ASYNC220 (a fork of 1 ms; asyncio's own would need its watcher)
                 command,
@@ -125,7 +125,7 @@ async def spawn(
         os.close(lock)
 
 
-async def _take(lock: int, directory: Path) -> None:
+async def _lock(lock: int, directory: Path) -> None:
     try:
         async with asyncio.timeout(LOCK_WAIT_S):
             while True:
@@ -140,12 +140,12 @@ async def _take(lock: int, directory: Path) -> None:
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """Return a preexec function: a session of its own, and a signal when `parent` dies."""
+    """Return a preexec function that starts a new session, and arranges for a signal when `parent` dies."""
 
     def arrange() -> None:
-        os.setsid()  # Ctrl-C is for us: we stop the servers in order
+        os.setsid()  # Ctrl-C is for this process, which stops the servers in order
         libc.prctl(PR_SET_PDEATHSIG, by)
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # it has died in between
             os._exit(1)
 
     return arrange
@@ -160,13 +160,13 @@ def identity(user: str | None) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return what an embedded server needs of our environment, and nothing that would configure it."""
+    """Return the part of our environment that an embedded server needs, without anything that would configure it."""
     kept = {name: os.environ[name] for name in ("PATH", "TZ", "TMPDIR") if name in os.environ}
     return {**kept, "LC_ALL": "C"}
 
 
 async def until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str) -> None:
-    """Wait until `ready()`. Raise ServerFailed or PortInUse, in the server's own words."""
+    """Wait until `ready()`. Raise ServerFailed or PortInUse, with the server's own message."""
     try:
         async with asyncio.timeout(START_DEADLINE_S):
             while not ready():
@@ -183,12 +183,12 @@ def _diagnosis(what: str, status: int, log: Path) -> ServerFailed:
         return PortInUse(f"{what} could not listen. {PortInUse.__doc__}")
     words = ("FATAL", "[FTL]", "[ERR]", "ERROR", "PANIC", "nats-server:")
     telling = [line for line in said if any(word in line for word in words)]
-    last = (telling or said or ["no word in its log"])[-1]
+    last = (telling or said or ["its log is empty"])[-1]
     return ServerFailed(f"{what} ended with status {status} while starting: {last} (log: {log})")
 
 
 def check_port(port: int, what: str) -> None:
-    """Raise PortInUse if `port` is taken; 0 is never."""
+    """Raise PortInUse if `port` is taken; 0 never is."""
     if not port:
         return
     with socket.socket() as probe:
@@ -197,12 +197,12 @@ def check_port(port: int, what: str) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError:
             raise PortInUse(
-                f"port {port}, wanted for {what}, is taken by another process. Stop it or choose another."
+                f"port {port}, wanted for {what}, is taken by another process. Stop it or choose another port."
             ) from None
 
 
 async def somewhere(port: int, start: Callable[[int], Awaitable[EmbeddedServer]]) -> EmbeddedServer:
-    """Start on `port`, or where that is 0 on a free one, which may be gone again when the server asks for it."""
+    """Start on `port`, or for 0 on a free one; retry if another process takes that before the server binds it."""
     for _ in range(PORT_TRIES if not port else 0):
         with contextlib.suppress(PortInUse):
             return await start(free_port())

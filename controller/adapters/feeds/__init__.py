@@ -1,1 +1,1 @@
-"""What a router hears besides the journal: KV events of workers, running requests of other frontends."""
+"""The router's feeds besides the journal: KV events of workers, running requests of other frontends."""

@@ -1,7 +1,7 @@
-"""KV events from the broker to a frontend's index, and its questions to workers.
+"""Feeds KV events from the broker to a frontend's index, and sends its queries to workers.
 
 kv.events.*  ──▶ KvView ──▶ index
-kv.ask.…     ◀── what is due, at most 16 at once, each with a deadline
+kv.ask.…     ◀── due queries, at most 16 at once, each with a deadline
 """
 
 import asyncio
@@ -20,25 +20,26 @@ from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.observations import WorkerJoined
 
 SENDERS_MAX = 65_536
-ASKS_MAX = 16  # questions that are on their way at once
+ASKS_MAX = 16  # concurrent queries
 ASK_S = 2.0
 RETRY_S = 0.2
-SWEEP_RUNS = 200  # of the index, freed in one turn of the loop
+SWEEP_RUNS = 200  # of the index, freed per turn of the loop
 SWEEP_S = 0.005
-BATCHES = TrafficLimit(  # of one worker: an engine's step makes one at most
+BATCHES = TrafficLimit(  # of one worker: an engine's step produces at most one
     messages=Rate(per_s=2_000.0, burst=20_000.0),
     size=Rate(per_s=8 * 1024 * 1024.0, burst=64 * 1024 * 1024.0),
 )
-LOOK_S = 1.0  # a task waits no longer without looking
+LOOK_S = 1.0  # maximum interval between two looks of a waiting task
 
 log = structlog.get_logger(__name__)
 
 
 class KvEvents:
-    """Owns the index of one frontend. It needs a connection of its own: a burst of events holds up nothing else then.
+    """The KV index of one frontend, fed from the broker.
 
-    `run` is a service of the frontend's loop, and everything else is called there. Until it has run for a moment, and
-    while the broker is away, the index holds what it held.
+    It needs its own connection, so that a burst of events delays no other traffic. `run` is a service of the frontend's loop, and
+    everything else is called on that loop. Before `run` has started, and while the broker is unavailable, the index keeps its
+    content.
     """
 
     def __init__(
@@ -49,62 +50,62 @@ class KvEvents:
         ask_s: float = ASK_S,
         limit: TrafficLimit = BATCHES,
     ) -> None:
-        """`ask_s`: how long an answer is waited for. `limit`: what one worker may publish."""
+        """`ask_s`: timeout of a query. `limit`: the traffic that one worker may publish."""
         self.view = view or KvView()
-        self.bad = 0  # messages that were none of ours
+        self.bad = 0  # invalid messages
         self.flooded: Callable[[str], None] = lambda worker: (
             None
-        )  # called with the name of a sender of too much
+        )  # called with the name of a worker that exceeds its limit
         self._budgets = SubjectBudgets(limit, SENDERS_MAX)
         self._connection = connection
         self._ask_s = ask_s
         self._loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(ASKS_MAX)
-        self._wake = asyncio.Event()  # a flag: there may be something due
-        self._look_at = inf  # when it is looked for without that
+        self._wake = asyncio.Event()  # set when a query may be due
+        self._look_at = inf  # time of the next look without that
         connection.listen(self._changed)
 
     @classmethod
     async def open(
         cls, url: str, name: str, *, wait_s: float = 2.0, limit: TrafficLimit = BATCHES
     ) -> "KvEvents":
-        """Connect to the broker within `wait_s`, or go on trying in the background. Raise BadBrokerUrl."""
+        """Connect to the broker within `wait_s`, else keep trying in the background. Raise BadBrokerUrl."""
         return cls(await BrokerConnection.open(url, f"kv:{name}", wait_s=wait_s), limit=limit)
 
     async def close(self) -> None:
-        """Let go of the broker."""
+        """Close the broker connection."""
         await self._connection.close()
 
-    # --- what routers ask
+    # --- interface of routers
 
     @property
     def index(self) -> KvIndex:
-        """Who holds what, by (worker, instance, rank)."""
+        """The cached blocks of each (worker, instance, rank)."""
         return self.view.index
 
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
-        """Take in who lives; of them, those are followed that publish KV events. Cheap: call it at every change."""
+        """Update the living workers; those that publish KV events are followed. Cheap: call it at every change."""
         self.view.absorb(joined, self._loop.time())
         self._look()
 
     def complete(self, holder: WorkerRank) -> bool:
-        """Return whether everything is known that a rank is known to have said."""
+        """Return whether the index is complete for a rank, as far as its published events are known."""
         return self.view.complete(holder)
 
     @property
     def health(self) -> KvHealth:
-        """How complete the index is; as text, a line for people."""
+        """The completeness of the index; as text, a line for display."""
         return self.view.health
 
     # --- the service
 
     async def run(self) -> None:
-        """Hear and ask until cancelled."""
+        """Receive events and send queries until cancelled."""
         while True:
             try:
-                await self._connection.subscribe_raw(subjects.KV_EVENTS, self._heard)
+                await self._connection.subscribe_raw(subjects.KV_EVENTS, self._on_batch)
                 break
-            except DISCONNECTED:  # it is on its way out or back
+            except DISCONNECTED:  # the broker is unavailable, or is reconnecting
                 await asyncio.sleep(RETRY_S)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="kv-sweep")
@@ -128,7 +129,7 @@ class KvEvents:
                 timer.cancel()
 
     def _look(self) -> None:
-        """Let what is due be found, if it is due sooner than it was."""
+        """Wake the service if a query is due sooner than before."""
         if self.view.due_at < self._look_at:
             self._wake.set()
 
@@ -148,8 +149,8 @@ class KvEvents:
             self._look()
 
     async def _sweep(self) -> None:
-        """Free the index of those who are gone, little by little: streams are relayed on the same loop."""
-        while True:  # noqa: ASYNC110 (it looks rarely: to be told would cost more)
+        """Free the index of workers that are gone, in small steps: streams are relayed on the same loop."""
+        while True:  # noqa: ASYNC110 (it looks rarely: an event would cost more)
             await asyncio.sleep(SWEEP_S if self.index.sweep(SWEEP_RUNS) else LOOK_S)
 
     def _within_budget(self, subject: bytes, size: int) -> bool:
@@ -161,7 +162,7 @@ class KvEvents:
         self.bad += 1
         return False
 
-    def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+    def _on_batch(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
         if not self._within_budget(subject, len(body)):
             return
         try:

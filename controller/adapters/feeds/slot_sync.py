@@ -1,11 +1,11 @@
-"""Frontends tell each other what they have in flight, over core NATS.
+"""Synchronises the requests in flight among frontends, over core NATS.
 
-    our tracker ──▶ Replicas ──▶ kv.slots      256 events at a time, or what a millisecond has brought
+    our tracker ──▶ Replicas ──▶ kv.slots      256 events at a time, or those of one millisecond
     kv.slots ──▶ Replicas ──▶ our tracker
-    each second: that we are there, who is there no more
+    each second: our presence, and the frontends that are gone
 
-While the broker is away the counts stay as they were, and what happens meanwhile is not kept: afterwards everybody tells
-everything again.
+While the broker is unavailable the counts stay unchanged, and events in the meantime are not kept. Afterwards every frontend
+sends its whole state again.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from events.nats.connection import DISCONNECTED, BrokerConnection
 WINDOW_S = 0.001
 BEAT_S = 1.0
 RETRY_S = 0.2
-UNSENT_BYTES_MAX = 16 * 1024 * 1024  # beyond, the broker does not keep up, and is told everything again later
+UNSENT_BYTES_MAX = 16 * 1024 * 1024  # beyond it, the broker does not keep up, and gets the whole state later
 _ROUTE = f"{subjects.KV_SLOTS} ".encode()
 
 log = structlog.get_logger(__name__)
 
 
 class SlotSync:
-    """Keeps one frontend's slot tracker in step with the others'. It listens to the tracker, and needs nothing more.
+    """Keeps one frontend's slot tracker in sync with the others'. It only needs to listen to the tracker.
 
-    `run` is a service of the frontend's loop. `peers` names the frontends that serve now, as far as is known.
+    `run` is a service of the frontend's loop. `peers` returns the frontends that currently serve, as far as is known.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class SlotSync:
         slots: ActiveSequences,
         peers: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self.replicas = Replicas(frontend, uuid4().hex, slots, self._happened)
-        self.bad = 0  # messages that were none of ours
+        self.replicas = Replicas(frontend, uuid4().hex, slots, self._on_event)
+        self.bad = 0  # invalid messages
         self._connection = connection
         self._peers = peers
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # connected without a break
+        self._since: float | None = None  # connected without interruption since
         self._timer: asyncio.TimerHandle | None = None
         connection.listen(self._changed)
 
@@ -62,49 +62,49 @@ class SlotSync:
         *,
         wait_s: float = 2.0,
     ) -> "SlotSync":
-        """Connect to the broker within `wait_s`, or go on trying in the background. Raise BadBrokerUrl."""
+        """Connect to the broker within `wait_s`, else keep trying in the background. Raise BadBrokerUrl."""
         connection = await BrokerConnection.open(url, f"slots:{frontend}", wait_s=wait_s)
         return cls(connection, frontend, slots, peers)
 
     async def close(self) -> None:
-        """Let go of the broker."""
+        """Close the broker connection."""
         if self._timer is not None:
             self._timer.cancel()
         await self._connection.close()
 
     @property
     def connected(self) -> bool:
-        """Whether the others can be told, and heard."""
+        """Whether the other frontends can be reached and heard."""
         return self._since is not None
 
     async def run(self) -> None:
-        """Hear and tell until cancelled."""
+        """Receive and send until cancelled."""
         while True:
             try:
-                await self._connection.subscribe_raw(subjects.KV_SLOTS, self._heard)
+                await self._connection.subscribe_raw(subjects.KV_SLOTS, self._on_message)
                 break
-            except DISCONNECTED:  # it is on its way out or back
+            except DISCONNECTED:  # the broker is unavailable, or is reconnecting
                 await asyncio.sleep(RETRY_S)
         if self._connection.connected:
             self._changed(True)
         while True:
             await asyncio.sleep(BEAT_S)
             now = self._loop.time()
-            self._say()
+            self._send()
             if self._since is not None and now - self._since > SILENT_S:
                 for name in self.replicas.look(self._peers(), now):
                     log.info("slots_frontend_gone", frontend=name)
 
-    # --- out ----------------------------------------------------------------------------------------------
+    # --- outgoing -----------------------------------------------------------------------------------------
 
-    def _happened(self) -> None:
-        """There is something to be said: in a moment, or at once where there is much of it."""
+    def _on_event(self) -> None:
+        """Send pending events after `WINDOW_S`, or at once if there are many."""
         if self.replicas.waiting >= wire.EVENTS_MAX:
-            self._say()
+            self._send()
         elif self._timer is None:
-            self._timer = self._loop.call_later(WINDOW_S, self._say)
+            self._timer = self._loop.call_later(WINDOW_S, self._send)
 
-    def _say(self) -> None:
+    def _send(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -123,11 +123,11 @@ class SlotSync:
         if connected:
             client = self._connection.client
             client.post(_ROUTE, b"", wire.encode(self.replicas.want_all()))
-            self._say()
+            self._send()
 
-    # --- in -----------------------------------------------------------------------------------------------
+    # --- incoming -----------------------------------------------------------------------------------------
 
-    def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+    def _on_message(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
         now = self._loop.time()
         try:
             wanted = self.replicas.take(wire.decode(body), now)
@@ -140,4 +140,4 @@ class SlotSync:
             client.post(_ROUTE, b"", wire.encode(wanted))
             client.write()
         if self.replicas.due(now):
-            self._happened()
+            self._on_event()

@@ -15,11 +15,11 @@ _INSERT = (
 
 
 class Repeated(HoldfastError):
-    """An event stands in the batch twice, or in the table already."""
+    """An event is in the batch twice, or in the table already."""
 
 
 async def copy(connection: Connection, rows: Sequence[projection.Row]) -> None:
-    """Append rows, or nothing. Raise Repeated."""
+    """Append all rows or none. Raise Repeated."""
     try:
         await connection.copy_records_to_table("fleet_events", records=rows, columns=projection.EVENT_COLUMNS)
     except asyncpg.UniqueViolationError as error:
@@ -27,7 +27,7 @@ async def copy(connection: Connection, rows: Sequence[projection.Row]) -> None:
 
 
 async def record(connection: Connection, rows: Sequence[projection.Row]) -> None:
-    """Append the rows that are not there yet."""
+    """Append the rows that are not in the table yet."""
     try:
         await copy(connection, rows)
     except Repeated:

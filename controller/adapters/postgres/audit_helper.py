@@ -1,11 +1,11 @@
-"""The process that writes `fleet_events` while another one folds, and its end in the one that folds.
+"""A helper process that writes `fleet_events` while another process folds, and its handle there.
 
-The rows of the audit table follow from the events alone and take half of a projection's time; the fold has to go through
-one process. The helper gets the events through its standard input, in frames of a length and JSON: first where to write,
-then batches; an empty frame asks for a word on standard output once everything before it is committed. What it cannot do
-it says there too, and ends.
+The rows of the audit table follow from the events alone and take half of a projection's time, whereas the fold must run in one
+process. The helper receives the events on its standard input, in frames of a length and JSON: first the target, then batches. An
+empty frame requests a line on standard output once everything before it is committed. If the helper fails, it writes the reason
+there and ends.
 
-Only for a schema that nobody reads yet: its rows and the position are not written in one transaction.
+Only for a schema without readers: its rows and the position are not written in one transaction.
 """
 
 import asyncio
@@ -41,33 +41,33 @@ class AuditFailed(HoldfastError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperPolicy:
-    """When a second process is worth it, and how long it is waited for."""
+    """When a helper process is worth its start, and its deadlines."""
 
-    events_min: int = 2_048  # in the first batch: a short history is written before a process has started
+    events_min: int = 2_048  # in the first batch: a shorter history is written before a process has started
     cores_min: int = 2
-    answer_s: float = 50.0  # for one batch to leave, or the last three to be committed
+    answer_s: float = 50.0  # to send one batch, or to commit the last three
 
     def possible(self) -> bool:
-        """Say whether there is a core for it, and a kernel that ends it with us."""
+        """Return whether there is a core for it, and a kernel that ends it together with us."""
         return sys.platform == "linux" and len(os.sched_getaffinity(0)) >= self.cores_min
 
 
 class AuditHelper:
-    """Starts the process with the first batch that is worth it, feeds it, and ends it."""
+    """Starts the helper with the first batch that is large enough, feeds it, and ends it."""
 
     def __init__(self, url: str, schema: str, policy: HelperPolicy = HelperPolicy()) -> None:
         self._policy = policy
         self._place = {"url": url, "schema": schema}
         self._process: asyncio.subprocess.Process | None = None
-        self._refused = False  # the first batch was small: whoever folds writes the rows too
+        self._refused = False  # the first batch was small: the folding process writes the rows too
 
     @property
     def pid(self) -> int | None:
-        """Which process it is; None: none yet."""
+        """The helper's process id; None: not started."""
         return self._process.pid if self._process else None
 
     async def write(self, events: Sequence[Recorded]) -> bool:
-        """Pass a batch on; False: not wanted, now or later. Raise AuditFailed."""
+        """Send a batch to the helper. Return False if there is no helper, now or later. Raise AuditFailed."""
         if self._process is None:
             self._refused = self._refused or len(events) < self._policy.events_min
             if self._refused:
@@ -89,7 +89,7 @@ class AuditHelper:
                     raise await self._failure(said)
 
     async def close(self) -> None:
-        """End it at once: what it has not committed is not written."""
+        """End the helper at once: batches that are not committed are lost."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -122,7 +122,7 @@ class AuditHelper:
                     raise await self._failure() from None
 
     async def _failure(self, said: bytes = b"") -> AuditFailed:
-        """Return why the process has ended: its own word, or its exit status."""
+        """Return why the helper has ended: its message, or its exit status."""
         assert self._process is not None and self._process.stdout is not None
         said += await self._process.stdout.read()
         status = await self._process.wait()
@@ -141,7 +141,7 @@ def _within(seconds: float) -> Any:
 
 
 class _SentEvent(msgspec.Struct):
-    """A Recorded as it is sent: its fact is decoded by its kind."""
+    """A Recorded in transit: its fact is decoded by its kind."""
 
     seq: int
     at: datetime
@@ -173,7 +173,7 @@ def rows(frame: bytes) -> list[projection.Row]:
 
 
 async def serve(frames: asyncio.StreamReader) -> None:
-    """Write what comes until nothing more comes. The next batch is decoded while one is written."""
+    """Write batches until the input ends. The next batch is decoded while one is written."""
     place = json.loads(await _frame(frames) or b"")
     link = Link(place["url"], place["schema"], {"synchronous_commit": "off"})
     batches: asyncio.Queue[list[projection.Row] | None] = asyncio.Queue(1)
@@ -222,7 +222,7 @@ async def _main() -> int:
 
 
 def main() -> int:
-    """Be that process."""
+    """Run the helper process."""
     import uvloop
 
     gc.freeze()

@@ -1,7 +1,7 @@
-"""One connection to Postgres that comes back by itself, and speaks our errors.
+"""A self-healing connection to Postgres that raises our own errors.
 
-A link holds at most one connection and lets one task use it at a time: projector and readers have few statements and
-want them in order. Whatever goes wrong with a connection, the link drops it; the next use opens another.
+A link holds at most one connection and lets one task use it at a time: projector and readers have few statements and need them in
+order. After any failure, the link drops the connection; the next use opens another.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ Connection: TypeAlias = Any  # asyncpg has no types
 
 
 class StoreCannotKeep(HoldfastError):
-    """The state store refuses what it was given, and would refuse it again: this is a fault of Holdfast's."""
+    """The state store refuses a statement, and would refuse it again: this is a bug in Holdfast."""
 
 
 class BadStoreUrl(HoldfastError):
-    """A database's URL reads postgresql://user:password@host:port/database."""
+    """A database URL has the form postgresql://user:password@host:port/database."""
 
 
 AWAY = (
@@ -41,21 +41,21 @@ AWAY = (
     TimeoutError,
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
-    asyncpg.InternalClientError,  # what asyncpg says of a connection that broke between two of its own messages
-    asyncpg.InvalidCachedStatementError,  # the tables were changed under a prepared statement: prepare it again
+    asyncpg.InternalClientError,  # asyncpg's error for a connection that broke between two of its own messages
+    asyncpg.InvalidCachedStatementError,  # the tables changed under a prepared statement: it must be prepared again
     asyncpg.OperatorInterventionError,  # shutting down, starting up
     asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
-    asyncpg.PostgresSystemError,  # a file of its own is gone, or cannot be read
-    asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again
+    asyncpg.PostgresSystemError,  # one of its own files is missing, or unreadable
+    asyncpg.TransactionRollbackError,  # deadlock, serialisation: retry
 )
 FORBIDDEN = (asyncpg.InsufficientPrivilegeError,)
-LOGIN = (asyncpg.InvalidAuthorizationSpecificationError,)  # no such account, or another password
+LOGIN = (asyncpg.InvalidAuthorizationSpecificationError,)  # no such account, or a wrong password
 READ_ONLY = (asyncpg.ReadOnlySQLTransactionError,)  # SQLSTATE 25006: a standby, or a reader's account
 _TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError)
 
 
 def plain(url: str) -> str:
-    """Return a URL as asyncpg reads it: SQLAlchemy's `postgresql+asyncpg://` becomes `postgresql://`."""
+    """Return a URL in asyncpg's form: SQLAlchemy's `postgresql+asyncpg://` becomes `postgresql://`."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme.split('+')[0]}{separator}{rest}"
 
@@ -68,7 +68,7 @@ def masked(url: str) -> str:
 
 
 class Link:
-    """A connection that is opened when it is needed and dropped when it fails."""
+    """A connection that is opened when needed and dropped when it fails."""
 
     def __init__(self, url: str, schema: str = SCHEMA, settings: Mapping[str, str] | None = None) -> None:
         self._url = plain(url)
@@ -105,7 +105,7 @@ class Link:
                 ValueError,
                 OverflowError,
                 TypeError,
-            ) as error:  # a value that no column can hold; asyncpg's own counts as InterfaceError too
+            ) as error:  # a value that no column can hold; asyncpg's own is an InterfaceError too
                 self._drop()
                 raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
             except AWAY as error:
@@ -118,7 +118,7 @@ class Link:
                 self._drop()
                 raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
             except BaseException:
-                self._drop()  # cancelled in the middle of a statement, or our own mistake: begin anew
+                self._drop()  # cancelled in the middle of a statement, or a bug: start with a new connection
                 raise
 
     async def _open(self) -> Connection:
@@ -137,7 +137,7 @@ class Link:
         self._connection = None
 
     async def close(self) -> None:
-        """Close the connection, politely if that is quick."""
+        """Close the connection, gracefully if that is quick."""
         connection, self._connection = self._connection, None
         if connection is not None:
             try:

@@ -1,13 +1,13 @@
-"""What can be seen of a loss without reading everything: a few look-ups by index, whatever the history's length.
+"""Detects losses without reading everything: a few index look-ups, whatever the history's length.
 
-Each table of history is asked for the oldest and the newest row that the kept events say it has: one that was truncated, or
-comes from an older backup, lacks one of them. What is missing from the middle is for `holdfast replay verify` to find.
+Each table of history must hold the oldest and the newest row that the kept events require. A truncated table, or one from an
+older backup, lacks one of them. Rows missing from the middle are found by `holdfast replay verify`.
 """
 
 from controller.adapters.postgres.link import Connection
 from controller.ports import StoreLook
 
-_ROWS_OF = {  # table: the kinds of event that make its rows, and what the event's row and the table's have in common
+_ROWS_OF = {  # table: the event kinds that make its rows, and the common key of event row and table row
     "incidents": (("incident_opened",), "incident"),
     "migrations": (("request_migrated",), "id"),
     "exposures": (("request_exposed", "exposure_unknown"), "id"),
@@ -15,7 +15,7 @@ _ROWS_OF = {  # table: the kinds of event that make its rows, and what the event
 
 
 def _lacks(table: str) -> str:
-    """Return a condition: the row of the first or of the last event of some kind is not there."""
+    """Return an SQL condition: the row of the first or of the last event of some kind is missing."""
     kinds, key = _ROWS_OF[table]
     ends = " UNION ALL ".join(
         f"(SELECT {key} FROM fleet_events WHERE kind = '{kind}' ORDER BY seq {order} LIMIT 1)"
@@ -33,7 +33,7 @@ _LOOK = f"""SELECT NOT EXISTS (SELECT FROM projection WHERE name = 'fleet') AS p
 
 
 async def look(connection: Connection) -> StoreLook:
-    """Return what a quick look shows."""
+    """Return the result of a quick check."""
     row = await connection.fetchrow(_LOOK)
     lost = tuple(table for table in ("projection", *_ROWS_OF) if row[table])
     return StoreLook(lost, row["first"], row["last"])

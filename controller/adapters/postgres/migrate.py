@@ -1,7 +1,6 @@
-"""Bring a database to the version that this code needs, or back.
+"""Migrates a database to the version that this code needs, or back.
 
-The common case, a database that is up to date, is answered by one query, before Alembic is imported: a fleet's start
-should not wait for it.
+The common case, an up-to-date database, takes one query and does not import Alembic, so that a fleet starts quickly.
 """
 
 import asyncio
@@ -37,10 +36,10 @@ from controller.read_model.grants import READER, WRITER, grants
 from events.errors import HoldfastError, UsageError
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
-LOCK_S = 60  # how long to wait for another migration, or for a table that somebody holds
-_BY_THE_OWNER = "`holdfast database migrate`, with HOLDFAST_DATABASE_URL as the owner of the tables, does it."
+LOCK_S = 60  # to wait for another migration, or for a locked table
+_BY_THE_OWNER = "Run `holdfast database migrate` with HOLDFAST_DATABASE_URL as the owner of the tables."
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
-WITHIN_S = 600.0  # all of it; an index on an audit table of millions takes minutes
+WITHIN_S = 600.0  # of a whole migration; an index on an audit table of millions takes minutes
 
 
 class DatabaseInUse(HoldfastError):
@@ -52,13 +51,14 @@ class DatabaseTooNew(HoldfastError):
 
 
 RUNS_WITH = "runs with releases from migration "
-"""A migration that only adds to the schema says so in the comment on `alembic_version`, with the oldest migration whose
-release can go on with it: `COMMENT ON TABLE alembic_version IS 'runs with releases from migration 0002'`."""
+"""A migration that only adds to the schema declares it in the comment on `alembic_version`, with the oldest migration that has a
+compatible release: `COMMENT ON TABLE alembic_version IS 'runs with releases from migration 0002'`."""
 
 
 async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
-    """Apply every migration that is missing, and give our accounts, where the server has them, their rights on what is new.
-    A database that a newer release has only added to is left as it is.
+    """Apply all missing migrations, and grant our accounts, if the server has them, their rights on new objects.
+
+    A database that a newer release has only added to is not changed.
 
     Raise DatabaseTooNew, StoreUnavailable or StoreForbidden.
     """
@@ -72,7 +72,7 @@ async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
 
 
 async def downgrade(url: str, *, schema: str = SCHEMA, to: str = "base") -> None:
-    """Take migrations back, all of them by default. Raise DatabaseTooNew or StoreUnavailable."""
+    """Revert migrations, all of them by default. Raise DatabaseTooNew or StoreUnavailable."""
     _refuse_newer(await version(url, schema=schema))
     await _run(url, schema, to, up=False)
 
@@ -81,7 +81,7 @@ async def take_back(url: str, to: str, *, schema: str = SCHEMA) -> str:
     """Downgrade to an older revision, or to `base`, and return a sentence about what was done.
 
     Raise UsageError for a revision that is unknown or newer than the database's, DatabaseInUse while a projector is connected,
-    and what `downgrade` raises.
+    and the errors of `downgrade`.
     """
     found = await version(url, schema=schema)
     _refuse_newer(found)
@@ -104,7 +104,7 @@ def _revisions() -> list[str]:
 
 
 async def _writers(url: str) -> int:
-    """Return how many projectors are connected to a database."""
+    """Return the number of projectors that are connected to a database."""
     link = Link(url)
     try:
         async with link.use() as connection:
@@ -115,7 +115,7 @@ async def _writers(url: str) -> int:
 
 
 async def version(url: str, *, schema: str = SCHEMA) -> str | None:
-    """Return the migration that the database stands at; None if none was ever applied."""
+    """Return the database's current migration; None if none was ever applied."""
     link = Link(url, schema)
     try:
         async with link.use() as connection:
@@ -130,7 +130,7 @@ async def version(url: str, *, schema: str = SCHEMA) -> str | None:
 
 
 async def _runs_with(url: str, schema: str) -> str:
-    """Return the oldest migration whose release can go on with a database; "9999" if it does not say."""
+    """Return the oldest migration with a release that is compatible with a database; "9999" if the database names none."""
     link = Link(url, schema)
     try:
         async with link.use() as connection:
@@ -143,7 +143,7 @@ async def _runs_with(url: str, schema: str) -> str:
 
 
 async def place(url: str) -> tuple[int, str] | None:
-    """Return how far a migrated database has folded the journal, and the ce-id of that event; None: nothing, or it is lost."""
+    """Return a migrated database's position on the journal, and the ce-id of that event; None: nothing is folded, or lost."""
     link = Link(url)
     try:
         async with link.use() as connection:
@@ -160,7 +160,7 @@ async def place(url: str) -> tuple[int, str] | None:
 def _refuse_newer(found: str | None) -> None:
     if found is not None and found > HEAD:
         raise DatabaseTooNew(
-            f"the database is at migration {found}, this version knows {HEAD}. {DatabaseTooNew.__doc__}"
+            f"the database is at migration {found}, this version only knows those up to {HEAD}. {DatabaseTooNew.__doc__}"
         )
 
 
@@ -174,7 +174,7 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     late: asyncio.TimerHandle | None = None
 
     async def connect() -> Any:
-        """Connect, for so long: a server that hangs in the middle would hold up even the rollback."""
+        """Connect with a time limit: a server that hangs in the middle would block even the rollback."""
         nonlocal late
         connection = await asyncpg.connect(plain(url), timeout=CONNECT_S, server_settings=settings)
         late = asyncio.get_running_loop().call_later(WITHIN_S, connection.terminate)
@@ -185,15 +185,15 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
         async with engine.begin() as connection:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
             there = await connection.execute(text("SELECT to_regnamespace(:name)"), {"name": f'"{schema}"'})
-            aside = up and await _put_aside(connection, schema)
-            if there.scalar() is None or aside:  # who may not make one may still own this one
+            aside = up and await _set_aside(connection, schema)
+            if there.scalar() is None or aside:  # it may own one without the right to create one
                 await connection.execute(text(f'CREATE SCHEMA "{schema}"'))
             await connection.run_sync(_alembic, schema, to, up)
             if aside:
                 raw = await connection.get_raw_connection()
                 await rights.copy(raw.driver_connection, f"{schema}_old", schema)
             if up and to == "head":
-                for grant in await _ours(connection, schema):
+                for grant in await _own_grants(connection, schema):
                     await connection.execute(text(grant))
     except (DBAPIError, *AWAY, *FORBIDDEN, *LOGIN, *READ_ONLY) as error:
         cut = late is not None and late.when() <= asyncio.get_running_loop().time()
@@ -205,9 +205,10 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
         await engine.dispose()
 
 
-async def _put_aside(connection: Any, schema: str) -> bool:
-    """Give tables whose version is lost another name, and say whether there were any. The journal makes them anew, and the next
-    rebuild drops what is left of them."""
+async def _set_aside(connection: Any, schema: str) -> bool:
+    """Rename the schema if its version is lost, and return whether it was renamed.
+
+    The tables are rebuilt from the journal, and the next rebuild drops what is left of the old ones."""
     from sqlalchemy import text
 
     names = [f'"{schema}".{table}' for table in ("fleet_events", "alembic_version")]
@@ -222,8 +223,8 @@ async def _put_aside(connection: Any, schema: str) -> bool:
     return False
 
 
-async def _ours(connection: Any, schema: str) -> list[str]:
-    """Return what our own accounts are to be granted; nothing on a server that does not have them."""
+async def _own_grants(connection: Any, schema: str) -> list[str]:
+    """Return the grants for our own accounts; none on a server that does not have them."""
     from sqlalchemy import text
 
     known = {row[0] for row in await connection.execute(text("SELECT rolname FROM pg_roles"))}
@@ -232,7 +233,7 @@ async def _ours(connection: Any, schema: str) -> list[str]:
 
 
 def _translate(url: str, error: Exception, why: str) -> None:
-    """Raise what we say instead of a driver's exception, if it is one that can be expected."""
+    """Raise our own error instead of an expected driver's exception."""
     cause = getattr(getattr(error, "orig", None), "__cause__", None) or error
     for kinds, said in ((READ_ONLY, StoreReadOnly), (LOGIN, StoreLogin)):
         if isinstance(cause, kinds):
@@ -260,7 +261,7 @@ def _alembic(connection: Any, schema: str, to: str, up: bool) -> None:
 def main(environment: Mapping[str, str]) -> int:
     """Migrate the database that HOLDFAST_DATABASE_URL names: `python -m controller.adapters.postgres.migrate`.
 
-    Prints its place on the journal, as JSON: whoever starts a fleet compares the two.
+    Prints its position on the journal as JSON: the process that starts a fleet compares the two.
     """
     url = environment.get("HOLDFAST_DATABASE_URL")
     if not url:

@@ -1,4 +1,4 @@
-"""What is read from the state store. Needs no more than the driver, so that a frontend's start is quick."""
+"""Read access to the state store. It imports only the driver, so that a frontend starts quickly."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ SELECT_BATCH = 1_000
 log = structlog.get_logger(__name__)
 
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
-# States of one shape are folded alike by all versions that this release decides by: a version adds only fields to them.
+# States of one shape are folded alike by all deciders versions of this release: a version only adds fields.
 _SNAPSHOT = f"SELECT * FROM snapshots WHERE deciders_version BETWEEN {OLDEST} AND $1 AND codec_version = $2"
 _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
 _PLANNED_BY = f"{_EVENTS} WHERE kind = ANY($1) AND seq > $2 AND at >= $3 ORDER BY seq LIMIT $4"
@@ -32,7 +32,7 @@ _LATEST = f"{_EVENTS} WHERE seq IN (SELECT max(seq) FROM fleet_events WHERE kind
 _INCIDENTS = ", ".join(f"'{kind}'" for kind in projection.INCIDENT_KINDS)
 _NAMED = "jsonb_path_exists(body, '$.{path} ? (@ == $name)', jsonb_build_object('name', ${{0}}::text))"
 _CONCERNS = (
-    " OR ".join(  # as `projection.concerns`, a part of `projection.matches`
+    " OR ".join(  # equals `projection.concerns`, a part of `projection.matches`
         [
             f"(worker = ${{0}}::text OR kind IN ({_INCIDENTS}) AND body->>'subject' = '{SUBJECT}' || ${{0}}::text",
             *(
@@ -59,17 +59,17 @@ class RowReader:
         self._reader = Link(url, schema)
 
     async def position(self) -> ReadPosition:
-        """Return how far the rows reach."""
+        """Return the position of the rows."""
         async with self._reader.use() as connection:
             return await read_position(connection)
 
     async def look(self) -> StoreLook:
-        """Return what a quick look shows of losses."""
+        """Return the result of a quick check for losses."""
         async with self._reader.use() as connection:
             return await losses.look(connection)
 
     async def load(self) -> Snapshot | None:
-        """Return the newest snapshot that these deciders folded; None if there is none."""
+        """Return the newest snapshot that these deciders can read; None if there is none."""
         return await self._newest("")
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:
@@ -100,13 +100,13 @@ class RowReader:
             return await _reading(connection, {**_all(projection.STATE), "incidents": _OPEN})
 
     async def decided_at(self, numbers: Sequence[int]) -> Mapping[int, datetime]:
-        """Return when the journal took these decisions, by number. Raise StoreUnavailable."""
+        """Return when the journal stored these decisions, by number. Raise StoreUnavailable."""
         async with self._reader.use() as connection:
             rows = await connection.fetch(_DECIDED_AT, [*numbers])
         return {row["number"]: row["at"] for row in rows}
 
     async def ended_incidents(self, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Return the rows of the incidents that ended last, the latest first, `limit` at most. Raise StoreUnavailable."""
+        """Return the rows of the incidents that ended last, latest first, at most `limit`. Raise StoreUnavailable."""
         async with self._reader.use() as connection:
             return [dict(row) for row in await connection.fetch(_ENDED, limit)]
 
@@ -121,7 +121,7 @@ class RowReader:
             await link.close()
 
     async def read_planning(self, after: int, since: datetime, limit: int) -> PlanningRead:
-        """Return what is planned by, as of one instant."""
+        """Return the planner's input, as of one instant."""
         async with self._reader.use() as connection, _frozen(connection):
             read = await _reading(connection, {"workers": "SELECT * FROM workers"})
             events = await connection.fetch(_PLANNED_BY, _kinds(PLANNED_BY), after, since, limit)
@@ -151,7 +151,7 @@ class RowReader:
         incident: str | None = None,
         request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield the events that match, in order, in batches."""
+        """Yield the matching events, in order, in batches."""
         tests = {
             _CONCERNS: worker,
             "incident = ${0}": incident,
@@ -171,19 +171,19 @@ class RowReader:
             after = rows[-1]["seq"]
 
     async def close(self) -> None:
-        """Let go of the database."""
+        """Close the connection to the database."""
         await self._reader.close()
 
 
 class PostgresSnapshot:
-    """The store as of one instant, for as long as its transaction is open."""
+    """The store as of one instant, as long as its transaction is open."""
 
     def __init__(self, reading: RowsRead, connection: Connection) -> None:
         self.reading = reading
         self._connection = connection
 
     async def locate(self, id: str) -> int | None:
-        """Return under which sequence an event is kept, by its ce-id."""
+        """Return the sequence under which an event is kept, by its ce-id; None if it is not."""
         found: int | None = await self._connection.fetchval("SELECT seq FROM fleet_events WHERE id = $1", id)
         return found
 
@@ -200,7 +200,7 @@ def _frozen(connection: Connection) -> asyncpg.transaction.Transaction:
 
 
 async def read_position(connection: Connection) -> ReadPosition:
-    """Return how far the rows reach, as this connection sees it."""
+    """Return the position of the rows, as this connection sees it."""
     row = await connection.fetchrow(_PLACE)
     if row is None:
         return ReadPosition()

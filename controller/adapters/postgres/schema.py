@@ -1,4 +1,4 @@
-"""Names in the database, for those who need no more than names (importing SQLAlchemy takes a fifth of a second)."""
+"""Names in the database, without importing SQLAlchemy, which takes 0.2 s."""
 
 SCHEMA = "holdfast"
 HEAD = "0002"  # the newest migration; a test compares it with the migrations folder

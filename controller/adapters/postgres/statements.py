@@ -1,11 +1,12 @@
-"""One statement per transaction: the position moves, and with it every row that changed, or nothing does.
+"""Builds the single statement of a transaction: it moves the position and writes all changed rows.
 
-    WITH moved AS (UPDATE projection … WHERE shown_seq = <where we believe it stands> RETURNING 1),
+If the position is not the expected one, nothing changes.
+    WITH moved AS (UPDATE projection … WHERE shown_seq = <the expected position> RETURNING 1),
          …     AS (INSERT … SELECT … FROM unnest($n, …) WHERE EXISTS (SELECT FROM moved) ON CONFLICT …)
     SELECT count(*) FROM moved
 
-Several statements in a transaction would do the same in three times the time. Which parts a batch needs differs from
-batch to batch, so the text is put together from parts; asyncpg keeps each combination prepared.
+Several statements in one transaction would take three times as long. Which parts are needed differs from batch to batch, so the
+text is assembled from parts; asyncpg keeps each combination prepared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,7 +81,7 @@ def _upsert(table: Table, names: tuple[str, ...], arrays: str) -> str:
 
 
 def _append(table: Table, names: tuple[str, ...], arrays: str) -> str:
-    """A repeated event (the same ce-id) is stored once."""
+    """Return an insert that stores a repeated event (the same ce-id) once."""
     unique = "reach" if table is tables.snapshots else "incident" if table is tables.incidents else "id"
     return (
         f"INSERT INTO {table.name} ({_quoted(names)}) SELECT * FROM unnest({arrays}) WHERE {_STILL} "

@@ -1,10 +1,10 @@
-"""The state store in Postgres: the fleet's rows, every event, snapshots of the fold, and how far all of it reaches.
+"""The state store in Postgres: the fleet's rows, all events, snapshots of the fold, and the position.
 
-The position moves from exactly where a batch begins or nothing is written, so an event is projected once however
-often a projector dies or two of them run.
+The position must be exactly the start of a batch, or nothing is written. So an event is projected once, however often a
+projector dies and even if two of them run.
 
-The projector's connection does not wait for the disk (`synchronous_commit = off`): what a crash takes away, rows and
-position alike, the journal gives back. A transaction is still whole or absent.
+The projector's connection does not wait for the disk (`synchronous_commit = off`). What a crash loses, rows and position alike,
+is projected again from the journal. A transaction is still whole or absent.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from events.fact import Recorded
 if TYPE_CHECKING:
     from controller.adapters.postgres.writer import Writer
 
-DROPS_MAX = 8  # attempts; each lost deadlock takes Postgres a second to find
+DROPS_MAX = 8  # attempts; Postgres takes a second to detect each deadlock
 DROP_WAIT_S = 0.05
-SNAPSHOT_EVERY = 5_000  # events: what time travel and a starting process must fold at most
+SNAPSHOT_EVERY = 5_000  # events: the most that time travel and a starting process must fold
 
 log = structlog.get_logger(__name__)
 
 
 class PostgresStore(RowReader):
-    """One process's handle on the state store."""
+    """One process's access to the state store."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PostgresStore(RowReader):
         await self.prepare().project(events, shown, settled, after, audit=not helped)
 
     async def look(self) -> StoreLook:
-        """Return what a quick look shows of losses, and look whether the rows of the fleet's state are all there."""
+        """Return the result of a quick check for losses, and check that all rows of the fleet's state are present."""
         await self.complete()
         if self._writer is not None:
             await self._writer.recount()
@@ -68,7 +68,7 @@ class PostgresStore(RowReader):
     def prepare(self) -> "Writer":
         """Load what `project` needs, before events wait for it.
 
-        SQLAlchemy comes with it, which takes 0.2 s: only who projects should wait for that.
+        This imports SQLAlchemy, which takes 0.2 s: only a projecting process should wait for that.
         """
         if self._writer is None:
             from controller.adapters.postgres.writer import Writer
@@ -76,10 +76,10 @@ class PostgresStore(RowReader):
             self._writer = Writer(self._link, self._snapshot_every)
         return self._writer
 
-    # --- a fresh one beside it --------------------------------------------------------------------------------------
+    # --- rebuilding in a second schema ------------------------------------------------------------------------------
 
     async def beside(self) -> "PostgresStore":
-        """Make an empty store in a second schema; what an interrupted rebuild left there is dropped."""
+        """Create an empty store in a second schema; drop the leftovers of an interrupted rebuild."""
         from controller.adapters.postgres import migrate
 
         fresh = f"{self.schema}_next"
@@ -98,16 +98,16 @@ class PostgresStore(RowReader):
         )
 
     async def discard(self, fresh: "PostgresStore") -> None:
-        """Drop a store that `beside` made."""
+        """Drop a store that `beside` created."""
         await fresh.close()
         async with self._reader.use() as connection:
             await _drop(connection, fresh.schema)
 
     async def swap(self, fresh: "PostgresStore", catch_up: CatchUp, *, carry: bool) -> None:
-        """Let the fresh schema take the name of this one, in one transaction; `carry` what the journal has no more.
+        """Rename the fresh schema to this one's name, in one transaction; `carry` over what the journal no longer has.
 
-        A projector at work waits meanwhile, readers do not: so the fresh one catches up with a position that stands
-        still. The projector finds the new tables under the old name when it gets on.
+        A running projector waits meanwhile, readers do not. So the fresh store catches up with a position that does not move. The
+        projector then finds the new tables under the old name.
         """
         old = f"{self.schema}_old"
         async with self._reader.use() as connection, connection.transaction():
@@ -125,12 +125,12 @@ class PostgresStore(RowReader):
         try:
             async with self._reader.use() as connection:
                 await _drop(connection, old)
-        except HoldfastError as error:  # the swap is done, and the next `beside` drops what is left
+        except HoldfastError as error:  # the swap is done, and the next `beside` drops the leftovers
             log.warning("old_projection_not_dropped", schema=old, why=str(error))
 
     @property
     def helper_pid(self) -> int | None:
-        """Which process writes the audit table for this store; None: none, or none yet."""
+        """Process id of the helper that writes this store's audit table; None: there is none (yet)."""
         return self._helper.pid if self._helper is not None else None
 
     async def complete(self) -> None:
@@ -139,7 +139,7 @@ class PostgresStore(RowReader):
             await self._helper.flush()
 
     async def close(self) -> None:
-        """Let go of the database."""
+        """Close the connections to the database."""
         if self._helper is not None:
             await self._helper.close()
         await self._link.close()
@@ -147,7 +147,7 @@ class PostgresStore(RowReader):
 
 
 async def _carry(connection: Connection, old: str, fresh: str) -> None:
-    """Copy what is kept of events before the fresh schema's first one. Of incidents what it does not have."""
+    """Copy kept rows of events before the fresh schema's first one, and incidents that it does not have."""
     first = f'(SELECT coalesce(min(seq), 0) FROM "{fresh}".fleet_events)'
     for table in ("migrations", "exposures", "fleet_events"):
         await connection.execute(
@@ -159,12 +159,12 @@ async def _carry(connection: Connection, old: str, fresh: str) -> None:
 
 
 async def _drop(connection: Connection, schema: str) -> None:
-    """Drop a schema, though statements that began before a swap may still hold some of its tables and want others."""
+    """Drop a schema, although statements that began before a swap may hold some of its tables and wait for others."""
     for attempt in range(1, DROPS_MAX + 1):
         try:
             await connection.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
             return
-        except asyncpg.TransactionRollbackError:  # a deadlock that was ours to lose
+        except asyncpg.TransactionRollbackError:  # we lost a deadlock
             if attempt == DROPS_MAX:
                 raise
             await asyncio.sleep(DROP_WAIT_S * attempt)

@@ -1,7 +1,7 @@
-"""The state store's tables: what the projector writes, and what the router, the planner and Grafana read.
+"""The tables of the state store: written by the projector, read by router, planner and Grafana.
 
-All of them live in one schema, which `search_path` selects, so that `rebuild` can make a second one beside it and
-swap the two. The migrations under `migrations/` create them; a test compares the two.
+All of them are in one schema, selected by `search_path`, so that `rebuild` can create a second one beside it and swap the two.
+The migrations under `migrations/` create the tables; a test compares them with this module.
 """
 
 from sqlalchemy import (
@@ -56,8 +56,8 @@ workers = Table(
     _text("incident"),
     Column("joined", JSONB, nullable=False),  # the whole registration: profile, topology, tokenizer …
     Column("last_canary", JSONB),
-    Column("spare", Boolean, nullable=False),  # kept back: it gets nothing, and is not counted
-    _text("place"),  # the worker in whose place it serves; "" in its own
+    Column("spare", Boolean, nullable=False),  # kept back: it gets no requests, and is not counted
+    _text("place"),  # the worker that it replaces; "" if none
 )
 
 breakers = Table(
@@ -137,7 +137,7 @@ exposures = Table(
     _text("frontend"),
     _text("worker"),
     _text("instance"),
-    Column("request", Text),  # null: unknown which; then since and until say when
+    Column("request", Text),  # null: unknown; then since and until bound the time
     Column("model", Text),
     Column("first", BigInteger),
     Column("last", BigInteger),
@@ -158,7 +158,7 @@ fleet_events = Table(
     _text("source"),
     Column("source_number", BigInteger, nullable=False),
     Column("number", BigInteger),  # of a decision
-    Column("through", BigInteger),  # how far the decider had read
+    Column("through", BigInteger),  # the decider's read position
     Column("worker", Text),
     Column("instance", Text),
     Column("request", Text),
@@ -196,7 +196,7 @@ projection = Table(
     metadata,
     _key("name"),
     Column("shown_seq", BigInteger, nullable=False),  # the rows are the fold of everything up to here
-    _text("shown_id"),  # ce-id of that event: a stream that was made anew has another one there
+    _text("shown_id"),  # ce-id of that event: a recreated stream has another one there
     Column("shown_at", _instant),
     Column("through", BigInteger, nullable=False),  # the settled position
     Column("decided", BigInteger, nullable=False),
@@ -205,4 +205,4 @@ projection = Table(
     Column("written_at", _instant, nullable=False, server_default=text("clock_timestamp()")),
 )
 
-STATE = (workers, breakers, goldens, levels)  # rows that are a fleet's: written when they differ
+STATE = (workers, breakers, goldens, levels)  # rows of a fleet's state: written when they differ

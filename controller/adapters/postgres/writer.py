@@ -1,4 +1,4 @@
-"""What is written to the state store: a batch of events becomes one transaction, mostly one statement."""
+"""Writes to the state store: each batch of events is one transaction, usually of one statement."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -26,23 +26,23 @@ log = structlog.get_logger(__name__)
 
 
 class Writer:
-    """The projector's hand on the store. It remembers what the rows say, to write only what changed."""
+    """Writes batches to the store. It remembers the written rows, to write only what changed."""
 
     def __init__(self, link: Link, snapshot_every: int) -> None:
         self._link = link
         self._snapshot_every = snapshot_every
-        self._kept: int | None = None  # how far the newest snapshot reaches; None: not known
+        self._kept: int | None = None  # sequence that the newest snapshot contains; None: unknown
         self._decided: tuple[int, datetime] | None = (
             None  # the last decision's sequence and the stream's time
         )
-        self._written: Fleet | None = None  # the fleet that the rows say; None: not known, write all of them
+        self._written: Fleet | None = None  # the fleet in the rows; None: unknown, so write all of them
 
     async def project(
         self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int, *, audit: bool
     ) -> None:
-        """Write what a batch of events changed, and that it is written, or nothing: where the projection stands at `after`.
+        """Write what a batch of events changed, and the new position. Write nothing unless the projection is at `after`.
 
-        Without `audit` the events themselves are not kept: somebody else does that.
+        Without `audit`, the events themselves are not written: the helper process does that.
         """
         last, position, before = events[-1], settled.position, self._written
         move = (
@@ -55,7 +55,7 @@ class Writer:
             position.number,
         )
         writes: dict[str, Rows] = {**projection.changes(before, shown), **projection.history(events)}
-        self._written = None  # until we know better
+        self._written = None  # unknown until the write has succeeded
         snapshot = writes["append snapshots"] = await self._due(events, settled)
         rows = projection.event_rows(events) if audit else []
         await self._write((*move, DECIDERS_VERSION), writes, rows, before is None)
@@ -64,7 +64,7 @@ class Writer:
             self._kept = position.decided
 
     async def recount(self) -> None:
-        """Write all rows with the next batch if some of those that we wrote are gone: somebody has had a hand in the database."""
+        """Schedule all rows to be written with the next batch if some are missing: the database was changed by hand."""
         async with self._link.use() as connection:
             if self._written is None:
                 return
@@ -75,7 +75,7 @@ class Writer:
                 self._written = None
 
     async def _due(self, events: Sequence[Recorded], settled: Snapshot) -> Rows:
-        """Return the row of a snapshot, if it is time for one."""
+        """Return the row of a snapshot, if one is due."""
         last = next((e for e in reversed(events) if isinstance(e.fact, Decision)), None)
         self._decided = (last.seq, last.at) if last else self._decided
         if self._kept is None:
@@ -85,7 +85,7 @@ class Writer:
         if not fleet_codec.snapshot_due(position.decided, self._kept or 0, self._snapshot_every):
             return ()
         if self._decided is None or self._decided[0] != position.decided:
-            return ()  # decided before this process began: its time is not known here
+            return ()  # decided before this process began: the decision's time is unknown here
         fleet, sources = fleet_codec.encode(settled.fleet), codec.to_json(settled.sources)
         row = (position.decided, self._decided[1], position.through, position.decided, position.number)
         return [(*row, DECIDERS_VERSION, fleet_codec.VERSION, fleet, sources)]
@@ -96,7 +96,7 @@ class Writer:
             try:
                 return await self._transaction(move, writes, whole, audit)
             except pg_audit.Repeated:
-                return await self._transaction(move, everything, whole)  # arrays skip what is there already
+                return await self._transaction(move, everything, whole)  # arrays skip existing rows
         if whole:
             return await self._transaction(move, everything, whole)
         async with self._link.use() as connection:
@@ -123,4 +123,4 @@ async def _move(connection: Connection, move: Sequence[Any], writes: Mapping[str
             f"fleet_events holds another event in this batch's place: {error}. {StoreAhead.__doc__}"
         ) from error
     if not moved:
-        raise AnotherProjector(f"the projection does not stand at {move[0]}. {AnotherProjector.__doc__}")
+        raise AnotherProjector(f"the projection is not at {move[0]}. {AnotherProjector.__doc__}")

@@ -1,1 +1,1 @@
-"""A frontend's end of the request plane: connections to workers, and the detector of hangs."""
+"""The frontend's side of the request plane: connections to workers, and hang detection."""

@@ -1,4 +1,4 @@
-"""The request plane's client side: streams on the connections that `links` keeps up.
+"""The client side of the request plane: streams over the connections that `links` maintains.
 
 Implements `controller.ports.RequestPlane` for frontends and `controller.ports.Prober` for the canary loop.
 """
@@ -17,7 +17,7 @@ from events.wire import Chunk, Generate, Load, Reserved, Welcome, Why
 
 
 class RequestPlaneClient:
-    """All streams of one frontend (or prober)."""
+    """All streams of one frontend or prober."""
 
     def __init__(
         self,
@@ -26,47 +26,47 @@ class RequestPlaneClient:
         dialers: Mapping[str, Dialer] | None = None,
         key: FleetKey | None = None,
     ) -> None:
-        """`dialers` by the scheme of the addresses for which they are; that of `tcp:` is always there. `key`: the fleet's, which
-        workers must know, too; None: they need not."""
+        """`dialers`: by URL scheme; `tcp:` is always included. `key`: the fleet key that workers must prove; None: no proof is
+        required."""
         self._limits = limits or PlaneLimits()
         self.links = WorkerLinks(client, self._limits, dialers or {}, key)
         self._by_worker = self.links.by_worker
-        self._numbers = itertools.count(1)  # of streams; never used twice, over all connections
+        self._numbers = itertools.count(1)  # stream numbers; unique over all connections
         self.watch = self.links.watch
 
-    # --- whom to be connected to: see `WorkerLinks` ---------------------------------------------------------
+    # --- connections: see `WorkerLinks` ---------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the wanted connections up until cancelled."""
+        """Maintain the wanted connections until cancelled."""
         await self.links.run()
 
     def want(self, addresses: Mapping[str, Address]) -> None:
-        """Be connected to exactly these workers."""
+        """Set the workers to be connected to; connections to all others are closed."""
         self.links.want(addresses)
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a connection came, went, or changed its standing."""
+        """Call `changed` whenever a connection was opened, closed, or changed its state."""
         self.links.listen(changed)
 
     @property
     def connected(self) -> dict[str, str]:
-        """The workers with a standing connection, and their instances."""
+        """The workers with a live connection, and their instances."""
         return self.links.connected
 
     @property
     def heard(self) -> dict[str, str]:
-        """Of those, who said something lately: what the links report says."""
+        """The connected workers that were heard recently: the content of the link report."""
         return self.links.heard
 
     @property
     def welcomes(self) -> dict[str, Welcome]:
-        """What each connected worker said of itself."""
+        """The Welcome of each connected worker."""
         return self.links.welcomes
 
-    # --- what is known of a worker --------------------------------------------------------------------------
+    # --- state of a worker ----------------------------------------------------------------------------------
 
     def _connection(self, worker: str, instance: str | None = None) -> WorkerConnection | None:
-        """Return the connection to a worker, or to this instance of it. Asked for each worker by each request's choice of one."""
+        """Return the connection to a worker, or to this instance of it. Called per worker for each request that is routed."""
         link = self._by_worker.get(worker)
         connection = link.connection if link is not None else None
         if (
@@ -78,14 +78,14 @@ class RequestPlaneClient:
         return connection
 
     def reachable(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is connected, and neither stuck nor leaving."""
+        """Return whether this instance is connected, and neither stuck nor leaving."""
         connection = self._connection(worker, instance)
         return connection is not None and not connection.detector.stuck and not connection.draining
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is reachable, and was heard as lately as one that lives is. While our loop stood still we
-        heard nobody: time beyond the watch's next look does not count."""
-        # `_connection`, spelled out: asked of each worker by each request, as is `external_load`: 1 % of a request
+        """Return whether this instance is reachable, and was heard as recently as a live one is. While our loop stood still we
+        heard no worker, so time beyond the watch's next look does not count."""
+        # `_connection` inlined: called per worker and request, like `external_load`; saves 1 % of a request
         link = self._by_worker.get(worker)
         connection = link.connection if link is not None else None
         if (
@@ -96,13 +96,13 @@ class RequestPlaneClient:
         ):
             return False
         detector, limits = connection.detector, self._limits
-        if detector.age_s and detector.stuck:  # a step that has just begun is nobody's who is stuck
+        if detector.age_s and detector.stuck:  # the first test is for speed: a step of age 0 cannot be stuck
             return False
         due = detector.heard_at + (limits.lately_busy_s if detector.open_streams else limits.lately_s)
         return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due
 
     def why(self, worker: str) -> str:
-        """Return why the last attempt to connect to a worker failed; nothing if none did since it was connected last."""
+        """Return why the last attempt to connect to a worker failed; empty if none has failed since its last connection."""
         link = self._by_worker.get(worker)
         return "" if link is None else link.why
 
@@ -112,18 +112,18 @@ class RequestPlaneClient:
         return connection.load.total if connection is not None else None
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
+        """Return the load that the worker reported last for each of its DP ranks; empty if it is not connected."""
         connection = self._connection(worker)
         return connection.load.by_rank if connection is not None else ()
 
     def external_load(self, worker: str) -> Load | None:
-        """Return what requests that are not ours load the worker with; None if it is not connected."""
+        """Return the worker's load by other clients' requests; None if it is not connected."""
         link = self._by_worker.get(worker)
         connection = link.connection if link is not None else None
         return connection.load.external if connection is not None and connection.live else None
 
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
+        """Return the same per DP rank; empty if the worker has only one, or does not report it."""
         connection = self._connection(worker)
         return connection.load.external_by_rank if connection is not None else ()
 
@@ -142,18 +142,18 @@ class RequestPlaneClient:
         return connection
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
-        """Forget a stream or a reservation: the worker is told, and late frames are dropped. Unknown ones are ignored."""
+        """Drop a stream or a reservation, notify the worker, and ignore late frames. Unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.cancel(stream, why)
 
     def draining(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is connected and has told us to send it nothing new."""
+        """Return whether this instance is connected and has asked for no new requests."""
         connection = self._connection(worker, instance)
         return connection is not None and connection.draining
 
     def reserve(self, worker: str, instance: str, request: Generate, room: int, sink: TransferSink) -> int:
-        """Ask a worker to keep room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
+        """Ask a worker to reserve room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
         stream = next(self._numbers)
         self._standing(worker, instance).reserve(stream, request, room, sink)
         return stream
@@ -164,19 +164,19 @@ class RequestPlaneClient:
         connection.ship(stream, offer.grants, sink)
 
     def stay(self, worker: str, stream: int) -> None:
-        """Tell a worker to break a stream's shipment off, and to go on decoding it. Unknown streams are ignored."""
+        """Tell a worker to stop a stream's shipment and to continue decoding. Unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.stay(stream)
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
-        """Give a stream another sink. Unknown streams are ignored."""
+        """Attach another sink to a stream. Unknown streams are ignored."""
         connection = self._connection(worker)
         if connection is not None:
             connection.adopt(stream, sink)
 
     async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Yield the worker's chunks until one ends; the deadline is the caller's. Raise WorkerUnreachable."""
+        """Yield the worker's chunks until one finishes; the caller sets the deadline. Raise WorkerUnreachable."""
         link = await self.links.awaited(worker)
         reader = StreamReader(self._limits.ask_chunks_max)
         stream = self.open(worker, link.instance, request, reader)
@@ -190,6 +190,6 @@ class RequestPlaneClient:
             self.cancel(worker, stream)
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return whether the worker's engine is known to get on with other requests: see `Prober`."""
+        """Return how the engine serves other requests: see `Prober`."""
         connection = self._connection(worker)
         return "" if connection is None else connection.others_work(own_tokens, begun=begun)

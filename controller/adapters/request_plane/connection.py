@@ -1,8 +1,7 @@
-"""One connection to one worker: frames in, frames out, and who waits for which stream.
+"""One connection to one worker: frames in both directions, and the sinks of its streams.
 
-Steps are dispatched straight from the bytes' arrival to each stream's sink, without a queue or a task per
-token: this is the frontend's hottest path. All steps that one read brings are one chunk to a stream: the busier
-the frontend, the less each token costs it.
+Steps are dispatched from the arrival of the bytes directly to each stream's sink, without a queue or a task per token: this is
+the frontend's hottest path. All steps of one read become one chunk per stream, so the cost per token falls as the load grows.
 """
 
 import asyncio
@@ -28,11 +27,11 @@ class StreamReservations:
     """The streams of one connection that are being moved."""
 
     def __init__(self) -> None:
-        self.reserved: dict[int, TransferSink] = {}  # here, and nothing of it has begun
-        self.shipping: dict[int, TransferSink] = {}  # open here, and on its way elsewhere
+        self.reserved: dict[int, TransferSink] = {}  # reserved here, not begun
+        self.shipping: dict[int, TransferSink] = {}  # open here, on the way to another worker
 
     def take(self, frame: wire.ToFrontend) -> None:
-        """Pass on what the worker says of a move. What was given up meanwhile is dropped."""
+        """Dispatch the worker's frame about a move. Frames of moves that were given up are dropped."""
         if isinstance(frame, wire.Reserved) and (sink := self.reserved.get(frame.stream)):
             sink.reserved(frame)
         elif isinstance(frame, wire.Declined):
@@ -41,12 +40,12 @@ class StreamReservations:
                 here.declined(frame.stream, frame.reason)
 
     def forget(self, stream: int) -> bool:
-        """Carry a stream no further. Return whether it was only reserved here."""
+        """Stop moving a stream. Return whether it was only reserved here."""
         self.shipping.pop(stream, None)
         return self.reserved.pop(stream, None) is not None
 
     def clear(self) -> dict[int, Sink]:
-        """Forget everything: the connection is of no use any more. Return what was reserved here, to be told."""
+        """Drop everything, since the connection is unusable. Return the sinks of reservations, which must be notified."""
         self.shipping.clear()
         reserved: dict[int, Sink] = {**self.reserved}
         self.reserved.clear()
@@ -60,7 +59,7 @@ BROKEN = "Stream ended before generation completed"
 
 
 class WorkerConnection(asyncio.Protocol):
-    """A connection from Hello to its end."""
+    """A connection from its Hello to its end."""
 
     def __init__(
         self,
@@ -84,10 +83,10 @@ class WorkerConnection(asyncio.Protocol):
         self.detector = HangDetector(policy, self._loop.time(), process)
         self.load = ReportedLoad()
         self.draining = False
-        self.live = False  # the worker has welcomed us and the connection stands
-        self.instance = ""  # of the worker, once it has welcomed us
-        self.stranger = ""  # why the other side is one
-        self.late = 0  # chunks of streams that nobody reads any more
+        self.live = False  # the worker has sent its Welcome, and the connection is open
+        self.instance = ""  # of the worker, after its Welcome
+        self.stranger = ""  # why the worker failed the handshake
+        self.late = 0  # chunks of streams without a sink
         self.budget = FrameBudget(self._loop.time(), frames)
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -100,7 +99,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.detector.hear(self._loop.time())
-        said: dict[int, wire.Chunk] = {}
+        chunks: dict[int, wire.Chunk] = {}
         steps = frames = 0
         wrong = ""
         try:
@@ -110,15 +109,15 @@ class WorkerConnection(asyncio.Protocol):
                 if type(frame) is wire.Step:
                     steps += 1
                     for chunk in frame.chunks:
-                        earlier = said.get(chunk.stream)
+                        earlier = chunks.get(chunk.stream)
                         if earlier is None:
-                            said[chunk.stream] = chunk
+                            chunks[chunk.stream] = chunk
                         elif not wire.join(earlier, chunk):
-                            self._hand_out(said)
-                            said[chunk.stream] = chunk
+                            self._dispatch(chunks)
+                            chunks[chunk.stream] = chunk
                     continue
-                if steps:  # they came before it
-                    self._stepped(steps, said)
+                if steps:  # they precede this frame
+                    self._stepped(steps, chunks)
                     steps = 0
                 if type(frame) is wire.Beat:
                     self._beat(frame)
@@ -127,15 +126,15 @@ class WorkerConnection(asyncio.Protocol):
                 elif type(frame) is wire.Committed:
                     self._committed(frame)
                 elif type(frame) is wire.Challenge:
-                    self._tell(self._handshake.answer(frame))
+                    self._send(self._handshake.answer(frame))
                 else:
                     self._reservations.take(frame)
         except (wire.BadFrame, msgspec.MsgspecError) as error:
-            wrong = f"the worker sent what is not a frame: {error}"
+            wrong = f"the worker sent an invalid frame: {error}"
         except Stranger as error:
             wrong = self.stranger = str(error)
         if steps:
-            self._stepped(steps, said)
+            self._stepped(steps, chunks)
         budget = self.budget
         budget.frames += frames
         budget.size += len(data)
@@ -153,28 +152,28 @@ class WorkerConnection(asyncio.Protocol):
         self.lose(self._cause, self._reason)
         self._changed()
 
-    # --- what comes in ------------------------------------------------------------------------------------
+    # --- incoming frames ----------------------------------------------------------------------------------
 
     def welcomed(self, frame: wire.Welcome) -> None:
-        """The worker has said who it is: from now on it can be asked. Raise Stranger if it has to prove that it knows the fleet's
-        key, and has not."""
+        """Handle the worker's Welcome: from now on it accepts requests. Raise Stranger if it has not proven the fleet key
+        although it must."""
         if not self._handshake.proven:
             raise Stranger(
-                "the worker does not ask for the fleet's key: start it with --fleet-key-file, or with --data"
+                "the worker does not ask for the fleet key: start it with --fleet-key-file, or with --data"
             )
         if not self.greeted.done():
             self.greeted.set_result(frame)
             self.live, self.instance = self._transport is not None, frame.instance
 
-    def _stepped(self, steps: int, said: dict[int, wire.Chunk]) -> None:
-        """So many steps came in one read, and said this."""
+    def _stepped(self, steps: int, chunks: dict[int, wire.Chunk]) -> None:
+        """Handle the chunks of `steps` steps that arrived in one read."""
         self.detector.stepped(self._loop.time(), steps)
-        self._hand_out(said)
+        self._dispatch(chunks)
 
-    def _hand_out(self, said: dict[int, wire.Chunk]) -> None:
-        """Give every stream what was said to it, then let each write it; `said` is empty afterwards."""
+    def _dispatch(self, chunks: dict[int, wire.Chunk]) -> None:
+        """Pass every stream its chunk, then flush each; `chunks` is empty afterwards."""
         touched: list[Sink] = []
-        for stream, chunk in said.items():
+        for stream, chunk in chunks.items():
             sink = self._sinks.get(stream)
             if sink is None:
                 self.late += 1
@@ -185,7 +184,7 @@ class WorkerConnection(asyncio.Protocol):
                 self._reservations.forget(stream)
             touched.append(sink)
             sink.take(chunk)
-        said.clear()
+        chunks.clear()
         for sink in touched:
             sink.flush()
 
@@ -200,8 +199,8 @@ class WorkerConnection(asyncio.Protocol):
             self._changed()
 
     def others_work(self, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return whether the engine gets on with other work, before or beside an answer of ours that has `begun` or not.
-        Questions of ours that are asked side by side are other work to one another."""
+        """Return whether the engine makes progress on other requests, before or beside one of ours that has `begun` or not.
+        Concurrent questions of ours count as other requests to one another."""
         load = self.load.total
         if load.running + load.waiting < 2 or not self.detector.gets_on(self._loop.time(), own_tokens):
             return ""
@@ -209,14 +208,14 @@ class WorkerConnection(asyncio.Protocol):
             return "before"
         return "beside"
 
-    # --- what goes out ------------------------------------------------------------------------------------
+    # --- outgoing frames ----------------------------------------------------------------------------------
 
     def _writable(self) -> asyncio.Transport:
         transport = self._transport
         if transport is None or transport.is_closing() or not self.live:
             raise WorkerUnreachable
         if transport.get_write_buffer_size() > WRITE_BYTES_MAX:
-            raise WorkerUnreachable("the worker does not read what it is sent")
+            raise WorkerUnreachable("the worker does not read its input")
         return transport
 
     def open(self, stream: int, request: wire.Generate, sink: Sink) -> None:
@@ -228,7 +227,7 @@ class WorkerConnection(asyncio.Protocol):
         if request.rank:
             self.load.place(stream, request.rank)
         self.detector.opened(self._loop.time())
-        if len(frame) > wire.FRAME_BYTES_MAX:  # would break the connection, and everybody's streams with it
+        if len(frame) > wire.FRAME_BYTES_MAX:  # it would break the connection, with all streams on it
             self._loop.call_soon(self._refuse, stream, len(frame))
             return
         transport.write(frame)
@@ -243,22 +242,22 @@ class WorkerConnection(asyncio.Protocol):
         sink.flush()
 
     def cancel(self, stream: int, why: wire.Why) -> None:
-        """Forget a stream or a reservation, and tell the worker why."""
+        """Drop a stream or a reservation, and notify the worker with the reason."""
         reserved = self._reservations.forget(stream)
         if self._sinks.pop(stream, None) is not None:
             self.detector.closed()
         elif not reserved:
             return
-        self._tell(wire.Cancel(stream=stream, why=why))
+        self._send(wire.Cancel(stream=stream, why=why))
 
-    def _tell(self, frame: wire.ToWorker) -> None:
+    def _send(self, frame: wire.ToWorker) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.encode(frame))
 
-    # --- planned moves: a reservation is no open stream, and nobody owes us a frame for it --------------------
+    # --- planned moves: a reservation is no open stream, so no frame is owed for it ---------------------------
 
     def reserve(self, stream: int, request: wire.Generate, room: int, sink: TransferSink) -> None:
-        """Ask the worker to keep room for a request. Raise WorkerUnreachable."""
+        """Ask the worker to reserve room for a request. Raise WorkerUnreachable."""
         transport = self._writable()
         request.stream = stream
         frame = wire.encode(wire.Reserve(stream=stream, request=request, room_tokens=room))
@@ -273,43 +272,43 @@ class WorkerConnection(asyncio.Protocol):
         """Tell the worker to send a stream's KV cache. Raise WorkerUnreachable."""
         transport = self._writable()
         if stream not in self._sinks:
-            raise WorkerUnreachable("the stream is over")
+            raise WorkerUnreachable("the stream has ended")
         self._reservations.shipping[stream] = sink
         transport.write(wire.encode(wire.Ship(stream=stream, grants=grants)))
 
     def stay(self, stream: int) -> None:
-        """Tell the worker to go on decoding a stream that it was told to send."""
+        """Tell the worker to continue decoding a stream that it was told to send."""
         if stream in self._sinks:
             self._reservations.forget(stream)
-            self._tell(wire.Stay(stream=stream))
+            self._send(wire.Stay(stream=stream))
 
     def adopt(self, stream: int, sink: Sink) -> None:
-        """Give an open stream another sink."""
+        """Attach another sink to an open stream."""
         if stream in self._sinks:
             self._sinks[stream] = sink
 
     def _committed(self, frame: wire.Committed) -> None:
-        """What was reserved is an open stream from now on."""
+        """Turn a reservation into an open stream."""
         sink = self._reservations.reserved.pop(frame.stream, None)
         if sink is not None:
             self._sinks[frame.stream] = sink
             self.detector.opened(self._loop.time())
             sink.committed(frame)
 
-    # --- its end ------------------------------------------------------------------------------------------
+    # --- end of the connection ----------------------------------------------------------------------------
 
     def lose(self, cause: LostCause, detail: str) -> None:
-        """Tell every stream at once that nothing more comes; tell the worker too if it can still be told."""
+        """End every stream at once with this cause; notify the worker too if it can still be reached."""
         sinks, self._sinks = self._sinks, {}
         sinks |= self._reservations.clear()
         self.detector.open_streams = 0
         for stream in sinks:
-            self._tell(wire.Cancel(stream=stream, why="elsewhere"))
+            self._send(wire.Cancel(stream=stream, why="elsewhere"))
         for sink in sinks.values():
             sink.lost(cause, detail)
 
     def drop(self, cause: LostCause, reason: str) -> None:
-        """Drop the connection; nobody is sent here any more."""
+        """Drop the connection; no further requests are sent on it."""
         self._cause, self._reason = cause, reason
         self.live = False
         if self._transport is not None:
@@ -317,18 +316,18 @@ class WorkerConnection(asyncio.Protocol):
             self._transport = None
 
     def abort(self, cause: LostCause, reason: str) -> None:
-        """Drop the connection; its streams learn why now, not when the socket's end is noticed."""
+        """Drop the connection, and end its streams now instead of when the closed socket is noticed."""
         self.drop(cause, reason)
         self.lose(cause, reason)
         self._changed()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
     def readable(self) -> bool:
-        """Say whether bytes lie in the socket that we have not read: then it is us who are late."""
+        """Return whether the socket has unread bytes: then it is this process that is late."""
         if self._transport is None:
             return False
         sock = self._transport.get_extra_info("socket")
@@ -336,7 +335,7 @@ class WorkerConnection(asyncio.Protocol):
 
 
 class StreamReader:
-    """A sink for one who reads at his own pace: a probe."""
+    """A sink for a consumer that reads at its own pace, such as a probe."""
 
     def __init__(self, chunks_max: int) -> None:
         self._chunks: asyncio.Queue[wire.Chunk | WorkerUnreachable] = asyncio.Queue(chunks_max + 1)

@@ -1,7 +1,7 @@
-"""How a connection to a worker is made: straight to its port. `nats_dialer` dials through the broker.
+"""Dialers of worker connections: `TcpDialer` dials a worker's port, `nats_dialer` the broker.
 
-What a busy turn of the loop says to a worker over its port leaves as one write: each write is a call of the system, and
-wakes the worker, who would read one request where ten are on their way.
+All frames of a busy loop turn for one worker leave as one write. Each write is a system call and wakes the worker, which
+would otherwise read one request although ten are on their way.
 """
 
 import asyncio
@@ -12,56 +12,54 @@ from urllib.parse import urlsplit
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.ports import WorkerUnreachable
 
-PORT_S = 1.0  # until a port answers: the system does it, in the place of a process that hangs
+PORT_S = 1.0  # timeout of a port probe: the kernel accepts, even for a process that hangs
 
 Make = Callable[[type[WorkerConnection]], WorkerConnection]
-"""Makes a connection, of the kind that the dialer needs."""
+"""Creates a connection of the class that the dialer needs."""
 
 
 class Dialer(Protocol):
-    """One kind of connection."""
+    """Opens one kind of connection."""
 
     async def ready(self) -> None:
-        """Wait until connections can be made at all. Raise TimeoutError."""
+        """Wait until connections are possible at all. Raise TimeoutError."""
         ...
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Return a fresh connection; the deadline is the caller's. Raise OSError or WorkerUnreachable."""
+        """Return a new connection; the caller sets the deadline. Raise OSError or WorkerUnreachable."""
         ...
 
 
 class CoalescingTransport(asyncio.Transport):
-    """A transport that writes at the end of a turn of the loop, in order, all that the turn has said: one call of the system
-    and one waking of the worker for as many frames as a busy turn has.
+    """A transport that joins the writes of one loop turn, in order, into one system call and one wake-up of the worker.
 
-    Of five writes to a worker, each a call of the system, one is left with 64 users flat out. Where turns say one thing each,
-    nothing waits for a turn's end: what comes first is written at once, unless the last
-    turn that said something said more.
+    At full load with 64 users, five writes to a worker become one system call. Where turns write once each, nothing is delayed:
+    the first write of a turn is sent at once, unless the last turn with writes had several.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._said = 0  # things, in this turn
-        self._busy = False  # the last turn that said something said several things
+        self._writes = 0  # writes in this turn
+        self._busy = False  # the last turn with writes had several
         self._gathered: list[bytes] = []
-        self._bytes = 0  # of them
-        self.is_closing = transport.is_closing  # type: ignore[method-assign]  # asked for every request
+        self._bytes = 0  # in `_gathered`
+        self.is_closing = transport.is_closing  # type: ignore[method-assign]  # called for every request
 
     def write(self, data: Any) -> None:
-        self._said += 1
-        if self._said == 1:
-            self._loop.call_soon(self._leave)
+        self._writes += 1
+        if self._writes == 1:
+            self._loop.call_soon(self._end_turn)
             if not self._busy:
                 self._transport.write(data)
                 return
         self._gathered.append(data)
         self._bytes += len(data)
 
-    def _leave(self) -> None:
-        """A turn is over: write what has gathered; nothing, where the connection has gone meanwhile."""
-        self._busy, self._said = self._said > 1, 0
+    def _end_turn(self) -> None:
+        """End the turn: write what has gathered, or nothing if the connection is gone."""
+        self._busy, self._writes = self._writes > 1, 0
         self._flush()
 
     def _flush(self) -> None:
@@ -94,13 +92,13 @@ class TcpConnection(WorkerConnection):
 
 
 class TcpDialer:
-    """To a worker's own port: `tcp://host:port`."""
+    """Connects to a worker's own port: `tcp://host:port`."""
 
     async def ready(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once: TCP has no prerequisite."""
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Connect to the port. Raise OSError, or WorkerUnreachable where the URL is no address."""
+        """Connect to the port. Raise OSError, or WorkerUnreachable for an invalid URL."""
         host, port = _endpoint(url)
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: make(TcpConnection), host, port)
@@ -108,7 +106,7 @@ class TcpDialer:
 
 
 async def port_open(url: str) -> bool:
-    """Return whether something listens at an address, `tcp://host:port`; of what is none: False."""
+    """Return whether a process listens at an address, `tcp://host:port`; False for an invalid one."""
     try:
         async with asyncio.timeout(PORT_S):
             _, writer = await asyncio.open_connection(*_endpoint(url))
@@ -126,5 +124,5 @@ def _endpoint(url: str) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if host is None or port is None:
-        raise WorkerUnreachable(f"{url!r} is not an address: tcp://host:port is")
+        raise WorkerUnreachable(f"{url!r} is not an address of the form tcp://host:port")
     return host, port

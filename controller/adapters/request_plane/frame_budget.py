@@ -1,23 +1,23 @@
-"""The budget of one worker's connection: frames and bytes per second, far above what any engine sends."""
+"""The traffic budget of one worker's connection: frames and bytes per second, far above any engine's."""
 
 from events.intrusion.send_budget import Rate, TrafficBudget, TrafficLimit
 
 FRAMES = TrafficLimit(
     messages=Rate(
         per_s=20_000.0, burst=100_000.0
-    ),  # a step is a frame; those within a millisecond leave together
+    ),  # a step is one frame; those of one millisecond leave together
     size=Rate(per_s=64 * 1024 * 1024.0, burst=512 * 1024 * 1024.0),  # 256 answers with 20 logprobs: 6 MB/s
 )
 
 
-SHARE = 0.01  # of a burst: what is counted before the budget is asked
+SHARE = 0.01  # of a burst: amount to count before the budget is checked
 
 
 class FrameBudget:
-    """What a worker may send on one connection. `exceeded` stays set.
+    """The traffic that a worker may send on one connection. `exceeded` stays set.
 
-    The connection counts `frames` and `size` (bytes) with each read, and calls `spend` where one is beyond its step: most
-    reads call nothing.
+    The connection counts `frames` and `size` (bytes) at each read, and calls `spend` only once one of them exceeds its step, so
+    most reads make no call.
     """
 
     __slots__ = ("_traffic", "exceeded", "frames", "frames_step", "size", "size_step")
@@ -30,7 +30,7 @@ class FrameBudget:
         self.size_step = limit.size.burst * SHARE
 
     def spend(self, now: float) -> str:
-        """Take what was counted off the budget. Return why the connection must be closed; empty if it need not be."""
+        """Charge the counted traffic to the budget. Return why the connection must be closed; empty if it need not be."""
         within = self._traffic.take(self.frames, self.size, now)
         self.frames = self.size = 0
         if within:

@@ -1,7 +1,7 @@
-"""Which of a request plane's connections hang? Looks at all of them twenty times a second.
+"""Watches all connections of a request plane for hangs, twenty times a second.
 
-What is said of one worker is `hang`'s; this takes our own lag off before anybody is judged, reads our sockets first, and
-takes a silence of everybody at once for our own fault for a while.
+`hang` judges a single worker. This module excludes our own lag before any worker is judged, reads our sockets first, and
+attributes a silence of all workers at once to this process for a while.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class HangWatch:
-    """Judges the connections that stand, and tells the streams of those that hang."""
+    """Judges the live connections, and ends the streams of those that hang."""
 
     def __init__(
         self,
@@ -26,19 +26,19 @@ class HangWatch:
         processes: Callable[[], Iterable[Process]],
         changed: Callable[[], None],
     ) -> None:
-        """`connections` are those that stand, by worker, `processes` where the workers live; `changed` is called after a worker
-        was found hung."""
+        """`connections`: the live ones, by worker; `processes`: the workers' processes; `changed` is called after a worker was
+        found hung."""
         self._policy = policy
         self._connections = connections
         self._processes = processes
         self._changed = changed
-        self._everyone_since: float | None = None
-        self.look_due = inf  # when we listen next: time beyond it is our own loop's lag
+        self._all_silent_since: float | None = None
+        self.look_due = inf  # our next look: time beyond it is our own loop's lag
         self.hangs = 0
         self.late_ticks = 0
 
     async def run(self) -> None:
-        """Judge every connection each tick, after our own lag is taken off and our sockets are read."""
+        """Judge every connection at each tick, after excluding our own lag and reading our sockets."""
         loop, policy = asyncio.get_running_loop(), self._policy
         due = self.look_due = loop.time() + policy.tick_s
         while True:
@@ -54,13 +54,13 @@ class HangWatch:
                 connection for connection in self._connections().values() if connection.detector.suspect(now)
             ]
             if suspects:
-                await asyncio.sleep(policy.lag_s / 2)  # whole turns of the loop: what has arrived is read
+                await asyncio.sleep(policy.lag_s / 2)  # whole loop turns: bytes that have arrived are read
                 self._judge([connection for connection in suspects if not connection.readable()], loop.time())
             else:
-                self._everyone_since = None
+                self._all_silent_since = None
 
     def _excuse(self, lag_s: float, now: float) -> None:
-        """Take our own lag off everyone's silence."""
+        """Exclude our own lag from every worker's silence."""
         for process in self._processes():
             process.excuse(lag_s, now)
         for connection in self._connections().values():
@@ -71,9 +71,9 @@ class HangWatch:
         guilty = [(connection, why) for connection in suspects if (why := connection.detector.suspect(now))]
         busy = [connection for connection in connections.values() if connection.detector.open_streams]
         if len(guilty) > 1 and len(guilty) == len(busy):
-            self._everyone_since = self._everyone_since or now
-            if now - self._everyone_since < policy.everyone_s:
-                return  # all at once: more likely it is us
+            self._all_silent_since = self._all_silent_since or now
+            if now - self._all_silent_since < policy.all_silent_s:
+                return  # all at once: more likely a fault of this process
         for connection, why in guilty:
             self.hangs += 1
             worker = next((name for name, one in connections.items() if one is connection), "?")
@@ -81,5 +81,5 @@ class HangWatch:
             if connection.detector.silent_s(now) > policy.silence_s:
                 connection.drop("stalled", why)  # all of them before any stream looks for another worker
         for connection, why in guilty:
-            connection.lose("stalled", why)  # where the loop lives it will say when the engine gets on
+            connection.lose("stalled", why)  # a live loop reports when the engine makes progress again
         self._changed()

@@ -1,10 +1,10 @@
-"""Which workers is this process connected to? Keeps one connection to every worker that is wanted.
+"""Maintains one connection to every wanted worker.
 
-    want({worker: address}) ── dial ── Hello/Welcome ── live ── broken or hung ──▶ streams told at once
+    want({worker: address}) ── dial ── Hello/Welcome ── live ── broken or hung ──▶ streams notified at once
                                  ▲                                  │
                                  └──── backoff, jittered ◀──────────┘
 
-The direct dialer needs no broker and no database: with both dead, connections are kept and made anew.
+The TCP dialer needs neither broker nor database: with both down, connections stay open and are reopened.
 """
 
 import asyncio
@@ -29,14 +29,15 @@ from events.observations import WorkerJoined
 from events.subjects import PLANE_SCHEME
 from events.wire import Welcome
 
-LOOK_S = 0.25  # how often one who waits for a connection looks whether it is still the one that is wanted
+LOOK_S = 0.25  # interval at which a waiting caller checks whether the link is still the wanted one
 
 log = structlog.get_logger(__name__)
 
 
 class Address(NamedTuple):
-    """Where one instance of a worker listens: `tcp://host:port`, or `nats:plane.WORKER.INSTANCE` behind the broker.
-    An empty instance: whoever answers there. Workers of the same `process` may share its event loop; empty: it has its own."""
+    """The address of one worker instance: `tcp://host:port`, or `nats:plane.WORKER.INSTANCE` behind the broker.
+
+    An empty instance: any that answers. Workers of the same `process` may share its event loop; empty: a process of its own."""
 
     instance: str
     url: str
@@ -44,40 +45,38 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, joined: WorkerJoined) -> "Address":
-        """Return where a worker is that has joined."""
+        """Return the address of a worker that has joined."""
         return cls(joined.instance, joined.url, f"{joined.topology.host}:{joined.pid}")
 
     @property
     def scheme(self) -> str:
-        """What stands before the URL's first colon."""
+        """The URL's scheme."""
         return self.url.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """The deadlines and bounds of connections."""
+    """Deadlines and bounds of connections."""
 
     connect_s: float = 1.0
-    welcome_s: float = 5.0  # who starts 250 workers is late; asking again and again makes it later
+    welcome_s: float = 5.0  # a process that starts 250 workers is late, and retries would make it later
     backoff_s_min: float = 0.05
     backoff_s_max: float = 2.0
-    ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made again
-    ask_connect_first_s: float = 5.0  # and for one that was not tried in vain: a thousand may join at once
+    ask_connect_s: float = 1.0  # wait of a probe for a connection that is being reopened
+    ask_connect_first_s: float = 5.0  # the same without a failed attempt: a thousand workers may join at once
     ask_chunks_max: int = 4096
-    connections_max: int = 65_536  # a process has open files for other things, too
-    heard_s: float = (
-        2.5  # an idle worker beats each second: we vouch for nobody whom we have not heard for longer
-    )
-    lately_s: float = 1.3  # an idle worker beats each second: who is silent for longer is asked last
-    lately_busy_s: float = 0.25  # one with streams of ours beats every 0.1 s
+    connections_max: int = 65_536  # a process has open files for other purposes, too
+    heard_s: float = 2.5  # age of a frame up to which a link is reported; an idle worker beats each second
+    lately_s: float = 1.3  # a worker silent for longer is chosen last; an idle one beats each second
+    lately_busy_s: float = 0.25  # the same with open streams of ours: it beats every 0.1 s
     hang: HangPolicy = field(default_factory=HangPolicy)
     frames: TrafficLimit = FRAMES  # of one worker's connection
-    flood_pause_s: float = 30.0  # until a worker is connected to again that sent more
+    flood_pause_s: float = 30.0  # until a worker that exceeded it is connected again
 
 
 @dataclass(slots=True)
 class WorkerLink:
-    """The wish to be connected to one instance, and what has become of it."""
+    """The wanted connection to one instance, and its state."""
 
     worker: str
     address: Address
@@ -85,8 +84,8 @@ class WorkerLink:
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
     failures: int = 0  # in a row
-    why: str = ""  # the last attempt failed
-    up: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: it is connected
+    why: str = ""  # reason of the last failed attempt
+    up: asyncio.Event = field(default_factory=asyncio.Event)  # set while connected
 
     @property
     def instance(self) -> str:
@@ -104,8 +103,8 @@ class WorkerLinks:
     def __init__(
         self, client: str, limits: PlaneLimits, dialers: Mapping[str, Dialer], key: FleetKey | None = None
     ) -> None:
-        """`client` is who we say we are, `dialers` by the scheme of the addresses for which they are, beside TCP's; `key`: the
-        fleet's, which workers must know, too."""
+        """`client`: our name. `dialers`: by URL scheme, in addition to TCP's. `key`: the fleet key that workers must prove; None:
+        no proof is required."""
         self.by_worker: dict[str, WorkerLink] = {}
         self._client = client
         self._limits = limits
@@ -116,11 +115,11 @@ class WorkerLinks:
         self.flooded: Callable[[str, str], None] = lambda worker, instance: None
         self._open = 0  # connections
         self._listeners: list[Callable[[], None]] = []
-        self._telling: asyncio.Handle | None = None  # of the listeners, at the end of this turn
+        self._notification: asyncio.Handle | None = None  # pending notification, at the end of this turn
         self.watch = HangWatch(limits.hang, self.standing, lambda: self._processes.values(), self._changed)
 
     async def run(self) -> None:
-        """Keep the wanted connections up until cancelled."""
+        """Maintain the wanted connections until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -134,12 +133,12 @@ class WorkerLinks:
                     link.connection.close()
 
     def want(self, addresses: Mapping[str, Address]) -> None:
-        """Be connected to exactly these workers."""
+        """Set the workers to be connected to; connections to all others are closed."""
         for worker, link in list(self.by_worker.items()):
             if addresses.get(worker) != link.address:
                 del self.by_worker[worker]
                 self._stop(link)
-        self._house(Counter(address.process for address in addresses.values()))
+        self._update_processes(Counter(address.process for address in addresses.values()))
         for worker, address in addresses.items():
             if worker not in self.by_worker:
                 link = self.by_worker[worker] = WorkerLink(
@@ -147,8 +146,8 @@ class WorkerLinks:
                 )
                 self._start(link)
 
-    def _house(self, housed: Counter[str]) -> None:
-        """Know which processes there are, by how many workers each has."""
+    def _update_processes(self, housed: Counter[str]) -> None:
+        """Update the known processes and their numbers of workers."""
         now = asyncio.get_running_loop().time()
         del housed[""]
         self._processes = {name: self._processes.get(name) or Process(now) for name in housed}
@@ -156,18 +155,19 @@ class WorkerLinks:
             process.house(housed[name])
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a connection came, went, or changed its standing."""
+        """Call `changed` whenever a connection was opened, closed, or changed its state."""
         self._listeners.append(changed)
 
     @property
     def connected(self) -> dict[str, str]:
-        """The workers with a standing connection, and their instances."""
+        """The workers with a live connection, and their instances."""
         return {link.worker: link.instance for link in self.by_worker.values() if link.live is not None}
 
     @property
     def heard(self) -> dict[str, str]:
-        """Of those, who said something lately: what the links report says. A stopped process, or one behind a network
-        that swallows everything, keeps its connection and says nothing."""
+        """The connected workers that were heard recently: the content of the link report.
+
+        A stopped process, or one behind a network that drops everything, keeps its connection but is not heard."""
         since = asyncio.get_running_loop().time() - self._limits.heard_s
         connections = ((link, link.live) for link in self.by_worker.values())
         return {
@@ -178,12 +178,12 @@ class WorkerLinks:
 
     @property
     def welcomes(self) -> dict[str, Welcome]:
-        """What each connected worker said of itself."""
+        """The Welcome of each connected worker."""
         return {worker: connection.greeted.result() for worker, connection in self.standing().items()}
 
     @property
     def late_chunks(self) -> int:
-        """Chunks of streams that nobody reads any more, over the connections that stand."""
+        """Number of chunks of streams without a sink, over the live connections."""
         return sum(connection.late for connection in self.standing().values())
 
     def _start(self, link: WorkerLink) -> None:
@@ -197,22 +197,22 @@ class WorkerLinks:
             link.connection.abort("disconnected", f"{link.worker} ({link.address.instance}) is gone")
 
     def _changed(self) -> None:
-        """Tell the listeners, once in a turn of the loop: a thousand workers that join are not a thousand news."""
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_soon(self._tell)
+        """Notify the listeners once per loop turn: a thousand joining workers need not cause a thousand notifications."""
+        if self._notification is None:
+            self._notification = asyncio.get_running_loop().call_soon(self._notify)
 
-    def _tell(self) -> None:
-        self._telling = None
+    def _notify(self) -> None:
+        self._notification = None
         for listener in self._listeners:
             listener()
 
     def standing(self) -> dict[str, WorkerConnection]:
-        """Return the connections that stand, by worker."""
+        """Return the live connections, by worker."""
         found = ((link.worker, link.live) for link in self.by_worker.values())
         return {worker: connection for worker, connection in found if connection is not None}
 
     async def awaited(self, worker: str) -> WorkerLink:
-        """Return the standing connection to a worker, which may still be in the making. Raise WorkerUnreachable."""
+        """Return the link to a worker once it is live, which may take a moment. Raise WorkerUnreachable."""
         loop, limits = asyncio.get_running_loop(), self._limits
         began = loop.time()
         while True:
@@ -227,7 +227,7 @@ class WorkerLinks:
                 async with asyncio.timeout(min(left, LOOK_S)):
                     await (asyncio.sleep(LOOK_S) if link is None or link.up.is_set() else link.up.wait())
 
-    # --- keeping one connection up ------------------------------------------------------------------------
+    # --- maintaining one connection -----------------------------------------------------------------------
 
     async def _keep(self, link: WorkerLink) -> None:
         while True:
@@ -258,10 +258,10 @@ class WorkerLinks:
 
     @contextmanager
     def _counted(self, link: WorkerLink) -> Iterator[None]:
-        """Count a connection, from when it is wanted to its end. Raise WorkerUnreachable where there may be no more of them."""
+        """Count a connection from its first attempt to its end. Raise WorkerUnreachable if the limit is reached."""
         own, most = link.address.scheme != PLANE_SCHEME, self._limits.connections_max
         if own and self._open >= most:
-            raise WorkerUnreachable(f"{most} connections are all that this process may have (ulimit -Hn)")
+            raise WorkerUnreachable(f"this process may open at most {most} connections (ulimit -Hn)")
         self._open += own
         try:
             yield
@@ -302,12 +302,12 @@ class WorkerLinks:
     def _dialer(self, scheme: str) -> Dialer:
         if scheme == PLANE_SCHEME and scheme not in self._dialers:
             raise WorkerUnreachable(
-                "it is reached through the broker: start this process with --request-plane nats"
+                "it is only reachable through the broker: start this process with --request-plane nats"
             )
         return self._dialers.get(scheme, self._dialers["tcp"])
 
     def _backoff_s(self, link: WorkerLink) -> float:
-        """Return the wait before the next attempt: doubling, times 0.5…1 by a hash: frontends spread."""
+        """Return the wait before the next attempt: doubling, times a hash-based 0.5 to 1 that spreads frontends."""
         limits = self._limits
         whole = min(limits.backoff_s_max, limits.backoff_s_min * 2 ** min(link.failures, 16))
         spread = xxhash.xxh32_intdigest(f"{self._client} {link.worker} {link.failures}".encode()) / 2**32

@@ -1,8 +1,8 @@
 """Connections to workers through the broker: `--request-plane nats`.
 
-A connection over a channel is one like any other. It knows two things better than its base. Where nobody listens any more, a
-request that the worker never read has found no responder: it is as if it had not been sent. And since all of them share one
-socket, there is always something to read on it: what counts is whether what lay there a moment ago has been read.
+A connection over a channel is one like any other, with two differences. If the worker no longer listens, a request that it never
+read has found no responder, and counts as not sent. And all channels share one socket, which nearly always has unread bytes: what
+counts is whether the bytes that were unread a moment ago have been read.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from events.nats.channels import Channels
 from events.wire import Generate
 
 READY_S = 60.0
-SAME_SILENCE_S = 0.5  # who is asked about twice within this time is suspected of the same silence
+SAME_SILENCE_S = 0.5  # two calls within this time concern the same silence
 NO_RESPONDERS = "no responders: the worker has gone from the broker"
 
 
@@ -41,8 +41,8 @@ class ChannelConnection(WorkerConnection):
     ) -> None:
         super().__init__(frontend, policy, changed, process, key, frames)
         self._channel: Channel | None = None
-        self._unread: deque[tuple[int, int]] = deque()  # requests: where in our stream each ends, its number
-        self._read_to = 0  # of the broker's bytes: what lay unread when this silence was first asked about
+        self._unread: deque[tuple[int, int]] = deque()  # requests: their end in our byte stream, their number
+        self._read_to = 0  # of the broker's bytes: end of those unread at the first call in this silence
         self._asked_at = float("-inf")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,7 +69,7 @@ class ChannelConnection(WorkerConnection):
         super().connection_lost(exc)
 
     def readable(self) -> bool:
-        """Say whether what lay unread when this silence was first asked about still does, in part."""
+        """Return whether some of the bytes that were unread at the first call in this silence still are."""
         if self._channel is None:
             return False
         broker, now = self._channel.carrier, self._loop.time()
@@ -83,40 +83,40 @@ class ChannelConnection(WorkerConnection):
 
 
 class NatsDialer:
-    """To a worker's subject."""
+    """Connects to a worker's subject on the broker."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
 
     @classmethod
     async def open(cls, broker: str, name: str, *, wait_s: float = 2.0) -> "NatsDialer":
-        """Connect to the broker within `wait_s`, or go on trying in the background."""
+        """Connect to the broker within `wait_s`, else keep trying in the background."""
         return cls(await Channels.open(broker, f"plane:{name}", wait_s=wait_s))
 
     async def ready(self) -> None:
-        """Wait until the broker is there: while it is away, no worker has failed."""
+        """Wait until the broker is connected: while it is unavailable, no worker has failed."""
         async with asyncio.timeout(READY_S):
             await self._channels.up()
 
     async def connect(self, url: str, make: Make) -> WorkerConnection:
-        """Open a channel. Raise NobodyListens where there is no such worker."""
+        """Open a channel. Raise NobodyListens if there is no such worker."""
         subject = subjects.plane_of(url)
         if subject is None:
             raise WorkerUnreachable(
-                f"{url!r} is not an address: {subjects.plane_url('WORKER', 'INSTANCE')} is"
+                f"{url!r} is not an address of the form {subjects.plane_url('WORKER', 'INSTANCE')}"
             )
         connection = await self._channels.dial(subject, lambda: make(ChannelConnection))
         assert isinstance(connection, WorkerConnection)
         return connection
 
     async def close(self) -> None:
-        """Let go of the broker, and of every connection."""
+        """Close the broker connection, and every connection over it."""
         await self._channels.close()
 
 
 @asynccontextmanager
 async def dialers(broker: str, name: str) -> AsyncIterator[dict[str, Dialer]]:
-    """Yield a dialer through the broker at this URL, by the scheme that it is for; of no URL: none. Raise BadBrokerUrl."""
+    """Yield a dialer through the broker at this URL, by URL scheme; none for an empty URL. Raise BadBrokerUrl."""
     if not broker:
         yield {}
         return

@@ -1,9 +1,9 @@
-"""The connections over which canaries are asked: marked ones, and such as look like a user's request.
+"""The prober's connections: one for marked canaries, one for questions that look like users' requests.
 
-A marked canary goes past the prefix cache, takes no place and is no user's request. A worker that was taken over can answer
-it well and users' requests wrongly. So some questions carry no mark (`controller.runtime.canary.unmarked`) and come on a
-connection of their own, under a name as frontends have. A worker must say in its Welcome that it answers both alike (`alike`,
-since 0.3); to others all are marked.
+A marked canary bypasses the prefix cache, takes no place and is no user's request. A compromised worker can answer it correctly
+and users' requests wrongly. So some questions carry no mark (`controller.runtime.canary.unmarked`). They use a separate
+connection, under a name like a frontend's. This requires that the worker's Welcome announces the same answers for both
+(`alike`, since 0.3); for other workers, all questions are marked.
 """
 
 import asyncio
@@ -21,31 +21,31 @@ from events.wire import Chunk, Generate
 
 
 def cover_name() -> str:
-    """Return a name as frontends have, which none of them has: a worker tells frontends apart by it."""
+    """Return a name in the form of a frontend's that no frontend has: workers tell frontends apart by name."""
     return f"frontend-{100 + secrets.randbelow(900)}"
 
 
 class ProbePlanes:
-    """The prober of one controller. `unmarked` is None where every canary is marked."""
+    """The prober of one controller. `unmarked` is None if every canary is marked."""
 
     def __init__(self, marked: RequestPlaneClient, unmarked: RequestPlaneClient | None = None) -> None:
         self.marked = marked
         self.unmarked = unmarked
-        self._asked: Counter[str] = Counter()  # unmarked questions that are open, by worker
+        self._asked: Counter[str] = Counter()  # open unmarked questions, by worker
 
     async def run(self) -> None:
-        """Keep the connections up until cancelled."""
+        """Maintain the connections until cancelled."""
         async with asyncio.TaskGroup() as group:
             for plane in filter(None, (self.marked, self.unmarked)):
                 group.create_task(plane.run())
 
     def want(self, addresses: Mapping[str, Address]) -> None:
-        """Be connected to exactly these workers."""
+        """Set the workers to be connected to; connections to all others are closed."""
         for plane in filter(None, (self.marked, self.unmarked)):
             plane.want(addresses)
 
     async def ask(self, worker: str, request: Generate) -> AsyncGenerator[Chunk]:
-        """Yield the worker's chunks until one ends; the deadline is the caller's. Raise WorkerUnreachable."""
+        """Yield the worker's chunks until one finishes; the caller sets the deadline. Raise WorkerUnreachable."""
         plane = self.unmarked
         if request.canary or plane is None or not self._alike(plane, worker):
             marked = request if request.canary else replace(request, canary=True)
@@ -64,7 +64,7 @@ class ProbePlanes:
                 del self._asked[worker]
 
     def others_work(self, worker: str, own_tokens: int, *, begun: bool) -> OthersWork:
-        """Return whether the worker's engine is known to get on with other requests: see `Prober`."""
+        """Return how the engine serves other requests: see `Prober`."""
         plane = self.unmarked if self.unmarked is not None and self._asked[worker] else self.marked
         return plane.others_work(worker, own_tokens, begun=begun)
 

@@ -1,4 +1,4 @@
-"""How much does one worker have to do, and how much of it is not ours?"""
+"""The load that a worker reports, and the part of it that other clients cause."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -7,23 +7,23 @@ from events.wire import Beat, Load
 
 
 class ReportedLoad:
-    """What a worker's last beat said of its load, and what of that others have."""
+    """The load in a worker's last beat, and the part of it that other clients cause."""
 
     __slots__ = ("by_rank", "external", "external_by_rank", "ranks", "total")
 
     def __init__(self) -> None:
         self.total = Load()
-        self.by_rank: Sequence[Load] = ()  # the same of each DP rank, once it has said it
-        self.external = Load()  # of it, what is not ours
-        self.external_by_rank: Sequence[Load] = ()  # the same of each DP rank, where it says so
-        self.ranks: dict[int, int] = {}  # of our streams and reservations that are not at rank 0
+        self.by_rank: Sequence[Load] = ()  # per DP rank, once reported
+        self.external = Load()  # the part of other clients
+        self.external_by_rank: Sequence[Load] = ()  # the same per DP rank, if reported
+        self.ranks: dict[int, int] = {}  # of our streams and reservations on a rank other than 0
 
     def place(self, stream: int, rank: int) -> None:
-        """Note to which rank, other than 0, a request goes."""
+        """Record the rank, other than 0, of a request."""
         self.ranks[stream] = rank
 
     def take(self, beat: Beat, own: int, streams: Collection[int], reserved: Collection[int]) -> None:
-        """Take a beat, when `own` requests of ours are open there: `streams`; forget where those went that have ended."""
+        """Record a beat while `own` requests of ours are open (`streams`); drop the ranks of streams that have ended."""
         self.total = beat.load
         self.by_rank = beat.ranks or (beat.load,)
         self.external = without(beat.load, own)
@@ -36,8 +36,8 @@ class ReportedLoad:
 
 
 def without(load: Load, own: int) -> Load:
-    """Return what others have at a worker, when `own` of its requests are ours; canaries are nobody's. Tokens are taken to be
-    spread evenly."""
+    """Return the part of a load that is not due to `own` requests; canaries do not count. Tokens are assumed to be spread
+    evenly."""
     whole = load.running + load.waiting - load.canaries
     others = max(0, whole - own)
     tokens = load.active_tokens * others // whole if whole > 0 else 0

@@ -1,1 +1,1 @@
-"""Who starts and stops workers where no `holdfast up` does: a command, or what keeps a Kubernetes scale subresource."""
+"""Scaling hooks that start and stop workers without `holdfast up`: a command, or a Kubernetes scale."""

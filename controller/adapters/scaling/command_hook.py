@@ -1,10 +1,10 @@
-"""A command that makes the workers of a model as many as are wanted: whatever an operator has, from `docker` to `sbatch`.
+"""Scales by a command of the operator, from `docker` to `sbatch`.
 
     {"model": …, "before": 2, "after": 4, …} ─▶ stdin      stdout ─▶ its last line: what was done   (status 0)
                                                            stderr ─▶ its last line: why not         (any other)
 
-What a reader would get wrong: a command has ended when its process has, though something that it has started may go on and
-hold its output open. That is let be; only at the deadline all of its process group is killed.
+A command has ended when its process has, although a process that it started may continue and hold its output open. That is
+tolerated; only at the deadline is the whole process group killed.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ READ_BYTES = 64 * 1024
 SECRET = ("DATABASE_URL", "NATS_URL", "KEY", "TOKEN", "SECRET", "PASSWORD", "CREDS")
 
 
-def told(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what lets its owner into the fleet: the URLs with their passwords, and where keys lie."""
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without secrets of the fleet: URLs with passwords, and the locations of keys."""
     return {
         name: value
         for name, value in environment.items()
@@ -45,30 +45,30 @@ class CommandScaleHook:
     by = "command"
 
     def __init__(self, argv: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
-        """Raise BadSetting for a command without a word, or without time."""
+        """Raise BadSetting for a command without a program, or a timeout that is not positive."""
         if not argv or not argv[0] or any("\0" in word for word in argv):
             raise BadSetting(f"the command {list(argv)!r} names no program")
         if not timeout_s > 0:
-            raise BadSetting(f"a command needs more time than {timeout_s:g} s")
+            raise BadSetting(f"the timeout of a command must be above 0 s, not {timeout_s:g} s")
         self._argv = tuple(argv)
         self._timeout_s = timeout_s
 
     async def scale(self, wanted: WantedScale) -> HookResult:
-        """Run the command and return what it says. It is killed at its deadline, and where the caller does not wait for it."""
+        """Run the command and return its last line. It is killed at its deadline, and when the caller is cancelled."""
         asked = json.dumps(asdict(wanted), ensure_ascii=False).encode() + b"\n"
         try:
-            # A file, and no pipe: who does not read it, or closes it, leaves nobody waiting.
+            # A file instead of a pipe: a command that does not read it, or closes it, blocks no process.
             with tempfile.TemporaryFile() as stdin, KeptOutput() as out, KeptOutput() as err:
                 stdin.write(asked)
                 stdin.seek(0)
-                return await self._ran(stdin, out, err)
-        except (OSError, ValueError) as error:  # ValueError: what cannot be said to a process
+                return await self._run(stdin, out, err)
+        except (OSError, ValueError) as error:  # ValueError: an argument that cannot be passed to a process
             why = getattr(error, "strerror", None) or str(error)
             return HookResult(False, one_line(f"{self._argv[0]} cannot be started: {why}"))
 
-    async def _ran(self, stdin: IO[bytes], out: "KeptOutput", err: "KeptOutput") -> HookResult:
+    async def _run(self, stdin: IO[bytes], out: "KeptOutput", err: "KeptOutput") -> HookResult:
         process = await asyncio.create_subprocess_exec(
-            *self._argv, stdin=stdin, stdout=out.end, stderr=err.end, env=told(os.environ), start_new_session=True
+            *self._argv, stdin=stdin, stdout=out.end, stderr=err.end, env=without_secrets(os.environ), start_new_session=True
         )  # fmt: skip
         out.begin()
         err.begin()
@@ -86,25 +86,25 @@ class CommandScaleHook:
 
 
 async def _kill(process: Process) -> None:
-    """End a command and all that it has started in its session."""
+    """Kill a command and all processes that it has started in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):  # one that the kernel holds up: it is let be
+    with contextlib.suppress(TimeoutError):  # a process that is blocked in the kernel is left alone
         async with asyncio.timeout(KILLED_WITHIN_S):
             await process.wait()
 
 
 class KeptOutput:
-    """A pipe into which a process writes. It is read as it comes, so that nobody waits; only its end is kept.
+    """A pipe for a process's output. It is read as it arrives, so that the process never blocks; only its end is kept.
 
-    It is ours, not the process's transport's: that would hold for unended whoever has left his output to another.
+    We own it instead of asyncio's process transport, which would treat a process as running while another one holds its output.
     """
 
     def __init__(self) -> None:
         self._kept = bytearray()
         self._read, self.end = os.pipe()
         os.set_blocking(self._read, False)
-        self._open = True  # the writing end, of ours
+        self._open = True  # our copy of the writing end
 
     def __enter__(self) -> "KeptOutput":
         return self
@@ -113,35 +113,35 @@ class KeptOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         asyncio.get_running_loop().remove_reader(self._read)
-        self._let_go()
+        self._close_end()
         os.close(self._read)
 
     def begin(self) -> None:
-        """Read, now that the process has its end."""
-        self._let_go()
-        asyncio.get_running_loop().add_reader(self._read, self._more)
+        """Start to read, now that the process has its copy of the writing end."""
+        self._close_end()
+        asyncio.get_running_loop().add_reader(self._read, self._read_available)
 
     def rest(self) -> bytes:
-        """Return the end of what was written, with what lies in the pipe."""
-        for _ in range(OUTPUT_KEPT // READ_BYTES + 1):  # more than a pipe holds: somebody else writes on
-            if not self._more():
+        """Return the end of the output, including what is still in the pipe."""
+        for _ in range(OUTPUT_KEPT // READ_BYTES + 1):  # more than a pipe holds: another process still writes
+            if not self._read_available():
                 break
         return bytes(self._kept)
 
-    def _more(self) -> bool:
-        """Take in what there is; return whether there was anything."""
+    def _read_available(self) -> bool:
+        """Read what is available; return whether there was anything."""
         try:
             read = os.read(self._read, READ_BYTES)
         except BlockingIOError:
             return False
-        if not read:  # nobody can write any more
+        if not read:  # all writing ends are closed
             asyncio.get_running_loop().remove_reader(self._read)
             return False
         self._kept += read
         del self._kept[:-OUTPUT_KEPT]
         return True
 
-    def _let_go(self) -> None:
+    def _close_end(self) -> None:
         if self._open:
             self._open = False
             os.close(self.end)

@@ -1,10 +1,10 @@
-"""A Kubernetes scale subresource, or who answers as it does: it is read, and told how many replicas there should be.
+"""Scales by a Kubernetes scale subresource: reads the number of replicas, and sets it.
 
     GET   …/deployments/llama/scale  ─▶ {"kind": "Scale", "metadata": {"resourceVersion": "7"}, "spec": {"replicas": 2}}
     PATCH …/deployments/llama/scale  ◀─ {"metadata": {"resourceVersion": "7"}, "spec": {"replicas": 4}}
 
-With the version that was read, a change that somebody else has made in between is not undone unseen: it is 409 then, and who
-proposes sees the new number before he proposes again.
+The PATCH names the version that was read, so it does not silently undo a concurrent change: the server answers 409, and the
+planner reads the new number before it proposes again.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ PLACE = "{model}"
 
 
 class ScaleRefused(HoldfastError):
-    """The other side did not do what it was asked; the text says why."""
+    """The server did not scale; the text gives the reason."""
 
 
 class ScaleSeen(NamedTuple):
-    """What a scale subresource shows."""
+    """The content of a scale subresource."""
 
     replicas: int
     version: str  # its resourceVersion; empty: it has none
 
 
 class HttpScaleHook:
-    """One scale subresource, or one for each model."""
+    """One scale subresource, or one per model."""
 
     by = "http"
 
@@ -54,8 +54,8 @@ class HttpScaleHook:
         ca_file: Path | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`url` may have `{model}` in it, which becomes the model's name, percent-encoded. Both files are read at each call:
-        whoever issues them may change them. Raise BadSetting for what is no URL, or without time."""
+        """`url` may contain `{model}`, which is replaced by the model's name, percent-encoded. Both files are read at each call,
+        since they may be rotated. Raise BadSetting for an invalid URL, or a timeout that is not positive."""
         try:
             parts = urlsplit(url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -66,17 +66,17 @@ class HttpScaleHook:
                 f"{url!r} is not the URL of a scale subresource, such as https://host/apis/apps/v1/…/{PLACE}/scale"
             )
         if not timeout_s > 0:
-            raise BadSetting(f"a scale subresource needs more time than {timeout_s:g} s")
+            raise BadSetting(f"the timeout of a scale subresource must be above 0 s, not {timeout_s:g} s")
         self._url = url
         self._token_file = token_file
         self._ca_file = ca_file
         self._timeout_s = timeout_s
 
     async def scale(self, wanted: WantedScale) -> HookResult:
-        """Read how many replicas there should be, and set the number where it is another."""
+        """Read the number of replicas, and set it if it differs."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._scaled(wanted)
+                return await self._scale_once(wanted)
         except TimeoutError:
             return HookResult(False, f"no answer within {self._timeout_s:g} s")
         except ScaleRefused as error:
@@ -85,10 +85,10 @@ class HttpScaleHook:
             aiohttp.ClientError,
             OSError,
             ValueError,
-        ) as error:  # ValueError: what cannot be put into a header
-            return HookResult(False, one_line(f"cannot be asked: {str(error) or type(error).__name__}"))
+        ) as error:  # ValueError: a value that cannot be put into a header
+            return HookResult(False, one_line(f"request failed: {str(error) or type(error).__name__}"))
 
-    async def _scaled(self, wanted: WantedScale) -> HookResult:
+    async def _scale_once(self, wanted: WantedScale) -> HookResult:
         url = URL(self._url.replace(PLACE, quote(wanted.model, safe="")), encoded=True)
         headers = await asyncio.to_thread(self._headers)
         trust = await asyncio.to_thread(self._trust) if url.scheme == "https" else True
@@ -96,16 +96,16 @@ class HttpScaleHook:
             connector=aiohttp.TCPConnector(ssl=trust, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None),  # ours is over both requests
+            timeout=aiohttp.ClientTimeout(total=None),  # our own timeout covers both requests
             auto_decompress=False,  # a small answer must not become a large one
         ) as session:
-            seen = _scale(await _asked(session, "GET", url))
+            seen = _scale(await _request(session, "GET", url))
             if seen.replicas == wanted.after:
                 return HookResult(True, f"already {_replicas(wanted.after)}")
             change: dict[str, Any] = {"spec": {"replicas": wanted.after}}
             if seen.version:
                 change["metadata"] = {"resourceVersion": seen.version}
-            await _asked(session, "PATCH", url, change)
+            await _request(session, "PATCH", url, change)
         return HookResult(True, f"{seen.replicas} → {_replicas(wanted.after)}")
 
     def _headers(self) -> dict[str, str]:
@@ -115,23 +115,23 @@ class HttpScaleHook:
                 with self._token_file.open("rb") as file:
                     token = file.read(TOKEN_MAX).strip().decode("ascii")
             except (OSError, UnicodeDecodeError) as error:
-                why = getattr(error, "strerror", None) or "it is no token"
+                why = getattr(error, "strerror", None) or "it is not ASCII"
                 raise ScaleRefused(f"the token file {self._token_file} cannot be read: {why}") from error
             if not token or not token.isprintable():
-                raise ScaleRefused(f"the token file {self._token_file} holds no token")
+                raise ScaleRefused(f"the token file {self._token_file} contains no token")
             headers["Authorization"] = f"Bearer {token}"
         return headers
 
     def _trust(self) -> ssl.SSLContext:
-        """Return whom to believe. aiohttp's own context is made at its import, and may trust nobody."""
+        """Return the trusted certificates. aiohttp's own context is created at import, and may trust no CA."""
         try:
             return ssl.create_default_context(cafile=self._ca_file)
         except OSError as error:  # as SSLError is
             raise ScaleRefused(f"the CA file {self._ca_file} cannot be read: {error.strerror}") from error
 
 
-async def _asked(session: aiohttp.ClientSession, method: str, url: URL, change: object = None) -> bytes:
-    """Return the body of an answer that is good. Raise ScaleRefused for any other, and what aiohttp raises."""
+async def _request(session: aiohttp.ClientSession, method: str, url: URL, change: object = None) -> bytes:
+    """Return the body of a successful answer. Raise ScaleRefused for any other, and aiohttp's errors."""
     body = None if change is None else json.dumps(change).encode()
     headers = {} if change is None else {"Content-Type": MERGE}
     async with session.request(method, url, data=body, headers=headers, allow_redirects=False) as answer:
@@ -149,25 +149,25 @@ async def _asked(session: aiohttp.ClientSession, method: str, url: URL, change: 
 
 
 def _parsed(body: bytes) -> Mapping[str, Any] | None:
-    """Return the JSON object that a body is; None where it is none."""
-    with contextlib.suppress(ValueError, RecursionError):  # RecursionError: brackets in brackets in brackets
+    """Return a body's JSON object; None if it is not one."""
+    with contextlib.suppress(ValueError, RecursionError):  # RecursionError: deeply nested brackets
         found = json.loads(body)
         return found if isinstance(found, dict) else None
     return None
 
 
 def _message(body: bytes) -> str:
-    """Return what a Status object says, if it is one."""
+    """Return the message of a Status object; empty if the body is not one."""
     said = (_parsed(body) or {}).get("message")
     return said if isinstance(said, str) else ""
 
 
 def _scale(body: bytes) -> ScaleSeen:
-    """Return what a Scale object says. Raise ScaleRefused for what is none."""
+    """Return the content of a Scale object. Raise ScaleRefused if the body is not one."""
     found = _parsed(body) or {}
     spec, metadata = found.get("spec") or {}, found.get("metadata") or {}
     if found.get("kind") != "Scale" or not isinstance(spec, dict) or not isinstance(metadata, dict):
-        raise ScaleRefused("what answers there is no Scale (autoscaling/v1)")
+        raise ScaleRefused("the answer is not a Scale (autoscaling/v1)")
     replicas = spec.get("replicas", 0)  # Kubernetes leaves a zero out
     version = metadata.get("resourceVersion", "")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or not isinstance(version, str):

@@ -108,7 +108,7 @@ async def test_the_key_is_asked_for_behind_the_broker_too(road: Road) -> None:
     ("workers", "frontends", "why"),
     [
         (OURS, None, "name it by --fleet-key-file"),
-        (None, OURS, "does not ask for the fleet's key"),
+        (None, OURS, "does not ask for the fleet key"),
         (OURS, OTHERS, "knows another one"),
     ],
 )

@@ -10,7 +10,7 @@ from controller.adapters.request_plane.connection import WorkerConnection
 from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.adapters.request_plane.hang_watch import HangWatch
 
-QUICK = replace(HangPolicy(), tick_s=0.001, lag_s=1.0, everyone_s=60.0)
+QUICK = replace(HangPolicy(), tick_s=0.001, lag_s=1.0, all_silent_s=60.0)
 
 
 class Quiet:
@@ -80,7 +80,7 @@ async def test_one_that_is_silent_among_others_is_lost() -> None:
 
 async def test_all_that_are_silent_at_once_are_spared_for_a_while() -> None:
     assert await watch_a_while(Quiet(hangs=True), Quiet(hangs=True)) == (0, [False, False])
-    assert await watch_a_while(Quiet(hangs=True), Quiet(hangs=True), everyone_s=0.0) == (2, [True, True])
+    assert await watch_a_while(Quiet(hangs=True), Quiet(hangs=True), all_silent_s=0.0) == (2, [True, True])
 
 
 async def test_who_has_spoken_and_was_not_read_is_not_lost() -> None:
