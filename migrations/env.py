@@ -1,9 +1,9 @@
-"""Alembic's environment: runs the migrations on the connection of `controller.adapters.postgres.migrate`, and on no other.
+"""Alembic's environment: runs migrations on the connection of `controller.adapters.postgres.migrate`.
 
-That module holds the lock, the deadline, the schema and the grants. `alembic upgrade` without it would do nothing, or
-migrate the wrong schema, so it is refused.
+No other connection is accepted. That module provides the lock, the deadline, the schema and the grants. `alembic upgrade` without
+it would do nothing, or migrate the wrong schema, so it is refused.
 
-To write a new one: `alembic -c migrations/alembic.ini revision -m "what changes"`, then raise HEAD in
+To create a migration: `alembic -c migrations/alembic.ini revision -m "what changes"`, then raise HEAD in
 `controller/adapters/postgres/schema.py`.
 """
 

@@ -1,1 +1,1 @@
-"""The rows that the state store shows: how they follow from the fold, and how two of them differ."""
+"""The rows of the state store: how they follow from the fold, and how two sets of them differ."""

@@ -1,4 +1,4 @@
-"""Where do the rows of the state store differ from what they should be?"""
+"""Compares the rows of the state store with the expected ones."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ FoundRows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RowDifference:
-    """One row that is not what it should be, missing, or too many."""
+    """One row that differs from the expected one, is missing, or is superfluous."""
 
     where: str
     expected: Any
@@ -24,7 +24,7 @@ class RowDifference:
 
 
 def differs_from(fleet: Fleet, rows: Mapping[str, FoundRows]) -> Iterator[RowDifference]:
-    """Yield where the stored rows of a fleet's state differ from the fleet."""
+    """Yield the differences between the stored rows of a fleet's state and the fleet."""
     for table, expected in projection.state(fleet).items():
         yield from differences(table, expected, rows[table])
 
@@ -32,7 +32,7 @@ def differs_from(fleet: Fleet, rows: Mapping[str, FoundRows]) -> Iterator[RowDif
 def differences(
     table: str, expected: Sequence[Row], found: FoundRows, *, complete: bool = True
 ) -> Iterator[RowDifference]:
-    """Yield where stored rows differ from the expected ones. Not `complete`: there may be more than are expected."""
+    """Yield the differences between stored and expected rows. Not `complete`: further stored rows are no difference."""
     width, columns = projection.KEYS.get(table, 1), projection.COLUMNS[table]
     stored = {}
     for mapping in found:
@@ -66,7 +66,7 @@ def _named(table: str, row: Row) -> dict[str, Any]:
 
 
 def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return where two JSON values differ first, as a path such as `.top_k[3]`, and what each has there."""
+    """Return the first difference of two JSON values: a path such as `.top_k[3]`, and both values there."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             if key not in ours or key not in theirs or ours[key] != theirs[key]:

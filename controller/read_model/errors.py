@@ -1,4 +1,4 @@
-"""What a connection to the state store may raise, for those who need no more of the ports: a migration, above all."""
+"""Errors of connections to the state store, for modules that need no other ports, such as migrations."""
 
 from events.errors import HoldfastError
 
@@ -8,23 +8,23 @@ class StoreUnavailable(HoldfastError):
 
 
 class StoreGone(StoreUnavailable):
-    """The server of the state store has no such database. Make it (`createdb`), and the projector fills it from the journal."""
+    """The server of the state store has no such database. Create it (`createdb`); the projector fills it from the journal."""
 
 
 class StoreReadOnly(StoreUnavailable):
-    """The state store takes no writes now: the server is a standby, or the account only reads (`holdfast database grants`).
+    """The state store accepts no writes now: the server is a standby, or the account is read-only (`holdfast database grants`).
     Writers wait until it does."""
 
 
 class StoreLogin(StoreUnavailable):
-    """The state store does not let this account in: the password is another one, or the account is missing. Correct the URL or
-    the account; what needs the store tries again by itself."""
+    """The state store rejects this account's login: the password does not match, or the account is missing. Correct the URL or the
+    account; processes that need the store retry by themselves."""
 
 
 class StoreRefused(HoldfastError):
-    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector.
-    Tables that were lost are made anew by `holdfast replay rebuild`."""
+    """The state store does not have the tables that this version needs. `holdfast up` migrates it; so does the projector.
+    Tables that were lost are rebuilt by `holdfast replay rebuild`."""
 
 
 class StoreForbidden(StoreRefused):
-    """The state store does not let this account do that: `holdfast database grants` prints what each account needs."""
+    """The state store does not permit this to the account: `holdfast database grants` prints what each account needs."""

@@ -1,7 +1,7 @@
-"""Which rows does a fleet make, and which an event? Plain tuples, in the order of the columns named here.
+"""Derives the rows of the state store from a fleet and from events.
 
-Shared by all who must agree about it: the store that writes the rows, its double in memory, and `replay verify`,
-which makes them again from the journal and compares.
+Rows are plain tuples, in the order of the columns named here. Shared by all components that must agree on them: the store that
+writes the rows, its in-memory double, and `replay verify`, which derives them again from the journal and compares.
 """
 
 import json
@@ -51,10 +51,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "since", "until",
     ),
 }  # fmt: skip
-STATE = ("workers", "breakers", "goldens", "levels")  # rows that are a fleet's; the others are an event's
-KEYS = {"goldens": 2}  # columns of the key; one everywhere else
+STATE = ("workers", "breakers", "goldens", "levels")  # rows of a fleet's state; the others are of an event
+KEYS = {"goldens": 2}  # columns of the key; 1 for all other tables
 INCIDENT_KINDS = (IncidentOpened.kind(), IncidentClosed.kind())
-COUNT_MAX = 2**31 - 1  # what a column of a small count holds, whatever somebody says
+COUNT_MAX = 2**31 - 1  # maximum of an integer column; reported counts are capped
 _POSITIONS = ("closed", "open", "half_open")
 EVENT_COLUMNS = (
     "seq", "at", "id", "kind", "source", "source_number", "number", "through", "worker", "instance", "request",
@@ -65,7 +65,7 @@ _PLACES = ("worker", "instance", "request", "model", "frontend")
 
 def _places(kind: type[Fact]) -> tuple[str | None, ...]:
     fields = set(kind.__dataclass_fields__)
-    if kind is RequestMigrated:  # it is found under the worker that it left
+    if kind is RequestMigrated:  # it is listed under the worker that it left
         return ("source", "source_instance", "request", "model", "frontend")
     return tuple(name if name in fields else None for name in _PLACES)
 
@@ -77,7 +77,7 @@ def event_row(event: Recorded) -> Row:
     """Return the row of `fleet_events` for one event."""
     fact = event.fact
     places = [getattr(fact, name) if name else None for name in _PLACES_OF[type(fact)]]
-    if isinstance(fact, IntrusionRefused):  # older rows of it name no worker, and not each intruder is one
+    if isinstance(fact, IntrusionRefused):  # older rows have no worker, nor do all intruders
         places = [place or None for place in places]
     number, through = (fact.number, event.through) if isinstance(fact, Decision) else (None, None)
     body = codec.encode_body(fact).decode()
@@ -89,7 +89,7 @@ def event_row(event: Recorded) -> Row:
 
 
 def audited(fact: Fact) -> bool:
-    """Say whether `fleet_events` has a row for it: not for what is no event of ours, nor for a kept snapshot."""
+    """Return whether `fleet_events` has a row for this fact: all but invalid messages and kept snapshots have one."""
     return not isinstance(fact, Skipped | SnapshotKept)
 
 
@@ -99,7 +99,7 @@ def event_rows(events: Iterable[Recorded]) -> list[Row]:
 
 
 def incident_of(event: Recorded) -> str | None:
-    """Return the incident that an event belongs to; None if to none."""
+    """Return the incident that an event belongs to; None if there is none."""
     own = event.fact.incident if isinstance(event.fact, Decision) else None
     return own or event.correlation or None
 
@@ -112,8 +112,8 @@ def matches(
     incident: str | None,
     request: str | None = None,
 ) -> bool:
-    """Say whether an event is one that `Archive.select` is asked for; what is None was not asked. The store in Postgres says
-    the same in SQL (`adapters.postgres.reader`)."""
+    """Return whether an event matches the filters of `Archive.select`; None: no filter. The Postgres store implements the same in
+    SQL (`adapters.postgres.reader`)."""
     return (
         audited(event.fact)
         and (since is None or event.at >= since)
@@ -124,17 +124,17 @@ def matches(
 
 
 def concerns(fact: Fact, worker: str) -> bool:
-    """Return whether a fact is about a worker: it names it, or opens or closes an incident of it."""
+    """Return whether a fact concerns a worker: it names it, or opens or closes an incident of it."""
     return worker in workers_of(fact)
 
 
 def worker_column(kind: type[Fact]) -> str | None:
-    """Return the field of a kind that `fleet_events` keeps in its column `worker`; None: it keeps none."""
+    """Return the field of a kind that `fleet_events` stores in its column `worker`; None: there is none."""
     return _PLACES_OF[kind][0]
 
 
 def storable(row: Row) -> Row:
-    """Replace NUL characters, which Postgres keeps neither in text nor in JSON."""
+    """Replace NUL characters, which Postgres supports neither in text nor in JSON."""
     return tuple(
         value.replace("\x00", "\ufffd").replace("\\u0000", "\\ufffd") if isinstance(value, str) else value
         for value in row
@@ -142,7 +142,7 @@ def storable(row: Row) -> Row:
 
 
 def recorded(row: Sequence[Any]) -> Recorded:
-    """Return the event that a row of `fleet_events` was made of (but for its trace, which is not kept)."""
+    """Return the event that a row of `fleet_events` was made from (without its trace, which is not stored)."""
     seq, at, id, kind, source, source_number, _number, through = row[:8]
     causation, correlation, said_at, body = row[14:]
     return Recorded(
@@ -199,9 +199,9 @@ def state(fleet: Fleet) -> dict[str, list[Row]]:
 
 
 def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
-    """Return the rows to write ("workers") and the keys to delete ("delete workers") to go from one fleet to another.
+    """Return the rows to write ("workers") and the keys to delete ("delete workers") to get from one fleet to another.
 
-    Two fleets share what did not change, so what is the same object needs no second look. None: write everything.
+    Two fleets share what did not change, so the same object needs no comparison. `before` None: write everything.
     """
     if before is None:
         return state(after)
@@ -246,10 +246,10 @@ _READ = {
 
 
 def comparable(table: str, row: Row) -> Row:
-    """Return a row so that rows that mean the same compare equal.
+    """Normalise a row so that rows with the same meaning compare equal.
 
-    Postgres keeps JSON's meaning, not its text. And a row that an earlier version wrote lacks the optional fields
-    added since: it is read as everybody reads it, with their defaults.
+    Postgres keeps the meaning of JSON, not its text. And a row of an earlier version lacks optional fields that were added since:
+    it is decoded with their defaults, as every reader does.
     """
     return tuple(
         _as_read(_JSON[table][n], value) if n in _JSON[table] and value is not None else value
@@ -261,13 +261,13 @@ def _as_read(column: str, text: str) -> str:
     value = json.loads(text)
     try:
         read = codec.to_builtins(_READ[column](text))
-    except msgspec.MsgspecError:  # not what we write: it stays as it is, and differs
+    except msgspec.MsgspecError:  # not written by us: it is kept unchanged, and differs
         read = None
     return json.dumps(read if _within(value, read) else value, sort_keys=True)
 
 
 def _within(value: Any, read: Any) -> bool:
-    """Say whether everything that a JSON value says was read."""
+    """Return whether decoding kept everything in a JSON value."""
     if isinstance(value, dict) and isinstance(read, dict):
         return all(key in read and _within(item, read[key]) for key, item in value.items())
     if isinstance(value, list) and isinstance(read, list | tuple):
@@ -334,7 +334,7 @@ def level_row(model: Degradation) -> Row:
 
 
 def history(events: Iterable[Recorded]) -> dict[str, list[Row]]:
-    """Return the rows that events make by themselves: what to append, and which incidents to close."""
+    """Return the rows that follow from events alone: those to append, and the incidents to close."""
     migrations: list[Row] = []
     exposures: list[Row] = []
     opened: dict[str, Row] = {}

@@ -1,9 +1,9 @@
-"""A settled fleet as bytes, for snapshots: in the state store, and in parts on the journal.
+"""Encodes a settled fleet for snapshots: as a blob in the state store, and in parts on the journal.
 
-A snapshot belongs to the version of the deciders that folded it and to the shape of their states: both stand beside
-the bytes, and a snapshot of another version is not read but folded anew from the journal. So nothing here needs to
-be compatible with anything older. But where the journal has dropped what came before, its own snapshot is all there is:
-`Parts` also reads one of another shape, as far as what this version has added has defaults.
+A snapshot belongs to the deciders version that folded it and to the shape of its states; both are stored with the bytes. A
+snapshot of another version is not read, but folded again from the journal, so the encoding needs no compatibility. But where the
+journal has dropped the events before, its own snapshot is the only source. So `Parts` also reads one of another shape, as far as
+fields that this version has added have defaults.
 """
 
 import hashlib
@@ -28,19 +28,19 @@ class BadSnapshot(HoldfastError):
 
 PART_BYTES = 512 * 1024  # of a part, before base64: an event has a megabyte at most
 PARTS_MAX = 4096
-BLOB_BYTES_MAX = 1 << 30  # unpacked
+BLOB_BYTES_MAX = 1 << 30  # decompressed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Fleet).decode
 
 
 def encode(fleet: Fleet) -> bytes:
-    """Return a fleet as bytes."""
+    """Return a fleet encoded as bytes."""
     return _encode(fleet)
 
 
 def decode(data: bytes) -> Fleet:
-    """Return the fleet of `encode`'s bytes. Raise BadSnapshot."""
+    """Return the fleet encoded in these bytes. Raise BadSnapshot."""
     try:
         return _decode(data)
     except msgspec.MsgspecError as error:
@@ -48,7 +48,7 @@ def decode(data: bytes) -> Fleet:
 
 
 def _shape(kind: Any, seen: set[Any]) -> list[str]:
-    """Name every field of every dataclass below `kind`, in a fixed order."""
+    """List every field of every dataclass below `kind`, in a fixed order."""
     if kind in seen:
         return []
     seen.add(kind)
@@ -68,7 +68,7 @@ def _fingerprint() -> int:
     return int.from_bytes(digest[:4], "big") >> 1  # fits an integer column
 
 
-VERSION = _fingerprint()  # changes by itself when a field is added, so nobody must remember to raise it
+VERSION = _fingerprint()  # changes automatically when a field is added
 
 
 class _Blob(msgspec.Struct):
@@ -81,11 +81,11 @@ _unpack = msgspec.msgpack.Decoder(_Blob).decode
 
 
 def snapshot_due(decided: int, kept: int, every: int) -> bool:
-    """Return whether the state store keeps another snapshot: `decided` and `kept` are the sequences of the last decision, and of
-    the last one that a snapshot contains.
+    """Return whether the state store keeps another snapshot.
 
-    The first is kept with the first decision, then each time the history has doubled, then after `every` events. So a process
-    that starts without the broker finds one, and folds no more than it lacks.
+    `decided` and `kept` are the sequences of the last decision, and of the last one that a snapshot contains. The first snapshot
+    is kept with the first decision, then one each time the history has doubled, then one after `every` events. So a process that
+    starts without the broker finds one, and folds no more events than it lacks.
     """
     return decided > kept and decided - kept >= min(every, kept)
 
@@ -113,23 +113,23 @@ def parts(
 
 
 class Parts:
-    """Puts the snapshots of a journal together again, from their parts in the journal's order."""
+    """Reassembles the snapshots of a journal from their parts, in the journal's order."""
 
     def __init__(self) -> None:
         self._first: SnapshotKept | None = None
         self._pieces: list[bytes] = []
 
     def take(self, fact: SnapshotKept) -> tuple[Fleet, Position, dict[str, Last]] | None:
-        """Return a whole snapshot with its last part. Parts that miss others are dropped. Raise BadSnapshot."""
+        """Return a whole snapshot with its last part. Incomplete snapshots are dropped. Raise BadSnapshot."""
         if fact.part == 1:
             self._first, self._pieces = fact, []
         if self._first is None or fact.snapshot != self._first.snapshot:
-            return None  # of one that has no beginning here, or that another controller was saying meanwhile
+            return None  # its first part is missing, or another controller published one at the same time
         if fact.part != len(self._pieces) + 1:
             self._first = None
             return None
         if fact.parts > PARTS_MAX:
-            raise BadSnapshot(f"a snapshot of {fact.parts} parts: {PARTS_MAX} at most. {BadSnapshot.__doc__}")
+            raise BadSnapshot(f"a snapshot of {fact.parts} parts; at most {PARTS_MAX}. {BadSnapshot.__doc__}")
         try:
             self._pieces.append(b64decode(fact.data, validate=True))
             if fact.part < fact.parts:

@@ -1,4 +1,4 @@
-"""The workers that a fact names, in whichever field: what `--worker` looks for."""
+"""Finds the workers that a fact names, in any field: the filter of `--worker`."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
@@ -15,7 +15,7 @@ from events.decisions import (
 from events.fact import Fact
 from events.observations import GoldenDisputed, MoveRequested, RequestMigrated, RequestResumed
 
-# Fields that hold a worker's name, or several, under another name than `worker`.
+# Fields with another name than `worker` that hold one or several workers' names.
 OTHER_FIELDS: dict[type[Fact], tuple[str, ...]] = {
     GoldenAgreed: ("by", "tied"),
     GoldenDisputed: ("proposed_by",),
@@ -26,12 +26,12 @@ OTHER_FIELDS: dict[type[Fact], tuple[str, ...]] = {
     SpareActivated: ("replaces",),
     SpareReleased: ("returned",),
 }
-SUBJECT = "worker:"  # how an incident's subject begins where that is a worker
+SUBJECT = "worker:"  # prefix of an incident's subject if that is a worker
 INCIDENTS = (IncidentOpened, IncidentClosed)
 
 
 def _paths(kind: type[Fact]) -> tuple[tuple[str, ...], ...]:
-    """Return where a kind names workers: a field, or a field and what its parts call it."""
+    """Return the paths to workers' names in a kind: a field, or a field and a field of its parts."""
     found: list[tuple[str, ...]] = [
         (name,) for name in ("worker", *OTHER_FIELDS.get(kind, ())) if name in kind.__dataclass_fields__
     ]
@@ -50,7 +50,7 @@ PATHS = {kind: _paths(kind) for kind in codec.KINDS.values()}
 
 
 def workers_of(fact: Fact) -> list[str]:
-    """Return the workers that a fact names, an incident's subject included, each once.
+    """Return the workers that a fact names, including an incident's subject, each once.
 
     A golden's `by` and `outvoted_by` may name an operator or `configured` as well.
     """

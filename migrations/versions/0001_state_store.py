@@ -1,4 +1,4 @@
-"""The state store: the fleet's rows, every event, snapshots of the fold, and the projection's position.
+"""The state store: the fleet's rows, all events, snapshots of the fold, and the projection's position.
 
 Revision: 0001, the first.
 """
@@ -45,7 +45,7 @@ def upgrade() -> None:
 
 
 def _split(script: str) -> list[str]:
-    """Cut a script into statements: asyncpg prepares one at a time. A function's body ends with `$$`."""
+    """Split a script into statements: asyncpg prepares one at a time. A function's body ends with `$$`."""
     head, mark, tail = script.partition("END $$;")
     whole = [head + mark] if mark else []
     return whole + [s for s in (tail if mark else head).split(";") if s.strip()]

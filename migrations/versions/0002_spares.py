@@ -1,4 +1,4 @@
-"""Spares: which workers are kept back, and in whose place others serve.
+"""Spares: the workers that are kept back, and the workers that they replace.
 
 Revision: 0002, after 0001.
 """
@@ -28,7 +28,7 @@ MODEL_CAPACITY = """
 def upgrade() -> None:
     op.add_column("workers", sa.Column("spare", sa.Boolean, nullable=False, server_default=sa.false()))
     op.add_column("workers", sa.Column("place", sa.Text, nullable=False, server_default=""))
-    # Replaced, not made anew: what others were granted on them stays.
+    # Replaced, not recreated: this keeps grants on them.
     op.execute("CREATE OR REPLACE" + FLEET_NOW.format(spares=", w.spare, w.place"))
     ready = ", count(*) FILTER (WHERE spare AND health = 'HEALTHY') AS spares"
     op.execute("CREATE OR REPLACE" + MODEL_CAPACITY.format(active=" FILTER (WHERE NOT spare)", spares=ready))

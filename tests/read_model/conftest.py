@@ -1,4 +1,4 @@
-"""The store's fixtures: see `store_databases`."""
+"""The fixtures of the state store: see `store_databases`."""
 
 from store_databases import database_url, empty_database_url, open_store, place_to_store, tester_url
 

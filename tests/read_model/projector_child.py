@@ -1,4 +1,4 @@
-"""A projector in a process of its own that kills itself, with SIGKILL, at the n-th time it comes to a step.
+"""A projector process that kills itself with SIGKILL when it reaches a step for the n-th time.
 
 python projector_child.py NATS_URL DATABASE_URL SPOOL UNTIL STEP N
 """

@@ -1,4 +1,4 @@
-"""Who may do what in the embedded database: whatever is refused is tried, and the fleet's own work is done."""
+"""The rights of the embedded database's accounts: forbidden statements fail, and the fleet works."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from events.journal.memory import MemoryJournal, MemoryStream
 
 pytestmark = pytest.mark.servers
 
-TO_EVERYBODY = (
+FORBIDDEN_TO_ALL = (
     "COPY (SELECT 1) TO PROGRAM 'cat'",
     "COPY holdfast.goldens FROM PROGRAM 'echo'",
     "COPY (SELECT 1) TO '/tmp/somewhere'",
@@ -74,7 +74,7 @@ TO_WRITERS = (
     "CREATE TABLE holdfast.mine (n int)",
     "CREATE SCHEMA mine",
     "ALTER SCHEMA holdfast RENAME TO other",
-    "SELECT * FROM holdfast_next.workers",  # of a rebuild that is not done
+    "SELECT * FROM holdfast_next.workers",  # of an unfinished rebuild
 )
 TO_READERS = (
     "UPDATE holdfast.workers SET weight = 0",
@@ -89,14 +89,14 @@ TO_READERS = (
 
 @pytest.fixture
 def urls(postgres_server: EmbeddedServer, database_url: str) -> DatabaseUrls:
-    """How each account reaches the test's own database."""
+    """Return the URLs of the test's database for each account."""
     name = database_url.rpartition("/")[2]
     ours = first_database.urls(postgres_server)
     return DatabaseUrls(on(ours.owner, name), on(ours.writer, name), on(ours.reader, name))
 
 
 async def refused(url: str, statement: str) -> bool:
-    """Try a statement on a session that wants to write; say whether it was refused as a right that is not there."""
+    """Try a statement in a read-write session; return whether it was refused for lack of a right."""
     connection = await asyncpg.connect(url, timeout=10)
     try:
         await connection.execute("SET default_transaction_read_only = off")
@@ -108,11 +108,11 @@ async def refused(url: str, statement: str) -> bool:
     return False
 
 
-async def test_nobody_runs_programs_reads_files_or_changes_what_was_kept(urls: DatabaseUrls) -> None:
+async def test_no_account_runs_programs_reads_files_or_changes_kept_events(urls: DatabaseUrls) -> None:
     done = [
         (url.split(":")[1], statement)
         for url in (urls.owner, urls.writer, urls.reader)
-        for statement in TO_EVERYBODY
+        for statement in FORBIDDEN_TO_ALL
         if not await refused(url, statement)
     ]
     assert done == []
@@ -129,14 +129,14 @@ async def test_the_projectors_account_only_appends_and_updates_and_a_readers_onl
         assert await refused(urls.reader, statement), statement
 
 
-async def test_the_trigger_itself_refuses_the_owner_who_grants_himself_the_right(urls: DatabaseUrls) -> None:
+async def test_the_trigger_refuses_even_an_owner_that_grants_itself_the_right(urls: DatabaseUrls) -> None:
     await execute(urls.owner, "GRANT ALL ON holdfast.fleet_events TO CURRENT_USER")
     for statement in ("UPDATE holdfast.fleet_events SET kind = ''", "TRUNCATE holdfast.fleet_events"):
         with pytest.raises(asyncpg.InsufficientPrivilegeError, match="append-only"):
             await execute(urls.owner, statement)
 
 
-async def test_each_does_its_work_and_a_rebuild_leaves_everybody_his_rights(
+async def test_each_account_does_its_work_and_keeps_its_rights_after_a_rebuild(
     urls: DatabaseUrls, tester_url: str
 ) -> None:
     history = History().start().corruption()
@@ -161,25 +161,32 @@ async def test_each_does_its_work_and_a_rebuild_leaves_everybody_his_rights(
     finally:
         for store in (owner, writer, reader):
             await store.close()
-    for _ in range(2):  # nothing of it was the first one's alone
+    for _ in range(2):  # the second rebuild proves that the first lost no right
         assert await refused(urls.writer, "TRUNCATE holdfast.workers")
     allowed = "SELECT has_table_privilege('a_dashboard', 'holdfast.fleet_now', 'SELECT')"
     assert (await execute(tester_url, allowed))[0][0]
     await execute(tester_url, "DROP OWNED BY a_dashboard")
 
 
-async def test_a_readers_statements_end_and_begin_with_reading(urls: DatabaseUrls) -> None:
+async def test_a_readers_sessions_have_a_statement_timeout_and_are_read_only(urls: DatabaseUrls) -> None:
     assert (await execute(urls.reader, "SHOW statement_timeout"))[0][0] == f"{READER_STATEMENT_S}s"
     assert (await execute(urls.reader, "SHOW transaction_read_only"))[0][0] == "on"
 
 
-async def test_nobody_gets_in_without_the_password(
+async def test_no_account_can_connect_without_the_password(
     postgres_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PGPASSWORD", "PGPASSFILE"):
         monkeypatch.delenv(name, raising=False)
     place = f"127.0.0.1:{postgres_server.port}"
-    for account in ("holdfast_owner", "holdfast_writer", "holdfast_reader", "holdfast", "postgres", "nobody"):
+    for account in (
+        "holdfast_owner",
+        "holdfast_writer",
+        "holdfast_reader",
+        "holdfast",
+        "postgres",
+        "unknown",
+    ):
         for password in ("", ":wrong", ":postgres"):
             for database in ("holdfast", "postgres", "template1"):
                 with pytest.raises(asyncpg.InvalidAuthorizationSpecificationError):
@@ -193,8 +200,8 @@ async def test_nobody_gets_in_without_the_password(
             await asyncpg.connect(url, timeout=10, server_settings={"replication": "database"})
 
 
-async def test_an_account_that_may_not_migrate_says_who_does(urls: DatabaseUrls, tmp_path: Path) -> None:
-    await migrate.upgrade(urls.writer)  # nothing is missing: it need not
+async def test_an_account_that_may_not_migrate_gets_advice(urls: DatabaseUrls, tmp_path: Path) -> None:
+    await migrate.upgrade(urls.writer)  # nothing is missing, so no right is needed
     await migrate.downgrade(urls.owner)
     with pytest.raises(
         StoreForbidden, match=r"cannot be migrated by this account: .*holdfast database migrate"
@@ -209,7 +216,7 @@ async def test_an_account_that_may_not_migrate_says_who_does(urls: DatabaseUrls,
     await store.close()
 
 
-async def test_the_grants_that_are_printed_are_enough_for_a_database_of_ones_own(
+async def test_the_printed_grants_are_enough_for_an_external_database(
     postgres_server: EmbeddedServer, empty_database_url: str
 ) -> None:
     from controller.read_model.grants import script
@@ -261,11 +268,12 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_standby_or_a_wrong_password_makes_the_projector_wait_and_say_why(
+async def test_a_standby_or_a_wrong_password_makes_the_projector_wait_with_a_reason(
     urls: DatabaseUrls, tester_url: str
 ) -> None:
-    """After a failover, or between a changed password and its deployment, the store is there again in a moment: the projector
-    goes on by itself, where it ended before with advice to rebuild."""
+    """After a failover, or between a changed password and its deployment, the store returns in a moment.
+
+    The projector must continue by itself, where it once ended with advice to rebuild."""
     history = History().start().corruption()
     journal = MemoryJournal(MemoryStream(history.events), "test")
     store = PostgresStore(urls.writer)
@@ -275,7 +283,7 @@ async def test_a_standby_or_a_wrong_password_makes_the_projector_wait_and_say_wh
         try:
             await execute(tester_url, "ALTER ROLE holdfast_writer SET default_transaction_read_only = on")
             await store.close()
-            await until(lambda: any("takes no writes" in str(entry) for entry in logs))
+            await until(lambda: any("accepts no writes" in str(entry) for entry in logs))
             await execute(tester_url, "ALTER ROLE holdfast_writer RESET default_transaction_read_only")
             await until(lambda: projector.progress.projected == history.events[-1].seq)
         finally:
@@ -286,7 +294,7 @@ async def test_a_standby_or_a_wrong_password_makes_the_projector_wait_and_say_wh
     assert {entry["event"] for entry in logs} >= {"projector_waits"}
 
 
-async def test_a_wrong_password_is_waited_for_by_migrations_and_the_store(urls: DatabaseUrls) -> None:
+async def test_migrations_and_the_store_wait_for_a_correct_password(urls: DatabaseUrls) -> None:
     scheme, _, rest = urls.writer.partition("://")
     account, _, place = rest.rpartition("@")
     wrong = f"{scheme}://{account.partition(':')[0]}:wrong@{place}"

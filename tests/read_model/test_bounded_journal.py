@@ -1,4 +1,4 @@
-"""A journal whose oldest events are gone: whoever folds begins with a snapshot on it, and knows what one knows who read all."""
+"""A journal without its oldest events: a fold that starts from its snapshot equals one of all events."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 
 def keep(history: History) -> int:
-    """Say the settled fleet on the journal, as a controller does; return behind which sequence one reads on."""
+    """Publish the settled fleet to the journal, as a controller does; return the sequence from which to read on."""
     order = history.latest
     since = order.pending[0].at if order.pending else history.now
     facts = fleet_codec.parts(
@@ -48,7 +48,7 @@ def keep(history: History) -> int:
 
 
 def eventful() -> History:
-    """A fleet with a past, a snapshot of it, and what happened then."""
+    """Return a fleet's history with a snapshot in the middle."""
     history = History().start().corruption()
     history.say(history.migrated("req-1", "w0", "w1"), source="frontend-0")
     history.absorb()
@@ -60,13 +60,15 @@ def eventful() -> History:
 
 
 def dropped(history: History) -> MemoryJournal:
-    """Let go of all that the newest snapshot stands for, and return a handle on what is left."""
+    """Drop all events that the newest snapshot covers, and return a handle on the rest."""
     through = next(e.fact.through for e in history.events if isinstance(e.fact, SnapshotKept))
     history.stream.drop(through)
     return MemoryJournal(history.stream, "reader")
 
 
-async def test_a_view_begins_on_the_journal_and_knows_what_all_know(eventually: Eventually) -> None:
+async def test_a_view_that_starts_from_the_journals_snapshot_has_the_same_fold(
+    eventually: Eventually,
+) -> None:
     history = eventful()
     expected, journal = history.fleet, dropped(history)
     view = FleetView(journal)
@@ -78,7 +80,7 @@ async def test_a_view_begins_on_the_journal_and_knows_what_all_know(eventually: 
     following.cancel()
 
 
-async def test_one_that_was_away_too_long_goes_on_from_the_snapshot(eventually: Eventually) -> None:
+async def test_a_view_that_was_cut_off_too_long_continues_from_the_snapshot(eventually: Eventually) -> None:
     history = eventful()
     view = FleetView(MemoryJournal(history.stream, "v"))
     following = asyncio.create_task(view.run())
@@ -96,16 +98,18 @@ async def test_one_that_was_away_too_long_goes_on_from_the_snapshot(eventually: 
     following.cancel()
 
 
-async def test_without_a_snapshot_on_it_nobody_begins_and_the_reason_is_said() -> None:
+async def test_without_a_snapshot_on_the_journal_no_fold_starts_and_the_reason_is_reported() -> None:
     history = History().start()
     history.stream.drop(3)
-    with pytest.raises(JournalChanged, match="begins at 4: what follows 0 is gone, and no snapshot"):
+    with pytest.raises(
+        JournalChanged, match="begins at 4: what follows 0 is lost, and the journal holds no snapshot"
+    ):
         await join(
             MemoryJournal(history.stream, "r"), (await MemoryStore().position()), Order(evolve, Fleet())
         )
 
 
-async def test_a_part_that_is_gone_makes_its_snapshot_none() -> None:
+async def test_a_snapshot_with_a_missing_part_is_not_used() -> None:
     history = eventful()
     order, small = history.latest, 100
     whole = fleet_codec.parts(order.settled, order.position, order.sources, id="x", since=history.now)[0]
@@ -114,12 +118,14 @@ async def test_a_part_that_is_gone_makes_its_snapshot_none() -> None:
     assert len(facts) > 3
     history.say(*facts[:1], *facts[2:], source="controller-1:life")
     journal = MemoryJournal(history.stream, "r")
-    assert (await newest(journal, 0)).position.through < order.position.through, "that before it"
+    assert (await newest(journal, 0)).position.through < order.position.through, (
+        "the snapshot before it is used"
+    )
     history.say(*facts, source="controller-1:life")
     assert (await newest(journal, 0)).fleet == order.settled
 
 
-def test_one_that_two_controllers_said_at_once_is_whole() -> None:
+def test_snapshots_of_two_controllers_at_once_can_be_read() -> None:
     order = eventful().latest
     (whole,) = fleet_codec.parts(order.settled, order.position, order.sources, id="a", since=EPOCH)
     half = len(whole.data) // 8 * 4
@@ -135,7 +141,7 @@ def test_one_that_two_controllers_said_at_once_is_whole() -> None:
     assert said[:3] == [None] * 3 and said[3] is not None and said[3][0] == order.settled
 
 
-def test_a_snapshot_of_an_older_release_is_read_where_what_was_added_has_a_default() -> None:
+def test_a_snapshot_of_an_older_release_is_read_if_new_fields_have_defaults() -> None:
     history = eventful()
     order = history.latest
     blob = msgspec.msgpack.decode(fleet_codec.encode(order.settled))
@@ -144,7 +150,7 @@ def test_a_snapshot_of_an_older_release_is_read_where_what_was_added_has_a_defau
     assert older == replace(order.settled, policy=Fleet().policy)
 
 
-def test_what_is_no_snapshot_is_refused() -> None:
+def test_an_invalid_snapshot_is_refused() -> None:
     history = eventful()
     order = history.latest
     (fact,) = fleet_codec.parts(order.settled, order.position, order.sources, id="x", since=history.now)
@@ -156,7 +162,7 @@ def test_what_is_no_snapshot_is_refused() -> None:
 # --- the state store ------------------------------------------------------------------------------------------------
 
 
-async def test_an_empty_store_is_projected_from_the_snapshot_on(open_store: OpenStore) -> None:
+async def test_an_empty_store_is_projected_from_the_snapshot(open_store: OpenStore) -> None:
     history = eventful()
     journal = dropped(history)
     store = open_store()
@@ -167,7 +173,7 @@ async def test_an_empty_store_is_projected_from_the_snapshot_on(open_store: Open
     assert f"the journal begins at {report.begins}" in report.lines()[0]
 
 
-async def test_a_store_that_lacks_what_is_gone_is_lost_and_a_rebuild_keeps_what_only_it_has(
+async def test_a_store_that_lacks_dropped_events_is_lost_and_a_rebuild_keeps_its_history(
     open_store: OpenStore,
 ) -> None:
     history = History().start().corruption()
@@ -195,7 +201,9 @@ async def test_a_store_that_lacks_what_is_gone_is_lost_and_a_rebuild_keeps_what_
         )
 
 
-async def test_a_fold_that_an_upgrade_has_lost_comes_from_the_journal(open_store: OpenStore) -> None:
+async def test_a_snapshot_made_unreadable_by_an_upgrade_is_replaced_from_the_journal(
+    open_store: OpenStore,
+) -> None:
     history = eventful()
     store = open_store()
     await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
@@ -205,10 +213,10 @@ async def test_a_fold_that_an_upgrade_has_lost_comes_from_the_journal(open_store
     assert (await verify(journal, store)).difference is None
 
 
-# --- asking for the past --------------------------------------------------------------------------------------------
+# --- queries about the past -----------------------------------------------------------------------------------------
 
 
-async def test_the_past_is_told_from_the_first_snapshot_on() -> None:
+async def test_history_is_available_from_the_first_snapshot_on() -> None:
     history = eventful()
     journal = dropped(history)
     for seq in (len(history.events), len(history.events) - 1):
@@ -220,12 +228,12 @@ async def test_the_past_is_told_from_the_first_snapshot_on() -> None:
         await travel.at(journal, None, history.events[0].at)
 
 
-# --- saying it ------------------------------------------------------------------------------------------------------
+# --- publishing snapshots -------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Keeping:
-    """A keeper over a history, and what it is told of the stream's size."""
+class KeeperWorld:
+    """A snapshot keeper for a history, with a controlled stream size."""
 
     history: History
     bounds: JournalBounds = field(default_factory=lambda: JournalBounds(bytes=8 * MIB))
@@ -252,9 +260,9 @@ class Keeping:
         return [e for e in self.history.events if isinstance(e.fact, SnapshotKept)]
 
 
-async def test_the_leader_says_the_fleet_each_eighth_of_the_bound() -> None:
-    world = Keeping(History().start())
-    assert await world.keeper.look(), "none lies there yet"
+async def test_the_leader_publishes_a_snapshot_at_each_eighth_of_the_bound() -> None:
+    world = KeeperWorld(History().start())
+    assert await world.keeper.look(), "the journal has no snapshot yet"
     assert not await world.keeper.look()
     for _ in range(20):
         world.history.say(WorkerHeard(worker="w0", instance="w0-a", observer="c"))
@@ -266,8 +274,8 @@ async def test_the_leader_says_the_fleet_each_eighth_of_the_bound() -> None:
     assert kept is not None and kept.through == world.said[-1].fact.through  # type: ignore[attr-defined]
 
 
-async def test_by_age_it_says_it_each_eighth_of_that() -> None:
-    world = Keeping(History().start(), JournalBounds(age=timedelta(hours=8)), each=1)
+async def test_with_an_age_bound_it_publishes_one_at_each_eighth_of_the_age() -> None:
+    world = KeeperWorld(History().start(), JournalBounds(age=timedelta(hours=8)), each=1)
     assert await world.keeper.look()
     world.history.now += timedelta(minutes=59)
     assert not await world.keeper.look()
@@ -275,13 +283,13 @@ async def test_by_age_it_says_it_each_eighth_of_that() -> None:
     assert await world.keeper.look()
 
 
-async def test_who_does_not_lead_says_nothing_and_a_new_leader_knows_what_the_last_one_said() -> None:
-    first = Keeping(History().start(), leading=False)
+async def test_a_standby_publishes_nothing_and_a_new_leader_finds_the_last_snapshot() -> None:
+    first = KeeperWorld(History().start(), leading=False)
     assert not await first.keeper.look()
     first.leading = True
     assert await first.keeper.look()
-    assert not await Keeping(first.history).keeper.look()
+    assert not await KeeperWorld(first.history).keeper.look()
 
 
-async def test_without_bounds_nothing_is_said() -> None:
-    assert not await Keeping(History().start(), JournalBounds()).keeper.look()
+async def test_without_bounds_no_snapshot_is_published() -> None:
+    assert not await KeeperWorld(History().start(), JournalBounds()).keeper.look()

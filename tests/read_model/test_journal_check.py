@@ -1,4 +1,4 @@
-"""A journal that is not the one of its data directory: `up` says so and starts nothing, until an operator accepts it."""
+"""A journal that does not match its data directory: `up` refuses until an operator accepts it."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ async def delete_stream(url: str) -> None:
 
 
 async def lived(url: str, data: Path) -> None:
-    """Leave behind what a worker that has spoken leaves."""
+    """Leave the files of a worker that has published a fact."""
     journal = await NatsJournal.connect(url, "worker:w1", data / "spool" / "worker-w1")
     for n in range(3):
         journal.observe(DrainRequested(worker="w1", instance="i1", by=f"fact {n}"))
@@ -39,21 +39,21 @@ async def lived(url: str, data: Path) -> None:
     await journal.close()
 
 
-async def test_a_directory_without_a_past_makes_the_stream(nats_url: str, tmp_path: Path) -> None:
+async def test_a_new_directory_creates_the_stream(nats_url: str, tmp_path: Path) -> None:
     journal = await open_journal(nats_url, tmp_path / "spool")
     assert await journal.last_seq() == 0
     await refuse_lost(journal, tmp_path / "spool", None)
     await journal.close()
 
 
-async def test_a_journal_that_was_lost_is_refused_until_it_is_accepted(
+async def test_a_lost_journal_is_refused_until_it_is_accepted(
     nats_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await lived(nats_url, tmp_path)
     journal = await open_journal(nats_url, tmp_path / "spool")
     await journal.close()
     await delete_stream(nats_url)
-    for _ in range(2):  # nor was one made by the first attempt
+    for _ in range(2):  # the first attempt must not create a journal
         with pytest.raises(
             JournalLost, match=r"the stream is missing, although its event 3 .*--accept-journal"
         ):
@@ -69,13 +69,13 @@ async def test_a_journal_that_was_lost_is_refused_until_it_is_accepted(
     assert [event.seq for event in remembered(tmp_path / "spool").values()] == [3]
 
 
-@pytest.mark.parametrize("whose", ["worker-w1", "supervisor"])
-async def test_a_journal_that_is_shorter_than_what_was_acknowledged_is_refused(
-    nats_url: str, tmp_path: Path, whose: str
+@pytest.mark.parametrize("source", ["worker-w1", "supervisor"])
+async def test_a_journal_that_lacks_acknowledged_events_is_refused(
+    nats_url: str, tmp_path: Path, source: str
 ) -> None:
     await lived(nats_url, tmp_path)
     ahead = (
-        tmp_path / "spool" / whose / "acknowledged.json"
+        tmp_path / "spool" / source / "acknowledged.json"
     )  # as if the broker's directory were an older backup
     ahead.parent.mkdir(exist_ok=True)
     ahead.write_text('{"seq": 99, "id": "x"}')
@@ -90,7 +90,7 @@ async def test_a_journal_that_is_shorter_than_what_was_acknowledged_is_refused(
     await journal.close()
 
 
-async def test_a_database_of_another_journal_is_refused_and_its_rows_are_put_aside(
+async def test_a_database_of_another_journal_is_refused_and_its_rows_are_set_aside(
     nats_url: str, database_url: str, tmp_path: Path
 ) -> None:
     old, new = History().start().corruption(), History().start(2)
@@ -123,7 +123,7 @@ async def test_a_database_of_another_journal_is_refused_and_its_rows_are_put_asi
     await journal.close()
 
 
-async def test_the_console_says_that_the_stream_is_gone_and_that_it_is_another_one(
+async def test_the_console_reports_a_lost_stream_and_a_different_one(
     nats_url: str, tmp_path: Path, eventually: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = await open_journal(nats_url, tmp_path / "spool")

@@ -1,4 +1,4 @@
-"""What the state store can lose: each loss is noticed by the projector, and mended from the journal."""
+"""Losses of the state store: the projector detects each, and the journal repairs it."""
 
 import asyncio
 from typing import Any
@@ -42,7 +42,7 @@ async def projected(url: str, history: History) -> None:
 
 
 async def found_by_a_projector(url: str, history: History) -> str:
-    """Return what a projector that begins here says of a loss."""
+    """Return the loss that a starting projector reports."""
     store = PostgresStore(url)
     try:
         with pytest.raises(StoreLost) as lost:
@@ -50,7 +50,7 @@ async def found_by_a_projector(url: str, history: History) -> str:
                 await Projector(a_journal(history), store).run()
     finally:
         await store.close()
-    assert "`holdfast replay rebuild` makes it anew from the journal" in str(lost.value)
+    assert "`holdfast replay rebuild` rebuilds it from the journal" in str(lost.value)
     return str(lost.value)
 
 
@@ -68,7 +68,7 @@ async def assert_rebuilt(url: str, history: History) -> None:
 
 @servers
 @pytest.mark.parametrize("table", ["projection", "incidents", "migrations", "exposures", "fleet_events"])
-async def test_a_truncated_table_is_noticed_and_a_rebuild_mends_it(
+async def test_a_truncated_table_is_detected_and_a_rebuild_repairs_it(
     database_url: str, tester_url: str, table: str
 ) -> None:
     history = eventful()
@@ -80,7 +80,7 @@ async def test_a_truncated_table_is_noticed_and_a_rebuild_mends_it(
 
 @servers
 @pytest.mark.parametrize("table", ["incidents", "fleet_events"])
-async def test_a_table_lost_under_a_living_projector_is_noticed_though_it_goes_on_to_write(
+async def test_a_table_lost_under_a_running_projector_is_detected_while_it_writes(
     database_url: str, tester_url: str, eventually: Any, table: str
 ) -> None:
     history = eventful()
@@ -99,9 +99,7 @@ async def test_a_table_lost_under_a_living_projector_is_noticed_though_it_goes_o
 
 
 @servers
-async def test_rows_of_the_fleets_state_that_are_gone_are_written_again(
-    database_url: str, eventually: Any
-) -> None:
+async def test_missing_rows_of_the_fleets_state_are_written_again(database_url: str, eventually: Any) -> None:
     history = eventful()
     store = PostgresStore(database_url)
     projector = Projector(a_journal(history), store, look_every_s=0.02)
@@ -124,7 +122,9 @@ async def test_rows_of_the_fleets_state_that_are_gone_are_written_again(
     "statement",
     ["DROP SCHEMA holdfast CASCADE", "DROP TABLE holdfast.incidents", "DROP TABLE holdfast.projection"],
 )
-async def test_missing_tables_are_noticed_and_a_rebuild_makes_them(database_url: str, statement: str) -> None:
+async def test_missing_tables_are_detected_and_a_rebuild_creates_them(
+    database_url: str, statement: str
+) -> None:
     history = eventful()
     await projected(database_url, history)
     await execute(database_url, statement)
@@ -136,7 +136,7 @@ async def test_missing_tables_are_noticed_and_a_rebuild_makes_them(database_url:
 @pytest.mark.parametrize(
     "statement", ["DROP TABLE holdfast.alembic_version", "TRUNCATE holdfast.alembic_version"]
 )
-async def test_tables_whose_version_is_lost_are_put_aside_and_filled_anew(
+async def test_tables_without_a_version_are_set_aside_and_projected_again(
     database_url: str, statement: str
 ) -> None:
     history = eventful()
@@ -153,7 +153,7 @@ async def test_tables_whose_version_is_lost_are_put_aside_and_filled_anew(
 
 
 @servers
-async def test_a_database_that_is_gone_is_waited_for_and_filled_when_it_is_made(
+async def test_the_projector_waits_for_a_missing_database_and_fills_it(
     postgres_server: EmbeddedServer, eventually: Any
 ) -> None:
     history = eventful()
@@ -195,7 +195,7 @@ async def test_an_older_backup_catches_up(postgres_server: EmbeddedServer, datab
 
 
 @servers
-async def test_an_older_backup_of_one_table_is_noticed(database_url: str, tester_url: str) -> None:
+async def test_an_older_backup_of_one_table_is_detected(database_url: str, tester_url: str) -> None:
     history = eventful()
     await projected(database_url, history)
     await tamper(tester_url, "DELETE FROM holdfast.fleet_events WHERE seq > 9")
@@ -205,7 +205,7 @@ async def test_an_older_backup_of_one_table_is_noticed(database_url: str, tester
     assert "fleet_events" in await found_by_a_projector(database_url, history)
 
 
-async def test_what_is_whole_is_no_loss(open_store: OpenStore) -> None:
+async def test_a_complete_store_has_no_losses(open_store: OpenStore) -> None:
     history, store = History(), open_store()
     await refuse_lost_rows(a_journal(history), store)
     history = eventful()
@@ -219,7 +219,7 @@ async def test_what_is_whole_is_no_loss(open_store: OpenStore) -> None:
 
 
 @pytest.mark.parametrize("table", ["incidents", "migrations", "exposures", "fleet_events"])
-async def test_the_double_notices_it_too(table: str) -> None:
+async def test_the_double_detects_losses_too(table: str) -> None:
     history, store = eventful(), MemoryStore()
     await Projector(a_journal(history), store).catch_up(len(history.events))
     if table == "fleet_events":

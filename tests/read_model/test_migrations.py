@@ -1,4 +1,4 @@
-"""Migrations: up and down from an empty database, and what is refused."""
+"""Migrations: up and down from an empty database, and refusals."""
 
 import asyncio
 import os
@@ -44,10 +44,10 @@ async def test_up_and_down_and_up_again_from_an_empty_database(empty_database_ur
     assert await execute(empty_database_url, OBJECTS) == first
 
 
-async def test_a_database_goes_back_to_an_older_migration_and_says_so(
+async def test_a_database_is_downgraded_to_an_older_migration_with_a_report(
     empty_database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`holdfast database downgrade` takes migrations back by one revision or all, and refuses what makes no sense."""
+    """`holdfast database downgrade` reverts one migration or all, and refuses invalid revisions."""
     monkeypatch.setenv("HOLDFAST_DATABASE_URL", empty_database_url)
 
     async def down(to: str) -> tuple[int, str]:
@@ -68,7 +68,7 @@ async def test_a_database_goes_back_to_an_older_migration_and_says_so(
     assert await migrate.version(empty_database_url) == names.HEAD
 
 
-async def test_a_database_that_a_projector_writes_to_is_not_taken_back(database_url: str) -> None:
+async def test_a_database_with_a_connected_projector_is_not_downgraded(database_url: str) -> None:
     history, store = History().start(), PostgresStore(database_url)
     try:
         await Projector(MemoryJournal(history.stream, "projector:test"), store).catch_up(len(history.events))
@@ -83,7 +83,7 @@ async def test_a_database_that_a_projector_writes_to_is_not_taken_back(database_
     "command", [("upgrade", "head"), ("downgrade", "base"), ("upgrade", "head", "--sql")]
 )
 def test_alembic_without_the_products_connection_refuses(command: tuple[str, ...]) -> None:
-    """`alembic` alone has no connection, lock or schema: it says which command has, instead of doing nothing."""
+    """`alembic` alone has no connection, lock or schema: it names the command that has, instead of doing nothing."""
     ran = subprocess.run(
         [sys.executable, "-m", "alembic", "-c", "migrations/alembic.ini", *command],
         capture_output=True, text=True, timeout=120, check=False,
@@ -98,7 +98,7 @@ async def test_migrating_twice_changes_nothing(empty_database_url: str) -> None:
     assert await migrate.version(empty_database_url) == names.HEAD
 
 
-async def test_a_migration_that_another_one_holds_up_says_so_and_can_be_tried_again(
+async def test_a_migration_blocked_by_another_one_reports_that_and_can_be_retried(
     empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migrate, "LOCK_S", 1)
@@ -114,7 +114,7 @@ async def test_a_migration_that_another_one_holds_up_says_so_and_can_be_tried_ag
     assert await migrate.version(empty_database_url) == names.HEAD
 
 
-async def test_a_migration_that_takes_for_ever_is_given_up(
+async def test_a_migration_that_exceeds_its_deadline_is_given_up(
     empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migrate, "WITHIN_S", 0.5)
@@ -128,7 +128,7 @@ async def test_a_migration_that_takes_for_ever_is_given_up(
         await other.close()
 
 
-async def test_a_server_that_hangs_during_a_migration_holds_nobody_up(
+async def test_a_server_that_hangs_during_a_migration_does_not_block_the_caller(
     empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migrate, "WITHIN_S", 0.5)
@@ -152,7 +152,7 @@ async def test_a_server_that_hangs_during_a_migration_holds_nobody_up(
         await other.close()
 
 
-async def test_a_database_that_goes_away_during_a_migration_is_unavailable(empty_database_url: str) -> None:
+async def test_a_database_lost_during_a_migration_is_reported_as_unavailable(empty_database_url: str) -> None:
     other = await asyncpg.connect(empty_database_url)
     try:
         await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
@@ -170,7 +170,7 @@ async def test_a_database_that_goes_away_during_a_migration_is_unavailable(empty
         await other.close()
 
 
-async def test_the_newest_migration_is_the_one_that_the_code_names() -> None:
+async def test_the_newest_migration_is_the_head_that_the_code_names() -> None:
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 
@@ -179,7 +179,7 @@ async def test_the_newest_migration_is_the_one_that_the_code_names() -> None:
     assert ScriptDirectory.from_config(config).get_current_head() == names.HEAD
 
 
-async def test_the_migrations_make_the_tables_that_the_code_declares(database_url: str) -> None:
+async def test_the_migrations_create_the_tables_that_the_code_declares(database_url: str) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
     from sqlalchemy import Connection
@@ -212,8 +212,8 @@ async def test_a_database_of_a_newer_version_is_refused_in_one_sentence(database
         await migrate.downgrade(database_url)
 
 
-async def test_a_database_that_the_next_release_only_added_to_is_used_as_it_is(database_url: str) -> None:
-    """Migrations expand first: this release goes on with the next schema, so that its processes can be rolled back to it."""
+async def test_a_database_that_the_next_release_only_added_to_is_used_unchanged(database_url: str) -> None:
+    """Migrations expand first: this release works with the next schema, so that its processes can be rolled back to it."""
     await execute(
         database_url, "ALTER TABLE holdfast.workers ADD COLUMN of_tomorrow text DEFAULT 'x' NOT NULL"
     )
@@ -236,16 +236,16 @@ async def test_a_database_that_the_next_release_only_added_to_is_used_as_it_is(d
         await store.close()
 
 
-async def test_a_database_that_is_away_or_not_migrated_is_said_so(empty_database_url: str) -> None:
+async def test_an_unavailable_or_unmigrated_database_is_reported_as_such(empty_database_url: str) -> None:
     store = PostgresStore(empty_database_url)
-    with pytest.raises(StoreRefused, match="does not hold the tables"):
+    with pytest.raises(StoreRefused, match="does not have the tables"):
         await store.position()
     await store.close()
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1/"):
-        await migrate.upgrade("postgresql://somebody:secret@127.0.0.1:1/nowhere")
+        await migrate.upgrade("postgresql://user:secret@127.0.0.1:1/nowhere")
 
 
-async def test_a_server_whose_files_are_gone_is_waited_for(database_url: str) -> None:
+async def test_a_server_with_missing_files_counts_as_unavailable(database_url: str) -> None:
     link = Link(database_url)
     gone = "DO $$ BEGIN RAISE EXCEPTION 'could not open file' USING ERRCODE = 'undefined_file'; END $$"
     with pytest.raises(StoreUnavailable, match="could not open file"):
@@ -256,7 +256,7 @@ async def test_a_server_whose_files_are_gone_is_waited_for(database_url: str) ->
 
 async def test_a_password_is_never_shown(empty_database_url: str) -> None:
     with pytest.raises(StoreUnavailable) as caught:
-        await migrate.upgrade("postgresql://somebody:secret@127.0.0.1:1/nowhere")
+        await migrate.upgrade("postgresql://user:secret@127.0.0.1:1/nowhere")
     assert "secret" not in str(caught.value)
 
 
@@ -264,7 +264,7 @@ async def test_a_password_is_never_shown(empty_database_url: str) -> None:
                                        "TRUNCATE holdfast.fleet_events"])  # fmt: skip
 async def test_events_are_append_only(database_url: str, tester_url: str, statement: str) -> None:
     with pytest.raises(asyncpg.InsufficientPrivilegeError, match="append-only"):
-        await execute(tester_url, statement)  # who may do anything, and so the trigger has to refuse it
+        await execute(tester_url, statement)  # a superuser may do anything, so the trigger has to refuse it
     with pytest.raises(asyncpg.InsufficientPrivilegeError, match="permission denied"):
         await execute(database_url, statement)
 
@@ -285,7 +285,7 @@ def test_every_table_is_documented() -> None:
             assert f"`{column}`" in text, column
 
 
-async def test_the_documented_queries_answer(database_url: str) -> None:
+async def test_the_documented_queries_work(database_url: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / "state-store.md").read_text()
     queries = text.split("```sql\n")[1].split("```")[0].split(";\n")
     assert len([q for q in queries if q.strip()]) == 4

@@ -1,4 +1,4 @@
-"""The projector: the store's rows are the journal's fold, each event once, whatever dies."""
+"""The projector: the store's rows are the journal's fold, each event once, despite all failures."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ STEPS = ("begin", "loaded", "read", "folded", "writing", "written")
 
 
 class Killed(Exception):
-    """A projector was ended here."""
+    """The projector was interrupted here."""
 
 
 def kill_at(wanted: str, nth: int):  # type: ignore[no-untyped-def]
@@ -40,13 +40,13 @@ def journal(history: History) -> MemoryJournal:
 
 
 async def in_portions(history: History, store: AnyStore) -> None:
-    """Project whatever is missing, each event its own batch."""
+    """Project all missing events, each in its own batch."""
     for until in range(1, len(history.events) + 1):
         await Projector(journal(history), store).catch_up(until)
 
 
 async def assert_projected(history: History, store: AnyStore) -> None:
-    """The rows are the fold of the whole history, and every event is kept once."""
+    """Assert that the rows are the fold of the whole history, and that every event is kept once."""
     async with store.reading() as frozen:
         kept = [projection.recorded(row) async for batch in frozen.events(0) for row in batch]
         assert kept == history.events
@@ -63,7 +63,7 @@ async def assert_projected(history: History, store: AnyStore) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-async def test_killed_at_every_step_the_state_is_the_fold_and_nothing_is_there_twice(
+async def test_killed_at_every_step_the_state_is_the_fold_without_duplicates(
     open_store: OpenStore, name: str
 ) -> None:
     history = History().start().corruption()
@@ -113,7 +113,7 @@ async def test_a_projector_that_is_cancelled_while_it_fails_ends() -> None:
     assert running.cancelled()
 
 
-async def test_a_store_that_is_away_is_waited_for(eventually: Any) -> None:
+async def test_the_projector_waits_for_an_unavailable_store(eventually: Any) -> None:
     history, store = History().start(), MemoryStore()
     store.tables.reachable = False
     projector = Projector(journal(history), store)
@@ -135,7 +135,7 @@ async def test_a_store_that_is_ahead_of_the_stream_is_refused(open_store: OpenSt
         await Projector(MemoryJournal(restored, "p"), open_store()).run()
 
 
-async def test_a_stream_that_was_made_anew_is_refused(open_store: OpenStore) -> None:
+async def test_a_recreated_stream_is_refused(open_store: OpenStore) -> None:
     history, other = History().start(), History().start().corruption()
     await Projector(journal(history), open_store()).catch_up(len(history.events))
     with pytest.raises(JournalChanged, match=f"event {len(history.events)} of the stream is"):
@@ -171,7 +171,7 @@ async def test_a_damaged_snapshot_is_not_used(database_url: str, change: str) ->
     await store.close()
 
 
-async def test_large_batches_are_copied_with_a_repetition_among_them(open_store: OpenStore) -> None:
+async def test_large_batches_with_a_repeated_event_are_copied(open_store: OpenStore) -> None:
     history = History().start()
     number = history.order().position.number
     for _ in range(600):  # more than one page of reading
@@ -193,7 +193,7 @@ async def test_a_history_is_written_in_few_transactions() -> None:
             async for batch in super().read(after, until=until):
                 for event in batch:
                     yield [event]
-                    await asyncio.sleep(0)  # the writer has its turn
+                    await asyncio.sleep(0)  # let the writer run
 
     history, store = History().start().corruption(), MemoryStore()
     projector = Projector(OneByOne(history.stream, "projector-1"), store)

@@ -1,4 +1,4 @@
-"""The projector with real servers and real deaths: its own, Postgres's, and what it must refuse."""
+"""The projector with real servers and real kills: its own, Postgres's, the broker's; and refusals."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ async def everything(journal: Any) -> list[Recorded]:
 
 
 async def assert_is_the_fold(journal: Any, url: str) -> None:
-    """Rows, position and kept events are the journal's, each event once; verify says so too."""
+    """Assert that rows, position and kept events are the journal's, each event once, and that verify agrees."""
     store = PostgresStore(url)
     events = await everything(journal)
     order: Order[Fleet] = Order(evolve, Fleet())
@@ -85,14 +85,14 @@ async def test_killed_at_every_step_in_a_process_of_its_own(
 
 
 class Load:
-    """A history that goes on while things die."""
+    """A history that continues while processes die."""
 
     def __init__(self, history: History) -> None:
         self.history = history
         self.journal = MemoryJournal(history.stream, "load-1")
 
     async def run(self, seconds: float = 0.001) -> None:
-        """Say facts for ever, with decisions among them."""
+        """Record facts until cancelled, with decisions among them."""
         for n in range(10**9):
             worker = f"w{n % 3}"
             fact = self.history.failed(worker) if n % 7 == 0 else self.history.passed(worker)
@@ -203,13 +203,13 @@ async def test_a_rebuild_while_a_projector_writes(database_url: str, eventually:
         for task in tasks:
             task.cancel()
     await store.close()
-    assert seen == sorted(seen), "readers saw the projection go back"
+    assert seen == sorted(seen), "readers saw the projection move backwards"
     await assert_is_the_fold(load.journal, database_url)
     schemas = await execute(database_url, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'holdfast%'")
     assert [row["nspname"] for row in schemas] == ["holdfast"]
 
 
-async def test_a_rebuild_mends_a_projection_of_another_stream(database_url: str) -> None:
+async def test_a_rebuild_repairs_a_projection_of_another_stream(database_url: str) -> None:
     old, new = History().start().corruption(), History().start(2)
     store = PostgresStore(database_url)
     await Projector(MemoryJournal(old.stream, "p"), store).catch_up(len(old.events))
@@ -220,7 +220,7 @@ async def test_a_rebuild_mends_a_projection_of_another_stream(database_url: str)
 
 
 async def refused(nats_url: str, database_url: str, data: Path) -> str:
-    """Start the real process, expect it to give up, and return the last line it said."""
+    """Start the real process, expect it to give up, and return its last line of output."""
     servers = ("--nats-url", nats_url, "--database-url", database_url)
     done = await asyncio.to_thread(run_command, ["projector", *servers, "--data", str(data)], os.environ)
     assert done.returncode == 1
@@ -240,9 +240,7 @@ async def test_the_process_refuses_a_database_that_is_ahead(
     )
 
 
-async def test_the_process_refuses_a_kind_that_it_does_not_know(
-    nats_url: str, database_url: str, tmp_path: Path
-) -> None:
+async def test_the_process_refuses_an_unknown_kind(nats_url: str, database_url: str, tmp_path: Path) -> None:
     journal = await NatsJournal.connect(nats_url, "test:history")
     last = await publish(nats_url, History().start().events)
     client = await nats.connect(nats_url)
@@ -264,7 +262,7 @@ async def test_the_process_refuses_a_kind_that_it_does_not_know(
     assert place <= last
 
 
-async def test_the_process_projects_serves_its_admin_port_and_stops_in_order(
+async def test_the_process_projects_serves_its_admin_port_and_stops_gracefully(
     nats_url: str, database_url: str, tmp_path: Path, eventually: Any
 ) -> None:
     import aiohttp
@@ -303,18 +301,18 @@ async def assert_is_the_fold_of(nats_url: str, database_url: str) -> None:
     await journal.close()
 
 
-async def test_what_no_column_can_hold_is_refused_and_not_tried_for_ever(database_url: str) -> None:
+async def test_a_value_that_no_column_can_hold_is_refused_without_endless_retries(database_url: str) -> None:
     for portion in (1, 600):  # as arrays, and by COPY
         history = History().start(1)
         history.say(*(history.passed("w0") for _ in range(portion)))
         history.events[-1] = replace(history.events[-1], source_number=2**70)
         store = PostgresStore(database_url)
-        with pytest.raises(StoreCannotKeep, match="refuses what it was given"):
+        with pytest.raises(StoreCannotKeep, match="refuses a statement"):
             await Projector(MemoryJournal(history.stream, "p"), store).run()
         await store.close()
 
 
-async def test_the_views_answer(database_url: str) -> None:
+async def test_the_views_work(database_url: str) -> None:
     history = History().start().corruption()
     store = PostgresStore(database_url)
     await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))

@@ -1,4 +1,4 @@
-"""The projector's process."""
+"""The projector as a process."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ asyncio.run(main(*sys.argv[1:3], Path(sys.argv[3])))
 """
 
 
-async def test_the_first_events_wait_for_no_code_to_be_loaded(
+async def test_the_first_events_do_not_wait_for_imports(
     own_nats: EmbeddedServer, database_url: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", SCRIPT, own_nats.url, database_url, str(tmp_path / "data")]

@@ -1,4 +1,4 @@
-"""What a release before left is read, verified, migrated and gone on from: the journals and databases in tests/fixtures."""
+"""Journals and databases of older releases, in tests/fixtures: read, verified, migrated and continued."""
 
 import gzip
 import json
@@ -30,19 +30,19 @@ from events.order import Order
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RELEASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "journal.snapshot").exists())
 BYTES_MAX = 300_000
-DECIDERS = {"0.1.0": 4, "0.3.0-deciders5": 5}  # whose decisions a release's journal has
+DECIDERS = {"0.1.0": 4, "0.3.0-deciders5": 5}  # the deciders version of each release's journal
 EVERY_KIND = "0.3.0-deciders5"  # the pair that holds all kinds of its time
 KINDS_THEN = FIXTURES / EVERY_KIND / "kinds.txt"
 
 
 @pytest.fixture(params=RELEASES)
 def release(request: pytest.FixtureRequest) -> Path:
-    """A folder of tests/fixtures."""
+    """Return a folder of tests/fixtures."""
     return FIXTURES / str(request.param)
 
 
 def written(release: Path) -> list[Recorded]:
-    """Return the journal as it was written down, decoded by today's code."""
+    """Return the recorded journal, decoded by today's code."""
     found = []
     for line in gzip.decompress((release / "journal.jsonl.gz").read_bytes()).splitlines():
         message = json.loads(line)
@@ -58,7 +58,7 @@ def written(release: Path) -> list[Recorded]:
 
 @pytest.fixture
 async def journal(release: Path, own_nats: EmbeddedServer, tmp_path: Path) -> AsyncIterator[NatsJournal]:
-    """The recorded journal on a real broker, every message with its sequence and time."""
+    """Return the recorded journal on a real broker, every message with its sequence and time."""
     client = await nats.connect(own_nats.url)
     await restore(client, (release / "journal.snapshot").read_bytes())
     await client.close()
@@ -69,9 +69,11 @@ async def journal(release: Path, own_nats: EmbeddedServer, tmp_path: Path) -> As
 
 @pytest.fixture
 async def store(release: Path, empty_database_url: str) -> AsyncIterator[PostgresStore]:
-    """The recorded database on a real server, brought to today's version."""
+    """Return the recorded database on a real server, migrated to today's version."""
     sql = gzip.decompress((release / "database.sql.gz").read_bytes()).decode()
-    statements = "\n".join(line for line in sql.splitlines() if not line.startswith("\\"))  # psql's own
+    statements = "\n".join(
+        line for line in sql.splitlines() if not line.startswith("\\")
+    )  # psql's own commands
     connection = await asyncpg.connect(empty_database_url, timeout=10)
     await connection.execute(statements)
     await connection.close()
@@ -82,7 +84,7 @@ async def store(release: Path, empty_database_url: str) -> AsyncIterator[Postgre
     await made.close()
 
 
-def test_a_pair_of_the_release_before_is_kept() -> None:
+def test_a_journal_and_database_of_the_previous_release_are_kept() -> None:
     assert "0.1.0" in RELEASES
     for name in RELEASES:
         assert sum(path.stat().st_size for path in (FIXTURES / name).iterdir()) < BYTES_MAX
@@ -98,7 +100,7 @@ def test_every_message_decodes_and_folds(release: Path) -> None:
         event.fact.kind() for event in events
     }
     assert {"w0", "w1", "w2"} <= set(order.shown.workers) <= {"w0", "w1", "w2", "s0"}
-    for event in events:  # and nothing of it is lost on the way through today's code
+    for event in events:  # today's code loses nothing of it
         if isinstance(event.fact, Skipped):
             assert event.fact.quarantined
             continue
@@ -106,7 +108,7 @@ def test_every_message_decodes_and_folds(release: Path) -> None:
         assert again == event.fact
 
 
-def test_one_pair_holds_every_kind_of_its_time_and_no_kind_has_gone_since() -> None:
+def test_one_pair_holds_every_kind_of_its_time_and_no_kind_was_removed_since() -> None:
     kinds = set(KINDS_THEN.read_text().split())
     assert len(kinds) == 64
     assert kinds == {event.fact.kind() for event in written(FIXTURES / EVERY_KIND)} - {Skipped.kind()}
@@ -114,7 +116,7 @@ def test_one_pair_holds_every_kind_of_its_time_and_no_kind_has_gone_since() -> N
 
 
 @pytest.mark.servers
-async def test_it_verifies_and_the_projector_goes_on_from_where_it_was(
+async def test_it_verifies_and_the_projector_continues_from_its_position(
     release: Path, journal: NatsJournal, store: PostgresStore
 ) -> None:
     last = await journal.last_seq()
@@ -127,7 +129,9 @@ async def test_it_verifies_and_the_projector_goes_on_from_where_it_was(
     assert report.audited == sum(projection.audited(event.fact) for event in expected[: report.position])
     assert report.rows > 20 and report.decided + report.skipped > 10
     assert not report.skipped if DECIDERS[release.name] >= OLDEST else not report.decided
-    assert report.skipped_versions <= {DECIDERS[release.name]}, "others' decisions are not decided again"
+    assert report.skipped_versions <= {DECIDERS[release.name]}, (
+        "decisions of other versions are not decided again"
+    )
     await Projector(journal, store).catch_up(last)
     report = await verify(journal, store)
     assert (report.difference, report.lag, report.position) == (None, 0, last)
@@ -153,7 +157,7 @@ def _an_event_is_left_out(url: str) -> Awaitable[object]:
     ("plant", "where"),
     [(_a_row_is_altered, "breakers"), (_an_incident_is_gone, "incidents"), (_an_event_is_left_out, "40")],
 )
-async def test_what_was_tampered_with_is_found(
+async def test_tampering_is_detected(
     journal: NatsJournal,
     store: PostgresStore,
     postgres_server: EmbeddedServer,

@@ -1,4 +1,4 @@
-"""A view and the rows of the store agree at the same position, and a difference there is reported."""
+"""A view and the rows of the store agree at the same position, and differences are reported."""
 
 import asyncio
 from typing import Any
@@ -23,12 +23,12 @@ async def test_rows_are_compared_at_their_own_position(eventually: Any) -> None:
     async with asyncio.TaskGroup() as group:
         following = group.create_task(view.run())
         await eventually(lambda: view.seq == len(history.events))
-        assert await watch.compare() == []  # nothing is projected yet, and nothing was known then
+        assert await watch.compare() == []  # nothing is projected, and the view was empty then
         await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
         assert await watch.compare() == []
         history.say(history.failed("w0", confirmed=True, reason="token_mismatch"))
         await eventually(lambda: view.seq == len(history.events))
-        assert await watch.compare() == []  # the view is ahead; it remembers what it was
+        assert await watch.compare() == []  # the view is ahead, but it keeps its earlier states
         rows, weight = store.tables.rows["workers"], projection.COLUMNS["workers"].index("weight")
         rows["w1",] = (*rows["w1",][:weight], 0.25, *rows["w1",][weight + 1 :])
         found = await watch.compare()
@@ -36,7 +36,7 @@ async def test_rows_are_compared_at_their_own_position(eventually: Any) -> None:
     assert found == heard == [RowDifference("workers: weight of w1", 1.0, 0.25)]
 
 
-async def test_a_store_that_is_away_or_without_tables_does_not_end_the_watch(eventually: Any) -> None:
+async def test_an_unavailable_store_or_missing_tables_do_not_end_the_watch(eventually: Any) -> None:
     class Strange(MemoryStore):
         asked = 0
 

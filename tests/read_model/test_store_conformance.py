@@ -1,4 +1,4 @@
-"""What every state store must do, in memory or in Postgres."""
+"""The contract of every state store, in memory and in Postgres."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from events.order import Order
 
 @dataclass
 class Feeder:
-    """Projects a history in portions, as a projector does."""
+    """Projects a history in batches, as a projector does."""
 
     history: History
     store: StateStore
     order: Order[Fleet]
 
     async def feed(self, until: int | None = None) -> None:
-        """Project what is new, in one batch."""
+        """Project the new events, in one batch."""
         events = self.history.events[self.order.last_seq : until]
         for event in events:
             self.order.take(event)
@@ -66,7 +66,7 @@ def comparable(rows: dict[str, set[projection.Row]]) -> dict[str, set[projection
     return {name: {projection.comparable(name, row) for row in found} for name, found in rows.items()}
 
 
-async def test_an_empty_store_has_no_place_and_no_snapshot(open_store: OpenStore) -> None:
+async def test_an_empty_store_has_no_position_and_no_snapshot(open_store: OpenStore) -> None:
     store = open_store()
     assert await store.position() == ReadPosition()
     assert await store.load() is None
@@ -75,7 +75,7 @@ async def test_an_empty_store_has_no_place_and_no_snapshot(open_store: OpenStore
 
 
 @pytest.mark.parametrize("portion", [1, 7, 1000])
-async def test_rows_are_the_fold_whatever_the_portions(open_store: OpenStore, portion: int) -> None:
+async def test_rows_are_the_fold_for_any_batch_size(open_store: OpenStore, portion: int) -> None:
     history = History().start().corruption()
     fed = feeder(history, open_store())
     for until in [*range(portion, len(history.events), portion), len(history.events)]:
@@ -96,7 +96,7 @@ async def test_every_event_is_kept_and_read_back_whole(open_store: OpenStore) ->
     assert kept == history.events
 
 
-async def test_nothing_is_written_from_the_wrong_place(open_store: OpenStore) -> None:
+async def test_nothing_is_written_from_a_wrong_position(open_store: OpenStore) -> None:
     history = History().start()
     first, second = feeder(history, open_store()), feeder(history, open_store())
     await first.feed(5)
@@ -142,7 +142,7 @@ async def test_snapshots_are_found_by_sequence_and_by_time(open_store: OpenStore
 
 
 async def test_the_first_snapshot_is_kept_with_the_first_decision(open_store: OpenStore) -> None:
-    """A young fleet has a snapshot at once, and another each time its history has doubled, up to the usual distance."""
+    """A young fleet has a snapshot at once, then one each time its history has doubled, up to the usual distance."""
     history = History().start()
     for _ in range(8):
         history.say(history.passed("w0"))
@@ -197,7 +197,7 @@ async def test_events_are_found_by_id_number_worker_and_time(open_store: OpenSto
     assert late == [e for e in history.events if e.at >= event.at]
 
 
-async def test_what_postgres_cannot_keep_is_replaced(open_store: OpenStore) -> None:
+async def test_characters_that_postgres_cannot_store_are_replaced(open_store: OpenStore) -> None:
     history = History().start()
     history.say(history.migrated("req\x00-1", "w0", "w1"), source="frontend-0")
     store = open_store()
@@ -221,7 +221,7 @@ async def test_an_incident_is_opened_and_closed(open_store: OpenStore) -> None:
     assert (row["incident"], row["symptom"], row["outcome"]) == ("i1", "timeout", "recovered")
 
 
-async def test_the_incidents_that_ended_last_come_first_and_only_so_many(open_store: OpenStore) -> None:
+async def test_ended_incidents_are_listed_latest_first_up_to_a_limit(open_store: OpenStore) -> None:
     history, store = History().start(), open_store()
     fed = feeder(history, store)
     assert await store.ended_incidents(9) == []
@@ -243,7 +243,7 @@ async def test_the_incidents_that_ended_last_come_first_and_only_so_many(open_st
     assert all(row["opened_at"] == row["closed_at"] for row in found)
 
 
-async def test_what_is_planned_by_is_read_as_of_one_instant(open_store: OpenStore) -> None:
+async def test_the_planners_input_is_read_as_of_one_instant(open_store: OpenStore) -> None:
     history = History().start()
     store = open_store()
     fed = feeder(history, store)

@@ -1,4 +1,4 @@
-"""A rebuilt projection takes the old one's place at one instant; what then happens to the old one changes nothing."""
+"""A rebuilt projection replaces the old one at one instant, whatever happens to the old one then."""
 
 import asyncpg
 import pytest
@@ -13,10 +13,10 @@ SCHEMAS = "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'holdfast%' ORDER
 
 
 async def nothing_to_catch_up_with(position: ReadPosition) -> None:
-    """The fresh one is as far as the old one."""
+    """Do nothing: the fresh projection has the old one's position."""
 
 
-async def test_a_swap_whose_old_schema_somebody_still_reads_has_succeeded(
+async def test_a_swap_succeeds_while_the_old_schema_is_still_read(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pg_link, "COMMAND_S", 0.5)
@@ -25,7 +25,7 @@ async def test_a_swap_whose_old_schema_somebody_still_reads_has_succeeded(
     reader = await asyncpg.connect(database_url)
     try:
         async with reader.transaction():
-            await reader.fetch("SELECT * FROM holdfast.snapshots")  # a report that takes its time
+            await reader.fetch("SELECT * FROM holdfast.snapshots")  # a slow report
             await store.swap(fresh, nothing_to_catch_up_with, carry=False)
             assert [row[0] for row in await execute(database_url, SCHEMAS)] == ["holdfast", "holdfast_old"]
             assert await store.position() == ReadPosition()

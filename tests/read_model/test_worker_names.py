@@ -1,4 +1,4 @@
-"""Facts are found under every worker that they name, in the store, its double and the journal alike."""
+"""Facts are found under every worker that they name, in the store, its double and the journal."""
 
 import argparse
 from dataclasses import fields, replace
