@@ -52,7 +52,7 @@ def signalled(known: Worker) -> tuple[list[int], list[Any]]:
     sent, reported = list[int](), list[Any]()
     processes = HostProcesses(
         signal=lambda pid, number: sent.append(pid),
-        report=lambda account, tried, **more: reported.append((account, tried)),
+        report=lambda *report, **more: reported.append(report),
     )
     try:
         processes.send(known, signal.SIGTERM)
