@@ -17,8 +17,8 @@ class StoreReadOnly(StoreUnavailable):
 
 
 class StoreLogin(StoreUnavailable):
-    """The state store rejects this account's login: the password does not match, or the account is missing. Correct the URL or the
-    account; processes that need the store retry by themselves."""
+    """The state store rejects this account's login: the password does not match, or the account is missing. Correct the URL or
+    the account; processes that need the store retry by themselves."""
 
 
 class StoreRefused(HoldfastError):
