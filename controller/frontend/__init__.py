@@ -1,1 +1,1 @@
-"""The front door: the OpenAI API, admission, scheduling, and requests that survive their workers."""
+"""The frontend: the OpenAI API, admission, scheduling, and requests that survive worker failures."""

@@ -1,7 +1,7 @@
-"""The director: it holds what one frontend knows, follows the fold, and acts at once on what it sees there.
+"""The director of a frontend: holds its view of the fleet, follows the fold and reacts to changes.
 
-A convicted worker's answers move, a closed breaker clears what was held against the worker, a new worker gets the parked
-ones. `routing` chooses workers; the request state machine, which `driver` feeds, decides what becomes of an answer.
+It moves the answers of a convicted worker, resets the local breaker when the fleet's breaker closes, and offers parked requests
+to a new worker. `routing` chooses workers. The request state machine, which `driver` feeds, decides what happens to an answer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -51,46 +51,48 @@ from events.observations import (
 log = structlog.get_logger(__name__)
 
 BEGINNING_S = 10.0
-EXPOSE_EVERY_S = 1.0  # how often the answers of a convicted worker that serves are reported
-SERVED_EVERY_S = 1.0  # how often a frontend leaves behind until when it served
+EXPOSE_EVERY_S = 1.0  # how often the answers of a convicted worker that keeps serving are reported
+SERVED_EVERY_S = 1.0  # how often a frontend stores the time until which it served
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a director is given of the world."""
+    """The outside world of a director: its name, request plane, fact publisher, clock and random source."""
 
-    name: str  # this frontend's
+    name: str  # of this frontend
     plane: RequestPlane
     observe: Observe
     clock: Clock
-    dice: Callable[[], float] = random  # from 0 to below 1: choices that are drawn
-    ended: Callable[[LiveRequest], object] | None = None  # called with each answer that is over
+    dice: Callable[[], float] = random  # random numbers in [0, 1) for random choices
+    ended: Callable[[LiveRequest], object] | None = None  # called with each answer that has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Until when a frontend served, and how far it had read the journal then."""
+    """The time until which a frontend served, and the journal position that it had read by then."""
 
     until: datetime
     seq: int
 
     def answers(self, conviction: Conviction) -> bool:
-        """Whether that frontend has answered for it, or had nothing to answer for."""
+        """Whether that frontend handled the conviction, or had nothing to report for it."""
         margin = MARGIN + timedelta(seconds=2 * SERVED_EVERY_S)
         return conviction.seq <= self.seq or conviction.since >= self.until + margin
 
 
 @dataclass(eq=False, repr=False)
 class Convictions:
-    """Handles the conviction of a worker by a canary: reports every request that it has served since its last good canary, and
-    applies the corruption policy to those that are running.
+    """Handles the conviction of a worker by a canary.
+
+    It reports every request that the worker has served since its last good canary, and applies the corruption policy to those
+    that are running.
 
     The fold decides since when a life could be wrong (`Worker.convictions`). Each conviction is handled once, even if
     the worker was acquitted or restarted in the same batch of events.
 
     A frontend also handles convictions for its predecessor of the same name, which has stored until when it served and how
-    far it had read. A worker convicted later, for a span in which the predecessor served, has served requests that are not
-    known any more.
+    far it had read. If a worker is convicted later for a span in which the predecessor served, the requests that it
+    served then are no longer known.
     """
 
     frontend: str
@@ -108,13 +110,15 @@ class Convictions:
         self._exposures = self.driver.exposures
 
     def answer(self, worker: Worker) -> None:
-        """Name every request that this worker has fed since, and deal with those that run."""
+        """Report every request that this worker has served since each new conviction, and apply the corruption policy."""
         for conviction in self._news(worker):
             self._convict(worker.joined.worker, conviction, self.clock.now())
 
     def expose(self, worker: Worker, now: float) -> None:
-        """Name every request that a worker feeds which serves although it is convicted, once a second. Nothing is done about
-        them: a header marks the answers."""
+        """Report every request that a convicted worker serves while it stays in service, once a second.
+
+        These requests are not changed; a header marks their answers.
+        """
         name, instance = life = worker.joined.worker, worker.joined.instance
         if now < self._exposed_at.get(name, 0.0) + EXPOSE_EVERY_S:
             return
@@ -129,8 +133,11 @@ class Convictions:
                 self._report(exposures.fact(one, action), one.span.traceparent)
 
     def answer_for_before(self, workers: Iterable[Worker], before: Served | None) -> None:
-        """Report workers that were convicted before this frontend could act: which requests the frontend before it let them
-        serve is not known any more. Where nothing is known of that one, only what stands now is answered for."""
+        """Report workers that were convicted before this frontend could act.
+
+        Which requests they served through the previous frontend is no longer known. Without a record of that frontend, only
+        convictions that still stand are reported.
+        """
         for worker in workers:
             for conviction in self._news(worker):
                 self._answer_late(worker, conviction, before)
@@ -139,7 +146,7 @@ class Convictions:
         name, instance = worker.joined.worker, worker.joined.instance
         if (
             conviction.at > self._began
-        ):  # this frontend served already, while it still read what had been before
+        ):  # this frontend already served while it was still reading older events
             self._convict(name, conviction, conviction.at)
             return
         stands = worker.alive and worker.health.corrupt and conviction.instance == instance
@@ -157,7 +164,7 @@ class Convictions:
         )
 
     def _news(self, worker: Worker) -> list[Conviction]:
-        """Return the convictions of this worker that have not been answered for yet, and take them as answered for."""
+        """Return this worker's convictions that are not handled yet, and mark them as handled."""
         name = worker.joined.worker
         answered = self._answered.get(name, ())
         if worker.convictions == answered:
@@ -167,12 +174,12 @@ class Convictions:
         return [conviction for conviction in worker.convictions if conviction.seq not in known]
 
     def _convict(self, worker: str, conviction: Conviction, now: datetime) -> None:
-        """Deal with every request exposed since the canary that failed was last sent and passed, then report them."""
+        """Apply the corruption policy to every request exposed since the failed canary last passed, then report them all."""
         key: Key = (worker, conviction.instance)
         log.warning("worker_convicted", worker=worker, canary=conviction.canary)
         exposures, since = self._exposures, conviction.since
         unknown = exposures.unknown(key, since, now)
-        # What is done about one choice of an answer may end the others: see first which have ended already.
+        # Acting on one choice of an answer may end the other choices, so look up first which have already ended.
         fed = [(one, self.driver.live.get(one.span.live)) for one in exposures.fed(key, since)]
         done = [
             "none" if live is None else "error" if live.over else self._expose(live, one.first, key)
@@ -184,7 +191,7 @@ class Convictions:
             self._report(exposures.fact(one, action), one.span.traceparent)
 
     def _expose(self, live: LiveRequest, first: int, key: Key) -> str:
-        """Apply the corruption policy to a request whose tokens from index `first` on may be wrong. Return the action."""
+        """Apply the corruption policy to a request with possibly wrong tokens from index `first` on. Return the action."""
         endpoint = live.endpoint
         stays = endpoint is not None and endpoint.key == key and bool(endpoint.suspect)
         exposed = Exposed(first, key, live.stats.depends_on(key), stays, live.progress)
@@ -198,25 +205,25 @@ class Convictions:
 
 
 class WorkerIntrusions(Intrusions):
-    """Reports workers that behave as no engine does: floods of frames, claims of lost KV blocks."""
+    """Reports workers that behave as no engine does: floods of frames, or KV claims that were lost."""
 
     def __init__(self, table: EndpointTable, observe: Observe, clock: Clock) -> None:
         super().__init__(observe, clock.monotonic)
         self._table = table
 
     def flooded_by(self, worker: str, instance: str) -> None:
-        """A worker has sent this frontend more than an engine can compute."""
+        """Report and eject a worker that has sent this frontend more frames than an engine can compute."""
         tried = "flood a frontend with frames"
         self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_flooded_by(self, worker: str) -> None:
-        """A worker has published more KV events than an engine can have."""
+        """Report and eject a worker that has published more KV events than an engine can produce."""
         lives = self._lives(worker)
         tried, instance = "flood the frontends with KV events", lives[-1].instance if lives else ""
         self.report(self._account(worker), tried, worker=worker, instance=instance, eject=True)
 
     def claims_lost(self, life: Key, why: str) -> None:
-        """A worker has lost its KV claims."""
+        """Report a worker after its claims about its KV blocks had to be dropped."""
         worker, instance = life
         self.report(self._account(worker), why, worker=worker, instance=instance)
 
@@ -230,12 +237,13 @@ class WorkerIntrusions(Intrusions):
 
 
 class Director:
-    """One frontend: what it knows of the fleet, and its live requests."""
+    """One frontend: its view of the fleet and its live requests."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
         self.settings = settings
-        self.now = now = world.clock.monotonic  # uvloop's own time stands still within a turn, and counts ms
-        self._live_at: float | None = None  # until the fold has caught up, what it shows is history
+        # not the loop's time: uvloop freezes that within a turn and rounds it to ms
+        self.now = now = world.clock.monotonic
+        self._live_at: float | None = None  # None until the fold has caught up: before that, it shows history
         self._world = world
         self.table = table = EndpointTable(ModelFolders(settings.folders, world.observe).allows)
         self.metrics = FrontendMetrics()
@@ -278,7 +286,7 @@ class Director:
         )
 
     def _driver(self, world: World, reports: MigrationReports) -> Driver:
-        """Return the owner of this frontend's live requests."""
+        """Return the driver, which owns this frontend's live requests."""
         settings, table, running, metrics = self.settings, self.table, self.running, self.request_metrics
         dispatcher = Dispatcher(
             table=table,
@@ -319,12 +327,12 @@ class Director:
 
     @property
     def beginning(self) -> bool:
-        """Whether it does not know yet which models there are. In a fleet that has only begun, no worker may have registered."""
+        """Whether the set of models is still unknown. In a fleet that has just started, no worker may have registered yet."""
         unknown = not self.table.known and not self.table.unnamed
         return self._live_at is None or (unknown and self.now() - self._live_at < BEGINNING_S)
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Take in what the fold shows after a batch of events, and act on it."""
+        """Apply the state of the fold after a batch of events, and react to it."""
         clock, ours = self._world.clock, self._world.name if self.live else None
         for recorded in batch:
             fact = recorded.fact
@@ -352,21 +360,23 @@ class Director:
             self.changed()
 
     def go_live(self, before: Served | None = None) -> None:
-        """The fold has caught up: act on what it shows from now on, and report what was missed. `before`: until when the
-        last frontend of this name served, where that is known."""
+        """React to the fold from now on, because it has caught up, and report what was missed.
+
+        `before` is the time until which the previous frontend of this name served, if that is known.
+        """
         self._live_at = self.now()
         self.routing.live = True
         self._convictions.answer_for_before(self.table.workers, before)
         self.changed()
 
     def set_static(self, joined: Sequence[WorkerJoined]) -> None:
-        """Serve with workers that were given directly."""
+        """Serve with workers that were configured directly."""
         self.table.set_static(joined)
         self.routing.forget(set(self.table.endpoints))
         self.changed()
 
     def changed(self) -> None:
-        """The table or a connection changed: move the requests that must move, and let waiting ones try."""
+        """React to a change of the table or of a connection: move requests that must move, and retry waiting ones."""
         self.routing.look_for_panic()
         for endpoint in list(self.table.endpoints.values()):
             out = endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY
@@ -378,7 +388,7 @@ class Director:
         self.admission.wake()
 
     def _empty(self, endpoint: Endpoint) -> None:
-        """Reroute what runs on a worker out of service. Its possible targets are looked up once, not per stream."""
+        """Reroute the requests that run on a worker out of service. The possible targets are looked up once, not per stream."""
         there = list(self.running.at(endpoint))
         others = {other.key for other in self.routing.targets(there[0].request)} - {endpoint.key}
         for live in there:
@@ -386,21 +396,21 @@ class Director:
             self.driver.feed(live, gone)
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Apply the thresholds from which a model's workers are busy, and publish them: all frontends apply them then."""
+        """Apply the thresholds above which a model's workers count as busy, and publish them so that all frontends apply them."""
         self.table.set_thresholds(fact)
         self._world.observe(replace(fact, frontend=self._world.name))
 
     # --- time ---------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do what is due: breakers, deadlines, reports. Called ten times a second."""
+        """Run periodic work: breakers, deadlines, reports. Called ten times a second."""
         service = [endpoint.key for endpoint in self.table.endpoints.values() if endpoint.routable]
         self._pass_trials()
         self.breakers.tick(service)
         self.planned_moves.tick()
         state = self.routing.state
         state.expire()
-        self.peers.names()  # forgets frontends that are silent, and what waits there
+        self.peers.names()  # removes silent frontends and the requests that wait there
         self.metrics.settle()
         self.driver.tick()
         self.traffic.tick()
@@ -410,17 +420,17 @@ class Director:
         if self.driver.waiting.parked:
             self.changed()
         else:
-            self.admission.wake()  # another frontend's requests may have ended
+            self.admission.wake()  # requests of another frontend may have ended
 
     def _expose_suspects(self) -> None:
-        """Report what workers feed that serve although canaries convict them."""
+        """Report the requests served by convicted workers that stay in service."""
         for endpoint in self.table.endpoints.values():
             worker = self.table.worker(endpoint) if endpoint.suspect and endpoint.corrupt else None
             if worker is not None:
                 self._convictions.expose(worker, self.now())
 
     def _pass_trials(self) -> None:
-        """An answer may be longer than a trial: one whose tokens come when the time is over has passed it."""
+        """Pass breaker trials that have output at the deadline: an answer may take longer than its trial."""
         for key in self.breakers.trials_ending():
             endpoint = self.table.endpoints.get(key)
             for live in self.running.at(endpoint) if endpoint is not None else ():
@@ -428,13 +438,13 @@ class Director:
                     self.breakers.unjudged(key, live.dispatch.breaker_epoch, has_output=True)
 
     def report(self) -> None:
-        """Publish what has not been reported yet, at the process's end."""
+        """Publish all pending reports; called when the process ends."""
         self.breakers.report()
         self.refusals.report()
         self.traffic.stop()
 
     def render_metrics(self) -> bytes:
-        """Return the metrics as they stand now."""
+        """Return the current metrics as exposition text."""
         self.request_metrics.settle()
         faults = self.metrics.faults
         faults.parked.set(len(self.driver.waiting.parked))

@@ -1,10 +1,13 @@
-"""The driver: the only owner of live requests, and the only place that applies the effects of the request state machine.
+"""The driver: owns the live requests, and applies the effects of the request state machine.
+
+No other component owns live requests or applies effects.
 
     worker's frames ──▶ RequestSink ── tokens ───────────────────────────────▶ response writer
                             └── first token, failure, end ──▶ step ── effects ──▶ workers, reports, response writer
     fold, operator, client, clock ──────────────────────────▶ step
 
-Tokens take the direct path; `step` sees the first token of an attempt, failures, control and the end. Nothing here waits.
+Tokens take the direct path. `step` sees the first token of an attempt, failures, control events and the end. Nothing here
+blocks or awaits.
 """
 
 import asyncio
@@ -64,14 +67,14 @@ _FIRST_TOKEN = on.FirstToken()
 class RequestSink(LiveRequest):
     """A live request as the request plane sees it: the end of a token's path. Implements `controller.ports.Sink`.
 
-    Called synchronously, chunk by chunk. An attempt that has been left is cancelled at the plane, so that nothing late of it can
-    come in.
+    Called synchronously, once per chunk. An attempt that was left is cancelled at the request plane, so none of its late output
+    can arrive here.
     """
 
     driver: "Driver"
 
     def take(self, chunk: Chunk) -> None:
-        """Accept one step's output for this stream. An error in it ends this stream only."""
+        """Accept the output of one engine step for this stream. An error in the chunk ends only this stream."""
         if self.over:
             return
         try:
@@ -79,7 +82,7 @@ class RequestSink(LiveRequest):
                 if chunk.logprobs:
                     check_logprobs(chunk.logprobs, self.continuation.tokens.size)
                 if self.state.has_output and chunk.tokens and chunk.finish is None and chunk.error is None:
-                    if self.accept(chunk):  # nearly always it goes on
+                    if self.accept(chunk):  # the common case: the stream continues
                         self.driver.feed(self, on.Finished("stop", cancel=True))
                 else:
                     self._take_edge(chunk)
@@ -89,7 +92,7 @@ class RequestSink(LiveRequest):
             self.driver.fail_internally(self)
 
     def _take_edge(self, chunk: Chunk) -> None:
-        """Accept a chunk from the beginning or the end of an attempt. Raise InvalidOutput."""
+        """Accept the first or the last chunk of an attempt. Raise InvalidOutput."""
         driver, tokens, first = self.driver, chunk.tokens, not self.state.has_output
         if tokens:
             if first:
@@ -104,7 +107,7 @@ class RequestSink(LiveRequest):
         elif chunk.text is not None:
             stopped = self.accept_text(chunk.text)
         if stopped:
-            # A stop string was reached: the worker need not go on.
+            # A stop string was reached: the worker can stop generating.
             driver.feed(self, on.Finished("stop", cancel=chunk.finish is None or not tokens))
         elif chunk.error is not None:
             reason, _, detail = chunk.error.partition(":")
@@ -117,16 +120,16 @@ class RequestSink(LiveRequest):
             driver.feed(self, on.Finished(reason if reason in ("stop", "length") else finish_reason(reason)))
 
     def flush(self) -> None:
-        """Count and write what one turn of the loop has brought."""
+        """Count and write the output of one turn of the event loop."""
         if self.over:
-            return  # it was written as the answer ended
+            return  # it was written when the answer ended
         self.stats.count(self, self.driver.now())
         self.writer.flush()
         if self.kv_move is not None:
             self._source_advanced()
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """The connection broke, or the worker hangs."""
+        """Fail the attempt: the connection broke, or the worker hangs."""
         dispatch = self.dispatch
         if self.over or dispatch is None:
             return
@@ -138,14 +141,17 @@ class RequestSink(LiveRequest):
             self.driver.fail_internally(self)
 
     def _source_advanced(self) -> None:
-        """The source of a KV transfer may have said more."""
+        """Advance a committed KV transfer: its source may have sent more tokens."""
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed":
             self.driver.feed(self, self.advanced(kv.SourceSaid()))
 
     def _source_lost(self, move: KvMove) -> None:
-        """The source of a KV transfer is out of reach. Where the target has committed, the request needs it no more: the target
-        knows the tokens that have not come. (It does not know their logprobs.)"""
+        """Handle the loss of the source of a KV transfer.
+
+        If the target has committed, the request no longer needs the source: the target knows the missing tokens. (It does not
+        know their logprobs.)
+        """
         self._source_advanced()
         transfer = self.state.transfer
         if transfer is not None and transfer.state == "committed" and not self.request.sampling.logprobs:
@@ -156,7 +162,7 @@ class RequestSink(LiveRequest):
 
 @dataclass(eq=False, repr=False)
 class Driver:
-    """The live requests of one frontend."""
+    """Owns the live requests of one frontend and advances them."""
 
     settings: FrontendSettings
     table: EndpointTable
@@ -171,13 +177,13 @@ class Driver:
     stalls: StallWatch
     request_metrics: RequestMetrics
     faults: FaultMetrics
-    tracker: ActiveSequences | None  # counts tokens too
+    tracker: ActiveSequences | None  # also counts tokens
     now: Callable[[], float]
-    ended: Callable[[LiveRequest], object] | None  # is told of each answer that is over
+    ended: Callable[[LiveRequest], object] | None  # called with each answer that has ended
     live: dict[int, LiveRequest] = field(default_factory=dict)  # by number
     waiting: WaitingRequests = field(default_factory=WaitingRequests)
     queued: dict[LiveRequest, asyncio.Future[Reservation]] = field(default_factory=dict)
-    opened: int = 0  # live requests so far: the number of the last one
+    opened: int = 0  # number of live requests so far; also the number of the latest
 
     def __post_init__(self) -> None:
         self.preemption.feed = self.feed
@@ -191,8 +197,11 @@ class Driver:
         room: Reservation | None = None,
         planned: Key | None = None,
     ) -> Sequence[LiveRequest]:
-        """Send answers to workers, `planned` if that has room. One that has to wait keeps the room of its own that `room` has
-        given back. `completion` learns of the end of each."""
+        """Send answers to workers, to `planned` if it has room.
+
+        An answer that has to wait keeps its share of the room that `room` has released. `completion` is notified when each
+        answer ends.
+        """
         made = [self.open(answer, completion) for answer in answers]
         for live in made:
             live.room = room
@@ -202,7 +211,7 @@ class Driver:
         return made
 
     def open(self, answer: Choice, completion: Completion | None = None) -> LiveRequest:
-        """Return a new live request for an answer, not sent yet. Raise TokenizerMissing."""
+        """Create a live request for an answer, without sending it. Raise TokenizerMissing."""
         request, settings, now = answer.request, self.settings, self.now()
         admission, longest, tokens = settings.admission, settings.migration_max_seq_len, len(request.prompt)
         max_tokens = request.sampling.max_tokens
@@ -243,7 +252,7 @@ class Driver:
         return live
 
     def cancel(self, answers: Iterable[Choice]) -> None:
-        """Cancel answers: their client has gone."""
+        """Cancel answers after their client has disconnected."""
         for answer in answers:
             live = self.live.get(answer.number)
             if live is not None:
@@ -252,7 +261,7 @@ class Driver:
     # --- the machine
 
     def feed(self, live: LiveRequest, event: on.Event) -> None:
-        """Advance one request by an event, and apply what follows from it."""
+        """Advance one request by an event, and apply the resulting effects."""
         following: on.Event | None = event
         now = self.now()
         while following is not None:
@@ -265,7 +274,7 @@ class Driver:
             self.wake()
 
     def fail(self, live: LiveRequest, failure: Failure, dispatch: Dispatch | None = None) -> None:
-        """An attempt has failed: the present one, or `dispatch`, which the request may have left in time."""
+        """Fail an attempt: the current one, or `dispatch`, which the request may have left in the meantime."""
         if dispatch is not None and dispatch is not live.dispatch:
             self.dispatcher.blame(dispatch, failure)
         elif live.dispatch is not None:
@@ -274,7 +283,7 @@ class Driver:
             self.feed(live, on.AttemptFailed(failure, live.progress, closed))
 
     def fail_internally(self, live: LiveRequest) -> None:
-        """End one request by an error of ours, which was just caught; no other is touched."""
+        """End one request with an internal error that was just caught; no other request is affected."""
         log.exception("stream_failed", request=live.request.id)
         if live.over:
             return
@@ -286,9 +295,9 @@ class Driver:
             self._apply(live, effect, now)
 
     def _apply(self, live: LiveRequest, effect: do.Effect, now: float) -> on.Event | None:
-        """Do one thing for a request. Return the event that answers a question."""
+        """Apply one effect to a request. Return the event that answers it, if it asks for one."""
         dispatcher, dispatch = self.dispatcher, live.dispatch
-        # The effects of an undisturbed request: `match` on classes costs more than applying them.
+        # Effects of an undisturbed request come first: `match` on classes costs more than applying them.
         if type(effect) is do.SelectWorker:
             event = dispatcher.route(live, effect, live, now)
             if live.dispatch is not None and not live.state.begun:
@@ -363,7 +372,7 @@ class Driver:
         self._freed(live.request.model)
 
     def _freed(self, model: str | None = None) -> None:
-        """A worker of this model, or of any, may have room: for requests that have begun before those that wait to."""
+        """Offer freed capacity of this model's workers, or of any: requests that have begun come before waiting ones."""
         if model is not None and self.waiting.parked:
             longest = self.waiting.longest(model, self.now())
             if longest is not None:
@@ -380,12 +389,12 @@ class Driver:
     # --- waiting
 
     def wake(self) -> None:
-        """A worker may have come, or have room: let parked requests try."""
+        """Let parked requests retry: a worker may have joined or have room."""
         for live in self.waiting.due(self.now()):
             self.feed(live, on.Woken())
 
     def _queue(self, live: LiveRequest) -> None:
-        """Wait for room, before those that came later."""
+        """Put a request back into the queue, before those that arrived later."""
         request, now, admission = live.request, self.now(), self.admission
         until = request.first_token_by
         if until is None:
@@ -401,7 +410,7 @@ class Driver:
             if turn.cancelled():
                 return
             if (error := turn.exception()) is None:
-                turn.result().free()  # for the request, which is sent before another one's turn comes
+                turn.result().free()  # for this request, which is sent before the next one in the queue
                 if wanted:
                     self._resume(live)
             elif wanted and isinstance(error, WaitedTooLong | NoWorker):
@@ -410,7 +419,7 @@ class Driver:
         turn.add_done_callback(over)
 
     def _reroute(self, live: LiveRequest, *, planned: bool) -> None:
-        """Send a request again when this turn of the loop is over; `planned`: with all that lost their workers in it."""
+        """Send a request again after this turn of the event loop; `planned`: together with all that lost their workers in it."""
         self.waiting.unpark(live)
         loop = asyncio.get_running_loop()
 
@@ -427,7 +436,7 @@ class Driver:
         live.give_back()
         try:
             self.feed(live, on.Resumed(planned.key if planned is not None else None))
-        except Exception:  # it must not keep those that were placed with it from being sent
+        except Exception:  # the requests that were placed together with it must still be sent
             self.fail_internally(live)
 
     # --- KV transfers
@@ -439,7 +448,7 @@ class Driver:
         match effect:
             case do.ShipCache():
                 assert move.offer is not None
-                try:  # trust is checked at the very moment
+                try:  # trust is checked immediately before the transfer
                     plane.ship(TrustedSource(self.table.worker(source)), move.source_stream, move.offer, move)
                 except (SourceDistrusted, WorkerUnreachable) as error:
                     return on.TransferAdvanced(kv.MigrationDeclined("source", str(error)))
@@ -459,7 +468,7 @@ class Driver:
         return None
 
     def _hand_over(self, live: LiveRequest, move: KvMove, now: float) -> None:
-        """Read the target's stream; what it said before the source's last token follows now."""
+        """Switch to the target's stream. What it sent before the source's last token follows now."""
         source, plane = live.dispatch, self.dispatcher.plane
         assert source is not None
         move.target.release()
@@ -493,12 +502,13 @@ class Driver:
             self.waiting.started(live)
         if self.queued and (turn := self.queued.pop(live, None)) is not None:
             turn.cancel()
-        if live.state.disturbed:  # else it has never waited for another worker
+        if live.state.disturbed:  # otherwise it never waited for another worker
             self.waiting.forget(live)
             live.give_back()
         if self.ended is not None:
             self.ended(live)
-        completion, live.completion = live.completion, None  # freed at once, without a search for cycles
+        # break the reference cycle, so that it is freed without the garbage collector
+        completion, live.completion = live.completion, None
         if completion is not None:
             completion.ended(answer)
             if answer.error is not None:

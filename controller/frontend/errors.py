@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be served: OpenAI's shape, one clear sentence."""
+"""Client errors for requests that cannot be served, in OpenAI's format with one clear sentence."""
 
 import json
 from math import ceil
@@ -7,16 +7,16 @@ from typing import Any
 from events.errors import HoldfastError
 
 RETRY_AFTER_SHED_S = 30
-QUOTED_MAX = 200  # characters of a client's own words in an error
+QUOTED_MAX = 200  # characters of client input quoted in an error
 NO_WORKER = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker"))
-OVERLOAD = frozenset(  # there are workers, and no room
+OVERLOAD = frozenset(  # workers exist, but have no room
     ("queue_full", "queue_timeout", "all_workers_busy", "upstream_overloaded", "deadline", "retry_budget")
 )
-REFUSALS = NO_WORKER.union(  # of requests rejected before dispatch, for another reason than lack of room
+REFUSALS = NO_WORKER.union(  # of requests rejected before dispatch for a reason other than lack of room
     ("capacity_shed", "not_accepting", "draining", "starting", "tokenizer_missing"),
     ("request_poisonous", "deadline_unattainable"),
 )
-CODES = OVERLOAD.union(  # what a program may rely on: each stands in docs/api.md
+CODES = OVERLOAD.union(  # codes that programs may rely on; docs/api.md lists each
     REFUSALS,
     # the request is invalid
     ("invalid_http", "invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
@@ -24,7 +24,7 @@ CODES = OVERLOAD.union(  # what a program may rely on: each stands in docs/api.m
     ("invalid_api_key", "admin_refused"),
     # it exceeds a limit
     ("body_too_large", "body_timeout", "head_timeout", "headers_too_large", "too_many_connections"),
-    # it was begun, and has failed
+    # the request was started and failed
     ("internal", "engine_error", "non_finite", "invalid_output", "corrupt_output", "stream_incomplete"),
     ("disconnected", "cannot_connect", "not_serving", "overloaded", "engine_shutdown", "unhealthy"),
     ("stalled", "upstream_lost", "all_workers_failed", "first_token_timeout", "cancelled"),
@@ -38,11 +38,11 @@ ERROR_TYPES = dict.fromkeys((400, 405, 408, 413, 431), "validation") | {
     504: "response_timeout",
 }
 FAULTS = ("internal", "backend_error", "unavailable", "response_timeout", "first_token_timeout")
-"""The `error_type`s that are a fault of the fleet's: what a client's own mistakes and refusals are not."""
+"""The `error_type`s that are a fault of the fleet, not a client's mistake or a refusal."""
 
 
 class ApiError(HoldfastError):
-    """A request that ends with an error. `code` is stable and for programs, `message` for people."""
+    """A request that ends with an error. `code` is stable and meant for programs, `message` for people."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class ApiError(HoldfastError):
         self.param = param
         self.kind = kind or _kind(status)
         self.retry_after_s = retry_after_s
-        self.should_retry = should_retry  # False: a repeat cannot succeed
-        self.allow = allow  # the methods that the path takes
+        self.should_retry = should_retry  # False: a retry cannot succeed
+        self.allow = allow  # the methods that the path supports
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
@@ -72,13 +72,13 @@ class ApiError(HoldfastError):
 
     @property
     def refusal(self) -> str:
-        """Why the request was not begun anywhere, if it was not: `overload`, or a code of `REFUSALS`; else empty."""
+        """The reason if the request was not started on any worker: `overload` or a code of `REFUSALS`; otherwise empty."""
         code = self.code.partition(":")[0]
         return "overload" if code in OVERLOAD else code if code in REFUSALS else ""
 
     @property
     def error_type(self) -> str:
-        """What it is counted as. The words are NVIDIA Dynamo's where it has one."""
+        """The label under which the error is counted. NVIDIA Dynamo's name is used where it has one."""
         refusal = self.refusal
         if refusal and refusal not in NO_WORKER:
             return refusal
@@ -93,7 +93,7 @@ class ApiError(HoldfastError):
     @property
     def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}
-        if self.retry_after_s is not None:  # OpenAI's client reads the milliseconds first
+        if self.retry_after_s is not None:  # OpenAI's client reads retry-after-ms first
             headers["Retry-After"] = str(max(1, ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(ceil(self.retry_after_s * 1000))
         if self.refusal:
@@ -113,9 +113,9 @@ def _kind(status: int) -> str:
     return "service_unavailable_error" if status == 503 else "server_error"
 
 
-def quoted(words: str) -> str:
-    """Return a client's words as an error may repeat them."""
-    return words if len(words) <= QUOTED_MAX else words[: QUOTED_MAX - 1] + "…"
+def quoted(text: str) -> str:
+    """Return client input, shortened for use in an error message."""
+    return text if len(text) <= QUOTED_MAX else text[: QUOTED_MAX - 1] + "…"
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -124,44 +124,44 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 
 def too_long(tokens: int, context: int, param: str, *, least: bool = False) -> ApiError:
-    """Return the 400 for a prompt that leaves no room for an answer; `least`: it may have more tokens than these."""
+    """Return the 400 for a prompt that leaves no room for an answer. `least`: the token count is a lower bound."""
     shown = f"at least {tokens}" if least else tokens
     message = f"the prompt has {shown} tokens, the model's context is {context}"
     return invalid(message, param, "context_length_exceeded")
 
 
 def unsupported(param: str, why: str = "") -> ApiError:
-    """Return the 400 for a field that this frontend does not serve."""
+    """Return the 400 for a field that this frontend does not support."""
     return invalid(f"{param} is not supported{': ' + why if why else ''}", param, "unsupported_parameter")
 
 
 def unknown_model(model: str) -> ApiError:
-    """Return the 404 for a model that nobody serves, nor will."""
-    why = f"the model {quoted(model)!r} does not exist: /v1/models lists those that do"
+    """Return the 404 for a model that no worker serves or is about to serve."""
+    why = f"the model {quoted(model)!r} does not exist: /v1/models lists the available models"
     return ApiError(404, why, code="model_not_found", param="model")
 
 
 def starting() -> ApiError:
-    """Return the 503 of a frontend that cannot say yet which models there are."""
-    return unavailable("this frontend has only begun, and does not know the fleet yet", "starting", 1)
+    """Return the 503 of a frontend that does not know yet which models exist."""
+    return unavailable("this frontend is starting and does not know the fleet yet", "starting", 1)
 
 
 def internal() -> ApiError:
-    """Return the 500 for a mistake of ours."""
+    """Return the 500 for an internal error."""
     return ApiError(500, "internal error", code="internal")
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
-    """Return a 503 that says when to come back."""
+    """Return a 503 with the time after which to retry."""
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def tokenizer_missing(model: str) -> ApiError:
-    """Return the 503 for a model whose tokenizer cannot be read."""
-    return unavailable(f"the tokenizer of {model} cannot be read", "tokenizer_missing", 30)
+    """Return the 503 for a model if its tokenizer cannot be loaded."""
+    return unavailable(f"the tokenizer of {model} cannot be loaded", "tokenizer_missing", 30)
 
 
 def shed(tier: str) -> ApiError:
-    """Return the 503 of a request that a degradation level sheds."""
-    message = f"the fleet is short of capacity and does not serve the tier {tier} now"
+    """Return the 503 for a request of a tier that the current degradation level sheds."""
+    message = f"the fleet is short of capacity and does not serve tier {tier} at the moment"
     return ApiError(503, message, code=f"capacity_shed: tier={tier}", retry_after_s=RETRY_AFTER_SHED_S)

@@ -1,7 +1,7 @@
 """Histograms for the token path: plain lists and numbers, rendered only at a scrape.
 
-`prometheus_client` observes one value in the time in which we relay a token. Here a value is noted by one `append`,
-and counted ten times a second; a caller that counts often keeps the buckets of its labels, and looks nothing up.
+`prometheus_client` takes as long to observe one value as the frontend takes to relay a token. Here a value is noted by one
+`append` and counted ten times a second. A caller that counts often keeps the buckets of its labels and so avoids the lookup.
 """
 
 from bisect import bisect_left
@@ -16,13 +16,13 @@ from controller.metric_table import Row
 
 
 def log_spaced(first: float, last: float, count: int) -> tuple[float, ...]:
-    """Return `count` bounds from `first` to `last`, evenly spaced in their logarithm, with two significant digits."""
+    """Return `count` bounds from `first` to `last`, evenly spaced on a logarithmic scale, with two significant digits."""
     ratio = (last / first) ** (1 / (count - 1))
     return tuple(float(f"{first * ratio**place:.2g}") for place in range(count))
 
 
 class Buckets:
-    """One histogram of one label set. What is noted is counted when somebody looks, and with each `settle`."""
+    """The histogram of one label set. Noted values are counted by each `settle` and at each scrape."""
 
     __slots__ = ("_bounds", "_noted", "counts", "note", "total")
 
@@ -35,7 +35,7 @@ class Buckets:
 
     @property
     def pending(self) -> int:
-        """How many values were noted and are not counted yet."""
+        """How many noted values are not counted yet."""
         return len(self._noted)
 
     def add(self, value: float, times: int = 1) -> None:
@@ -44,12 +44,12 @@ class Buckets:
         self.total += value * times
 
     def settle(self) -> None:
-        """Count what was noted."""
+        """Count the noted values."""
         noted, counts = self._noted, self.counts
         if not noted:
             return
-        for place, count in Counter(map(bisect_left, repeat(self._bounds), noted)).items():
-            counts[place] += count
+        for index, count in Counter(map(bisect_left, repeat(self._bounds), noted)).items():
+            counts[index] += count
         self.total = sum(noted, self.total)
         noted.clear()
 
@@ -60,21 +60,21 @@ class Buckets:
 
 
 class LabelledHistogram(Collector):
-    """A histogram by labels."""
+    """A histogram with labels."""
 
     def __init__(self, row: "Row[LabelledHistogram]") -> None:
         self._row = row
         self._by: dict[tuple[str, ...], Buckets] = {}
 
     def of(self, *labels: str) -> Buckets:
-        """Return the buckets of one label set. Keep them: this is a look-up."""
+        """Return the buckets of one label set. Keep them: this is a dictionary lookup."""
         found = self._by.get(labels)
         if found is None:
             found = self._by[labels] = Buckets(self._row.bounds)
         return found
 
     def settle(self) -> None:
-        """Count what was noted, of all label sets."""
+        """Count the noted values of all label sets."""
         for buckets in self._by.values():
             buckets.settle()
 
@@ -87,5 +87,5 @@ class LabelledHistogram(Collector):
 
 
 def token_histogram(name: str, text: str, *labels: str, bounds: Sequence[float]) -> Row[LabelledHistogram]:
-    """Declare what is counted by size with each request or token, in buckets up to each of `bounds`."""
+    """Declare a histogram of a size or duration per request or token, with these upper bounds of its buckets."""
     return Row(name, text, labels, LabelledHistogram, tuple(bounds))

@@ -1,4 +1,4 @@
-"""Refuses to serve clients of other hosts without API keys, unless the operator says so."""
+"""Refuses to serve clients of other hosts without API keys, unless `--insecure` is given."""
 
 import socket
 from ipaddress import ip_address
@@ -13,12 +13,12 @@ def check_open_port(settings: FrontendSettings) -> None:
         return
     raise BadSetting(
         f"the host {settings.host} lets clients of other hosts use the API without a key. Give --api-key-file FILE "
-        "(docs/security.md), listen on 127.0.0.1 behind a proxy that authenticates, or say --insecure"
+        "(docs/security.md), listen on 127.0.0.1 behind a proxy that authenticates, or give --insecure"
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether an address, or every address of a name, is reached from this host alone."""
+    """Return whether an address, or every address of a name, is reachable from this host only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,18 +1,18 @@
-"""Planned moves: which requests move although nothing has failed, in which order, and how.
+"""Planned moves: requests that move although nothing has failed, their order and their method.
 
     a worker drains ─────────────────────┐
-    a device of it lost its NVLink ──────┤ once per     ┌─ with the KV cache, a few at once; the others go on decoding
+    a device of it lost its NVLink ──────┤ once per     ┌─ with the KV cache, a few at once; the others keep decoding
     a device throttled it below half ────┼─ incident ──▶┤
-    an operator wants it: holdfast move ─┘              ├─ where it cannot travel: computed again (device, operator),
-                                                        └─ or it stays (drain, throttled) and ends where it is
+    an operator requests holdfast move ──┘              ├─ if the cache cannot be sent: recompute (device, operator),
+                                                        └─ or the request stays and ends there (drain, throttled)
 
-Where to compute it again is predicted to be quicker than to send it, that is done, whatever the cause. By priority,
-then age. The requests of a group of several ranks are planned together: one group that has room takes them all, else
-several do; those of a lone worker are spread over the others.
+If recomputation is predicted to be faster than the transfer, the request is recomputed, whatever the cause. Requests move by
+priority, then age. The requests of a group of several ranks are planned together: one group with room receives them all,
+otherwise several do. Those of a single-rank worker are spread over the others.
 
-A move that fails costs its stream nothing: it stays, or is computed again as above. If no worker has room it stays, whatever
-the cause, and is tried again with every tick. A request whose prompt is still being read waits for its first
-token.
+A failed move costs its stream nothing: the stream stays, or is recomputed as above. If no worker has room, the stream stays,
+whatever the cause, and the move is retried with every tick. A request with a prompt still being prefilled moves after its
+first token.
 """
 
 import asyncio
@@ -42,37 +42,39 @@ from controller.router.trust import SourceDistrusted, TrustedSource
 from events.observations import MoveRequested
 from events.wire import Chunk, Committed, Reserved
 
-THROTTLED_BELOW = 0.5  # of its weight, by a device
-BEGINS_MAX = 8  # in one turn of the loop: to plan one takes a millisecond or two
-REFUSALS_MAX = 2  # by targets, after which none is asked any more
-ROOM_TOKENS = 16  # of margin, over what it will probably generate until it stops
+THROTTLED_BELOW = 0.5  # share of its weight that throttled devices leave to a worker
+BEGINS_MAX = 8  # per turn of the event loop: planning one takes a millisecond or two
+REFUSALS_MAX = 2  # by targets, before the request gives up on transfers
+ROOM_TOKENS = 16  # margin over what it will probably generate until it stops
 NO_ROOM = "no other worker has room"
-INSISTS: frozenset[PlannedCause] = frozenset({"device_fault", "operator"})  # computed again, if need be
+# causes for which a request is recomputed if its cache cannot be sent
+INSISTS: frozenset[PlannedCause] = frozenset({"device_fault", "operator"})
 
-Planned: TypeAlias = tuple[Placement, Endpoint | None]  # how and where, if any worker can take it
+# method and target, if any worker can take the request
+Planned: TypeAlias = tuple[Placement, Endpoint | None]
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MigrationRequest:
-    """An answer that is wanted elsewhere."""
+    """A request that must move to another worker."""
 
     live: LiveRequest
     source: Endpoint
     cause: PlannedCause
-    to: str = ""  # the only worker that may take it
-    planned: str = ""  # where the plan of its whole group sends it
-    without: frozenset[str] = frozenset()  # workers that would not take it, or failed
-    why: str = ""  # the first of them
+    to: str = ""  # the only worker that it may move to; empty: any
+    planned: str = ""  # target in the plan of its group
+    without: frozenset[str] = frozenset()  # targets that refused it, or failed
+    why: str = ""  # reason of the first refusal
 
     @property
     def stale(self) -> bool:
-        """Whether it is not there any more."""
+        """Whether it has ended or has left its source."""
         return self.live.over or self.live.endpoint is not self.source
 
     @property
     def ready(self) -> bool:
-        """Whether its tokens come, and nothing is being done about it: it could move now."""
+        """Whether it can move now: it produces tokens, and no transfer is under way."""
         return self.live.state.has_output and self.live.state.transfer is None
 
 
@@ -92,8 +94,10 @@ class KvMoveSink(KvMove):
             self.driver.feed(live, live.advanced(event))
 
     def reserved(self, frame: Reserved) -> None:
-        """The target keeps the room, and names the tokens that it has cached: let the source send, if that is still the quicker
-        way."""
+        """Handle the target's reservation, which reports how many tokens it has cached.
+
+        The source sends the KV cache only if that is still faster than recomputing.
+        """
         live, cached, at_once = self.wanted.live, frame.cached_tokens, self.at_once
         transfer = live.state.transfer
         if live.kv_move is not self or transfer is None or transfer.state != "asked":
@@ -108,45 +112,45 @@ class KvMoveSink(KvMove):
             self._advance(kv.TargetReserved())
 
     def declined(self, stream: int, why: str) -> None:
-        """One of the two cannot."""
+        """Handle the source or the target declining the transfer."""
         self.target_failed = stream == self.stream
         self._advance(kv.MigrationDeclined("target" if self.target_failed else "source", why))
 
     def committed(self, frame: Committed) -> None:
-        """The target decodes."""
+        """Handle the commit: the target decodes now."""
         self.commit = frame
         self._advance(kv.TargetCommitted(tuple(frame.tokens)))
 
     def take(self, chunk: Chunk) -> None:
-        """Hold the target's chunks until the source's last token is here."""
+        """Hold the target's chunks until the source's last token has arrived."""
         if chunk.error is not None:
             self.target_failed = True
             self._advance(kv.Lost(chunk.error))
             return
         self.held.append(chunk)
         if len(self.held) > HELD_MAX:
-            self.give_up("the source's last tokens have not come")
+            self.give_up("the source's last tokens have not arrived")
 
     def flush(self) -> None:
         """Do nothing: no chunk is for the client yet."""
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """The target is out of reach."""
+        """Handle the loss of the target."""
         self.target_failed = True
         self._advance(kv.Lost(f"target {cause}: {detail}"))
 
     def give_up(self, why: str) -> None:
-        """Let the stream stay where it is: it takes too long."""
+        """Abort the transfer: the stream stays at its source."""
         self._advance(kv.GivenUp(why))
 
     def ended(self, over: TransferOver) -> None:
-        """Decide what follows from how the transfer has ended."""
+        """Handle the end of the transfer."""
         self.moves.ended(self, over)
 
 
 @dataclass(eq=False, repr=False)
 class MovePlanner:
-    """Decides where a wanted request goes, and how. It changes nothing."""
+    """Decides where a request moves, and by which method. It changes nothing."""
 
     policy: MovingPolicy
     table: EndpointTable
@@ -154,8 +158,10 @@ class MovePlanner:
     placer: Placer
 
     def group(self, there: Sequence[LiveRequest], source: Endpoint, to: str) -> dict[LiveRequest, str]:
-        """Return where the requests of a group of several ranks are sent: to one group that takes all, else to several. A spare
-        in their worker's place takes those of a lone worker as well."""
+        """Return the target of each request of a group of several ranks: one group that has room for all, or several.
+
+        A spare that replaces a single-rank worker receives all of that worker's requests too.
+        """
         spare = "" if to else replacement(source.worker, self.table.workers)
         if not there or (not spare and (len(there) < 2 or source.joined.tp == 1)):
             return {}
@@ -165,7 +171,7 @@ class MovePlanner:
         }
 
     def plan(self, wanted: MigrationRequest) -> Planned:
-        """Return where it goes: by the plan of its group, if it still can be sent there, else as things stand now."""
+        """Return method and target: those of its group's plan if they are still possible, otherwise a new plan."""
         if wanted.planned:
             placement, endpoint = self._plan(wanted, wanted.source, wanted.planned, wanted.without)
             if endpoint is not None and placement.method == "transfer":
@@ -173,8 +179,10 @@ class MovePlanner:
         return self._plan(wanted, wanted.source, wanted.to, wanted.without)
 
     def plan_anew(self, wanted: MigrationRequest) -> Planned:
-        """Return the worker that would compute it soonest, if possible not one that refused its KV cache. Each request is
-        planned by itself, so that a group that no single worker could take is spread."""
+        """Return the worker that would recompute the request soonest, preferably not one that refused its KV cache.
+
+        Each request is planned separately, so a group that fits no single worker is spread.
+        """
         source = frozenset({wanted.source.worker})
         placement, endpoint = self._plan(wanted, None, wanted.to, wanted.without | source)
         if endpoint is None and wanted.without:
@@ -188,7 +196,7 @@ class MovePlanner:
         return placement, endpoint if endpoint is not None and self.routing.takes(endpoint) else None
 
     def objection(self, placement: Placement) -> str:
-        """Return why it is not sent; empty if to compute it again is simply quicker."""
+        """Return why its KV cache is not sent; empty if recomputing is simply faster."""
         cost = placement.cost
         if cost is None:
             return NO_ROOM
@@ -214,8 +222,9 @@ class PlannedMoves:
         default_factory=dict
     )  # in the order in which they move
     _transfers: dict[LiveRequest, KvMoveSink] = field(default_factory=dict)
-    _due: set[Key] = field(default_factory=set)  # sources whose next requests move in the next turn
-    _excused: set[tuple[Key, PlannedCause, str]] = field(default_factory=set)  # logged, once per incident
+    _due: set[Key] = field(default_factory=set)  # sources that continue to move requests in the next turn
+    # already logged, once per incident
+    _excused: set[tuple[Key, PlannedCause, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._now = self.driver.now
@@ -226,11 +235,13 @@ class PlannedMoves:
         """The KV transfers under way."""
         return self._transfers.values()
 
-    # --- which requests are wanted elsewhere ----------------------------------------------------------------
+    # --- selecting the requests to move -------------------------------------------------------------------
 
     def look(self) -> None:
-        """The table or a connection has changed: see whether a reason to move has arisen anywhere, or is gone. A worker that was
-        resumed or repaired keeps what has not moved yet."""
+        """Check each worker for a new or vanished reason to move its requests, after a change of the table or of a connection.
+
+        A worker that was resumed or repaired keeps the requests that have not moved yet.
+        """
         before, self._standing = self._standing, {}
         for endpoint in list(self.table.endpoints.values()):
             reasons = self._reasons(endpoint)
@@ -258,7 +269,7 @@ class PlannedMoves:
         return frozenset(found)
 
     def requested(self, fact: MoveRequested) -> None:
-        """An operator wants a worker's requests elsewhere."""
+        """Move a worker's requests at an operator's request."""
         endpoint = self.table.endpoints.get((fact.worker, fact.instance))
         if endpoint is not None:
             self._want(endpoint, "operator", fact.to)
@@ -288,10 +299,10 @@ class PlannedMoves:
         if not there:
             self._wanted.pop(key, None)
 
-    # --- carrying requests out ------------------------------------------------------------------------------
+    # --- moving them --------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Give up what takes too long, and begin what has become possible."""
+        """Abort transfers that take too long, and start moves that have become possible."""
         now, limit_ms = self._now(), self.policy.max_migration_time_ms
         for transfer in list(self._transfers.values()):
             if now - transfer.began_at > limit_ms / 1000:
@@ -300,13 +311,13 @@ class PlannedMoves:
             self._pump(key)
 
     def _pump(self, key: Key) -> None:
-        """Begin as many moves from this worker as may go on at once, a few in each turn of the loop."""
+        """Start as many moves from this worker as may run at once, a few in each turn of the event loop."""
         self._due.discard(key)
         ready = [wanted for wanted in self._wanted.get(key, ()) if wanted.stale or wanted.ready]
         for begun, wanted in enumerate(ready):
             if begun == BEGINS_MAX:
                 self._due.add(key)
-                asyncio.get_running_loop().call_soon(self._go_on, key)
+                asyncio.get_running_loop().call_soon(self._continue_moves, key)
                 return
             under_way = sum(transfer.source.key == key for transfer in self._transfers.values())
             if under_way >= self.policy.transfers_at_once:
@@ -315,12 +326,12 @@ class PlannedMoves:
             if wanted.ready and not wanted.stale and not self._begin(wanted):
                 return
 
-    def _go_on(self, key: Key) -> None:
+    def _continue_moves(self, key: Key) -> None:
         if key in self._due:
             self._pump(key)
 
     def _begin(self, wanted: MigrationRequest) -> bool:
-        """Let one request move; False if it has to wait, for others on the same link or for room, and goes on decoding."""
+        """Start moving one request. Return False if it has to wait for the link or for room; it keeps decoding meanwhile."""
         if wanted.live.stays:
             return True
         source, limit_ms = wanted.source, self.policy.max_migration_time_ms
@@ -328,7 +339,7 @@ class PlannedMoves:
         if target is None or placement.method != "transfer" or placement.cost is None:
             why = wanted.why or self._planner.objection(placement)
             if why or target is None:
-                return self._otherwise(wanted, why)
+                return self._not_transferred(wanted, why)
             self._compute_again(wanted, placement.cost, target)
             return True
         others = sum(c.source is source or c.target is target for c in self._transfers.values())
@@ -339,11 +350,11 @@ class PlannedMoves:
             TrustedSource(self.table.worker(source))
             self._reserve(wanted, target, 1 + others)
         except (SourceDistrusted, WorkerUnreachable) as error:
-            return self._otherwise(wanted, str(error))
+            return self._not_transferred(wanted, str(error))
         return True
 
     def _reserve(self, wanted: MigrationRequest, target: Endpoint, at_once: int) -> None:
-        """Ask the target for room. Raise WorkerUnreachable."""
+        """Reserve room at the target. Raise WorkerUnreachable."""
         live, now, within_s = wanted.live, self._now(), self.policy.max_migration_time_ms / 1000
         dispatch, accepted = live.dispatch, live.accepted
         assert dispatch is not None
@@ -369,9 +380,12 @@ class PlannedMoves:
         live.kv_move = self._transfers[live] = transfer
         self.driver.feed(live, on.TransferBegun())
 
-    def _otherwise(self, wanted: MigrationRequest, why: str) -> bool:
-        """It is not sent: compute it again elsewhere, where that must be; else let it end where it is. False if it waits for
-        room: computed again it would wait for the same, and be silent meanwhile."""
+    def _not_transferred(self, wanted: MigrationRequest, why: str) -> bool:
+        """Handle a request when its KV cache is not sent: recompute it elsewhere if its cause requires that, otherwise let it
+        stay.
+
+        Return False if it waits for room: recomputing would need the same room, and the stream would be silent meanwhile.
+        """
         full = why.startswith((NO_ROOM, "overloaded"))
         if wanted.cause in INSISTS and not full:
             placement, endpoint = self._planner.plan_anew(wanted)
@@ -391,24 +405,24 @@ class PlannedMoves:
     def _compute_again(
         self, wanted: MigrationRequest, cost: MigrationCost | None, endpoint: Endpoint, why: str = ""
     ) -> None:
-        """Let it continue by its tokens alone."""
+        """Move it to `endpoint`, which recomputes it from its tokens."""
         live, reason, source = wanted.live, Failure(wanted.cause, ""), wanted.source.server
         predicted_ms = cost.reprefill_time_ms if cost is not None else None
         move = Move(reason, reason, source, self._now(), len(live.accepted), None, predicted_ms, why)
         self.driver.feed(live, on.MovedOnPurpose(move, endpoint.key))
 
     def ended(self, transfer: KvMoveSink, over: TransferOver) -> None:
-        """Decide what follows from how a transfer has ended."""
+        """Decide how to continue after a transfer has ended."""
         wanted, cheaper = transfer.wanted, transfer.cheaper
         del self._transfers[wanted.live]
-        goes_on = over.state == "switched" or bool(over.why) or cheaper is not None
+        pump = over.state == "switched" or bool(over.why) or cheaper is not None
         if cheaper is not None and not wanted.stale:
             self._compute_again(wanted, cheaper, transfer.target)
         elif over.state == "stayed" and over.why and not wanted.stale:
             if transfer.target_failed and len(wanted.without) < REFUSALS_MAX:
                 without = wanted.without | {transfer.target.worker}
-                goes_on = self._begin(replace(wanted, without=without, why=wanted.why or over.why))
+                pump = self._begin(replace(wanted, without=without, why=wanted.why or over.why))
             else:
-                goes_on = self._otherwise(wanted, wanted.why or over.why)
-        if goes_on:
-            self._pump(wanted.source.key)  # else a tick does: the answer is on its way out, or waits
+                pump = self._not_transferred(wanted, wanted.why or over.why)
+        if pump:
+            self._pump(wanted.source.key)  # otherwise a tick does: the request is moving, or waits

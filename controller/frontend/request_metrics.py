@@ -1,4 +1,4 @@
-"""Counting, close to the token path: per model, with everything looked up once."""
+"""Request metrics close to the token path: per model, with all label lookups done once."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 
 
 class ModelTraffic:
-    """What came for one model since it was last told of, and what is promised of it."""
+    """The traffic of one model since its last report, and its latency objectives."""
 
     __slots__ = (
         "late", "output_tokens", "prompt_tokens", "prompt_tokens_squared", "reading_s", "rejected", "requests", "tpot_s",
@@ -31,16 +31,16 @@ class ModelTraffic:
 
     def __init__(self) -> None:
         self.ttft_s = self.tpot_s = inf
-        self.reading_s = 0.0  # that a worker takes to read one token of a prompt
+        self.reading_s = 0.0  # seconds that a worker needs to read one prompt token
         self.clear()
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self.requests = self.prompt_tokens = self.prompt_tokens_squared = self.output_tokens = 0
         self.late = self.rejected = 0
 
     def began(self, prompt_tokens: int) -> None:
-        """A request is sent to its first worker."""
+        """Count a request that is sent to its first worker."""
         self.requests += 1
         self.prompt_tokens += prompt_tokens
         self.prompt_tokens_squared += prompt_tokens * prompt_tokens
@@ -48,8 +48,11 @@ class ModelTraffic:
     def ended(
         self, prompt_tokens: int, tokens: int, ttft_s: float, tpot_s: float, by_s: float | None
     ) -> None:
-        """An answer has ended well. `by_s`: within which its first token was wanted; None: as of any request of this model, a
-        long prompt twice as long as reading it takes."""
+        """Count an answer that has ended well.
+
+        `by_s` is the requested limit of its time to first token. With None, the model's objective applies; a long prompt may
+        take twice the time that reading it takes.
+        """
         self.output_tokens += tokens
         if by_s is None:
             by_s = max(self.ttft_s, 2 * prompt_tokens * self.reading_s)
@@ -57,7 +60,7 @@ class ModelTraffic:
 
 
 class ModelMetrics:
-    """What is counted for one model."""
+    """The metrics of one model."""
 
     __slots__ = (
         "_histograms", "_model", "_requests", "cached", "decisions", "duration", "hit_rate", "inputs", "itl", "outputs",
@@ -70,8 +73,8 @@ class ModelMetrics:
         self._histograms = metrics.histograms
         self.traffic = ModelTraffic()
         self.tokens = 0
-        self.rendered = 0  # of them, already in the counter
-        self.decisions: Counter[str] = Counter()  # not yet in the counters, by mode
+        self.rendered = 0  # tokens already added to the counter
+        self.decisions: Counter[str] = Counter()  # by mode, not yet added to the counters
         router, histograms = metrics.router, self._histograms
         self.hit_rate = router.hit_rate.of(model)
         self.overlap = router.overlap.of(model)
@@ -84,7 +87,7 @@ class ModelMetrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Show what wakes people up before it happens: the increase of a series that is born at 1 is lost (B26)."""
+        """Create the series that alerts use at 0: the increase of a series that first appears at 1 is lost (B26)."""
         for endpoint in ENDPOINTS:
             self._requests.rejections.labels(self._model, endpoint)
             for kind, fault in product(KINDS, FAULTS):
@@ -93,32 +96,32 @@ class ModelMetrics:
             self._histograms.migration_s.of(self._model, begun, "failure")
 
     def began(self, prompt_tokens: int) -> None:
-        """A request is sent to its first worker."""
+        """Count a request that is sent to its first worker."""
         self.inputs.note(prompt_tokens)
         self.traffic.began(prompt_tokens)
 
     def ended(self, duration_s: float, tokens: int, cached_tokens: int | None) -> None:
-        """An answer is over. `cached_tokens`: of its prompt, if its worker has said so."""
+        """Count an answer that has ended. `cached_tokens`: cached tokens of its prompt, if its worker reported them."""
         self.duration.note(duration_s)
         self.outputs.note(tokens)
         if cached_tokens is not None:
             self.cached.note(cached_tokens)
 
     def outgrown(self) -> None:
-        """A request that could have moved has become too long for it."""
+        """Count a request that has become too long to move."""
         self._requests.over_cap.labels(self._model).inc()
 
     def failed(self, kind: str) -> None:
-        """An attempt failed: counted whether or not another one can be made."""
+        """Count a failed attempt, whether or not it can be retried."""
         self._requests.migrations.labels(self._model, kind).inc()
 
     def restored(self, kind: str, outcome: str, seconds: float) -> None:
-        """What began with a failure is over, after any number of attempts: `success`, `failure` or `cancelled`."""
+        """Record the end of a recovery, after any number of attempts: `success`, `failure` or `cancelled`."""
         self._histograms.migration_s.of(self._model, kind, outcome).add(seconds)
 
 
 class RequestMetrics:
-    """All of a frontend's counting that has to do with answers."""
+    """All request metrics of a frontend."""
 
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
@@ -126,29 +129,30 @@ class RequestMetrics:
         self._histograms = metrics.histograms
         self._models: dict[str, ModelMetrics] = {}
         self.active: Counter[str] = Counter()  # requests between arrival and end, by model
-        self.ended: Counter[tuple[str, ...]] = Counter()  # not yet in the counter, by its labels
-        for cause in CAUSES:  # at 0, as what is shown of models
+        self.ended: Counter[tuple[str, ...]] = Counter()  # by labels, not yet added to the counter
+        for cause in CAUSES:  # create the series at 0, like those of models
             self._histograms.resume.of(cause)
         self._exposed = metrics.faults.exposed
         for action in ACTIONS:
             self._exposed.labels(action)
-        self._kv_counted = Counts()  # of KV events, already in the counters
-        self._last: dict[str, tuple[int, float, float | None]] = {}  # each worker's, not yet in the gauges
+        self._kv_counted = Counts()  # KV events that are already in the counters
+        # the last answer of each worker, not yet in the gauges
+        self._last: dict[str, tuple[int, float, float | None]] = {}
 
     def of(self, model: str) -> ModelMetrics:
-        """Return one model's metrics."""
+        """Return the metrics of one model."""
         found = self._models.get(model)
         if found is None:
             found = self._models[model] = ModelMetrics(self._metrics, model)
         return found
 
     def traffic(self) -> Iterator[tuple[str, ModelTraffic]]:
-        """Yield what came for each model."""
+        """Yield each model with its traffic."""
         for model, metrics in self._models.items():
             yield model, metrics.traffic
 
     def chosen(self, model: str, mode: str, overlap_blocks: float, required_blocks: int) -> None:
-        """A worker was chosen that has so many of a prompt's blocks cached, as far as is known."""
+        """Count the choice of a worker, and how many of the prompt's blocks it has cached, as far as is known."""
         of_model = self.of(model)
         of_model.decisions[mode] += 1
         if mode == "kv":
@@ -156,31 +160,33 @@ class RequestMetrics:
             of_model.overlap.note(overlap_blocks)
 
     def waited(self, model: str, outcome: str, seconds: float) -> None:
-        """A request has waited for a free worker: `admitted`, `timeout`, `no_worker` or `gone`."""
+        """Record how long a request waited for a free worker: `admitted`, `timeout`, `no_worker` or `gone`."""
         self._histograms.queue_s.of(model, outcome).note(seconds)
 
     def served(self, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None) -> None:
-        """An answer ended well at the worker at which it had begun. Without `itl_s` it was one token; that of the answer before
-        still stands."""
+        """Record an answer that began and ended well at one worker.
+
+        `itl_s` is None for an answer of one token; the value of the previous answer is kept then.
+        """
         if itl_s is None and (before := self._last.get(worker)) is not None:
             itl_s = before[2]
         self._last[worker] = prompt_tokens, ttft_s, itl_s
 
     def resumed(self, cause: str, gap_s: float) -> None:
-        """A client's stream goes on after a gap."""
+        """Record the gap after which a client's stream continued."""
         self._histograms.resume.of(cause).add(gap_s)
 
     def preempted(self, model: str, tier: str) -> None:
-        """A running answer was put off for a more urgent request."""
+        """Count a running answer that was preempted by a more urgent request."""
         self._requests.preempted.labels(model, tier).inc()
 
     def exposed(self, fact: FrontendObservation) -> None:
-        """A request was found to have been fed by a convicted worker."""
+        """Count a request that was served by a convicted worker."""
         if isinstance(fact, RequestExposed):
             self._exposed.labels(fact.action).inc()
 
     def settle(self) -> None:
-        """Bring counters and the gauges of each worker's last answer up to date, for a scrape."""
+        """Update the counters, and the gauges of each worker's last answer, for a scrape."""
         decisions = self._metrics.router.decisions
         for model, of_model in self._models.items():
             self._requests.output_tokens.labels(model).inc(of_model.tokens - of_model.rendered)
@@ -203,7 +209,7 @@ class RequestMetrics:
         self._last.clear()
 
     def settle_kv(self, view: KvView | None, guessed: int) -> None:
-        """Bring up to date what is shown of workers' KV blocks: those that `view` knows of, and how many are guessed."""
+        """Update the metrics of workers' KV blocks: those in `view`, and how many are guessed."""
         metrics, before = self._metrics.router, self._kv_counted
         metrics.kv_guessed.set(guessed)
         if view is None:
@@ -227,7 +233,7 @@ class RequestMetrics:
 def gauge_model(
     metrics: FrontendMetrics, model: str, endpoints: Sequence[Endpoint], limit: int, queued: int
 ) -> None:
-    """Bring one model's gauges up to date. Where all its workers are gone, the last ones' sizes stay."""
+    """Update the gauges of one model. If all its workers have left, the sizes of the last ones stay."""
     metrics.shown_models.add(model)
     requests, sizes = metrics.requests, metrics.models
     requests.inflight.labels(model).set(sum(endpoint.active for endpoint in endpoints))
@@ -249,8 +255,11 @@ def gauge_worker(
     loads: Sequence[Load],
     prefill_tokens: Sequence[float],
 ) -> None:
-    """Bring one worker's gauges up to date. `loads`: what it has said of each of its DP ranks; `prefill_tokens`: of requests that
-    we know of, still to be read by each."""
+    """Update the gauges of one worker.
+
+    `loads`: the reported load of each of its DP ranks. `prefill_tokens`: prompt tokens of the requests known to this frontend
+    that each rank has still to read.
+    """
     metrics.shown.add(endpoint.worker)
     workers, breakers = metrics.workers, metrics.faults.breakers
     breakers.labels(endpoint.worker).set(POSITIONS[breaker])

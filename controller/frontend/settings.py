@@ -19,90 +19,99 @@ OverloadStatus = Literal[503, 429, 529]
 FairnessKey = Literal["header", "api_key", "user"]
 INFLIGHT_PER_BATCH = 4.0
 _PAIRS_WANTED = {
-    "ttft_deadlines": "tier=milliseconds,... is wanted, such as premium=500,standard=2000",
-    "model_aliases": "alias=model,... is wanted, such as gpt-4o=llama-70b",
+    "ttft_deadlines": "expected tier=milliseconds,... such as premium=500,standard=2000",
+    "model_aliases": "expected alias=model,... such as gpt-4o=llama-70b",
 }
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@]+/?")
 
 
 class RouterSettings(Strict):
-    """How a worker is chosen for a request. The names are NVIDIA Dynamo's; docs/router.md says what each does to the cost,
-    and where our defaults are others."""
+    """How a worker is chosen for a request.
+
+    The names are NVIDIA Dynamo's. docs/router.md explains the effect of each on the cost, and which defaults differ.
+    """
 
     mode: Mode = Field(
         default="kv",
-        description="how a worker is chosen: kv, round-robin, random, least-loaded, power-of-two",
+        description="routing mode: kv, round-robin, random, least-loaded, power-of-two",
     )
     temperature: NotNegative = Field(
-        default=0.0, description="above 0: dearer workers are chosen too, the more of them the higher it is"
+        default=0.0,
+        description="randomness of the choice: 0 always chooses the worker of least cost, higher values also choose others",
     )
     kv_overlap_score_credit: NotNegative = Field(
-        default=5.0, description="how much a cached block of the prompt takes off the cost"
+        default=5.0, description="cost reduction for each block of the prompt that the worker has cached"
     )
     kv_overlap_score_credit_decay: NotNegative = Field(
-        default=0.0, description="how fast that credit shrinks on workers that have more to read than others"
+        default=0.0,
+        description="how fast that credit shrinks on workers with more prompt tokens to prefill than others",
     )
     prefill_load_scale: NotNegative = Field(
-        default=20.0, description="what a block of prompt that is still to be read weighs against one in use"
+        default=20.0, description="cost of a prompt block still to be prefilled, relative to a block in use"
     )
     decode_active_request_weight: NotNegative = Field(
-        default=0.0, description="what each request in flight there adds to the cost, in blocks"
+        default=0.0, description="cost of each request in flight on the worker, in blocks"
     )
     active_request_tokens: NotNegative = Field(
-        default=512.0, description="what each adds in prompt tokens that are still to be read"
+        default=512.0, description="cost of each request in flight on the worker, in prompt tokens to prefill"
     )
     recent_prefill_weight: NotNegative = Field(
         default=0.1,
-        description="what a block of prompt that was sent there in the last 10 s weighs against one still to be read",
+        description="cost of a prompt block sent to the worker in the last 10 s, relative to one still to be prefilled",
     )
     host_cache_hit_weight: NotNegative = Field(
-        default=0.75, description="what a block in the host's memory is worth of one on the device"
+        default=0.75, description="value of a block cached in host memory, relative to one on the device"
     )
     disk_cache_hit_weight: NotNegative = Field(
-        default=0.25, description="what a block on disk is worth of one on the device"
+        default=0.25, description="value of a block cached on disk, relative to one on the device"
     )
     kv_events: bool = Field(
         default=True,
-        description="know what workers have cached from what they say; else guess it from what was sent there",
+        description="learn from KV events what workers have cached; otherwise guess it from the requests sent to them",
         json_schema_extra={"also": ["--kv-events"]},
     )
     ttl_secs: Positive = Field(
-        default=120.0, description="where it is guessed: how long a prompt is taken to stay cached"
+        default=120.0, description="seconds that a prompt is assumed to stay cached, without KV events"
     )
     replica_sync: bool = Field(
-        default=False, description="tell the other frontends of each request, and count theirs as our own"
+        default=False,
+        description="share the requests in flight with the other frontends, and count theirs too",
     )
-    track_active_blocks: bool = Field(default=True, description="count the blocks in use into the cost")
-    track_output_blocks: bool = Field(default=False, description="count those of answers as they grow, too")
+    track_active_blocks: bool = Field(default=True, description="include the blocks in use in the cost")
+    track_output_blocks: bool = Field(
+        default=False, description="include the blocks of growing answers in the cost"
+    )
     track_prefill_tokens: bool = Field(
-        default=True, description="count the prompt tokens that are still to be read into the cost"
+        default=True, description="include the prompt tokens still to be prefilled in the cost"
     )
     prefill_load_model: Literal["none", "profile"] = Field(
         default="none",
-        description="profile: what is still to be read shrinks at the worker's registered rate until its first token",
+        description="profile: estimate the prefill progress of a request by the worker's registered rate until its first token",
     )
     assume_kv_reuse: bool = Field(
-        default=True, description="count blocks that several requests of a worker share once"
+        default=True, description="count a block that several requests of a worker share only once"
     )
     queue_prefill_s: Positive | None = Field(
         default=None,
-        description="requests wait while every worker needs longer than this to read the prompts that it has already",
+        description="seconds of queued prefill: requests wait in the frontend while every worker has more than this",
     )
 
 
 class AdmissionSettings(Strict):
-    """Who is let in, and how long he may wait. A degradation level's knobs scale these."""
+    """Limits of admission, queueing and request bodies. A degradation level's knobs scale these."""
 
     inflight_per_batch: Positive | None = Field(
         default=None,
-        description="requests in flight per worker, of all frontends, times its max_batch; none: 4, or 1 with deadlines",
+        description="requests in flight per worker, over all frontends, as a multiple of its max_batch; none: 4, or 1 with "
+        "deadlines",
     )
-    inflight_max: int | None = Field(default=None, ge=1)  # the same per worker, as a plain number
+    inflight_max: int | None = Field(default=None, ge=1)  # requests in flight per worker, as a plain number
     queue_max: int = Field(default=1024, ge=0)  # requests that wait for a free worker, per model
-    queue_s: Positive = 10.0  # in line for a free worker; with deadlines, only for who has none
-    fairness_by: tuple[FairnessKey, ...] = ("header", "api_key", "user")  # with deadlines: whose a request is
-    retry_budget: Share = 0.2  # with deadlines: repeats of refused requests, of what is none
-    # From then to the first token. A full server can let a request wait for minutes, and clients give up after 600 s (OpenAI's).
+    queue_s: Positive = 10.0  # waiting for a free worker; with deadlines, only for requests without one
+    # with deadlines: what identifies the client for fair queueing
+    fairness_by: tuple[FairnessKey, ...] = ("header", "api_key", "user")
+    retry_budget: Share = 0.2  # with deadlines: retries of refused requests, as a share of first tries
+    # From dispatch to the first token. A full server can queue a request for minutes; OpenAI's client gives up after 600 s.
     first_token_s: Positive = Field(
         default=300.0,
         description="seconds that a request may wait for its first token",
@@ -110,14 +119,14 @@ class AdmissionSettings(Strict):
     )
     first_token_s_per_1k: NotNegative = Field(  # slow prefills read 1,000 tokens a second
         default=1.0,
-        description="seconds more for each 1,000 tokens of its prompt",
+        description="additional seconds for each 1,000 tokens of its prompt",
         json_schema_extra={"flag": "--first-token-timeout-per-1k"},
     )
-    body_mb_max: int = Field(default=45, ge=1)  # of one body, inflated
-    bodies_mb_max: int = Field(default=512, ge=1)  # of all that are being read
-    body_s: Positive = 60.0  # for a request's whole body to come in
-    body_parse_s: Positive = 10.0  # for a large body to be parsed beside the event loop, its turn included
-    # What one body may hold. 10,000 messages of a part each stay below these; each value costs up to a microsecond to parse.
+    body_mb_max: int = Field(default=45, ge=1)  # of one body, decompressed
+    bodies_mb_max: int = Field(default=512, ge=1)  # of all bodies being read
+    body_s: Positive = 60.0  # to receive a request's whole body
+    body_parse_s: Positive = 10.0  # to parse a large body outside the event loop, including the wait
+    # Limits of one body. 10,000 messages of one part each stay below these; parsing a value takes up to a microsecond.
     body_names_max: int = Field(default=2**16, ge=1024)  # names of all objects
     body_lists_max: int = Field(default=2**15 + 2**13, ge=1024)  # lists and objects
     body_texts_max: int = Field(default=2**17, ge=1024)  # strings, names included
@@ -125,54 +134,63 @@ class AdmissionSettings(Strict):
 
 
 class TokenizingSettings(Strict):
-    """How long texts are tokenised: beside the loop, a few at a time. A text of 1 MB takes a second of a core, and 100 MB while
-    it lasts."""
+    """Limits of tokenizing long texts, which runs outside the event loop.
 
-    long_at_once: int = Field(default=2, ge=1)  # texts of more than 16,384 characters, in all
-    huge_at_once: int = Field(default=1, ge=1)  # of more than a million: they do not keep the others waiting
-    waiting_mb_max: int = Field(default=64, ge=1)  # millions of characters that are read or wait, in all
-    wait_s: Positive = 10.0  # for its turn
+    A text of 1 MB takes one second of a core, and 100 MB of memory while it lasts.
+    """
+
+    long_at_once: int = Field(default=2, ge=1)  # texts of more than 16,384 characters
+    # texts of more than a million characters; they do not delay the others
+    huge_at_once: int = Field(default=1, ge=1)
+    # millions of characters being tokenized or waiting, in total
+    waiting_mb_max: int = Field(default=64, ge=1)
+    wait_s: Positive = 10.0  # in the queue
 
 
 class ConnectionSettings(Strict):
-    """How many connections clients may have to one frontend, and how long one may say nothing. What honest clients do not meet: a
-    proxy in front is one address, and has a connection for each open stream; the most that one frontend has been measured with
-    are 2,000. The total leaves three quarters of the 65,536 open files for workers."""
+    """Limits of client connections to one frontend, and of how long one may be idle.
 
-    total_max: int = Field(default=16_384, ge=0)  # 0: any number
-    per_address_max: int = Field(default=4096, ge=0)  # 0: any number
-    head_bytes_max: int = Field(default=2**15, ge=2**13)  # of a request's line and headers together
+    Normal clients do not reach them. A proxy in front of the frontend is one address, with one connection per open stream; the
+    most that one frontend has been measured with is 2,000. The total leaves three quarters of the 65,536 open files for
+    workers.
+    """
+
+    total_max: int = Field(default=16_384, ge=0)  # 0: no limit
+    per_address_max: int = Field(default=4096, ge=0)  # 0: no limit
+    head_bytes_max: int = Field(default=2**15, ge=2**13)  # of request line and headers together
     head_s: Positive = 5.0  # from the first byte of a request's head to its last
-    idle_s: Positive = 75.0  # without a request; before the first, too
+    idle_s: Positive = 75.0  # between requests, and before the first one
 
 
 class StreamSettings(Strict):
-    """What a client may cost that does not read."""
+    """Limits for clients that do not read their stream."""
 
-    buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)  # of one answer that its client has not read
+    buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)  # of one answer, not yet read by its client
     write_deadline_s: Positive = 30.0  # for a client to read anything at all
-    # Load balancers cut connections that are idle for 60 s, some for 30 s. Errors before it keep their HTTP status.
+    # Load balancers close connections that are idle for 60 s, some after 30 s. Errors before the early head keep their HTTP
+    # status.
     early_head_s: NotNegative = Field(
         default=15.0,
-        description="seconds without a token until a streaming client gets the head, and between SSE comments; 0: never",
+        description="seconds without a token until a streaming client receives the response head, and between SSE comments; 0: "
+        "never",
         json_schema_extra={"flag": "--early-head"},
     )
 
 
 class StallSettings(Strict):
-    """When a stream counts as stalled although its worker goes on: it moves to another worker."""
+    """When a stream counts as stalled although its worker is running: it moves to another worker."""
 
     pace_factor: Annotated[float, Field(gt=1)] = Field(
-        default=20.0, description="a stream stalls after this many times its own mean time per token"
+        default=20.0, description="a stream has stalled after this many times its own mean time per token"
     )
     floor_s: Positive = Field(
-        default=10.0, description="seconds without a token, below which no stream has stalled"
+        default=10.0, description="minimum seconds without a token until a stream has stalled"
     )
     ceiling_s: Positive = Field(
         default=60.0,
-        description="seconds without a token, above which each has; also the limit while requests wait in the worker's queue",
+        description="maximum seconds without a token; also the limit while requests wait in the worker's queue",
     )
-    sweep_s: Positive = Field(default=0.25, description="seconds between two looks at all streams")
+    sweep_s: Positive = Field(default=0.25, description="seconds between two checks of all streams")
 
     @model_validator(mode="after")
     def _ordered(self) -> "StallSettings":
@@ -184,48 +202,49 @@ class StallSettings(Strict):
 
 
 class LocalBreakerSettings(Strict):
-    """This frontend's own breakers: shorter than the fleet's, because they know less and can only subtract."""
+    """This frontend's local breakers: less patient than the fleet's, because they know less and can only subtract."""
 
-    failures_max: int = Field(default=3, ge=1)  # requests in a row: it opens
-    wait_s: Positive = 5.0  # from its opening to the first trial
-    wait_s_max: Positive = 60.0  # the most that this grows to
-    trial_timeout_s: Positive = 30.0  # until a trial that says nothing has failed
-    panic_share: Share = 0.5  # less routable weight than this: local breakers are ignored
-    stalled_share: Share = 0.05  # share of a worker's streams that may stall: more count as failures
+    failures_max: int = Field(default=3, ge=1)  # consecutive failed requests until it opens
+    wait_s: Positive = 5.0  # from opening to the first trial
+    wait_s_max: Positive = 60.0  # upper limit of that wait, which grows
+    trial_timeout_s: Positive = 30.0  # a trial without a result has failed after this
+    panic_share: Share = 0.5  # local breakers are ignored below this share of routable weight
+    stalled_share: Share = 0.05  # stalled streams of a worker, as a share; more count as failures
 
 
 class PoisonSettings(Strict):
-    """What is done about requests that bring workers down, or fail in the same way wherever they are sent."""
+    """Handling of requests that crash workers, or that fail in the same way on every worker."""
 
-    refused_s: Positive = 600.0  # the like of one that brings workers down; twice as long each next time
-    failed_s: Positive = 10.0  # the like of one that only fails; the same
-    refused_s_max: Positive = 86_400.0  # the most that either grows to
-    remembered_s: Positive = 600.0  # that a worker fell with it
-    alone_s: Positive = 2.0  # a suspect waits so long for a worker that has no other suspect
+    refused_s: Positive = 600.0  # for requests like one that crashes workers; doubles each time
+    failed_s: Positive = 10.0  # for requests like one that only fails; doubles each time
+    refused_s_max: Positive = 86_400.0  # upper limit of both
+    remembered_s: Positive = 600.0  # how long the crash of a worker is associated with the request
+    alone_s: Positive = 2.0  # how long a suspect waits for a worker without another suspect
     records_max: int = Field(default=4096, ge=1)  # requests that are remembered
 
 
 class FactSettings(Strict):
-    """How often a frontend reports, and how much it remembers."""
+    """How often a frontend reports facts, and how much it remembers."""
 
     window_s: Positive = 5.0  # of RequestsServed and WorkerSlow
     rejected_window_s: Positive = 1.0  # of RequestsRejected
-    failures_per_s_max: int = Field(default=20, ge=1)  # RequestFailed of a worker; more go into the next
+    # RequestFailed facts per worker; further failures go into the next one
+    failures_per_s_max: int = Field(default=20, ge=1)
     slow_factor: Annotated[float, Field(gt=1)] = 3.0  # times the median of the model's other workers
-    slow_tokens_min: int = Field(default=32, ge=1)  # tokens in a window, below which nobody is called slow
+    slow_tokens_min: int = Field(default=32, ge=1)  # tokens per window that a worker needs to be judged slow
     exposure_entries_max: int = Field(default=20_000, ge=1)  # per worker
 
 
 class FrontendBudgets(Strict):
-    """What one worker may send a frontend, far above what any engine does. Beyond it the worker is cut off, reported, ejected."""
+    """Limits of what one worker may send a frontend, far above any engine. A worker that exceeds one is cut off and ejected."""
 
     frames_per_s: Positive = 20_000.0  # frames on one connection; an engine's step is one
     frames_burst: Positive = 100_000.0  # frames at once
-    frame_mb_per_s: Positive = 64.0  # MiB of frames; 256 answers with 20 logprobs have 6
+    frame_mb_per_s: Positive = 64.0  # MiB of frames; 256 answers with 20 logprobs need 6
     frame_mb_burst: Positive = 512.0  # MiB of frames at once
-    flood_pause_s: Positive = 30.0  # until a worker is connected to again that sent more
-    kv_batches_per_s: Positive = 2_000.0  # messages of KV events; an engine's step makes one
-    kv_batches_burst: Positive = 20_000.0  # messages of KV events at once
+    flood_pause_s: Positive = 30.0  # until a worker that exceeded the limit is connected again
+    kv_batches_per_s: Positive = 2_000.0  # KV event messages; an engine's step makes one
+    kv_batches_burst: Positive = 20_000.0  # KV event messages at once
     kv_mb_per_s: Positive = 8.0  # MiB of KV events
     kv_mb_burst: Positive = 64.0  # MiB of KV events at once
 
@@ -243,106 +262,121 @@ class FrontendBudgets(Strict):
 class FrontendSettings(Strict):
     """One frontend process.
 
-    `migration_limit` is 3 where the seed's default is 0 (no migration at all), which surprises everyone.
-    `on_corruption` says what becomes of a stream that a convicted worker has fed: `continue` goes on from
-    what was accepted, and starts over where nothing of it has reached the client; `restart` starts over, and
-    ends with an error where the client has already seen some; `error` always ends with an error.
+    `migration_limit` defaults to 3. The seed's default is 0, no migration at all, which surprises users.
+
+    `on_corruption` is the policy for a stream that received tokens from a convicted worker. `continue` continues after the
+    accepted tokens, and restarts if none of the wrong ones have reached the client. `restart` restarts, and ends with an error
+    if the client has already received some. `error` always ends with an error.
     """
 
-    host: str = Field(default="127.0.0.1", description="the address that the API listens on")
+    host: str = Field(default="127.0.0.1", description="address that the API listens on")
     port: int = Field(
-        default=8000, ge=0, le=65_535, description="its port, which frontends share; 0: any free one"
+        default=8000,
+        ge=0,
+        le=65_535,
+        description="port of the API, shared by the frontends of a host; 0: any free port",
     )
     api_key_file: str = Field(
         default="",
-        description="file of the API keys that clients need, `key` or `name:key` on each line; read again when it changes; "
-        "empty: none is needed",
+        description="file of the API keys for clients, `key` or `name:key` on each line; reloaded when it changes; "
+        "empty: no key is required",
     )
-    insecure: bool = Field(
-        default=False, description="listen on other addresses than loopback without API keys"
-    )
+    insecure: bool = Field(default=False, description="allow addresses other than loopback without API keys")
     tls_cert: str = Field(
         default="",
-        description="file of the certificate chain (PEM) for TLS on both ports; read again when it changes; empty: no TLS",
+        description="file of the certificate chain (PEM) for TLS on both ports; reloaded when it changes; empty: no TLS",
     )
-    tls_key: str = Field(default="", description="file of its private key (PEM), without a password")
-    admin_host: str = Field(default="127.0.0.1", description="the address of metrics and readiness")
-    admin_port: int = Field(default=0, ge=0, le=65_535, description="their port; 0: any free one")
+    tls_key: str = Field(
+        default="", description="file of the certificate's private key (PEM), without a password"
+    )
+    admin_host: str = Field(
+        default="127.0.0.1", description="address of the admin port: metrics, readiness, console"
+    )
+    admin_port: int = Field(default=0, ge=0, le=65_535, description="admin port; 0: any free port")
     admin_key_file: str = Field(
         default="",
-        description="file of the keys with which other hosts may change settings on the admin port, as --api-key-file has them; "
-        "empty: only this host may",
+        description="file of the keys with which other hosts may change settings on the admin port, in the format of "
+        "--api-key-file; "
+        "empty: only this host may change them",
     )
-    admin_api: bool = Field(
-        default=False, description="answer /busy_threshold on the port of the API as well, for its clients"
-    )
+    admin_api: bool = Field(default=False, description="serve /busy_threshold on the API port too")
     console: bool = Field(
         default=True,
-        description="show the fleet to operators at /console on the admin port (docs/console.md)",
+        description="serve the operators' console at /console on the admin port (docs/console.md)",
     )
     console_actions: bool = Field(
         default=False,
-        description="let the console drain, resume, empty and restart workers, too; else it only shows them",
+        description="allow the console to drain, resume, empty and restart workers; otherwise it is read-only",
     )
     cors_origins: tuple[str, ...] = Field(
         default=(),
-        description="origins whose pages may use the API from a browser, such as https://app.example.com; *: all; empty: none",
+        description="origins of web pages that may use the API, such as https://app.example.com; *: all; empty: none",
     )
     model_aliases: dict[str, str] = Field(
         default={},
-        description="alias=model,...: further names under which clients may ask for a model",
+        description="alias=model,...: additional names of a model in client requests",
     )
     migration_limit: int = Field(
-        default=3, ge=0, le=2**32 - 1, description="how often a request may move to another worker; 0: never"
+        default=3, ge=0, le=2**32 - 1, description="maximum moves of a request to another worker; 0: never"
     )
     migration_max_seq_len: int | None = Field(
-        default=None, ge=1, description="requests of more tokens than this do not move"
+        default=None, ge=1, description="requests with more tokens than this do not move"
     )
     on_corruption: OnCorruption = Field(
         default="continue",
-        description="what becomes of a stream that a convicted worker fed: continue, restart, error",
+        description="policy for streams that received tokens from a convicted worker: continue, restart, error",
     )
-    reroute_s: Positive = Field(default=10.0, description="how long a stream without a worker waits for one")
-    grace_s: Positive = Field(default=30.0, description="how long streams may go on after SIGTERM")
-    retry_after_s: int = Field(default=30, ge=1, description="what a rejected client is told to wait")
+    reroute_s: Positive = Field(
+        default=10.0, description="seconds that a stream without a worker waits for one"
+    )
+    grace_s: Positive = Field(default=30.0, description="seconds that streams may continue after SIGTERM")
+    retry_after_s: int = Field(
+        default=30, ge=1, description="seconds in the Retry-After of a rejected request"
+    )
     admission_control: AdmissionControl = Field(
         default="none",
-        description="token-capacity: a request is refused while every worker is over a threshold; deadline: while its first "
-        "token would come too late; none: none is for load alone",
+        description="when requests are refused for load: token-capacity: while every worker exceeds a threshold; deadline: "
+        "when the "
+        "first token would come too late; none: never for load alone",
     )
     ttft_deadlines: dict[str, Positive] = Field(
         default={},
-        description="with deadline: tier=milliseconds,...: to the first token, of requests that say none; else the model's "
-        "objective",
+        description="with deadline: tier=milliseconds,...: time to first token for requests that state none; otherwise the "
+        "model's "
+        "objective applies",
     )
     park: bool = Field(
         default=False,
-        description="with deadline: running answers of the last tier are put off where the best tier would wait too long",
+        description="with deadline: preempt running answers of the lowest tier when the highest tier would wait too long",
     )
-    park_s: Positive = Field(default=30.0, description="the longest that one answer is put off, in all")
+    park_s: Positive = Field(default=30.0, description="maximum total seconds that one answer is preempted")
     active_decode_blocks_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=0.85, description="share of its KV blocks in use, above which a worker is busy; none: never"
+        default=0.85, description="share of KV blocks in use above which a worker is busy; none: no limit"
     )
     active_prefill_tokens_threshold: Annotated[int, Field(ge=0)] | None = Field(
-        default=10_000, description="prompt tokens still to be read, above which it is; none: never"
+        default=10_000,
+        description="prompt tokens still to be prefilled above which a worker is busy; none: no limit",
     )
     active_prefill_tokens_threshold_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="the same as a multiple of the tokens of one step of its engine; none: never",
+        description="the same limit as a multiple of the tokens of one engine step; none: no limit",
     )
     overload_status_code: OverloadStatus | None = Field(
         default=None,
         description="HTTP status for rejected requests: 503, 429 or 529; none: 503, or 429 with --admission-control deadline",
     )
     request_plane: Literal["tcp", "nats"] = Field(
-        default="tcp", description="nats: also reach workers that are behind the broker"
+        default="tcp", description="nats: also reach workers through the broker"
     )
-    static: str = Field(default="", description="host:port,...: workers given directly, without a broker")
-    static_tokenizer: str = Field(default="builtin:sim", description="their tokenizer")
+    static: str = Field(default="", description="host:port,...: workers to use directly, without a broker")
+    static_tokenizer: str = Field(
+        default="builtin:sim", description="tokenizer of the workers given by --static"
+    )
     model_folders: str = Field(
         default="",
-        description="comma-separated folders, with what is below them, of which a worker's tokenizer and chat template may be "
-        "read; others are refused",
+        description="comma-separated folders from which, with their subfolders, workers' tokenizers and chat templates may be "
+        "loaded; "
+        "others are refused",
     )
     router: RouterSettings = Field(default=RouterSettings(), json_schema_extra={"flags": "--router-"})
     admission: AdmissionSettings = AdmissionSettings()
@@ -358,32 +392,34 @@ class FrontendSettings(Strict):
 
     @property
     def by_deadline(self) -> bool:
-        """Whether requests are let in by their deadlines."""
+        """Whether requests are admitted by their deadlines."""
         return self.admission_control == "deadline"
 
     @property
     def parks_s(self) -> float | None:
-        """The longest that one running answer is put off; None: none ever is."""
+        """Maximum total seconds that one running answer is preempted; None: answers are not preempted."""
         return self.park_s if self.park else None
 
     @property
     def folders(self) -> list[str]:
-        """The folders of which tokenizers and chat templates may be read."""
+        """The folders from which tokenizers and chat templates may be loaded."""
         return [folder.strip() for folder in self.model_folders.split(",") if folder.strip()]
 
     @property
     def overload_status(self) -> int:
-        """The status of a refusal for want of room."""
+        """The HTTP status of requests rejected for lack of room."""
         return self.overload_status_code or (429 if self.by_deadline else 503)
 
     @property
     def inflight_per_batch(self) -> float:
-        """Requests in flight at a worker, of all frontends, times its batch. Who goes by deadlines lets nobody wait there."""
+        """Requests in flight at a worker, over all frontends, as a multiple of its batch. With deadlines, no request waits
+        there.
+        """
         return self.admission.inflight_per_batch or (1.0 if self.by_deadline else INFLIGHT_PER_BATCH)
 
     @property
     def thresholds(self) -> BusyThresholds:
-        """From where on a worker is busy, with `admission_control` on."""
+        """Thresholds above which a worker is busy; they apply if `admission_control` is on."""
         return BusyThresholds(
             self.active_decode_blocks_threshold,
             self.active_prefill_tokens_threshold,
@@ -409,7 +445,7 @@ class FrontendSettings(Strict):
     @field_validator("cors_origins")
     @classmethod
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse what no browser sends as an Origin, and would therefore never match."""
+        """Reject values that no browser sends as an Origin and that would never match."""
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} is not an origin, such as https://app.example.com, or *")
@@ -429,13 +465,11 @@ class FrontendSettings(Strict):
     @model_validator(mode="after")
     def _check_combinations(self) -> "FrontendSettings":
         if self.static and self.request_plane == "nats":
-            raise ValueError(
-                "static names workers that are reached without a broker: request_plane must be tcp"
-            )
+            raise ValueError("static workers are reached without a broker: request_plane must be tcp")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("--tls-cert and --tls-key (tls_cert, tls_key) are needed together")
         if self.console_actions and not self.console:
-            raise ValueError("console_actions are taken at the console: console must not be false")
+            raise ValueError("console_actions needs the console: console must not be false")
         for flag in ("park", "ttft_deadlines"):
             if getattr(self, flag) and not self.by_deadline:
                 named = f"--{flag.replace('_', '-')} ({flag})"
@@ -444,13 +478,13 @@ class FrontendSettings(Strict):
 
     @field_validator("moving", mode="before")
     @classmethod
-    def _what_is_not_set_keeps_its_default(cls, value: Any) -> Any:
-        """Let one number of one link be set alone: each link has defaults of its own."""
+    def _merge_defaults(cls, value: Any) -> Any:
+        """Allow one value of one link to be set alone: each link has its own defaults."""
         return laid_over(asdict(MovingPolicy()), value) if isinstance(value, Mapping) else value
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `below` with what `above` says differently, at every depth."""
+    """Return `below` overridden by `above`, at every depth."""
     found = {**below, **above}
     for name, value in above.items():
         if isinstance(value, Mapping) and isinstance(below.get(name), Mapping):

@@ -82,7 +82,7 @@ def test_an_invalid_setting_is_named(variable: str, value: str, says: str) -> No
 
 def test_static_workers_cannot_be_reached_through_the_broker() -> None:
     flags = {"static": "127.0.0.1:9", "request_plane": "nats"}
-    with pytest.raises(BadSetting, match="static names workers that are reached without a broker"):
+    with pytest.raises(BadSetting, match="static workers are reached without a broker"):
         gather(FrontendSettings, "frontend", flags, {})
 
 

@@ -1,1 +1,1 @@
-"""Live requests: how they are sent, placed, put off and counted."""
+"""Live requests: dispatch, placement, preemption and accounting."""

@@ -1,1 +1,1 @@
-"""A frontend's own view of its workers: local breakers, panic, exposure, corruption."""
+"""A frontend's own view of its workers: local breakers, panic mode, exposure and corruption."""

@@ -1,1 +1,1 @@
-"""The request state machine: pure."""
+"""The request state machine, as pure functions."""

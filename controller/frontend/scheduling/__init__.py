@@ -1,1 +1,1 @@
-"""Who is let in, who waits, and to which worker a request goes."""
+"""Scheduling: the worker that each request is sent to, worker pools, KV room and traffic reports."""

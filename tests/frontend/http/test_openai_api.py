@@ -657,7 +657,7 @@ async def test_unknown_model_and_nobody_in_service_are_told_apart() -> None:
     async with frontend(worker) as kit:
         status, body, _ = await kit.post("/v1/completions", model="other", prompt="a")
         assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
-        said = "the model 'm-sql-adapter' does not exist: /v1/models lists those that do"
+        said = "the model 'm-sql-adapter' does not exist: /v1/models lists the available models"
         for path, more in (
             ("completions", {"prompt": "a"}),
             ("chat/completions", {"messages": CHAT["messages"]}),

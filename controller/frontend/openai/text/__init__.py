@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, and text from tokens as they come."""
+"""Tokenizers, chat templates and incremental detokenization."""
