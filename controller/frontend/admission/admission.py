@@ -1,18 +1,18 @@
-"""Admission control of one frontend: admits a request, queues it until a worker has room, or refuses it.
+"""Admission control of a frontend: admits a request, queues it for a worker, or refuses it.
 
-    admit ─┬─ no new requests, or its tier is shed, or all workers are busy by the thresholds ──▶ refused
+    admit ─┬─ no new requests, or its tier is shed, or all workers exceed the thresholds ──▶ refused
     look ──┘ its deadline cannot be met (`Deadlines`) ──▶ refused
     enter    no request before it, and a worker has room ──▶ admitted
              └──▶ queued (`Queue`) ── its turn, and a worker has room ──▶ admitted ── no room there after all ──▶ `again`: queued
                     ├── the queue is full, or its time is over, or the frontend shuts down ──▶ refused         before all others
-                    ├── no worker can serve the model any more ──▶ refused
+                    ├── no worker can serve the model any longer ──▶ refused
                     └── its client disconnects ──▶ removed
 
-Each refusal says when to retry, and is counted in `RequestsRejected` (`Refusals`). Each model has its own lines, so requests for
-one model hold up none for another.
+Each refusal has a retry time, and is counted in `RequestsRejected` (`Refusals`). Each model has its own lines, so requests for
+one model never block those for another.
 
-Room that becomes free is given away at the end of the turn of the event loop, never at once: a request that was just admitted
-launches its generations in that turn, and they take over its room.
+Freed room is granted at the end of the turn of the event loop, never at once: a request that was just admitted launches its
+generations in that turn, and they use its room.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.load.monitor import NOTHING, WantedRoom
 from controller.router.selection.filter import AllBusy, NoWorker
 
-LOOKS_MAX = 16  # at requests that were sent back, in vain, at one time
-LATEST_S = 86_400.0  # no timer is set for later
+LOOKS_MAX = 16  # sent-back requests that are retried without success before the others must wait
+LATEST_S = 86_400.0  # no timer is set for a later time
 WORK_LEAST = 1e-6
-CLOCK_S = 0.005  # by which a timer may be early
+CLOCK_S = 0.005  # a timer may fire this much early
 
 
 class Reservation:
-    """Room for one request, from its admission until it is launched: its prompt may take a while to be read."""
+    """Room for one request between its admission and its launch, which may take a while: its prompt must be tokenized."""
 
     __slots__ = ("_admission", "_blocks", "_endpoint", "_wanted", "lineage")
 
     def __init__(self, admission: "Admission", endpoint: Endpoint, wanted: WantedRoom = NOTHING) -> None:
-        """Keep room at an endpoint. `wanted`: how much, if that is known already."""
+        """Reserve room at an endpoint. `wanted`: how much, if that is already known."""
         self._admission = admission
         self._endpoint = endpoint
         self._wanted = wanted
@@ -56,11 +56,11 @@ class Reservation:
         endpoint.admit(wanted.unread, self._blocks)
 
     def again(self) -> "Reservation":
-        """Keep the room that was given back, for a generation that could not be sent yet."""
+        """Reserve the released room again, for a generation that could not be sent yet."""
         return Reservation(self._admission, self._endpoint, self._wanted)
 
     def free(self) -> None:
-        """Give the room to the request's generations; queued requests may take what is left."""
+        """Release the room to the request's generations; queued requests may use the rest."""
         self._endpoint.release(self._wanted.unread, self._blocks)
         self._admission.wake(self._endpoint.joined.model)
 
@@ -75,16 +75,16 @@ class _Turn:
     began: float
     wanted: WantedRoom
     without: Collection[Key]  # endpoints that cannot serve it
-    gone: bool = False  # its client disconnected, maybe when its turn had come
+    gone: bool = False  # its client disconnected, possibly after its turn had come
 
     @property
     def granted(self) -> bool:
-        """Whether it has its room."""
+        """Whether the room was granted."""
         return self.room.done() and not self.room.cancelled() and self.room.exception() is None
 
 
 class Admission:
-    """Admission control of one frontend."""
+    """Admits, queues or refuses the requests of one frontend."""
 
     def __init__(
         self,
@@ -104,20 +104,22 @@ class Admission:
         self._queue = queue = Queue(settings.admission.queue_max)
         self._rooms = RoomFinder(self._queue_s, table, routing, preemptor)
         self.deadlines = Deadlines(settings, table, routing, queue, self._rooms, first_tokens)
-        self.by_deadline = settings.by_deadline  # else requests are admitted in order of arrival
+        self.by_deadline = settings.by_deadline  # otherwise requests are admitted in order of arrival
         self._refusals = refusals
         self._ends = EndRate()
         self.queued, self.waiting = queue.length, queue.waiting
         self.forget = self.deadlines.keep
         self._turns: dict[int, _Turn] = {}  # by number of their requests
         self._numbers = itertools.count(1)
-        self._due: set[str] = set()  # models with lines that move on when this turn of the loop ends
+        self._due: set[str] = (
+            set()
+        )  # models with lines that advance at the end of this turn of the event loop
         self.open = True  # to new requests
 
-    # --- the way in
+    # --- admission
 
     async def admit(self, model: str, tier: str) -> Reservation:
-        """Return room for a request, which its caller frees. Raise ApiError if it is not admitted."""
+        """Return room for a request; the caller frees it. Raise ApiError if it is not admitted."""
         self._refusals.check(model, tier, draining=not self.open)
         if self._monitor.overloaded(model):
             raise self.refusal(AllBusy(), model, tier)
@@ -132,7 +134,7 @@ class Admission:
             raise self.refusal(error, model, tier) from None
 
     def look(self, wanted: WantedRequest) -> Lineage:
-        """Return the lineage that a request is bound to before its texts are read. Raise ApiError if it is not admitted."""
+        """Return the lineage that a request is bound to, before its texts are tokenized. Raise ApiError if it is not admitted."""
         self._refusals.check(wanted.model, wanted.tier, draining=not self.open)
         try:
             return self.deadlines.look(wanted)
@@ -142,8 +144,10 @@ class Admission:
     async def enter(
         self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
     ) -> tuple[Reservation, float]:
-        """Return room for such a request, which its caller frees, and the time by which its first token is wanted. Raise ApiError
-        if it is not admitted."""
+        """Return room for such a request, which the caller frees, and the time by which its first token is due.
+
+        Raise ApiError if it is not admitted.
+        """
         try:
             request, takes = self.deadlines.needs(wanted, lineage, tokens)
             room = self._room_at_once(request, takes)
@@ -156,7 +160,7 @@ class Admission:
         return room, request.since + request.deadline_s
 
     def _room_at_once(self, request: QueuedRequest, takes: WantedRoom) -> Reservation | None:
-        """Return room for a request; None: it has to wait. Raise NotAdmitted or NoWorker."""
+        """Return room for a request, or None if it has to wait. Raise NotAdmitted or NoWorker."""
         room: Reservation | None = None
         line = self._queue.line_of(request)
         if not len(line) and not self._wakes_sent_back(request.model):
@@ -185,18 +189,21 @@ class Admission:
     def again(
         self, model: str, lineage: Lineage, wait_s: float, without: Collection[Key] = ()
     ) -> asyncio.Future[Reservation]:
-        """Queue a request that was admitted and found no room, before all others, for an endpoint that is none of `without`. The
-        future becomes the room, or WaitedTooLong, or a NoWorker other than AllBusy. To withdraw the request, cancel it, or free
-        the room."""
+        """Queue a request that was admitted but found no room. It comes before all others and avoids the endpoints in
+        `without`.
+
+        The future's result is the room; its error is WaitedTooLong, or a NoWorker other than AllBusy. To withdraw the request,
+        cancel the future, or free the room.
+        """
         turn = self._turn(QueuedRequest(model, lineage, sent_back=True), wait_s, NOTHING, without)
         turn.room.add_done_callback(partial(self._leave, turn))
         self.wake(model)
         return turn.room
 
-    # --- the wait
+    # --- waiting
 
     def _wakes_sent_back(self, model: str) -> bool:
-        """Return whether requests of a model wait that were sent back. They come first: let them try."""
+        """Return whether sent-back requests of a model wait. They come first, so they are retried."""
         if not self._queue.sent_back(model):
             return False
         self.wake(model)
@@ -215,7 +222,7 @@ class Admission:
     async def _wait(self, request: QueuedRequest, wait_s: float, wanted: WantedRoom = NOTHING) -> Reservation:
         """Return room for a request when its turn has come. Raise QueueFull, WaitedTooLong, or a NoWorker other than AllBusy."""
         if self._queue.full(request.model):
-            raise QueueFull(f"{self._queue.in_line(request.model)} requests wait for a worker already")
+            raise QueueFull(f"{self._queue.in_line(request.model)} requests are already waiting for a worker")
         if request.lineage is not None:
             self.deadlines.pool(request.model, request.lineage).arrived(request, self._now())
         turn = self._turn(request, wait_s, wanted)
@@ -228,7 +235,7 @@ class Admission:
             self._leave(turn, turn.room)
 
     def _leave(self, turn: _Turn, room: "asyncio.Future[Reservation]") -> None:
-        """Remove a request that waits no longer."""
+        """Remove a request that no longer waits."""
         model = turn.request.model
         turn.late.cancel()
         self._take_out(turn)
@@ -237,7 +244,7 @@ class Admission:
             outcome = "gone"
             if turn.granted:
                 room.result().free()
-            self.wake(model)  # the requests behind it may have waited for it
+            self.wake(model)  # requests behind it may have been waiting for it
         elif (error := room.exception()) is None:
             outcome = "admitted"
         else:
@@ -245,7 +252,7 @@ class Admission:
         self._meter.waited(model, outcome, asyncio.get_running_loop().time() - turn.began)
 
     def _take_out(self, turn: _Turn) -> None:
-        """Take a request out of the queue, if it is still there."""
+        """Remove a request from the queue, if it is still there."""
         request, room, granted = turn.request, turn.room, turn.granted
         if not request.queued:
             return
@@ -257,10 +264,10 @@ class Admission:
                 pool.timed_out(request)
         self._queue.line_of(request).remove(request, served=granted)
 
-    # --- which is next
+    # --- choosing the next request
 
     def wake(self, model: str | None = None) -> None:
-        """Let queued requests try when this turn of the loop is over: a worker may have become free."""
+        """Retry queued requests after this turn of the event loop: a worker may have become free."""
         if not self._turns:
             return
         for name in (model,) if model is not None else self._queue.models():
@@ -286,7 +293,7 @@ class Admission:
                 self._take_out(turn)
 
     def _grant(self, turn: _Turn) -> bool:
-        """Give a request its room, or the error that there will be none. False: all workers are busy."""
+        """Grant a request its room, or set the error that it gets none. Return False if all workers are busy."""
         request, wanted = turn.request, turn.wanted
         try:
             if request.sent_back:
@@ -300,27 +307,29 @@ class Admission:
             turn.room.set_exception(error)
         return True
 
-    # --- what the others report and ask
+    # --- notifications and queries
 
     def best_waiting(self, model: str, lineage: Lineage) -> int | None:
-        """Return the best tier of the requests in line for a worker of this lineage; None: none waits, or lines have no tiers."""
+        """Return the best tier among the requests waiting for a worker of this lineage; None: none waits, or lines have no
+        tiers.
+        """
         head = self._queue.line(model, lineage).head(self._now()) if self.by_deadline else None
         return head.tier if head is not None else None
 
     def ended(self, model: str, tokens: int) -> None:
-        """Count an answer that had begun and is over: the rate of these gives the `Retry-After` of refused clients."""
+        """Count an answer that had begun and has ended. The rate of these determines the `Retry-After` of refusals."""
         self._ends.ended(model, self._now())
         if self.by_deadline:
             lengths = self._monitor.lengths
             lengths.ended(model, tokens)
 
     def send_away(self) -> None:
-        """Refuse all queued requests: this frontend shuts down."""
+        """Refuse all queued requests because this frontend shuts down."""
         for turn in self._turns.values():
             _refuse(turn.room, "no worker became free before this frontend shut down")
 
     def refusal(self, error: NotAdmitted | NoWorker, model: str, tier: str) -> ApiError:
-        """Return the error that a client gets for a refused request, and count it."""
+        """Return the error for a refused request, and count it."""
         wait_s = self._ends.wait_s(model, self._queue.length(model), self._now())
         return self._refusals.of(error, model, tier, wait_s)
 

@@ -1,13 +1,14 @@
-"""Judges requests by the deadline of their first token: may this one be admitted, may it wait, or is it refused at once?
+"""Admission by deadlines: decides whether a request is admitted, may wait, or is refused at once.
 
-    look     before its texts are read: the requests in line already take longer than it has ──▶ refused
+    look     before its texts are tokenized: the requests in line already take longer than its deadline ──▶ refused
     judge    a worker has room ──▶ admitted
              it would be served in time ──▶ it may wait
              a running answer of the last tier may be preempted for it ──▶ room is made
-             else ──▶ refused at once, with the wait that is predicted
+             otherwise ──▶ refused at once, with the predicted wait
 
-The work ahead of a request is prompt tokens that are cached nowhere, and places in batches for as long as answers take. How fast
-it is served was measured while requests waited (`WorkerPool`). If too many requests repeat refused ones, they are refused first.
+The work ahead of a request is prompt tokens that are cached nowhere, and slots in batches for the duration of an answer. How fast
+it is served was measured while requests waited (`WorkerPool`). If too many requests retry refused ones, the retries are refused
+first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,13 +32,13 @@ from controller.router.load.work import Demand, reading_s, work_s
 from controller.router.selection.filter import AllBusy, NotServed, NoWorker
 from events.blocks import BlockNames
 
-CAPACITY_S = 0.05  # for which the capacity of a pool is not computed again
-ONE_WORKER = 1.0  # the weight of one that serves fully
+CAPACITY_S = 0.05  # for this long the capacity of a pool is not recomputed
+ONE_WORKER = 1.0  # the weight of one worker in full service
 
 
 @dataclass(frozen=True, slots=True)
 class WantedRequest:
-    """One request, before its texts are read."""
+    """A request before its texts are tokenized."""
 
     model: str
     tier: str
@@ -49,16 +50,16 @@ class WantedRequest:
 
 @dataclass(frozen=True, slots=True)
 class WantedTokens:
-    """The tokens of a request after its texts are read."""
+    """The token counts of a request after its texts are tokenized."""
 
-    prompts: Sequence[tuple[int, BlockNames]]  # tokens, and the names of their blocks
-    answers: int  # to each
-    answer_tokens: int  # of each, at most
+    prompts: Sequence[tuple[int, BlockNames]]  # number of tokens, and the names of their blocks
+    answers: int  # number of answers to each prompt
+    answer_tokens: int  # maximum tokens of each answer
 
 
 @dataclass(eq=False, repr=False)
 class Deadlines:
-    """The judge of one frontend, with what it knows of each pool."""
+    """The admission decisions of one frontend by deadline, and the state of each pool."""
 
     settings: FrontendSettings
     table: EndpointTable
@@ -69,16 +70,17 @@ class Deadlines:
     _pools: dict[tuple[str, Lineage], WorkerPool] = field(default_factory=dict)
     _budgets: dict[str, RetryBudget] = field(default_factory=dict)
     _refused: RefusedIds = field(default_factory=RefusedIds)
-    _models: Mapping[str, Sequence[Endpoint]] = field(default_factory=dict)  # the table's, when read for
+    # the table's models when `_lineages` was computed
+    _models: Mapping[str, Sequence[Endpoint]] = field(default_factory=dict)
     _lineages: dict[str, list[Lineage]] = field(default_factory=dict)
 
-    # --- what is known of pools
+    # --- pools
 
     def pool(self, model: str, lineage: Lineage) -> WorkerPool:
-        """Return the pool of a model's workers of this lineage, which has accounted for the time until now."""
+        """Return the pool of a model's workers of this lineage, updated to the current time."""
         pool, now = self._pools.get((model, lineage)), self.first_tokens.now()
         if pool is None:
-            # Each frontend assumes its share of the workers until it has measured what it gets.
+            # Each frontend assumes its share of the workers until it has measured its actual share.
             first, share = self.first_tokens.of(model, lineage), 1.0 / max(1, self.routing.frontends())
             pool = WorkerPool(self.queue.line(model, lineage), first, now, share)
             self._pools[model, lineage] = pool
@@ -89,7 +91,7 @@ class Deadlines:
         return pool
 
     def keep(self) -> None:
-        """Forget the pools without workers and without requests in line, and workers that are gone."""
+        """Remove the pools without workers and without waiting requests, and the state of workers that have left."""
         endpoints = self.table.endpoints.values()
         names = {(e.model, e.lineage) for e in endpoints}
         names |= {name for name, pool in self._pools.items() if len(pool.line) > 0}
@@ -98,7 +100,7 @@ class Deadlines:
         for pool in self._pools.values():
             pool.capacity_until = 0.0
 
-    # --- what a request needs
+    # --- the requirements of a request
 
     def look(self, wanted: WantedRequest) -> Lineage:
         """Return the lineage that a request is bound to, if it may still be admitted. Raise TooLate or NoWorker."""
@@ -109,7 +111,7 @@ class Deadlines:
         repeat = wanted.asked.retries > 0 or self._refused.knows(wanted.id, now)
         if repeat and contended and budget.used_up(now):
             self._refused.add(wanted.id, now)
-            why = "too many requests are repeats of refused ones: please retry later"
+            why = "too many requests are retries of refused ones: please retry later"
             raise TooLate("retry_budget", why, inf, should_retry=False)
         budget.note(now, repeat=repeat)
         if contended:
@@ -136,8 +138,11 @@ class Deadlines:
             raise
 
     def _soon(self, model: str, lineage: Lineage) -> float:
-        """Return the capacity that a pool without a serving worker will have soon: one worker, be it a suspect that is about to
-        serve as the last one, or one with a server that is closed for a moment. Raise NoWorker if none will serve."""
+        """Return the capacity that a pool without a serving worker will have soon: that of one worker.
+
+        It may be a suspect about to serve as the last worker, or a worker with a server that is closed for a moment. Raise
+        NoWorker if none will serve.
+        """
         with suppress(AllBusy):
             self.rooms.find(model, lineage)
         return ONE_WORKER
@@ -145,7 +150,7 @@ class Deadlines:
     def _request(
         self, wanted: WantedRequest, lineage: Lineage, work: float, reading_s: float
     ) -> QueuedRequest:
-        """Return a request with its deadline: the client's, else its tier's, else the model's objective."""
+        """Return a request with its deadline: the client's, otherwise its tier's, otherwise the model's objective."""
         model, tier, asked = wanted.model, self.table.urgency(wanted.tier), wanted.asked
         deadline_s, own = asked.deadline_s, asked.deadline_s is not None
         if deadline_s is None:
@@ -162,7 +167,7 @@ class Deadlines:
     def needs(
         self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens
     ) -> tuple[QueuedRequest, WantedRoom]:
-        """Return a request as it is judged and queued, and the room that it takes at a worker. Raise NoWorker."""
+        """Return a request ready to be judged and queued, and the room that it needs at a worker. Raise NoWorker."""
         model, answer_max = wanted.model, tokens.answer_tokens
         group = self.routing.group(model, lineage)
         monitor, state, example = self.routing.monitor, self.routing.state, group.endpoints[0]
@@ -177,11 +182,14 @@ class Deadlines:
         room = monitor.wanted(model, longest, answer_max, names, unread)
         return self._request(wanted, lineage, work, read_s), room
 
-    # --- the verdict
+    # --- the decision
 
     def judge(self, request: QueuedRequest, *, room: bool = False) -> bool:
-        """Set a request's deadline and until when it may wait. Return whether room has to be made for it. `room`: it has some.
-        Raise TooLate if it may not be admitted, or NoWorker if no worker serves or will soon."""
+        """Set a request's deadline and the time until which it may wait. Return whether room must be made for it by preemption.
+
+        `room`: a worker has room for it. Raise TooLate if it may not be admitted, or NoWorker if no worker serves the model or
+        will soon.
+        """
         model, lineage = request.model, request.lineage
         assert lineage is not None
         pool = self.pool(model, lineage)
@@ -196,14 +204,14 @@ class Deadlines:
             return True
         if verdict.reason == "deadline_unattainable":
             self._refused.add(request.id, self.first_tokens.now())
-            why = f"the first token cannot come within the deadline of {deadline_s:g} s: reading this prompt takes longer"
+            why = f"the first token cannot arrive within the deadline of {deadline_s:g} s: prefilling this prompt takes longer"
             raise TooLate(verdict.reason, why, inf, should_retry=False)
         shown = f"{first_s:.3g} s" if isfinite(first_s) else "too long"
         why = f"the first token would take {shown}, with a deadline of {deadline_s:g} s"
         raise self._too_late(request, why, first_s - pool.margin(request.tier) * deadline_s)
 
     def timed_out(self, request: QueuedRequest) -> TooLate:
-        """Return the error for a request that has stood in line until its time was over."""
+        """Return the error for a request that has used up its time in line."""
         assert request.lineage is not None
         pool = self.pool(request.model, request.lineage)
         why = f"no worker became free in time for the deadline of {request.deadline_s:g} s"

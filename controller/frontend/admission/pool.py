@@ -1,20 +1,21 @@
-"""Predicts how long a request would wait before its pool of workers, and whether it may. Pure. A pool is the workers of one model
-and lineage.
+"""Predicts the queueing time of a request at a worker pool, and decides whether it may wait. Pure.
+
+A pool is the workers of one model and lineage.
 
     wait           (work before it + half of its own) / (rate of the line - work that arrives for better tiers meanwhile)
-    first token    wait + what a worker takes then (`FirstTokens`)
+    first token    wait + the time that a worker then needs (`FirstTokens`)
     admitted       if that is within the margin: a part of its deadline, since predictions are inexact
     rate           capacity x efficiency    capacity: the weights of the workers in service
                                             efficiency: work served / (capacity x time in which requests waited), recently
 
-The margin is 0.8 at first (1 in the best tier, which no request overtakes). It shrinks with each request that times out in line
-and grows with each that does not, so that about one of a hundred does, in each tier.
+The margin starts at 0.8 (1 in the best tier, which no request overtakes). It shrinks with each request that times out in line
+and grows with each that does not, so that about one in a hundred times out, in each tier.
 
-The efficiency is learned only while requests wait: otherwise workers had less to do than they could. It decays slowly towards the
-first guess, so that no bad moment stops admission for good. A worker that fails takes its part of the rate with it at once.
+The efficiency is measured only while requests wait: otherwise workers had less to do than they could. It decays slowly towards
+the first guess, so that a bad moment cannot stop admission for good. A worker that fails reduces the rate at once.
 
 A deadline that no idle worker could meet is refused if the client has set it. If it is only the tier's or the model's, a long
-prompt gets twice the time that reading it takes.
+prompt may take twice the time that reading it takes.
 """
 
 from dataclasses import dataclass
@@ -23,21 +24,21 @@ from math import exp, inf
 from controller.frontend.admission.queue import Line, QueuedRequest
 from controller.router.load.first_tokens import FirstTokens
 
-WINDOW_S = 10.0  # work served so long ago counts e times less
-PRIOR_S = 1.0  # the first guess counts as much as so long a wait
-FADES_S = 30.0  # without requests in line: what was learned counts e times less against the first guess
-LEAST, MOST = 0.02, 8.0  # an efficiency beyond these says nothing about the workers
+WINDOW_S = 10.0  # time constant: the weight of served work falls by a factor of e in this time
+PRIOR_S = 1.0  # the first guess has the weight of a wait of this length
+FADES_S = 30.0  # time constant of the decay towards the first guess while no request waits
+LEAST, MOST = 0.02, 8.0  # an efficiency outside these says nothing about the workers
 MARGIN, MARGIN_MIN, MARGIN_MAX = 0.8, 0.2, 1.0  # parts of the deadline
-LATE_TIMES = 0.9  # the margin is multiplied by this after a request that timed out
-SERVED_MORE = 0.001  # the margin grows by this after one that did not
-ALONE_TIMES = 2.0  # times what reading the prompt takes an idle worker
+LATE_TIMES = 0.9  # factor on the margin after a request that timed out
+SERVED_MORE = 0.001  # added to the margin after a request that did not
+ALONE_TIMES = 2.0  # times the time that an idle worker needs to read the prompt
 
 
 class DrainRate:
     """The rate at which one line is served."""
 
     def __init__(self, now: float, efficiency: float = 1.0) -> None:
-        """`efficiency`: the first guess."""
+        """Start with this efficiency as the first guess."""
         self._at = now
         self._guess = efficiency
         self._taken = efficiency * PRIOR_S
@@ -45,7 +46,7 @@ class DrainRate:
         self.efficiency = efficiency
 
     def pass_time(self, now: float, capacity: float, *, waited: bool) -> None:
-        """Account for the time since the last call: the capacity in it, and whether requests `waited` in all of it."""
+        """Account for the time since the last call, its capacity, and whether requests `waited` throughout."""
         passed = max(0.0, now - self._at)
         self._at = now
         if passed <= 0.0:
@@ -62,28 +63,28 @@ class DrainRate:
             self.efficiency = min(MOST, max(LEAST, self._taken / self._could))
 
     def take(self, work: float) -> None:
-        """Count work that was served."""
+        """Count served work."""
         self._taken += work
 
     def rate(self, capacity: float) -> float:
-        """Return how much work is served in a second while requests wait."""
+        """Return the work served per second while requests wait."""
         return capacity * self.efficiency
 
 
 class Inflow:
-    """The work that arrives in a second: an exponential mean."""
+    """The work that arrives per second, as an exponential mean."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._at = 0.0
 
     def add(self, work: float, now: float) -> None:
-        """Count work that has arrived."""
+        """Count arrived work."""
         self._sum = self._faded(now) + work
         self._at = max(now, self._at)
 
     def rate(self, now: float) -> float:
-        """Return how much arrives in a second."""
+        """Return the work that arrives per second."""
         return self._faded(now) / WINDOW_S
 
     def _faded(self, now: float) -> float:
@@ -92,34 +93,34 @@ class Inflow:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionVerdict:
-    """Whether a request may wait, and what is predicted for it."""
+    """Whether a request may wait, and the prediction for it."""
 
     reason: str  # why it is refused at once; empty: it may wait
     wait_s: float  # in line
     first_s: float  # from its arrival to its first token
-    deadline_s: float  # that holds for it
-    latest_s: float  # from its arrival: sent later, its first token misses the deadline
-    in_time_with_room: bool = True  # if a worker took it now, its first token would be in time
+    deadline_s: float  # the deadline that applies to it
+    latest_s: float  # from its arrival: if sent later, its first token misses the deadline
+    in_time_with_room: bool = True  # its first token would be in time if a worker accepted it now
 
 
 class WorkerPool:
-    """What is known about how fast one pool serves its line. The line itself is changed by its owner."""
+    """The measured service rate of one pool's line. The line itself is changed by its owner."""
 
     def __init__(self, line: Line, first: FirstTokens, now: float, efficiency: float = 1.0) -> None:
         self.line = line
         self.first = first
         self.capacity = 0.0  # the weights of its workers in service
-        self.capacity_until = 0.0  # it is out of date from then on
+        self.capacity_until = 0.0  # the capacity is outdated from then on
         self._drain = DrainRate(now, efficiency)
         self._inflow: dict[int, Inflow] = {}
         self._margins: dict[int, float] = {}  # by tier
 
     def pass_time(self, now: float) -> None:
-        """Account for the time since the last call. To be called before the line changes, and before any question."""
+        """Account for the time since the last call. Call it before the line changes, and before any query."""
         self._drain.pass_time(now, self.capacity, waited=len(self.line) > 0)
 
     def wait_s(self, request: QueuedRequest, now: float, capacity: float) -> float:
-        """Return how long a request would stand in line, behind those that do already."""
+        """Return the seconds that a request would wait behind the requests already in line."""
         better = sum(flow.rate(now) for tier, flow in self._inflow.items() if tier < request.tier)
         rate = self._drain.rate(capacity)
         left = rate - min(better, 0.95 * rate)
@@ -129,7 +130,7 @@ class WorkerPool:
     def judge(
         self, request: QueuedRequest, now: float, capacity: float, step_s: float, *, room: bool
     ) -> AdmissionVerdict:
-        """Return the verdict on a request. `room`: a worker would take it at once, and no request waits."""
+        """Return the decision on a request. `room`: a worker would accept it at once, and no request waits."""
         waited_s, deadline_s = now - request.since, request.deadline_s
         alone_s = self.first.alone_s(request.reading_s, step_s)
         if not request.own_deadline:
@@ -145,7 +146,7 @@ class WorkerPool:
         return AdmissionVerdict(reason, wait_s, first_s, deadline_s, deadline_s - usual_s, in_time)
 
     def margin(self, tier: int) -> float:
-        """Return within what part of its deadline a first token must be predicted in this tier."""
+        """Return the part of its deadline within which a first token of this tier must be predicted."""
         return self._margins.get(tier, MARGIN_MAX if tier == 0 else MARGIN)
 
     def arrived(self, request: QueuedRequest, now: float) -> None:
@@ -158,5 +159,5 @@ class WorkerPool:
         self._margins[request.tier] = min(MARGIN_MAX, self.margin(request.tier) + SERVED_MORE)
 
     def timed_out(self, request: QueuedRequest) -> None:
-        """Count a request that leaves the line since its deadline cannot be met any more."""
+        """Count a request that leaves the line because its deadline can no longer be met."""
         self._margins[request.tier] = max(MARGIN_MIN, self.margin(request.tier) * LATE_TIMES)

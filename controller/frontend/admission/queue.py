@@ -1,21 +1,24 @@
-"""The admission queue: which of the requests that wait for a worker is next. Pure: numbers instead of futures, time as argument.
+"""The admission queue: decides which waiting request is next.
+
+Pure: numbers instead of futures, time as an argument.
 
     push ──▶ in line ── its turn, and a worker has room ──▶ served ── no room there after all ──▶ sent back: pushed once more
                 └── its time is over, or its client disconnects ──▶ removed
 
-    next    requests that were sent back, in order of their return: each may be bound to some workers, so none holds up others
+    next    requests that were sent back, in order of their return: each may be bound to some workers, so none blocks others
             then the head of each line: of the best tier with requests
                 └── the client with the least work served ── the oldest of its requests,
                                                           └── or the newest, while the tier is over its target
-    over its target    the oldest of the tier has used up 0.9 of the time that it may wait, for 0.1 s on end (after CoDel)
+    over its target    the oldest of the tier has used up 0.9 of the time that it may wait, for 0.1 s in a row (after CoDel)
 
 FIFO is the special case of one tier, one client and no deadline: requests are served in order of arrival.
 
-Fairness is by work, not by requests: each client's account grows by the work that is served, and a client that returns after a
-while begins at the account of the client served last, not at its own old one.
+Fairness is by work, not by requests: each client's account grows by the work that is served. A client that returns after a
+while starts at the account of the client served last, not at its own old one.
 
 Serving the newest first admits no request that would have been refused. A request is judged on arrival as if all were served in
-order of arrival; the order only decides which requests are late when workers are suddenly fewer: those that are late anyway.
+order of arrival. The order only decides which requests miss their deadline when workers are suddenly fewer: those that are
+already late.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -26,35 +29,35 @@ from math import inf
 
 from controller.router.endpoints import Lineage
 
-USED_UP = 0.9  # of the time that a request may wait
+USED_UP = 0.9  # share of the time that a request may wait
 INTERVAL_S = 0.1
 WINDOW_S = 10.0
-ENDS_MAX = 512  # remembered per model: at a higher rate the window is shorter
-OWED_MAX = 4096  # accounts of clients without a request in line that were served more than the others
+ENDS_MAX = 512  # remembered per model; at a higher rate the window is shorter
+OWED_MAX = 4096  # accounts of clients without waiting requests that were served more than the others
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class QueuedRequest:
-    """One request that waits for a worker, or asks to. Seconds."""
+    """A request that waits for a worker, or is about to. All times are in seconds."""
 
     model: str
     lineage: Lineage | None = None  # None: a worker of any lineage may serve it
     tier: int = 0  # 0 is the best
     client: str = ""
-    work: float = 1.0  # of a worker; > 0 in a line
-    since: float = 0.0  # its arrival
-    latest: float = inf  # sent to a worker later, its first token misses its deadline
-    sent_back: bool = False  # it was admitted, and found no room at its worker
+    work: float = 1.0  # seconds of one worker; > 0 in a line
+    since: float = 0.0  # time of its arrival
+    latest: float = inf  # if sent to a worker later, its first token misses its deadline
+    sent_back: bool = False  # it was admitted, but found no room at its worker
     deadline_s: float = inf  # from its arrival to its first token
-    own_deadline: bool = False  # its client has set it
-    reading_s: float = 0.0  # to read the part of its prompt that is cached nowhere, by the profile
-    line_s: float = inf  # the longest that it may stand in line
+    own_deadline: bool = False  # its client has set the deadline
+    reading_s: float = 0.0  # to read the uncached part of its prompt, by the worker's profile
+    line_s: float = inf  # maximum time in line
     id: str = ""  # given by its client
     number: int = 0  # unique in its queue
     queued: bool = False
 
     def used_up(self, now: float) -> float:
-        """Return the share used up of the time that it may wait."""
+        """Return the used-up share of the time that it may wait."""
         return (now - self.since) / max(self.latest - self.since, 1e-9)
 
 
@@ -64,8 +67,8 @@ class _Client:
     __slots__ = ("had", "requests", "work")
 
     def __init__(self, had: float) -> None:
-        self.had = had  # work served, on the tier's account
-        self.work = 0.0  # of its requests in line
+        self.had = had  # work served, as charged to this client
+        self.work = 0.0  # total work of its waiting requests
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
 
 
@@ -75,10 +78,11 @@ class _Tier:
     def __init__(self) -> None:
         self.work = 0.0
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()  # in order of arrival
-        self._clients: dict[str, _Client] = {}  # those with requests in line
+        self._clients: dict[str, _Client] = {}  # those with waiting requests
         self._owed: dict[str, float] = {}  # accounts of other clients that are ahead of `_stands`
         self._stands = 0.0  # the account of the client served last
-        self._turns: list[tuple[float, int, str]] = []  # a heap; what differs from its account is void
+        # a heap; entries that differ from the client's account are void
+        self._turns: list[tuple[float, int, str]] = []
         self._numbered = 0
         self._over_since: float | None = None
 
@@ -93,7 +97,7 @@ class _Tier:
         self.work += request.work
 
     def head(self, now: float) -> QueuedRequest:
-        """Return the next of its requests, of which there is at least one."""
+        """Return the next request; there must be at least one."""
         newest = self._over_target(now)
         while True:
             had, _, name = self._turns[0]
@@ -116,20 +120,20 @@ class _Tier:
             del self._clients[request.client]
             if client.had > self._stands:
                 self._owe(request.client, client.had)
-        if not self.requests:  # all clients begin with equal accounts again
+        if not self.requests:  # all clients start with equal accounts again
             self.work = self._stands = 0.0
             self._owed.clear()
             self._turns.clear()
             self._over_since = None
 
     def before(self, name: str) -> float:
-        """Return the work served before the next request of this client: its own, and what others get meanwhile."""
+        """Return the work served before the next request of this client: its own, and what other clients get meanwhile."""
         mine = self._clients.get(name)
         had = mine.had if mine is not None else max(self._owed.get(name, 0.0), self._stands)
         own = mine.work if mine is not None else 0.0
         until, before = had + own, own
         for other in self._clients.values():
-            if other is not mine and other.had <= until:  # one of its requests may be next already
+            if other is not mine and other.had <= until:  # one of its requests may be next
                 before += min(other.work, until - other.had + other.work / len(other.requests))
         return before
 
@@ -154,7 +158,7 @@ class _Tier:
 
 
 class Line:
-    """The requests that wait for the same workers, of all tiers."""
+    """The requests of all tiers that wait for the same workers."""
 
     def __init__(self) -> None:
         self._tiers: dict[int, _Tier] = {}
@@ -174,31 +178,31 @@ class Line:
         request.queued = True
 
     def head(self, now: float) -> QueuedRequest | None:
-        """Return the next request; None: none waits."""
+        """Return the next request, or None if none waits."""
         for rank in sorted(self._tiers):
             if (tier := self._tiers[rank]).requests:
                 return tier.head(now)
         return None
 
     def remove(self, request: QueuedRequest, *, served: bool = False) -> None:
-        """Remove a request, if it is in line. `served`: its work is charged to its client's account."""
+        """Remove a request if it is in line. `served`: charge its work to its client's account."""
         if request.queued:
             self._tiers[request.tier].remove(request, served=served)
             self._length -= 1
             request.queued = False
 
     def before(self, tier: int, client: str) -> float:
-        """Return how much work is served before the next request of this client in this tier. Seconds of a worker."""
+        """Return the work, in seconds of one worker, served before the next request of this client in this tier."""
         better = sum(self._tiers[rank].work for rank in self._tiers if rank < tier)
         own = self._tiers.get(tier)
         return better + (own.before(client) if own is not None else 0.0)
 
 
 class Queue:
-    """The lines of each model, and before them the requests that were sent back."""
+    """The lines of each model, preceded by the requests that were sent back."""
 
     def __init__(self, requests_max: float = inf, line: type[Line] = Line) -> None:
-        """`requests_max`: in all lines of a model. What is sent back is not refused."""
+        """Limit all lines of a model to `requests_max` requests. Sent-back requests are never refused."""
         self._max = requests_max
         self._make_line = line
         self._lines: dict[str, dict[Lineage | None, Line]] = {}
@@ -209,7 +213,7 @@ class Queue:
         return [*self._lines | self._back]
 
     def line(self, model: str, lineage: Lineage | None = None) -> Line:
-        """Return the line before a model's workers of this lineage, or before all of them."""
+        """Return the line for a model's workers of this lineage, or for all of them."""
         lines = self._lines.setdefault(model, {})
         line = lines.get(lineage)
         if line is None:
@@ -221,30 +225,30 @@ class Queue:
         return [*self._lines.get(model, {}).values()]
 
     def line_of(self, request: QueuedRequest) -> Line:
-        """Return the line to which a request belongs."""
+        """Return the line of a request."""
         if request.sent_back:
             return self._back.setdefault(request.model, self._make_line())
         return self.line(request.model, request.lineage)
 
     def sent_back(self, model: str) -> list[QueuedRequest]:
-        """Return the requests of a model that were sent back, the first to return first."""
+        """Return the sent-back requests of a model, in order of their return."""
         return [*self._back.get(model, ())]
 
     def in_line(self, model: str) -> int:
-        """Return how many requests are in the lines of a model."""
+        """Return the number of requests in the lines of a model."""
         lines = self._lines.get(model)
         return sum(map(len, lines.values())) if lines else 0
 
     def length(self, model: str) -> int:
-        """Return how many requests wait for a worker of this model."""
+        """Return the number of requests that wait for a worker of this model."""
         return self.in_line(model) + len(self._back.get(model, ()))
 
     def waiting(self) -> dict[str, int]:
-        """Return the models for which requests wait, and how many."""
+        """Return the number of waiting requests by model, for models that have any."""
         return {model: count for model in self.models() if (count := self.length(model))}
 
     def full(self, model: str) -> bool:
-        """Return whether no more requests of this model may wait."""
+        """Return whether the lines of this model are full."""
         return self.in_line(model) >= self._max
 
 
@@ -255,11 +259,11 @@ class EndRate:
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=ENDS_MAX))
 
     def ended(self, model: str, now: float) -> None:
-        """Note that an answer which had begun is over, so that its place is free."""
+        """Note that an answer which had begun has ended, so that its slot is free."""
         self._ends[model].append(now)
 
     def wait_s(self, model: str, before: int, now: float) -> float:
-        """Return the seconds until a request behind `before` others has room; inf: no answer has ended lately."""
+        """Return the seconds until a request behind `before` others has room; inf: no answer has ended recently."""
         ends = self._ends.get(model) or deque[float]()
         while ends and ends[0] < now - WINDOW_S:
             ends.popleft()

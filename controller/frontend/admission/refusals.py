@@ -1,4 +1,4 @@
-"""The refusals of one frontend: the error that a client gets, when to retry, and the counts in `RequestsRejected`."""
+"""The refusals of a frontend: client errors, retry times, and the counts in `RequestsRejected`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from controller.router.selection.filter import AllBusy, AllClosed, NoneRoutable,
 from events.errors import HoldfastError
 from events.observations import RequestsRejected
 
-ALL_BUSY = "Service temporarily unavailable: All workers are busy, please retry later"  # the seed's words
-JITTER = 0.25  # either way
-SHORTEST_S = 0.1  # `Retry-After`, if it is known to the millisecond
+ALL_BUSY = "Service temporarily unavailable: All workers are busy, please retry later"  # the seed's wording
+JITTER = 0.25  # share of the wait, in both directions
+SHORTEST_S = 0.1  # shortest `Retry-After` if the wait is known to the millisecond
 
 
 class NotAdmitted(HoldfastError):
     """A request is refused although workers serve its model."""
 
-    code = "queue_timeout"  # of the answer
+    code = "queue_timeout"  # of the API error
 
 
 class QueueFull(NotAdmitted):
-    """As many requests wait for a worker as may."""
+    """The queue is full."""
 
     code = "queue_full"
 
@@ -37,10 +37,10 @@ class WaitedTooLong(NotAdmitted):
 
 
 class TooLate(NotAdmitted):
-    """A request is refused because of its deadline, or as a repeat."""
+    """A request is refused because of its deadline, or as a retry of a refused one."""
 
     def __init__(self, code: str, message: str, wait_s: float, *, should_retry: bool = True) -> None:
-        """`wait_s`: until it would be admitted, if no others arrived; inf: unknown."""
+        """Set the seconds until it would be admitted if no others arrived; inf: unknown."""
         super().__init__(message)
         self.code = code
         self.wait_s = wait_s
@@ -49,7 +49,7 @@ class TooLate(NotAdmitted):
 
 @dataclass(eq=False, repr=False)
 class Refusals:
-    """The refusals of one frontend."""
+    """Creates and counts the refusals of one frontend."""
 
     frontend: str
     settings: FrontendSettings
@@ -65,7 +65,10 @@ class Refusals:
         if draining:
             code, error = "draining", unavailable("this frontend is shutting down", "draining", 1)
         elif not self.table.knobs(model).accept_new:
-            why, code = "the fleet is far short of capacity and accepts no new requests now", "not_accepting"
+            why, code = (
+                "the fleet is far short of capacity and accepts no new requests at the moment",
+                "not_accepting",
+            )
             error = unavailable(why, code, self.settings.retry_after_s)
         elif self.table.sheds(model, tier):
             code, error = "capacity_shed", shed(tier)
@@ -74,17 +77,15 @@ class Refusals:
         raise self._refused(model, tier, code, error)
 
     def of(self, error: NotAdmitted | NoWorker, model: str, tier: str, wait_s: float) -> ApiError:
-        """Return the error that a client gets, and count it. `wait_s`: until the requests before it have room; inf: unknown."""
+        """Return the error for a client, and count it. `wait_s`: until the requests before it have room; inf: unknown."""
         if isinstance(error, QueueFull | WaitedTooLong):
-            error = (
-                self._closed(model) or error
-            )  # their servers know better when to retry than the queue does
+            error = self._closed(model) or error  # their servers know better than the queue when to retry
         elif isinstance(error, NotServed):
             if model not in self.table.known:
                 return unknown_model(model)
-            error = NoneRoutable()  # it had workers, and will have some again
+            error = NoneRoutable()  # it had workers and will have some again
         code, why, status = error.code, str(error), self.settings.overload_status
-        longest_s = self.settings.retry_after_s  # also if the wait is unknown
+        longest_s = self.settings.retry_after_s  # also used if the wait is unknown
         match error:
             case TooLate() if code == "deadline_unattainable":
                 answer = ApiError(422, why, code=code, should_retry=False)
@@ -108,7 +109,7 @@ class Refusals:
         return seconds * (1 + JITTER * (2 * self.dice() - 1))
 
     def _closed(self, model: str) -> AllClosed | None:
-        """Return why no worker of a model has room, if that is because all of their servers are closed."""
+        """Return why no worker of a model has room, if the reason is that all of their servers are closed."""
         try:
             self.routing.room(model)
         except AllClosed as closed:
@@ -122,7 +123,7 @@ class Refusals:
         return error
 
     def tick(self, now: float) -> bool:
-        """Report how many were rejected, if that is due. Return whether it was."""
+        """Report the rejection counts if that is due. Return whether it was."""
         due = now - self.reported_at >= self.settings.facts.rejected_window_s
         if due:
             self.reported_at = now
@@ -130,7 +131,7 @@ class Refusals:
         return due
 
     def report(self) -> None:
-        """Report how many were rejected since the last report."""
+        """Report the requests rejected since the last report."""
         rejected, self.rejected = self.rejected, Counter()
         for (model, reason, tier), count in rejected.items():
             self.traffic.rejected(

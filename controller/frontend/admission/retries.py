@@ -1,7 +1,8 @@
-"""Limits repeats of refused requests. Pure. In an overload each refusal that is retried is one more request: two retries turn an
-overload of 2 into one of 6.
+"""Limits retries of refused requests. Pure.
 
-    a repeat     the client says so (`X-Stainless-Retry-Count` of OpenAI's own), or a request with this id was refused recently
+In an overload each retry of a refusal is one more request: two retries turn an overload of factor 2 into one of factor 6.
+
+    a repeat     the client says so (`X-Stainless-Retry-Count` of OpenAI's client), or a request with this id was refused recently
     too many     repeats > 20 % of the other requests, over the last 10 s (after Envoy's retry budget)
 """
 
@@ -10,36 +11,36 @@ from collections import OrderedDict
 from controller.frontend.admission.pool import WINDOW_S, Inflow
 
 SHARE = 0.2
-REPEATS_LEAST = 3.0  # in a window, however few other requests there are
+REPEATS_LEAST = 3.0  # allowed per window, however few other requests there are
 IDS_MAX = 8192
 IDS_S = 120.0
 
 
 class RetryBudget:
-    """The repeats of one model's requests."""
+    """The retry budget of one model's requests."""
 
     def __init__(self, share: float = SHARE) -> None:
         self._share = share
         self._fresh, self._again = Inflow(), Inflow()
 
     def used_up(self, now: float) -> bool:
-        """Return whether one more repeat would be too many."""
+        """Return whether one more repeat would exceed the budget."""
         fresh, again = self._fresh.rate(now) * WINDOW_S, self._again.rate(now) * WINDOW_S
         return again + 1.0 > max(REPEATS_LEAST, self._share * fresh)
 
     def note(self, now: float, *, repeat: bool) -> None:
-        """Count a request that was not refused as a repeat."""
+        """Count a request, as a repeat or as a fresh one, that the budget has not refused."""
         (self._again if repeat else self._fresh).add(1.0, now)
 
 
 class RefusedIds:
-    """The ids of recently refused requests, if their clients sent any. Bounded."""
+    """The ids of recently refused requests, for clients that send ids. Bounded."""
 
     def __init__(self) -> None:
         self._at: OrderedDict[str, float] = OrderedDict()
 
     def add(self, id: str, now: float) -> None:
-        """Remember a refused request."""
+        """Remember the id of a refused request."""
         if id:
             self._at.pop(id, None)
             self._at[id] = now

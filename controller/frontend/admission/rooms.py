@@ -1,4 +1,4 @@
-"""Finds room at a worker for a request that is about to be sent, and makes room by preemption for an urgent one.
+"""Finds room at a worker for a request about to be sent, by preemption if the request is urgent.
 
 a worker has room ──▶ its endpoint
 all are busy, or one will serve in a moment ──▶ AllBusy: the request may wait
@@ -15,26 +15,24 @@ from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
 from controller.router.load.monitor import NOTHING, WantedRoom
 from controller.router.selection.filter import AllBusy, AllClosed, NoneReachable, NoneRoutable, NotServed
 
-BEYOND = 0.125  # of a batch
-PREEMPTS = (
-    0.5  # of the time that a request of the best tier may wait; then running answers are preempted for it
-)
-SPILLS = 0.7  # of the time that a request may wait; then it may wait at a worker
+BEYOND = 0.125  # share of a batch by which a full worker may be exceeded
+PREEMPTS = 0.5  # share of its waiting time after which a request of the best tier preempts running answers
+SPILLS = 0.7  # share of its waiting time after which a request may wait at a worker
 
 
 class Preemptor:
-    """Preempts running answers for more urgent requests. This one never does: see `Preemption`."""
+    """The interface for preempting running answers for more urgent requests. This one never does: see `Preemption`."""
 
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Return whether room can be made for a request of this tier."""
         return False
 
     def make_room(self, model: str, lineage: Lineage) -> bool:
-        """Preempt one answer. False: none may be preempted."""
+        """Preempt one answer. Return False if none may be preempted."""
         return False
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
-        """Note that the last attempt has brought no room."""
+        """Note that the last preemption has brought no room."""
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
         """Return whether a preempted answer waits that comes before requests of this tier."""
@@ -45,7 +43,7 @@ class Preemptor:
 class RoomFinder:
     """Finds room at the workers of one frontend."""
 
-    queue_s: float  # servers that are closed for longer are not worth waiting for
+    queue_s: float  # a server that is closed for longer is not waited for
     table: EndpointTable
     routing: Scheduler
     preemptor: Preemptor
@@ -58,11 +56,13 @@ class RoomFinder:
         beyond: float = 0.0,
         without: Collection[Key] = (),
     ) -> Endpoint:
-        """Return an endpoint, none of `without`, of any lineage or of this one, with room for so much. `beyond`: the part of a
-        batch by which a full one may be exceeded. Raise NoWorker."""
+        """Return an endpoint with this much room, of any lineage or of the given one, and none of `without`.
+
+        `beyond`: the share of a batch by which a full one may be exceeded. Raise NoWorker.
+        """
         try:
             monitor = self.routing.monitor
-            if wanted is monitor.asked and not beyond:  # nothing is, nearly always
+            if wanted is monitor.asked and not beyond:  # the common case
                 return self.routing.room(model, lineage, without)
             with monitor.asking(wanted, beyond):
                 return self.routing.room(model, lineage, without)
@@ -76,17 +76,17 @@ class RoomFinder:
             raise AllBusy from error  # worth waiting for: a suspect is about to serve as the last worker
 
     def for_queued(self, request: QueuedRequest, wanted: WantedRoom, beyond: float = 0.0) -> Endpoint:
-        """Return the same for a request that is next, unless a preempted answer comes first. Raise NoWorker."""
+        """Return an endpoint for a request that is next, unless a preempted answer comes first. Raise NoWorker."""
         model, lineage = request.model, request.lineage
         if lineage is not None and self.preemptor.waits(model, lineage, request.tier):
             raise AllBusy
         return self.find(model, lineage, wanted, beyond)
 
     def for_head(self, request: QueuedRequest, wanted: WantedRoom, now: float) -> Endpoint:
-        """Return the same for the head of a line, which is more urgent the longer it has waited. Raise NoWorker."""
+        """Return an endpoint for the head of a line, which is more urgent the longer it has waited. Raise NoWorker."""
         used_up = request.used_up(now)
-        # If several frontends share the workers, a request of the best tier that has waited for a while goes into a worker's
-        # own line, which is by tier: it gets the next place there, whichever frontend's request leaves it.
+        # If several frontends share the workers, a request of the best tier that has waited for a while is sent into a worker's
+        # own line, which is ordered by tier: it gets the next slot there, whichever frontend's request frees it.
         spills = request.tier == 0 and used_up >= SPILLS and self.routing.frontends() != 1
         try:
             return self.for_queued(request, wanted, BEYOND if spills else 0.0)
@@ -103,8 +103,10 @@ class RoomFinder:
         return lineage is not None and self.preemptor.may(model, lineage, request.tier)
 
     def preempt(self, request: QueuedRequest, wanted: WantedRoom, *, first: bool = True) -> Endpoint | None:
-        """Preempt an answer, and return an endpoint that has room by that; None: none has yet, or the request is not the `first`
-        that gets it. Raise NoWorker."""
+        """Preempt an answer and return an endpoint that has room because of it.
+
+        None: there is no room yet, or the request is not the `first` in line for it. Raise NoWorker.
+        """
         model, lineage = request.model, request.lineage
         assert lineage is not None
         monitor = self.routing.monitor

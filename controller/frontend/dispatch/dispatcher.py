@@ -1,6 +1,6 @@
-"""Sends attempts to workers and ends them: everything that counts an attempt learns of its beginning and its end here.
+"""Sends attempts to workers and ends them, and updates everything that counts attempts.
 
-These are the worker's endpoint and the list of what runs there, the slot tracker, and this frontend's own breakers.
+These are the worker's endpoint and its list of running requests, the slot tracker, and this frontend's local breakers.
 """
 
 from collections.abc import Collection
@@ -23,12 +23,12 @@ from events.broker_users import account_of
 from events.intrusion.reports import Intrusions
 from events.wire import Why
 
-_FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # to look a member of an enum up takes as long as a call
+_FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # looking up an enum member takes as long as a call
 
 
 @dataclass(eq=False, repr=False)
 class Dispatcher:
-    """The attempts of one frontend."""
+    """Sends, counts and judges the attempts of one frontend."""
 
     table: EndpointTable
     routing: Scheduler
@@ -39,12 +39,12 @@ class Dispatcher:
     running: RunningRequests
     metrics: RequestMetrics
     intrusions: Intrusions
-    no_worker: NoWorker = field(default_factory=NoWorker)  # why the last request found none
+    no_worker: NoWorker = field(default_factory=NoWorker)  # why the last request found no worker
 
     def route(
         self, live: LiveRequest, effect: SelectWorker, sink: Sink, now: float
     ) -> Sent | ConnectFailed | NoWorkerFound:
-        """Choose a worker and send an attempt, which `sink` reads. Return what has happened."""
+        """Choose a worker and send an attempt, which `sink` reads. Return the resulting event."""
         try:
             choice = self.choose(live, effect)
         except NoWorker as error:
@@ -58,16 +58,19 @@ class Dispatcher:
             return ConnectFailed(choice.endpoint.key)
         return Sent(choice.endpoint.server)
 
-    # --- where to -----------------------------------------------------------------------------------------
+    # --- choosing a worker ----------------------------------------------------------------------------------
 
     def choose(self, live: LiveRequest, route: SelectWorker) -> Selection:
-        """Return where a request goes: to the planned worker, or the best one that has not been tried; if there is none, to one
-        to which only the connection had failed. Raise NoWorker; Held if it has to wait although there are workers."""
+        """Return the worker for a request: the planned one, or the best one that has not been tried.
+
+        If there is none, return one to which only the connection failed. Raise NoWorker; Held if the request has to wait
+        although there are workers.
+        """
         request, routing, output = live.request, self.routing, live.accepted
         declined, first = route.declined, live.last_dispatch is None
         planned = self.table.endpoints.get(route.planned) if route.planned is not None else None
         where = self.poison.where(request)
-        if where is not None and (planned is None or planned is not where.endpoint):  # hardly ever
+        if where is not None and (planned is None or planned is not where.endpoint):  # rare
             planned = None
             if (found := self._guarded(live, where, route)) is not None:
                 return found
@@ -79,7 +82,7 @@ class Dispatcher:
             except AllBusy:
                 if not first:
                     raise
-                # It was admitted: one answer of several may find no room any more, and goes where a worker can hold it.
+                # It was admitted, but one of several answers may no longer find room: it is sent where a worker can queue it.
                 return routing.route(request, route.avoid, output)
         except AllClosed as closed:
             if declined:
@@ -94,7 +97,7 @@ class Dispatcher:
                 raise
 
     def _guarded(self, live: LiveRequest, where: Where, route: SelectWorker) -> Selection | None:
-        """Return where a request goes that may not go anywhere; None: anywhere, after all. Raise Held."""
+        """Return the worker for a poison suspect, which may not go everywhere; None: unrestricted after all. Raise Held."""
         request, routing, output, only = live.request, self.routing, live.accepted, where.endpoint
         tried = route.avoid | route.missed
         try:
@@ -110,10 +113,10 @@ class Dispatcher:
             raise self.poison.hold(request)
         return None
 
-    # --- beginning ----------------------------------------------------------------------------------------
+    # --- starting an attempt --------------------------------------------------------------------------------
 
     def send(self, live: LiveRequest, choice: Selection, sink: Sink, now: float) -> None:
-        """Send a request to the worker that was chosen. Raise WorkerUnreachable."""
+        """Send a request to the chosen worker. Raise WorkerUnreachable."""
         endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self.state
         asked = live.continuation.request(endpoint, rank)
         stream = self.plane.open(endpoint.worker, endpoint.instance, asked, sink)
@@ -127,7 +130,7 @@ class Dispatcher:
         self._begin(live, endpoint, rank, stream, slot, now, claimed)
 
     def adopt(self, live: LiveRequest, endpoint: Endpoint, rank: int, stream: int, now: float) -> None:
-        """Count that a worker continues a request under this stream, with the KV cache that it has taken over."""
+        """Record that a worker continues a request in this stream, with the KV cache that it has received."""
         slot = self.state.carry(endpoint, rank, live.request, live.accepted)
         self._begin(live, endpoint, rank, stream, slot, now)
 
@@ -148,17 +151,17 @@ class Dispatcher:
         shown = rank if endpoint.ranks > 1 else None
         live.begin(Dispatch(endpoint, shown, stream, slot, self.table.number, epoch, before, claimed), now)
 
-    # --- ending -------------------------------------------------------------------------------------------
+    # --- ending an attempt ----------------------------------------------------------------------------------
 
     def cancel(self, dispatch: Dispatch, why: Why = "gone") -> None:
-        """Tell the worker that its stream is read no more, and read no more of it."""
+        """Cancel a stream at its worker, and stop reading it."""
         endpoint = dispatch.endpoint
         if why == "elsewhere" and self.table.drains(endpoint):
             why = "drained"
         self.plane.cancel(endpoint.worker, dispatch.stream, why)
 
     def prompt_read(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
-        """The first token of an attempt has come."""
+        """Record the first token of an attempt: its prompt has been read."""
         self.state.read(dispatch.slot, now)
         cached = live.stats.cached_tokens
         if dispatch.claimed and cached is not None:
@@ -167,14 +170,17 @@ class Dispatcher:
         self.poison.read(live.request, dispatch.endpoint.key)
 
     def end(self, live: LiveRequest, dispatch: Dispatch, now: float) -> None:
-        """An attempt has left its worker, however it ended."""
+        """Record that an attempt has left its worker, however it ended."""
         self.poison.left(live.request, dispatch.slot)
         self.running.end(live, dispatch.endpoint)
         self.state.end(dispatch.slot, now)
 
     def served(self, live: LiveRequest, dispatch: Dispatch, now: float, *, alone: bool) -> None:
-        """An answer was completed by this attempt. `alone`: no other attempt has brought any of it; else its times say nothing
-        of this worker, also where the others were at the same one."""
+        """Record that this attempt completed an answer.
+
+        `alone`: no other attempt produced any of it. Otherwise its times say nothing about this worker, even if the other
+        attempts ran on the same one.
+        """
         request, stats, endpoint = live.request, live.stats, dispatch.endpoint
         self.poison.served(request)
         count, first_at = stats.counted, stats.first_at
@@ -190,23 +196,26 @@ class Dispatcher:
         )  # fmt: skip
 
     def blame(self, dispatch: Dispatch, failure: Failure) -> None:
-        """An attempt failed by its worker's fault."""
+        """Count a failed attempt against its worker."""
         key = dispatch.endpoint.key
         self.breakers.failed(
             key, failure.reason, dispatch.routed_under, dispatch.breaker_epoch, one_stream=failure.one_stream
         )
 
     def judge(self, live: LiveRequest, dispatch: Dispatch, failure: Failure, *, begun: bool) -> Suspicion:
-        """Count a failed attempt against its worker, if that is to blame; `begun`: after its first token. Return what the failure
-        says of the request itself."""
+        """Count a failed attempt against its worker if that is at fault. Return what the failure implies about the request
+        itself.
+
+        `begun`: the attempt failed after its first token.
+        """
         request, endpoint, reason = live.request, dispatch.endpoint, failure.reason
         poison, key = self.poison, endpoint.key
-        if reason == "invalid_output":  # its stream is open: nothing of it is read any more
+        if reason == "invalid_output":  # its stream is still open, but no longer read
             self.cancel(dispatch, "elsewhere")
             account = account_of(endpoint.worker, endpoint.joined.account)
             self.intrusions.report(account, f"send {failure.detail}", worker=endpoint.worker)
         way = Way.of(reason, failure.detail, len(live.accepted))
-        alone = reason in ERRORS or failure.one_stream  # its worker goes on
+        alone = reason in ERRORS or failure.one_stream  # its worker keeps running
         if not failure.kind.blames or (alone and poison.repeats(request, key, way)):
             self.unjudged(dispatch, has_output=begun)
         else:
@@ -222,17 +231,19 @@ class Dispatcher:
         return Suspicion.NONE
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """Count an attempt that its worker had no room for: a failure of neither. The worker gets no request until it next
-        reports its load."""
+        """Record an attempt that its worker had no room for, which is no failure.
+
+        The worker receives no request until it next reports its load.
+        """
         endpoint = dispatch.endpoint
         endpoint.refuse(self.plane.external_load(endpoint.worker))
         self.unjudged(dispatch, has_output=False)
 
     def closed_s(self, keys: Collection[Key]) -> float:
-        """Return the least of the times, in seconds, for which these workers take no new requests; 0: none is closed."""
+        """Return the shortest time in seconds for which these workers accept no new requests; 0: none is closed."""
         loads = [self.plane.external_load(worker) for worker, _ in keys]
         return min((load.closed_s for load in loads if load is not None and load.closed_s), default=0.0)
 
     def unjudged(self, dispatch: Dispatch, *, has_output: bool) -> None:
-        """An attempt ends through no fault of its worker: its client has left, or was mistaken."""
+        """Record an attempt that ended through no fault of its worker: its client left, or its request was invalid."""
         self.breakers.unjudged(dispatch.endpoint.key, dispatch.breaker_epoch, has_output=has_output)

@@ -1,6 +1,6 @@
-"""One stream that is on its way to another worker with its KV cache: its record, and what is sent for it on the request plane.
+"""One stream that moves to another worker with its KV cache: its state and its frames.
 
-Which step may be taken when is decided by `controller.migration.live`, a part of the request state machine.
+`controller.migration.live`, a part of the request state machine, decides which step may be taken when.
 """
 
 from dataclasses import dataclass, field
@@ -13,19 +13,22 @@ from controller.ports import TransferSink
 from controller.router.endpoints import Endpoint
 from events.wire import Chunk, Committed, Reserved
 
-HELD_MAX = 1024  # chunks of the target that wait for the source's last tokens
+HELD_MAX = 1024  # chunks of the target held until the source's last tokens arrive
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class KvMove(TransferSink):
-    """What the frontend knows of one KV transfer. Until the stream continues at the target, the target's chunks are held back:
-    the source's last tokens come first. A subclass reads the frames of both workers."""
+    """The state of one KV transfer in the frontend.
+
+    Until the stream continues at the target, the target's chunks are held: the source's last tokens come first. A subclass
+    reads the frames of both workers.
+    """
 
     source: Endpoint
     source_stream: int
-    base: int  # tokens that were accepted when the target was asked
+    base: int  # number of accepted tokens when room at the target was requested
     target: Endpoint
-    rank: int  # of the target's DP ranks
+    rank: int  # DP rank at the target
     cause: PlannedCause
     began_at: float
     stream: int = 0  # at the target
@@ -34,14 +37,14 @@ class KvMove(TransferSink):
     held: list[Chunk] = field(default_factory=list)
     predicted_ms: float | None = None
     target_failed: bool = False
-    cheaper: MigrationCost | None = None  # recomputing at the target, with what it has cached
+    cheaper: MigrationCost | None = None  # cost of recomputing at the target, given what it has cached
 
     def ended(self, over: TransferOver) -> None:
-        """Take note of the transfer's end and its outcome."""
+        """Handle the end of the transfer and its outcome."""
         raise NotImplementedError
 
     def move(self, tokens: int) -> Move:
-        """Return the move that the target's commit completes; `tokens`: accepted until now."""
+        """Return the move that the target's commit completes. `tokens`: number of tokens accepted so far."""
         why, commit = Failure(self.cause, ""), self.commit
         assert commit is not None
         carried = Carried(commit.bytes, commit.blocks, commit.link)

@@ -1,7 +1,7 @@
-"""One live request: one answer that is being made, with all that the frontend holds for it.
+"""A live request: one answer in progress, with all state that the frontend holds for it.
 
-A record without policy. Its state is written by the driver alone, through the request state machine; whatever selects requests
-(stall watch, preemption, planned moves, placement) reads it.
+A record without policy. Only the driver changes its state, through the request state machine. Components that select requests
+(stall watch, preemption, planned moves, placement) read it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -34,52 +34,54 @@ from events.wire import Chunk, Generate, Logprob
 
 
 class Dispatch(msgspec.Struct, eq=False):
-    """An attempt as it is counted outside the machine: where it runs, and under which numbers. It never changes."""
+    """One attempt as counted outside the state machine: where it runs, and its numbers there. Immutable."""
 
     endpoint: Endpoint
-    rank: int | None  # the one of several DP ranks
-    stream: int  # its number on the request plane
-    slot: int  # its number in the slot tracker
-    routed_under: int  # the fleet's last decision when it was routed
-    breaker_epoch: int  # the last move of this frontend's own breakers then
+    rank: int | None  # if the worker has several DP ranks
+    stream: int  # stream number on the request plane
+    slot: int  # number in the slot tracker
+    routed_under: int  # number of the fleet's last decision when it was routed
+    breaker_epoch: int  # last change of this frontend's local breaker when it was routed
     before: "Dispatch | None"
-    claimed: int = 0  # prompt tokens that its worker said it had cached
+    claimed: int = 0  # prompt tokens that its worker had reported as cached
 
 
-LOGPROB_FLOOR = -9.0  # one in 8,000: correct samplers draw few tokens below it, a broken one mostly such
+# probability 1 in 8,000: correct samplers draw few tokens below it, a broken one draws mostly such tokens
+LOGPROB_FLOOR = -9.0
 
 
-@dataclass(slots=True, eq=False, repr=False)  # a struct takes twenty times as long to change
+@dataclass(slots=True, eq=False, repr=False)  # updating a msgspec struct takes twenty times as long
 class OutputStats:
-    """When the tokens of one answer came, how many are counted, and the spans that workers served."""
+    """Token times and counts of one answer, and the spans that workers served."""
 
     metrics: ModelMetrics
     exposures: Exposures
-    tracker: ActiveSequences | None  # counts tokens too
-    movable_max: float  # accepted tokens; inf: there is no limit, or more were counted already
-    arrived_at: float  # when the request came
+    tracker: ActiveSequences | None  # also counts tokens
+    # accepted tokens up to which it may move; inf: no limit, or already counted as exceeded
+    movable_max: float
+    arrived_at: float  # when the request arrived
     attempt_at: float  # when the last attempt was sent
-    last_at: float  # when the last token came; before the first: when the request was to be sent
+    last_at: float  # time of the last token; before the first: when the request was to be sent
     first_at: float | None = None
-    cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
-    counted: int = 0  # accepted tokens when the last turn ended
+    cached_tokens: int | None = None  # of the prompt, as the first worker reports it
+    counted: int = 0  # accepted tokens at the end of the last turn of the event loop
     weighed: int = 0  # tokens with logprobs
-    unlikely: int = 0  # those of them that are improbable
-    own: ServedSpan | None = None  # of the present worker, from its first token on
-    sources: tuple[ServedSpan, ...] = ()  # of the workers whose KV cache it has taken over
+    unlikely: int = 0  # those of them below LOGPROB_FLOOR
+    own: ServedSpan | None = None  # of the current worker, from its first token on
+    sources: tuple[ServedSpan, ...] = ()  # of the workers that sent the current one their KV cache
 
     def first_output(self, now: float) -> None:
-        """The first token of the answer has come."""
+        """Record the time of the answer's first token."""
         self.first_at = now
         self.metrics.ttft.note(now - self.arrived_at)
 
     def weigh(self, logprobs: Sequence[Logprob]) -> None:
-        """Count tokens that came with logprobs, and those below the floor."""
+        """Count tokens with logprobs, and those below the floor."""
         self.weighed += len(logprobs)
         self.unlikely += sum(one.chosen < LOGPROB_FLOOR for one in logprobs)
 
     def count(self, live: "LiveRequest", now: float) -> None:
-        """Count the accepted tokens that are new: all of them came from the present attempt, in this turn."""
+        """Count newly accepted tokens: all of them come from the current attempt and this turn of the event loop."""
         dispatch, accepted, counted = live.dispatch, len(live.accepted), self.counted
         new = accepted - counted
         if dispatch is not None and accepted > self.movable_max:
@@ -111,7 +113,7 @@ class OutputStats:
         self.last_at = now
 
     def note_length(self, live: "LiveRequest") -> None:
-        """Count a request that is too long to move, once, if it could have moved before."""
+        """Count once a request that has become too long to move, if it could have moved before."""
         if not budget_ended(live.state):
             self.movable_max = inf
             self.metrics.outgrown()
@@ -119,15 +121,15 @@ class OutputStats:
     # --- provenance
 
     def depends_on(self, key: Key) -> bool:
-        """Return whether what comes now is computed from what this worker computed."""
+        """Return whether new tokens are computed from KV cache or tokens that this worker computed."""
         return any(span.key == key for span in self._open)
 
     def hand_over(self) -> None:
-        """Another worker continues, with the KV cache of the present one."""
+        """Record that another worker continues with the KV cache of the current one."""
         self.sources, self.own = self._open, None
 
     def leave(self) -> None:
-        """What comes from now on is computed anew."""
+        """Record that the current attempt is left: later tokens are computed without its KV cache."""
         for span in self._open:
             self.exposures.close(span)
         self.sources, self.own = (), None
@@ -137,7 +139,7 @@ class OutputStats:
         return (*self.sources, self.own) if self.own is not None else self.sources
 
     def ended(self, live: "LiveRequest", now: float, *, well: bool) -> None:
-        """The answer is over: as its client wanted it, or not."""
+        """Record the end of the answer. `well`: without an error or cancellation."""
         accepted, metrics, arrived_at = len(live.accepted), self.metrics, self.arrived_at
         metrics.ended(now - arrived_at, accepted, self.cached_tokens)
         if not well or self.first_at is None:
@@ -153,16 +155,16 @@ class OutputStats:
 
 
 class Continuation(msgspec.Struct):
-    """All that was accepted of one answer, as the next worker must be told it."""
+    """The accepted output of one answer, in the form that the next worker needs."""
 
     _request: GenerationRequest
-    accepted: list[int]  # it grows with every step
+    accepted: list[int]  # grows with every step
     tokens: Tokens
-    texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
-    _worded: int = 0  # accepted tokens that `texts` says
+    texts: list[str] = []  # output of engines that return text without tokens, and all before it
+    _worded: int = 0  # number of accepted tokens that `texts` covers
 
     def request(self, endpoint: Endpoint, rank: int = 0) -> Generate:
-        """Return what this worker, and of its DP ranks this one, is asked for now."""
+        """Return the generation request for this worker and DP rank."""
         asked, made = self._request, len(self.accepted)
         sampling = asked.sampling
         if made:
@@ -187,7 +189,7 @@ class Continuation(msgspec.Struct):
         )
 
     def take_text(self, text: str) -> int:
-        """Accept a text that came without tokens, and return of how many tokens it is."""
+        """Accept text that came without tokens, and return its number of tokens."""
         tokens = self.tokens.encode_next(text)
         self.texts += (self._unworded(), text)
         self.accepted += tokens
@@ -195,16 +197,16 @@ class Continuation(msgspec.Struct):
         return len(tokens)
 
     def rewind(self, count: int) -> None:
-        """Forget what came after the first `count` tokens."""
+        """Drop everything after the first `count` tokens."""
         del self.accepted[count:]
         self.texts.clear()
         self._worded = 0
 
     def _whole(self) -> list[int]:
-        """Return the prompt and all that was accepted.
+        """Return the prompt and all accepted tokens.
 
-        What came as text is read anew together with the prompt: tokenizers of Llama 2's kind put a space before each
-        piece that they read by itself.
+        Output that came as text is tokenized again together with the prompt: tokenizers like Llama 2's put a space before each
+        piece that they encode separately.
         """
         request = self._request
         if self.texts:
@@ -215,17 +217,17 @@ class Continuation(msgspec.Struct):
         return request.prompt + self.accepted if self.accepted else request.prompt
 
     def _prompt_text(self) -> str:
-        """Return the prompt as text, for engines that take nothing else."""
+        """Return the prompt as text, for engines that accept only text."""
         return self._request.prompt_text or self.tokens.decode(self._request.prompt)
 
     def _text(self) -> str:
-        """Return all that was accepted as text, whether it came as text or as tokens."""
+        """Return all accepted output as text, whether it came as text or as tokens."""
         return "".join(self.texts) + self._unworded()
 
     def _unworded(self) -> str:
-        """Return the text of the tokens that came after the last text, as it follows from what stands before them.
+        """Return the text of the tokens after the last text, decoded in the context of those before.
 
-        A character of which only some bytes have come is left out: a worker that continues in text gives it whole.
+        A character with missing bytes is left out: a worker that continues in text returns the whole character.
         """
         accepted, worded = self.accepted, self._worded
         if worded == len(accepted):
@@ -239,48 +241,49 @@ class Continuation(msgspec.Struct):
 
 @dataclass(slots=True, eq=False, repr=False)  # see `OutputStats`
 class LiveRequest:
-    """One answer that is being made."""
+    """One answer in progress."""
 
     answer: Choice
-    completion: Completion | None  # learns of the end; None once the answer has ended
-    request: GenerationRequest  # these three are the answer's
+    completion: Completion | None  # notified when the answer ends; None after that
+    request: GenerationRequest  # these three belong to the answer
     writer: ResponseWriter
     accepted: list[int]
     state: RequestState
     stats: OutputStats
     continuation: Continuation
     max_tokens: int
-    dispatch: Dispatch | None = None  # the attempt that is read now
+    dispatch: Dispatch | None = None  # the attempt that is being read
     last_dispatch: Dispatch | None = None
     kv_move: KvMove | None = None  # a KV transfer under way
-    room: Reservation | None = None  # given back for it, or (`keeps_room`) kept for it
+    room: Reservation | None = None  # its released reservation, or (`keeps_room`) a kept one
     keeps_room: bool = False
     over: bool = False
-    exposure: str = ""  # what was done when its tokens were last found to be exposed
-    attempt_tokens: int = 0  # the prefill of the last attempt: the prompt and the tokens accepted before it
+    exposure: str = ""  # policy applied when its tokens were last found to be exposed
+    # the prefill of the last attempt: the prompt, and the tokens accepted before the attempt
+    attempt_tokens: int = 0
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The worker that it is with."""
+        """The worker that it currently runs on."""
         return self.dispatch.endpoint if self.dispatch is not None else None
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of what was accepted."""
+        """Number of prompt tokens and accepted tokens."""
         return len(self.request.prompt) + len(self.accepted)
 
     @property
     def progress(self) -> AnswerProgress:
-        """How far the answer is, for the state machine."""
+        """The progress of the answer, for the state machine."""
         return AnswerProgress(len(self.accepted), self.writer.reached, bool(self.continuation.texts))
 
     @property
     def stays(self) -> bool:
-        """Whether it is not to be moved on purpose: where some of it came as text, the next worker would read it anew."""
+        """Whether it may not be moved on purpose: the next worker would tokenize output that came as text again."""
         return self.over or bool(self.continuation.texts) or stays(self.state.terms, len(self.accepted))
 
     def begin(self, dispatch: Dispatch, now: float) -> None:
-        """Read a new attempt from now on."""
+        """Start reading a new attempt."""
         accepted = len(self.accepted)
         self.dispatch = self.last_dispatch = dispatch
         self.room = None
@@ -297,40 +300,40 @@ class LiveRequest:
         return TransferAdvanced(event, tuple(self.accepted[base:]))
 
     def keep_room(self) -> None:
-        """Keep the room that the request was admitted with, and that was given back for it."""
+        """Reserve again the room that the request was admitted with and that was released."""
         if self.room is not None:
             self.room = self.room.again()
             self.keeps_room = True
 
     def give_back(self) -> None:
-        """Give back the room that was kept."""
+        """Release the room that was kept."""
         if self.keeps_room and self.room is not None:
             self.keeps_room = False
             self.room.free()
 
     def turned_away(self, dispatch: Dispatch) -> None:
-        """Forget an attempt for which its worker had no room."""
+        """Discard an attempt that its worker had no room for."""
         before = self.last_dispatch = dispatch.before
         self.answer.endpoint = None if before is None else before.endpoint
 
-    # --- what the request plane reads it through: see `RequestSink`
+    # --- called by the request plane: see `RequestSink`
 
     def take(self, chunk: Chunk) -> None:
-        """Accept one step's output for this stream."""
+        """Accept the output of one step of this stream."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Count and write what one turn of the loop has brought."""
+        """Count and write the output of one turn of the event loop."""
         raise NotImplementedError
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """The connection broke, or the worker hangs."""
+        """Handle a broken connection or a hanging worker."""
         raise NotImplementedError
 
-    # --- tokens: the log of accepted tokens is what is replayed, not what the client has read
+    # --- tokens: a continuation replays the accepted tokens, whether or not the client has read them
 
     def accept(self, chunk: Chunk) -> bool:
-        """Accept tokens as they are. Return whether a stop string was reached. Raise InvalidOutput."""
+        """Accept tokens unchanged. Return whether a stop string was reached. Raise InvalidOutput."""
         tokens, writer, accepted = chunk.tokens, self.writer, self.accepted
         if len(accepted) + len(tokens) > self.max_tokens:
             tokens = tokens[: self.max_tokens - len(accepted)]
@@ -341,7 +344,7 @@ class LiveRequest:
         return writer.stopped
 
     def accept_last(self, chunk: Chunk) -> bool:
-        """Accept the last tokens of an answer. One that is a stop token ends it and is no part of its text."""
+        """Accept the last tokens of an answer. A final stop token is not part of its text."""
         tokens = chunk.tokens[: self.max_tokens - len(self.accepted)]
         hidden = bool(tokens) and tokens[-1] in self.request.sampling.stop_token_ids
         used = self.writer.write(tokens[:-1] if hidden else tokens, chunk.logprobs)
@@ -354,37 +357,36 @@ class LiveRequest:
         return self.writer.stopped
 
     def note_cached(self, cached: int) -> None:
-        """Remember how many tokens of the prompt the first worker had cached. Raise InvalidOutput."""
+        """Record how many prompt tokens the first worker had cached. Raise InvalidOutput."""
         if not 0 <= cached <= self.attempt_tokens:
-            raise InvalidOutput("a count of cached tokens that its prompt does not have")
+            raise InvalidOutput("a number of cached tokens that exceeds its prompt")
         self.stats.cached_tokens = self.answer.cached_tokens = cached
 
     def rewind(self, count: int) -> None:
-        """Forget all accepted tokens after the first `count`; the client has seen none of these."""
+        """Drop all accepted tokens after the first `count`; the client has received none of the dropped ones."""
         self.continuation.rewind(count)
         self.stats.counted = min(self.stats.counted, count)  # later tokens are counted again
         self.writer.rewind(count)
 
 
 class RunningRequests:
-    """The requests that were sent to a worker and have not left it. The worker's counters, which the router reads, change with
-    them."""
+    """The requests that run on each worker. The worker's counters, which the router reads, change with them."""
 
     def __init__(self) -> None:
-        self._at: dict[Endpoint, dict[LiveRequest, int]] = {}  # with the tokens that each began with
+        self._at: dict[Endpoint, dict[LiveRequest, int]] = {}  # with the token count that each began with
 
     def at(self, endpoint: Endpoint) -> Collection[LiveRequest]:
-        """Return the requests at a worker, oldest first: a view, while there are any."""
+        """Return the requests at a worker, oldest first. It is a live view unless empty."""
         found = self._at.get(endpoint)
         return found.keys() if found is not None else ()
 
     def items(self) -> Iterator[tuple[Endpoint, Collection[LiveRequest]]]:
-        """Yield each worker with its requests: copies, since requests may leave meanwhile."""
+        """Yield each worker with a copy of its requests, since requests may leave meanwhile."""
         for endpoint, there in list(self._at.items()):
             yield endpoint, tuple(there)
 
     def begin(self, live: LiveRequest, endpoint: Endpoint, tokens: int) -> None:
-        """Count a request that was sent to a worker. `tokens`: its prompt's, and those that it may generate."""
+        """Add a request that was sent to a worker. `tokens`: those of its prompt, and those that it may generate."""
         endpoint.begin(tokens)
         there = self._at.get(endpoint)
         if there is None:
@@ -392,7 +394,7 @@ class RunningRequests:
         there[live] = tokens
 
     def end(self, live: LiveRequest, endpoint: Endpoint) -> None:
-        """Count that a request has left a worker. Raise KeyError if it was not there."""
+        """Remove a request that has left a worker. Raise KeyError if it was not there."""
         there = self._at[endpoint]
         endpoint.end(there.pop(live))
         if not there:
@@ -400,45 +402,46 @@ class RunningRequests:
 
 
 class WaitingRequests:
-    """One frontend's. Whatever yields requests expects that each is dealt with before the next is asked for."""
+    """The requests of one frontend that wait. Consumers of its iterators must handle each request before advancing."""
 
     def __init__(self) -> None:
-        self.parked: dict[LiveRequest, None] = {}  # for a worker to continue with, or until they may be sent
-        self.unbegun: dict[LiveRequest, None] = {}  # those that were sent and have no first token
+        # waiting for a worker to continue on, or for the time at which they may be sent
+        self.parked: dict[LiveRequest, None] = {}
+        self.unbegun: dict[LiveRequest, None] = {}  # sent, but without a first token
         self._rerouting: dict[LiveRequest, None] = {}
 
     def park(self, live: LiveRequest, *, keep_room: bool) -> None:
-        """Keep a request until a worker may take it; `keep_room`: with the room that it was admitted with."""
+        """Hold a request until a worker may accept it. `keep_room`: keep the room that it was admitted with."""
         self._rerouting.pop(live, None)
         self.parked[live] = None
         if keep_room:
             live.keep_room()
 
     def unpark(self, live: LiveRequest) -> None:
-        """Take a request out of the parked ones."""
+        """Remove a request from the parked ones."""
         self.parked.pop(live, None)
 
     def sent(self, live: LiveRequest) -> None:
-        """Wait for the first token of a request."""
+        """Track a request until its first token."""
         self.unbegun[live] = None
 
     def started(self, live: LiveRequest) -> None:
-        """The first token of a request has come, or none will."""
+        """Stop tracking a request: its first token has arrived, or none will."""
         self.unbegun.pop(live, None)
 
     def reroute(self, live: LiveRequest) -> bool:
-        """Place a request with all that lost their workers in this turn of the loop. Return whether it is the first of these."""
+        """Queue a request for joint placement with all that lost their workers in this turn. Return whether it is the first."""
         first = not self._rerouting
         self._rerouting[live] = None
         return first
 
     def take_rerouting(self) -> Collection[LiveRequest]:
-        """Return those that are to be placed now."""
+        """Return the requests to be placed now, and clear them."""
         waiting, self._rerouting = self._rerouting, {}
         return waiting
 
     def forget(self, live: LiveRequest) -> None:
-        """A request is over."""
+        """Remove a request that has ended."""
         self.parked.pop(live, None)
         self._rerouting.pop(live, None)
 
@@ -458,8 +461,10 @@ class WaitingRequests:
         return min(found, key=lambda one: one.state.waits_until) if found else None
 
     def late(self, now: float, first_token_s: float) -> Iterator[LiveRequest]:
-        """Yield the parked requests that have waited too long, and those that may have waited too long for their first token.
-        No limit for that is shorter than `first_token_s`."""
+        """Yield parked requests that have waited too long, and requests that may have waited too long for their first token.
+
+        No limit for the first token is shorter than `first_token_s`.
+        """
         for live in list(self.parked):
             if live in self.parked and now > live.state.waits_until:
                 yield live

@@ -1,14 +1,14 @@
-"""Which worker goes on with which request, when several have lost theirs at once?
+"""Places requests that lost their workers at the same time on the remaining workers.
 
     answers lose their workers ── the turn of the loop ends ──▶ one plan for all of them ──▶ each is sent where the plan says
-                                                        └── nothing found there, or not any more ──▶ the router decides
+                                                        └── no target, or it is no longer possible ──▶ the router decides
 
-A worker that dies takes all its requests down within one turn. Were each of them routed by itself, the short ones
-would count as much as the long ones; so they are planned together (`controller.migration.placement`): by priority, then
-age, each where it would be computed first behind what the plan has put there already.
+A worker that dies fails all its requests within one turn of the event loop. If each were routed separately, short requests
+would count as much as long ones. So they are planned together (`controller.migration.placement`): by priority, then age, each
+where it would be computed first after the requests that the plan has already placed there.
 
-What a reader would get wrong: every frontend plans for its own requests alone, and all of them at the same moment,
-from the same reports. Where workers are equal each frontend therefore begins its round at another one (`_share`).
+Every frontend plans only its own requests, and all frontends plan at the same moment, from the same reports. So among equal
+workers, each frontend starts at a different one (`_share`).
 """
 
 from collections import Counter
@@ -30,19 +30,20 @@ from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint
 from events.observations import KvLayout, WorkerJoined
 
-TARGETS_MAX = 64  # that one plan looks at: a thousand requests over them take 50 ms
-LOAD_STEPS = 4  # workers whose batches are as full to a quarter count as equal
-RESIDENCE_S = 5.0  # how long a place in a full batch is waited for at most; assumed
-STEP_S_MAX = 10.0  # a worker that registers a longer one, or none, says nothing of its steps
-BLOCKS_UNKNOWN = 10**9  # of a worker whose engine does not count its blocks
-_ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # this frontend's clock as instants: only their order counts
+TARGETS_MAX = 64  # targets considered by one plan: planning a thousand requests over them takes 50 ms
+LOAD_STEPS = 4  # workers with equally full batches, to a quarter, count as equal
+RESIDENCE_S = 5.0  # longest wait for a slot in a full batch; an assumption
+STEP_S_MAX = 10.0  # a registered step time that is longer, or absent, is ignored
+BLOCKS_UNKNOWN = 10**9  # free blocks of a worker with an engine that does not count them
+# epoch for this frontend's monotonic clock as instants: only their order matters
+_ZERO = datetime(2000, 1, 1, tzinfo=UTC)
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, repr=False)
 class Placer:
-    """The answers of one frontend that have to go on elsewhere, and where each of them goes."""
+    """Chooses workers for the answers of one frontend that must continue elsewhere."""
 
     frontend: str
     policy: MovingPolicy
@@ -52,8 +53,11 @@ class Placer:
     peers: Peers
 
     def place(self, waiting: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
-        """Yield where each of these requests, which lost their workers in one turn of the loop, is to be sent; None: the router
-        decides. Each is to be sent before the next is asked for."""
+        """Yield the target of each of these requests, which lost their workers in one turn of the event loop; None: the router
+        decides.
+
+        The caller sends each request before it asks for the next.
+        """
         if len(waiting) == 1:
             yield from ((live, None) for live in waiting)
             return
@@ -63,7 +67,7 @@ class Placer:
         for party in parties.values():
             try:
                 plan = self.plan(party)
-            except Exception:  # they go on without a plan: nothing else would send them anywhere
+            except Exception:  # without a plan they must still be sent somewhere
                 log.exception("group_not_placed", requests=len(party))
                 yield from ((live, None) for live in party)
                 continue
@@ -79,17 +83,17 @@ class Placer:
         to: str = "",
         without: Collection[str] = (),
     ) -> list[tuple[LiveRequest, Placement, Endpoint | None]]:
-        """Return where each of these answers of one model and lineage should go, in the order in which they should move.
+        """Return a target for each of these answers of one model and lineage, in the order in which they should move.
 
-        `source` is the worker that they are still with and whose KV cache may travel; None: it is dead or not trusted, and
-        everything is computed again. `to` names the only worker that may take them, `without` those that may not. The
-        endpoint is None where none has room.
+        `source` is the worker that they still run on and that may send its KV cache; None: it is dead or not trusted, and
+        everything is recomputed. `to` names the only worker that may receive them, `without` those that may not. The endpoint
+        is None if none has room.
         """
         endpoints = [
             s for s in self._targets(generations[0].request) if s is not source and to in ("", s.worker)
         ]
         endpoints = [s for s in endpoints if s.worker not in without]
-        if source is not None:  # one after the other: each sees where the last one went
+        if source is not None:  # sent one at a time: each sees where the previous one went
             endpoints.sort(key=lambda endpoint: (self._in_flight(endpoint) + 1) / max(endpoint.weight, 1e-6))
         kv = _kv_shape(source) if source is not None else None
         found = {endpoint.worker: endpoint for endpoint in endpoints}
@@ -105,8 +109,11 @@ class Placer:
     def price(
         self, live: LiveRequest, source: Endpoint, endpoint: Endpoint, *, cached_tokens: int, at_once: int
     ) -> MigrationCost:
-        """Return the cost of moving an answer to this worker, which has reserved a place and has `cached_tokens` of it in its
-        prefix cache, while `at_once` transfers share the link. The others do not change which method is recommended."""
+        """Return the cost of moving an answer to this worker while `at_once` transfers share the link.
+
+        The worker has reserved a slot and has `cached_tokens` of the answer in its prefix cache. Other transfers do not change
+        which method is recommended.
+        """
         tokens, cached = len(live.request.prompt) + len(live.accepted), max(0, cached_tokens)
         kv, there = _kv_shape(source), self._target(endpoint, source, newcomers=0)
         alone = estimate(self.policy, kv, there, tokens, cached_tokens=cached)
@@ -125,7 +132,7 @@ class Placer:
         )
 
     def _targets(self, request: GenerationRequest) -> list[Endpoint]:
-        """Return who could take them, the emptier ones first, and among equals in this frontend's own order."""
+        """Return possible targets: least loaded first, and in this frontend's own order among equals."""
         endpoints = self.routing.targets(request)
         first = self._share(len(endpoints))
         turn = {
@@ -136,8 +143,11 @@ class Placer:
         return endpoints[:TARGETS_MAX]
 
     def _share(self, targets: int) -> int:
-        """Return at which of so many equal targets this frontend begins. Frontends that know one another begin in equal
-        distances; one that knows of no other begins where its name says."""
+        """Return the index at which this frontend starts among equal targets.
+
+        Frontends that know each other start at equal distances. One that knows no other starts at an index derived from its
+        name.
+        """
         others = sorted({*self.peers.names(), self.frontend})
         if len(others) > 1:
             return others.index(self.frontend) * targets // len(others)
@@ -165,7 +175,7 @@ class Placer:
         rate = profile.prefill_tokens_per_s or self.policy.prefill_tokens_per_s
         places = max(
             1, profile.max_batch
-        )  # who registers nonsense must not keep others from being planned for
+        )  # a worker that registers nonsense must not stop planning for others
         in_flight = self._in_flight(endpoint)
         step_s = tpot_ms(profile, in_flight + newcomers) / 1000 / max(endpoint.weight, 0.1)
         return MigrationTarget(
@@ -184,7 +194,7 @@ class Placer:
         )
 
     def _lanes(self, source: Endpoint, target: Endpoint) -> tuple[Lane, ...]:
-        """Return the ways of the shards; none where the target's shards are others."""
+        """Return the lanes of the shards; empty if the target is sharded differently."""
         theirs, ours = source.joined, target.joined
         if _shards(theirs) != _shards(ours):
             return ()
@@ -192,7 +202,7 @@ class Placer:
 
 
 def _log(plan: Sequence[tuple[LiveRequest, Placement, Endpoint | None]]) -> None:
-    """Say what was planned. One line per incident, however many requests."""
+    """Log the plan: one line per incident, however many requests."""
     per_target = Counter(placement.target for _, placement, _ in plan if placement.target)
     found = sum(per_target.values())
     log.info("group_placed", requests=len(plan), targets=len(per_target), no_room=len(plan) - found,
@@ -208,13 +218,15 @@ def _by_name(endpoint: Endpoint) -> tuple[str, str]:
 
 
 def _queued_tokens(generations: Iterable[LiveRequest]) -> int:
-    """Return how many tokens of ours wait to be computed there. As a plan counts them, without regard to what is cached: the
-    tracker's count, which has what other frontends have told, is less for ours."""
+    """Return how many tokens of our requests wait to be computed there, regardless of what is cached.
+
+    The tracker's count, which includes the requests of other frontends, is lower for ours.
+    """
     return sum(len(g.request.prompt) + len(g.accepted) for g in generations if not g.state.has_output)
 
 
 def _kv_shape(source: Endpoint) -> KvShape | None:
-    """Return the size of what the source would send; None where it registered none, or one that cannot be."""
+    """Return the size of the KV cache to send; None if the source registered no layout, or an invalid one."""
     layout: KvLayout | None = source.joined.kv
     if layout is None:
         return None

@@ -1,14 +1,14 @@
-"""Whose answer is put off for one that is more urgent, and when does it go on?
+"""Preemption: pauses a running answer for a more urgent request, and resumes it later.
 
-    a request of the best tier would miss its deadline, and nobody has room
-        └── of the running answers of the last tier the one that is cheapest to compute again ──▶ preempted: its worker frees it
-    preempted ── room, and nobody better waits for it ──▶ computed again from its tokens, where the router sends it
-        └─────── it has been put off for `park_s` in all ──▶ before all others, into a worker's line too; never preempted again
+    a request of the best tier would miss its deadline, and no worker has room
+        └── the running answer of the last tier that is cheapest to recompute ──▶ preempted: its worker frees it
+    preempted ── room, and no better request waits for it ──▶ recomputed from its tokens, where the router sends it
+        └─────── preempted for `park_s` in total ──▶ before all others, into a worker's line too; never preempted again
 
-Nothing of it is lost, and no token comes twice: it goes on as an answer does whose worker has died. Its client gets comments
-meanwhile, so that nothing between takes the connection for dead.
+No output is lost or repeated: the answer continues as after the death of its worker. Its client receives comments meanwhile, so
+that no proxy closes the connection as idle.
 
-What a reader would get wrong: a frontend puts off its own answers alone. Those of others it does not know.
+A frontend preempts only its own answers. It does not know those of other frontends.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,16 +25,14 @@ from controller.frontend.scheduling.scheduler import Scheduler
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, Headroom, NoWorker
 
-LOOKS_MAX = 64  # workers that are looked at for one answer to put off
-IN_VAIN_S = (
-    0.2  # where that has brought no room, or there was none to put off, it is not tried again for so long
-)
-COMMENTS_S = 10.0  # from one comment to the client to the next
+LOOKS_MAX = 64  # workers considered when choosing one answer to preempt
+IN_VAIN_S = 0.2  # pause after a preemption that brought no room, or found no answer to preempt
+COMMENTS_S = 10.0  # between two comments to the client
 
 
 @dataclass(frozen=True, slots=True)
 class _PutOff:
-    """Why an answer is put off, until when at most, and when its client gets the next comment."""
+    """The state of one preempted answer: its move, its latest end, and the time of the next comment to its client."""
 
     move: Move
     until: float
@@ -43,34 +41,35 @@ class _PutOff:
 
 @dataclass(eq=False, repr=False)
 class Preemption(Preemptor):
-    """The answers of one frontend that are put off."""
+    """The preempted answers of one frontend."""
 
     table: EndpointTable
     routing: Scheduler
     running: RunningRequests
     reports: MigrationReports
     now: Callable[[], float]
-    park_s: float | None  # the longest that one answer is put off, in all; None: none ever is
+    park_s: float | None  # maximum total seconds that one answer is preempted; None: never
     feed: Callable[[LiveRequest, Event], None] | None = None  # set by the driver
     put_off: dict[LiveRequest, _PutOff] = field(default_factory=dict)
-    vain_until: dict[tuple[str, Lineage], float] = field(default_factory=dict)  # nothing is tried there
+    # no preemption is tried there until then
+    vain_until: dict[tuple[str, Lineage], float] = field(default_factory=dict)
     looked_at: int = 0
-    making_room: bool = False  # for another request
+    making_room: bool = False  # a preemption for another request is in progress
 
     # --- making room
 
     def may(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Say whether room can be made for a request of this tier."""
+        """Return whether room can be made for a request of this tier."""
         if self.park_s is None or tier > 0 or self.now() < self.vain_until.get((model, lineage), 0.0):
             return False
         if self._victim(model, lineage) is not None:
             return True
-        self.looked_at += LOOKS_MAX  # at others the next time, where there are so many
+        self.looked_at += LOOKS_MAX  # look at other workers next time, if there are more
         self.in_vain(model, lineage)
         return False
 
     def make_room(self, model: str, lineage: Lineage) -> bool:
-        """Put one answer off. False: there is none that may be."""
+        """Preempt one answer. Return False if none may be preempted."""
         found = self._victim(model, lineage)
         source = found.endpoint if found is not None else None
         if found is None or source is None or self.park_s is None or self.feed is None:
@@ -87,12 +86,14 @@ class Preemption(Preemptor):
         return True
 
     def in_vain(self, model: str, lineage: Lineage) -> None:
-        """What was tried has brought no room: workers say only with their next report what is free."""
+        """Pause preemption that has brought no room: workers report only in their next report what is free."""
         self.vain_until[model, lineage] = self.now() + IN_VAIN_S
 
     def _victim(self, model: str, lineage: Lineage) -> LiveRequest | None:
-        """Return the answer that is put off next: the one that is cheapest to compute again, where its leaving makes room; else,
-        where KV blocks are what is missing, the one that has most of them."""
+        """Return the answer to preempt next: the cheapest to recompute among those that make room by leaving.
+
+        If KV blocks are what is missing, return the one that holds most of them.
+        """
         group = self.table.group(model, lineage)
         if group is None:
             return None
@@ -114,7 +115,7 @@ class Preemption(Preemptor):
         return cheapest or largest
 
     def _has_room_without_one(self, endpoint: Endpoint) -> bool:
-        """Say whether a worker would take a new request, if one of ours were not there."""
+        """Return whether a worker would accept a new request if one of ours were not there."""
         endpoint.end()
         try:
             return self.routing.has_room(endpoint, Headroom.FRESH)
@@ -130,15 +131,15 @@ class Preemption(Preemptor):
             and not state.tried
             and self.park_s is not None
             and state.put_off_s < self.park_s
-            and one.request.deterministic  # else it would not go on as it would have
+            and one.request.deterministic  # otherwise it would not continue with the same tokens
             and endpoint.joined.exact
             and not one.stays
         )
 
-    # --- going on
+    # --- resuming
 
     def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
-        """Say whether an answer is put off that comes before requests of this tier."""
+        """Return whether a preempted answer waits that comes before requests of this tier."""
         return bool(self.put_off) and any(self._before(tier, model, lineage))
 
     def _before(self, tier: int, model: str, lineage: Lineage) -> Iterator[bool]:
@@ -150,8 +151,11 @@ class Preemption(Preemptor):
     def resume(
         self, admission: Admission, model: str | None = None
     ) -> Iterator[tuple[LiveRequest, Endpoint | None]]:
-        """Yield those that may go on, of one model or of all, each with a worker that has room for it. None: it has been
-        put off for long enough, and there is no worker to take it. Each is to be sent before the next is asked for."""
+        """Yield the answers that may resume, of one model or of all, each with a worker that has room for it.
+
+        The worker is None if the answer has been preempted for long enough and no worker can serve it. The caller sends each
+        before it asks for the next.
+        """
         if self.making_room:
             return
         full: set[tuple[str, Lineage, bool]] = set()
@@ -180,7 +184,7 @@ class Preemption(Preemptor):
                     yield one, endpoint
 
     def comment(self) -> None:
-        """Let the clients of those that are put off know that they are not forgotten. To be called often."""
+        """Send keep-alive comments to the clients of preempted answers. Called often."""
         now = self.now()
         for one, put_off in list(self.put_off.items()):
             if now >= put_off.comment_at and not _stale(one, put_off):
@@ -189,7 +193,7 @@ class Preemption(Preemptor):
 
 
 def _stale(one: LiveRequest, put_off: _PutOff) -> bool:
-    """Return whether an answer waits for this no more: it is over, or is moved for another reason."""
+    """Return whether an answer is no longer preempted by this: it has ended, or moves for another reason."""
     return one.over or one.state.move is not put_off.move
 
 

@@ -14,14 +14,14 @@ from events.observations import RequestAbandoned, RequestMigrated, RequestPreemp
 
 @dataclass(eq=False, repr=False)
 class MigrationReports:
-    """Emits what one frontend observes of its migrations."""
+    """Emits the facts and metrics of one frontend's migrations."""
 
     frontend: str
     observe: Observe
     metrics: RequestMetrics
 
     def migrated(self, live: LiveRequest, effect: do.ReportMigrated, now: float) -> None:
-        """An answer moved to its last attempt."""
+        """Report an answer that moved to its current attempt."""
         request, stats, last, move = live.request, live.stats, live.state.last, effect.move
         assert last is not None
         exact = (
@@ -67,7 +67,7 @@ class MigrationReports:
     def _resumed(
         self, live: LiveRequest, move: Move, target: str, instance: str, gap_s: float, *, exact: bool
     ) -> None:
-        """A preempted answer continues."""
+        """Report a preempted answer that continues."""
         request = live.request
         fact = RequestResumed(
             frontend=self.frontend,
@@ -83,7 +83,7 @@ class MigrationReports:
         self.observe(fact, traceparent=request.traceparent)
 
     def preempted(self, live: LiveRequest, source: Endpoint) -> None:
-        """An answer is put off for a more urgent one."""
+        """Report an answer that is preempted by a more urgent one."""
         request = live.request
         self.metrics.preempted(request.model, request.tier)
         fact = RequestPreempted(
@@ -98,7 +98,7 @@ class MigrationReports:
         self.observe(fact, traceparent=request.traceparent)
 
     def abandoned(self, live: LiveRequest, reason: str) -> None:
-        """An answer could not be continued."""
+        """Report an answer that could not be continued."""
         request, last = live.request, live.state.last
         fact = RequestAbandoned(
             frontend=self.frontend,
@@ -115,8 +115,8 @@ class MigrationReports:
 def same_answers(source: Server, target: Server, unset: Collection[str]) -> bool:
     """Return whether a target continues exactly as the source would have.
 
-    Both take tokens, and serve the same weights with the same defaults for what the client leaves out. Where neither names its
-    weights, nothing is known of its defaults for `unset`, the sampling parameters that are left to the servers.
+    Both must accept tokens, and serve the same weights with the same defaults. If neither names its weights, its defaults for
+    `unset`, the sampling parameters left to the servers, are unknown.
     """
     same = (source.root, source.generation_config) == (target.root, target.generation_config)
     return source.exact and target.exact and same and bool(source.root or not unset)

@@ -1,15 +1,15 @@
-"""Detects streams that bring no token although their worker goes on, and moves them.
+"""Detects streams that produce no token although their worker runs, and moves them.
 
-The request plane notices a worker that is silent or whose engine is stuck. It cannot notice one stuck stream among healthy
-ones. Here each stream has its own age: the time since its last token. One sweep compares all ages with their limits, so that
-a token costs nothing.
+The request plane notices a silent worker and a stuck engine. It cannot notice one stuck stream among healthy
+ones. Here each stream has its own age: the time since its last token. One sweep compares all ages with their limits, so there
+is no cost per token.
 
     age      now - last token (after a move: since the new attempt was sent)
     limit    pace_factor * the stream's own mean time per token, at least floor_s, at most ceiling_s
     excuses  requests wait in the worker's queue: the stream may be preempted; the limit is ceiling_s
              no stream of the worker had a token since, and its engine reads prompts: the request plane has a limit for that step
              the stream may not move: the limit is ceiling_s
-             the stream's KV cache is on its way to another worker: that move has its own deadlines
+             the stream's KV cache is being sent to another worker: that move has its own deadlines
 
 The limit never depends on the age itself, so a stuck stream cannot raise its own limit.
 """
@@ -26,8 +26,8 @@ from controller.frontend.settings import AdmissionSettings, StallSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable
 
-PACE_TOKENS_MIN = 4  # from which a stream's own pace is known
-LATE_S = 0.25  # a sweep that is later than this waits for the next one: tokens may lie unread in our sockets
+PACE_TOKENS_MIN = 4  # tokens until a stream's own pace is known
+LATE_S = 0.25  # a sweep later than this is skipped: tokens may lie unread in our sockets
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ class StallWatch:
     swept_at: float
 
     def tick(self, now: float) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
-        """Sweep if it is time. Yield the attempts that have stalled."""
+        """Sweep if it is due. Yield the attempts that have stalled."""
         settings = self.settings
         due = self.swept_at + settings.sweep_s
         if now < due:
@@ -65,7 +65,7 @@ class StallWatch:
         quiet: list[LiveRequest],
         now: float,
     ) -> Iterator[tuple[LiveRequest, Dispatch, Failure]]:
-        """Yield those of the `quiet` streams of one worker that are too old."""
+        """Yield the `quiet` streams of one worker that have stalled."""
         admission, streams = self.admission, [one for one in there if one.state.has_output]
         newest = max((one.stats.last_at for one in streams), default=0.0)
         paces = [pace for one in streams if (pace := pace_s(one.stats)) is not None]
@@ -75,7 +75,7 @@ class StallWatch:
         for one in quiet:
             dispatch, stats, state = one.dispatch, one.stats, one.state
             if dispatch is None or state.transfer is not None or not state.begun:
-                continue  # a first token has a limit of its own
+                continue  # the first token has its own limit
             latency = self.table.knobs(one.request.model).latency
             if state.has_output:
                 age = now - stats.last_at

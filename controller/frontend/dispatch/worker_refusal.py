@@ -1,8 +1,8 @@
-"""The refusal of a request by its worker, as the client is told.
+"""Translates a worker's refusal of a request into the client's error.
 
-A worker, or the server behind it, could write anything into a refusal: another user's words, markup, instructions. So its text
-is never passed on. The client gets one of the sentences below, with what is on a list in the worker's words: names of request
-fields, and sizes. Status, `code` and `type` are passed on where they are on a list too.
+A worker, or the server behind it, could write anything into a refusal: another user's text, markup, instructions. So its text
+is never passed on. The client receives one of the sentences below, with only those parts of the worker's text that are on a
+list: names of request fields, and sizes. Status, `code` and `type` are passed on only if they are on a list too.
 """
 
 import re
@@ -12,12 +12,12 @@ from controller.frontend.errors import ApiError
 from controller.frontend.openai.request_models import ChatBody, CompletionBody
 from events.refusal import RequestRefusal
 
-FIELDS_MAX = 3  # that one sentence names
-TYPES = frozenset(  # what OpenAI, vLLM and SGLang call a client's mistake
+FIELDS_MAX = 3  # fields named in one sentence
+TYPES = frozenset(  # types that OpenAI, vLLM and SGLang use for client errors
     ("invalid_request_error", "BadRequestError", "UnprocessableEntityError", "BadRequest", "validation_error")
 )
 OURS = (
-    re.compile(  # sentences of our own engines and workers, which hold numbers and nothing else of anybody's
+    re.compile(  # sentences of Holdfast's own engines and workers; they contain only numbers and field names
         r"the prompt is empty"
         r"|\d{1,12} tokens leave no room in a context of \d{1,12}"
         r"|(?:stop |logit_bias: )?token ids go from 0 to \d{1,12}"
@@ -30,12 +30,13 @@ OURS = (
     )
 )
 CONTEXT = re.compile(r"(?:context length|context size|context window)\D{0,40}?(\d{1,9})\b")
-NAME = re.compile(r"[a-z]+(?:_[a-z]+)+")  # of a field, in a sentence: names of one word are words as well
+# a field name in a sentence; one-word names are ordinary words too, so they do not count
+NAME = re.compile(r"[a-z]+(?:_[a-z]+)+")
 STATUSES = (400, 413, 415, 422)
 
 
 def as_api_error(said: RequestRefusal) -> ApiError:
-    """Return what the client is told."""
+    """Return the error for the client."""
     status = said.status if said.status in STATUSES else 400
     return ApiError(
         status,
@@ -54,11 +55,11 @@ def _sentence(said: RequestRefusal, status: int) -> str:
     named = [_field(said.param), *NAME.findall(said.message)]
     fields = list(dict.fromkeys(name for name in named if name and name.partition(".")[0] in _fields()))
     about = f"it names {', '.join(fields[:FIELDS_MAX])}" if fields else "it names no field"
-    return f"the model server refused the request (HTTP {status}; {about}). Its own words are not passed on"
+    return f"the model server refused the request (HTTP {status}; {about}). Its own text is not passed on"
 
 
 def _field(param: str | None) -> str | None:
-    """Return the request's field that a refusal names; None if it names none that there is."""
+    """Return the request field that a refusal names; None if there is no such field."""
     name = re.split(r"[.\[]", param or "", maxsplit=1)[0]
     return name if name in _fields() else None
 
