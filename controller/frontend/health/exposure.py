@@ -1,15 +1,17 @@
-"""Tracks which requests received tokens from which worker, so that a conviction can name the exposed ones. Bounded.
+"""Tracks which requests received tokens from which worker. Bounded.
+
+With it, the conviction of a worker names the exposed requests.
 
     CanaryPassed(sent) ───────── tokens to requests a, b, c ─────────▶ CanaryFailed, confirmed: convicted
           │                                                                 │
           └── up to here this worker is known to have been right ────▶ a, b, c are exposed, finished or not
 
-The span begins when *the canary that failed* was last sent and passed on this instance: other canaries may
-not see this fault. Where the memory does not reach back so far, that is reported too (`ExposureUnknown`): never
-silently less.
+The span begins when *the canary that failed* was last sent and passed on this instance: other canaries may not detect this
+fault. If the memory does not reach back that far, that is reported too (`ExposureUnknown`). Exposure is never underreported
+silently.
 
-Clocks: `sent` is the prober's, our marks are ours. A margin covers small differences; it errs towards naming
-more.
+Clocks: `sent` is the prober's, the marks are this frontend's. A margin covers small differences; it errs towards naming more
+requests.
 """
 
 from collections import defaultdict, deque
@@ -23,28 +25,28 @@ from controller.router.endpoints import Key
 from events.observations import ExposureUnknown, RequestExposed
 
 MARGIN = timedelta(milliseconds=200)
-MARK_S = 0.2  # how finely a span remembers when its tokens came
+MARK_S = 0.2  # resolution in seconds of a span's token times
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class ServedSpan:
-    """What one worker gave one request: tokens `first`… (0-based), and when, to within MARK_S."""
+    """The tokens that one worker sent to one request: the index of the first (0-based), and their times to within MARK_S."""
 
     request: str
     model: str
     first: int
     live: int  # number of the live request
     traceparent: str = ""
-    rank: int | None = None  # the worker's DP rank, of several
-    key: Key = ("", "")  # the worker
+    rank: int | None = None  # DP rank, if the worker has several
+    key: Key = ("", "")  # of the worker
     count: int = 0
-    marks: list[tuple[float, int]] | None = None  # (instant, index of the first token then) after the first
-    marked_at: float = -inf  # when a mark was due last
+    marks: list[tuple[float, int]] | None = None  # (instant, index of the first token at it), after the first
+    marked_at: float = -inf  # when a mark was last due
     last_at: float = 0.0
-    named: int = 0  # tokens before this index have been named as exposed
+    named: int = 0  # tokens before this index have already been reported as exposed
 
     def add(self, now: float, tokens: int) -> None:
-        """Count tokens that came now."""
+        """Count tokens that have just arrived."""
         if now - self.marked_at > MARK_S:
             if self.count:
                 self.marks = self.marks or []
@@ -54,21 +56,22 @@ class ServedSpan:
         self.last_at = now
 
     def since(self, instant: float) -> tuple[int, int] | None:
-        """Return the first and last index of the tokens that came at `instant` or later and have not been named; None
-        if there are none."""
+        """Return the first and last index of the tokens that arrived at `instant` or later and are not reported yet; None if
+        none.
+        """
         if not self.count or self.last_at < instant:
             return None
         first = self.first
         for at, index in self.marks or ():
             if at > instant:
                 break
-            first = index  # tokens after this mark may have come later than `instant`
+            first = index  # tokens after this mark may have arrived later than `instant`
         last = self.first + self.count - 1
         return (max(first, self.named), last) if self.named <= last else None
 
 
 class Fed(NamedTuple):
-    """Tokens that a worker gave to one request."""
+    """Tokens that a worker sent to one request."""
 
     span: ServedSpan
     first: int  # index of the first of these tokens
@@ -76,36 +79,36 @@ class Fed(NamedTuple):
 
 
 class SpanHistory:
-    """The spans of one life of a worker: those that it still feeds, and those that ended, oldest first.
+    """The spans of one life of a worker: open ones, and ended ones, oldest first.
 
-    Only what has ended is ever forgotten: a running request must be dealt with, and it goes on being fed. How
-    many those are is bounded by the worker's streams.
+    Only ended spans are ever dropped: a running request must be handled, and keeps receiving tokens. The number of open spans
+    is bounded by the worker's streams.
     """
 
     def __init__(self, entries_max: int) -> None:
         self._open: dict[ServedSpan, None] = {}
         self._ended: deque[ServedSpan] = deque()
         self._max = entries_max
-        self.forgotten_at: float | None = None  # what ended before this is not known any more
+        self.forgotten_at: float | None = None  # spans that ended before this may have been dropped
 
     @property
     def served_spans(self) -> list[ServedSpan]:
-        """All that is remembered."""
+        """All remembered spans."""
         return [*self._ended, *self._open]
 
     def add(self, served_span: ServedSpan) -> None:
-        """Remember a span from its first token on."""
+        """Add a span, from its first token on."""
         self._open[served_span] = None
         self._bound()
 
     def close(self, served_span: ServedSpan) -> None:
-        """The request has left this worker."""
+        """Move a span to the ended ones: its request has left this worker."""
         if self._open.pop(served_span, served_span) is None:
             self._ended.append(served_span)
             self._bound()
 
     def trim(self, instant: float) -> None:
-        """Forget ended spans from before `instant`, which no conviction can reach any more."""
+        """Drop spans that ended before `instant`: no conviction can reach them."""
         while self._ended and self._ended[0].last_at < instant:
             self._forget()
 
@@ -118,40 +121,42 @@ class SpanHistory:
 
 
 class Exposures:
-    """What is remembered of all workers."""
+    """The span histories of all workers of one frontend."""
 
     def __init__(self, frontend: str, entries_max: int, clock: Clock) -> None:
         self._frontend = frontend
         self._clock = clock
         self._began = clock.now()
         self._histories: dict[Key, SpanHistory] = defaultdict(lambda: SpanHistory(entries_max))
-        self._unknown_until: dict[Key, datetime] = {}  # what was reported as unknown is not reported again
+        self._unknown_until: dict[Key, datetime] = {}  # end of the time already reported as unknown
 
     def note(self, served_span: ServedSpan) -> None:
-        """Remember a span from its first token on."""
+        """Add a span, from its first token on."""
         self._histories[served_span.key].add(served_span)
 
     def close(self, served_span: ServedSpan) -> None:
-        """The request has left that worker, or ended."""
+        """Close a span: its request has left that worker, or ended."""
         history = self._histories.get(served_span.key)
         if history is not None:
             history.close(served_span)
 
     def passed(self, key: Key, oldest_pass: datetime) -> None:
-        """Forget what came before every canary of this worker was last sent and passed."""
+        """Drop spans from before every canary of this worker was last sent and passed."""
         history = self._histories.get(key)
         if history is not None:
             history.trim(self._instant(oldest_pass - MARGIN))
 
     def keep(self, keys: set[Key]) -> None:
-        """Forget lives of workers that are gone for good."""
+        """Drop the lives of workers that have left for good."""
         for key in self._histories.keys() - keys:
             del self._histories[key]
         self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 
     def fed(self, key: Key, since: datetime) -> list[Fed]:
-        """Return what this worker gave to each request since `since`, and has not been named yet; it counts as named from now
-        on."""
+        """Return the tokens that this worker sent to each request since `since`, and mark them as reported.
+
+        Tokens that were already reported are left out.
+        """
         history, found = self._histories.get(key), list[Fed]()
         instant = self._instant(since - MARGIN)
         for span in history.served_spans if history else ():
@@ -161,7 +166,7 @@ class Exposures:
         return found
 
     def fact(self, fed: Fed, action: str) -> RequestExposed:
-        """Return the fact about one exposed request. `action`: what was done; none: it had finished."""
+        """Return the fact about one exposed request. `action`: what was done about it; none: it had finished."""
         span = fed.span
         return RequestExposed(
             frontend=self._frontend,
@@ -177,7 +182,7 @@ class Exposures:
         )
 
     def unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
-        """Return which parts of the span are not remembered, each part of it once."""
+        """Return the parts of the span that are not remembered, each part only once."""
         since = max(since, self._unknown_until.get(key, since))
         history, out = self._histories.get(key), []
         if since < self._began:
@@ -185,7 +190,7 @@ class Exposures:
         if history is not None and history.forgotten_at is not None:
             start, end = max(since, self._began), self._calendar(history.forgotten_at)
             if end > start:
-                out.append((start, end, "this frontend remembers no longer whom it served then"))
+                out.append((start, end, "this frontend no longer remembers the requests that it served then"))
         if out:
             self._unknown_until[key] = out[-1][1]
         return [

@@ -1,4 +1,4 @@
-"""Answers as HTTP responses, and their bytes where aiohttp does not write them."""
+"""Builds HTTP responses, and their bytes for connections that aiohttp does not write."""
 
 from collections.abc import Mapping
 from email.utils import formatdate
@@ -12,7 +12,7 @@ JSON = "application/json"
 
 
 def json_answer(body: bytes, headers: Mapping[str, str] | None = None, status: int = 200) -> web.Response:
-    """Return a response with this JSON."""
+    """Return a response with this JSON body."""
     return web.Response(status=status, body=body, content_type=JSON, headers=headers)
 
 
@@ -22,7 +22,7 @@ def refusal(error: ApiError, headers: Mapping[str, str]) -> web.Response:
 
 
 def written(response: web.Response) -> bytes:
-    """Return a response as aiohttp writes it."""
+    """Return the bytes of a response as aiohttp would write them."""
     body = response.body
     assert isinstance(body, bytes)
     headers = "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())

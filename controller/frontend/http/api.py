@@ -1,7 +1,7 @@
-"""Dispatches requests to routes, on the port of the API and on the admin port.
+"""Dispatches HTTP requests to routes, on the API port and on the admin port.
 
-A bare aiohttp server with a table of routes: an `Application`'s routing and middlewares would cost as much as
-relaying thirty tokens, on every request.
+A bare aiohttp server with a table of routes: the routing and middlewares of an `Application` would cost as much as relaying
+thirty tokens, on every request.
 """
 
 import structlog
@@ -20,14 +20,14 @@ from events.process.admin_guard import own_hosts
 
 log = structlog.get_logger(__name__)
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/live", "/ping"))  # probes have no key
+OPEN_PATHS = frozenset(("/health", "/ready", "/live", "/ping"))  # probes send no key
 
 
 class Api:
-    """What a frontend answers over HTTP."""
+    """The HTTP API of a frontend."""
 
     def __init__(self, director: Director) -> None:
-        """Answer with what this director routes to."""
+        """Serve requests through this director."""
         self.director = director
         self.openai = OpenAiEndpoints(director)
         key_file = director.settings.admin_key_file
@@ -35,7 +35,7 @@ class Api:
         self._hosts = own_hosts()
 
     async def handle(self, request: web.BaseRequest, *, admin: bool = False) -> web.StreamResponse:
-        """Answer one request; `admin`: on the admin port."""
+        """Handle one request. `admin`: it arrived on the admin port."""
         cors = None if admin else self.openai.cors
         if cors is None:
             return await self._handle(request, admin=admin)
@@ -45,7 +45,8 @@ class Api:
         return response
 
     async def _handle(self, request: web.BaseRequest, *, admin: bool) -> web.StreamResponse:
-        method = "GET" if request.method == "HEAD" else request.method  # aiohttp leaves the body out
+        # aiohttp omits the body of the response
+        method = "GET" if request.method == "HEAD" else request.method
         route = route_of(method, request.path)
         if route is not None and route.admin and not (admin or self.director.settings.admin_api):
             route = None
@@ -58,8 +59,8 @@ class Api:
             return await route.handler(self.openai, request)
         except ApiError as error:
             return refusal(error, id_header(request))
-        except Exception:  # a mistake of ours: this client gets an answer, and the others are not touched
-            known = "" if route is None else route.path  # not the client's words
+        except Exception:  # an internal error: this client gets a 500, other clients are not affected
+            known = "" if route is None else route.path  # not text from the client
             log.exception("request_failed", path=known)
             transport = request.transport
             if request.writer.output_size or transport is None or transport.is_closing():
@@ -67,7 +68,7 @@ class Api:
             return refusal(internal(), id_header(request))
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request on the admin port: everything but the API."""
+        """Handle one request on the admin port, which serves everything except the API."""
         if why := self._refusal(request):
             return refusal(ApiError(403, why, code="admin_refused"), {})
         if (request.method, request.path) == ("POST", "/route"):
@@ -82,7 +83,7 @@ class Api:
         return await self.handle(request, admin=True)
 
     def _refusal(self, request: web.BaseRequest) -> str:
-        """Return why a request on the admin port is not answered; empty: it is."""
+        """Return why a request on the admin port is refused; empty if it is not."""
         if why := admin_guard.refusal(request.headers, self._hosts):
             return why
         transport = request.transport
@@ -95,15 +96,15 @@ class Api:
             keys.refresh()
             if keys.named(request.headers.get("Authorization", "")):
                 return ""
-        return "from another host this needs an admin key (--admin-key-file): Authorization: Bearer KEY"
+        return "requests from another host need an admin key (--admin-key-file): Authorization: Bearer KEY"
 
 
 def _nowhere(request: web.BaseRequest) -> ApiError:
-    """Return the error for a request that no route answers: 405 where other methods of its path are, else 404."""
+    """Return the error for a request without a route: 405 if its path supports other methods, otherwise 404."""
     path, asked = quoted(request.path), templated(request.path)
     methods = [route.method for route in ROUTES if route.path == asked and not route.admin]
     if methods:
         allowed = ", ".join(f"{one}, HEAD" if one == "GET" else one for one in methods)
-        why = f"{path} wants {' or '.join(methods)}"
+        why = f"{path} supports only {' or '.join(methods)}"
         return ApiError(405, why, code="method_not_allowed", allow=allowed)
     return ApiError(404, f"unknown path: {request.method} {path}", code="unknown_url")

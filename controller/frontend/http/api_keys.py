@@ -1,9 +1,9 @@
-"""Static API keys: which clients may use a port.
+"""Static API keys of the clients that may use a port.
 
     Authorization: Bearer KEY ──▶ compared with every key of the file, in constant time ──▶ its name, or 401 invalid_api_key
 
-The file has one key per line, `key` or `name:key`; blank lines and lines that begin with `#` are skipped. It is read again when
-it changes. Only digests stay in memory, and a key's name is all that may be shown.
+The file has one key per line, `key` or `name:key`; blank lines and lines that begin with `#` are skipped. It is reloaded when
+it changes. Only digests stay in memory, and only a key's name is ever shown.
 """
 
 import hmac
@@ -18,7 +18,7 @@ from controller.frontend.http.file_watch import FileWatch
 from controller.frontend.metrics import BoundMetrics
 from events.errors import BadSetting
 
-KEYS_MAX = 1_000  # each costs every request 0.2 µs
+KEYS_MAX = 1_000  # each adds 0.2 µs to every request
 KEY_CHARS_MIN = 8
 FILE_BYTES_MAX = 2**20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -27,10 +27,10 @@ log = structlog.get_logger(__name__)
 
 
 class ApiKeys:
-    """The keys of one file."""
+    """The API keys of one file."""
 
     def __init__(self, path: Path | str, bounds: BoundMetrics | None = None) -> None:
-        """Read the keys. `bounds` count each request without a valid one. Raise BadSetting."""
+        """Read the keys. `bounds` counts the requests without a valid key. Raise BadSetting."""
         self._watch = FileWatch(path)
         self._bounds = bounds
         try:
@@ -48,17 +48,17 @@ class ApiKeys:
         raise ApiError(401, "Incorrect API key provided." if authorization else why, code="invalid_api_key")
 
     def named(self, authorization: str) -> str:
-        """Return the name of the key in an `Authorization` header; empty: it has no valid one."""
+        """Return the name of the key in an `Authorization` header; empty if it has no valid key."""
         scheme, _, key = authorization.partition(" ")
         digest = _digest(key.strip()) if scheme.lower() == "bearer" else b""
         found = ""
-        for name, known in self._digests:  # all of them: where it is found does not show in the time
+        for name, known in self._digests:  # compare with all keys, so that timing does not reveal the match
             if hmac.compare_digest(digest, known):
                 found = name
         return found
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. A file that is invalid changes nothing."""
+        """Reload the file if it has changed. An invalid file is ignored."""
         if not self._watch.changed():
             return
         try:
@@ -95,7 +95,7 @@ def read_keys(path: Path) -> list[tuple[str, bytes]]:
             raise ValueError(f"{where}: this name or key is given twice")
         found[name] = digest
     if not 1 <= len(found) <= KEYS_MAX:
-        raise ValueError(f"{path} has {len(found)} keys: 1 to {KEYS_MAX} are possible")
+        raise ValueError(f"{path} has {len(found)} keys: expected 1 to {KEYS_MAX}")
     return list(found.items())
 
 

@@ -1,10 +1,12 @@
-"""`/busy_threshold`: read and set the load from which workers of a model count as busy. Dynamo's shapes (dynamo-facts 7.4).
+"""`/busy_threshold`: reads and sets the load above which workers of a model count as busy.
 
-    GET     the thresholds of every model that has some
-    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: what is given is set, what is null stays; all null: return
+The format is Dynamo's (dynamo-facts 7.4).
+
+    GET     the thresholds of every model that has any
+    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: given values are set, null values stay. All null: return
             those of the model
 
-What is set goes onto the journal, and holds on every frontend of the fleet. Errors are {"error": "…"}.
+New values are written to the journal and apply on every frontend of the fleet. Errors are {"error": "…"}.
 """
 
 from collections.abc import Mapping
@@ -23,14 +25,14 @@ from events.observations import BusyThresholdsSet
 
 
 async def thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return the thresholds of every model that has some."""
+    """Return the thresholds of every model that has any."""
     monitor, known = endpoints.director.routing.monitor, endpoints.director.table.known
     found = [(model, monitor.thresholds(model)) for model in sorted(known)]
     return web.json_response({"thresholds": [_shown(model, one) for model, one in found if one]})
 
 
 async def set_thresholds(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Set a model's thresholds, or return them."""
+    """Set a model's thresholds, or return them if none are given."""
     director = endpoints.director
     if request.content_type != JSON:
         return _error(415, f"Expected request with `Content-Type: {JSON}`")

@@ -1,10 +1,10 @@
-"""Connections that aiohttp serves, with two bounds of our own: how many there are, and how long a head may take.
+"""Client connections served by aiohttp, with limits on their number and on a head's arrival time.
 
-    first byte of a head ── head_s ──▶ 408, unless the head is whole by then
+    first byte of a head ── head_s ──▶ 408, unless the head is complete by then
     no request ── idle_s ──▶ closed: aiohttp's own timer
 
-aiohttp gets one request at a time. What arrives ahead of its turn is kept unread, so the time of a head in it begins when the
-answer before it has ended. Only the wait for a head is timed here; a body has its own deadline.
+aiohttp receives one request at a time. Data that arrives ahead of its turn is kept unread, so the time limit of a head in it
+starts when the previous response has ended. Only the wait for a head is timed here; a body has its own deadline.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from controller.frontend.http.open_connections import OpenConnections
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MIB = 2**20
-AHEAD_BYTES_MAX = 2**18  # of what is sent ahead of its turn: past it reading pauses
+AHEAD_BYTES_MAX = 2**18  # of data ahead of its turn: above it, reading pauses
 _END = b"\r\n\r\n"  # of a head
-LINE_MAX = 64  # bytes of a chunk's size or of a trailer that are looked at
+LINE_MAX = 64  # inspected bytes of a chunk-size line or a trailer
 _ENDLESS = 2**63
 _size = re.compile(rb"[ \t]*([0-9a-fA-F]{1,15})[ \t]*(?:;|$)").match
 
 
 class BodyEnd:
-    """Finds the end of one request's body in the bytes that arrive. What lies behind it belongs to the next request.
+    """Finds the end of one request's body in the bytes that arrive. Bytes after it belong to the next request.
 
     aiohttp's parser reads the same bytes and validates them: a body that it will refuse has no end here.
     """
@@ -38,15 +38,15 @@ class BodyEnd:
     __slots__ = ("_chunked", "_left", "_line", "_trailers", "whole")
 
     def __init__(self, length: int, chunked: bool) -> None:
-        """Begin with a body of so many bytes, or, if it is `chunked`, with one whose own lines say how many."""
+        """Start with a body of `length` bytes, or with a `chunked` one, which states its own sizes."""
         self.whole = not length and not chunked
         self._chunked = chunked
-        self._left = 0 if chunked else length  # of this chunk, and of the line's end behind it
-        self._line = b""  # the beginning of a line that has not ended
+        self._left = 0 if chunked else length  # in this chunk, including its line end
+        self._line = b""  # start of an incomplete line
         self._trailers = False  # the last chunk has been seen
 
     def take(self, data: bytes) -> int:
-        """Return how many of these bytes, which come next, belong to it."""
+        """Return how many of these bytes, which come next, belong to the body."""
         at = 0
         while at < len(data) and not self.whole:
             if self._left:
@@ -76,7 +76,7 @@ class BodyEnd:
 
 
 class ClientHandler(web.RequestHandler):
-    """One connection."""
+    """One client connection served by aiohttp."""
 
     __slots__ = (
         "_ahead", "_body", "_clients", "_head_bytes", "_head_tail", "_head_timer", "_let_in", "_payload", "_unanswered",
@@ -86,34 +86,34 @@ class ClientHandler(web.RequestHandler):
         super().__init__(
             server,
             loop=loop,
-            access_log=cast(Any, None),  # it is told of nothing
+            access_log=cast(Any, None),  # disables the access log
             keepalive_timeout=clients.settings.idle_s,
             max_line_size=clients.settings.head_bytes_max,
             max_field_size=clients.settings.head_bytes_max,
-            auto_decompress=False,  # `Intake` inflates, no further than it must
+            auto_decompress=False,  # `Intake` decompresses, no more than it must
         )
         self._clients = clients
         self._head_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0  # of that head so far
-        self._head_tail = b""  # the last bytes of the head that has begun
-        self._body: BodyEnd | None = None  # what is still to come of the last request
-        self._payload: StreamReader | None = None  # that body, as the answer reads it
-        self._unanswered = 0  # requests, mistaken ones too
+        self._head_bytes = 0  # received bytes of the current head
+        self._head_tail = b""  # last bytes of the current head
+        self._body: BodyEnd | None = None  # the rest of the last request's body
+        self._payload: StreamReader | None = None  # that body, as the handler reads it
+        self._unanswered = 0  # requests without a response yet, including invalid ones
         self._ahead = bytearray()
         self._let_in: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has come, or is handed over."""
+        """Register a new connection, or one handed over by the fast path."""
         client = cast(asyncio.Transport, transport)
         if self._clients.enter(client):
             self._let_in = client
             super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; the first of a head start its time."""
+        """Process received bytes. The first byte of a head starts its timer."""
         if self._let_in is None or self._close or self._force_close:
             return
-        if not data:  # aiohttp's parser has kept some of a body
+        if not data:  # aiohttp's parser has kept a part of a body
             self._offer(data)
             self._read_ahead()
         elif self._ahead:
@@ -122,7 +122,7 @@ class ClientHandler(web.RequestHandler):
             self._read(data)
 
     def _read(self, data: bytes) -> None:
-        """Give aiohttp what belongs to one request, and keep the rest until that is answered."""
+        """Pass the bytes of one request to aiohttp, and keep the rest until that request is answered."""
         while data:
             if self._body is not None:
                 end = self._body.take(data)
@@ -134,12 +134,12 @@ class ClientHandler(web.RequestHandler):
                 return
             else:
                 if not self._head_tail:
-                    data = data.lstrip(b"\r\n")  # which may stand between requests
+                    data = data.lstrip(b"\r\n")  # allowed between requests
                 end = self._read_head(data)
             data = data[end:]
 
     def _read_head(self, data: bytes) -> int:
-        """Read the next head, or a part of it. Return how many bytes that are."""
+        """Pass the next head, or a part of it, to aiohttp. Return its number of bytes."""
         seen = self._head_tail + data
         found = seen.find(_END)
         end = len(data) if found < 0 else found + len(_END) - len(self._head_tail)
@@ -156,7 +156,7 @@ class ClientHandler(web.RequestHandler):
         return end
 
     def _offer(self, data: bytes) -> None:
-        """Give bytes to aiohttp's parser, and see whether they were the last of a head."""
+        """Pass bytes to aiohttp's parser, and check whether they completed a head."""
         known = self._request_count
         super().data_received(data)
         if self._request_count != known:
@@ -167,17 +167,18 @@ class ClientHandler(web.RequestHandler):
             before = self._payload
             message, self._payload = self._messages[-1]
             self._body = _body_of(message)
-            if before is not None and not before.is_eof():  # aiohttp's parser has dropped its body silently
-                before.set_exception(web.RequestPayloadError("the body is not what its head says"))
+            # aiohttp's parser has silently dropped the previous body
+            if before is not None and not before.is_eof():
+                before.set_exception(web.RequestPayloadError("the body does not match its headers"))
                 before.feed_eof()
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a request is being answered, or a part of its body still lies in aiohttp's parser."""
+        """Whether a request is being answered, or aiohttp's parser still holds a part of its body."""
         return bool(self._unanswered) or not (self._payload is None or self._payload.is_eof())
 
     def _read_ahead(self) -> None:
-        """Read on in what was kept, if its turn has come."""
+        """Process the kept bytes if it is their turn."""
         if self._ahead and not self._is_busy:
             data, self._ahead = bytes(self._ahead), bytearray()
             self.data_received(data)
@@ -190,12 +191,12 @@ class ClientHandler(web.RequestHandler):
             self._pause_reading_for_buffer()
 
     def _resume_reading_for_buffer(self) -> None:
-        """Read again, unless there is too much that waits for its turn: aiohttp asks when it begins with a request."""
+        """Resume reading unless too many bytes wait for their turn; aiohttp calls this when it starts a request."""
         if len(self._ahead) <= AHEAD_BYTES_MAX:
             super()._resume_reading_for_buffer()
 
     async def _handle_request(self, *given: Any) -> tuple[web.StreamResponse, bool]:
-        """Answer a request; then it is the next one's turn."""
+        """Handle a request, then process the next one."""
         try:
             return await super()._handle_request(*given)
         finally:
@@ -204,11 +205,11 @@ class ClientHandler(web.RequestHandler):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        why = f"the request's head has not come within {self._clients.settings.head_s:g} s"
+        why = f"the request's headers did not arrive within {self._clients.settings.head_s:g} s"
         self._refuse("head_wait", ApiError(408, why, code="head_timeout"))
 
     def _refuse(self, bound: str, error: ApiError) -> None:
-        """End the connection at a bound, unless it is closing."""
+        """Refuse and close the connection at a limit, unless it is closing already."""
         if self._let_in is not None and not self._let_in.is_closing():
             self._clients.end(self._let_in, bound, error)
             self.force_close()
@@ -220,8 +221,10 @@ class ClientHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no request, and close. aiohttp would quote the line that it did not understand, which may hold a key."""
-        usual = super().handle_error(request, status, exc)  # which logs it
+        """Answer an invalid HTTP request, and close. aiohttp would quote the line that it cannot parse, which may contain a
+        key.
+        """
+        usual = super().handle_error(request, status, exc)  # this logs the error
         if status >= 500:
             return usual
         name = f" ({type(exc).__name__})" if exc is not None else ""
@@ -236,7 +239,7 @@ class ClientHandler(web.RequestHandler):
             self._head_timer = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client has gone."""
+        """Deregister the connection."""
         self._stop_head_timer()
         if self._let_in is not None:
             self._clients.leave(self._let_in)
@@ -245,18 +248,18 @@ class ClientHandler(web.RequestHandler):
 
 
 def _body_of(message: object) -> BodyEnd | None:
-    """Return what is to come behind a head; None: nothing. aiohttp's parser has seen to its lengths."""
-    if not isinstance(message, RawRequestMessage):  # it was none
+    """Return the body expected after a head; None if there is none. aiohttp's parser has validated its lengths."""
+    if not isinstance(message, RawRequestMessage):  # not a valid request
         return None
     body = BodyEnd(int(message.headers.get("Content-Length", 0)), message.chunked)
     return None if body.whole else body
 
 
 class ClientServer(web.Server):
-    """What makes them, for one port."""
+    """Creates the client connections of one port."""
 
     def __init__(self, handler: Handler, clients: OpenConnections, body_mb_max: int) -> None:
-        """Answer with `handler`; a client that goes away is noticed in the same turn of the loop."""
+        """Handle requests with `handler`. A client that disconnects is noticed in the same turn of the event loop."""
         loop = asyncio.get_running_loop()
         make = partial(web.BaseRequest, loop=loop, client_max_size=body_mb_max * MIB)
         super().__init__(handler, request_factory=make, handler_cancellation=True)

@@ -1,23 +1,23 @@
-"""Cross-origin resource sharing: which other sites' pages may use the API. Off unless origins are set."""
+"""Cross-origin resource sharing (CORS) for web pages of other sites. Off unless origins are set."""
 
 from collections.abc import Collection, Mapping
 
 from aiohttp import web
 
 EXPOSED = "X-Request-Id, X-Holdfast-Worker, X-Holdfast-Refused, X-Holdfast-Explain, Warning, Retry-After, retry-after-ms"
-PREFLIGHT_S = 600  # that a browser remembers an answer
+PREFLIGHT_S = 600  # seconds that a browser caches the preflight response
 
 
 class Cors:
-    """The origins that may use the API."""
+    """The origins of web pages that may use the API."""
 
     def __init__(self, origins: Collection[str]) -> None:
-        """`origins`: such as https://app.example.com; `*`: all."""
+        """Allow these origins, such as https://app.example.com; `*` allows all."""
         self._any = "*" in origins
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
 
     def headers(self, origin: str) -> dict[str, str]:
-        """Return what an answer to a page of this origin needs; nothing if it may not use the API."""
+        """Return the CORS headers of a response to a page of this origin; empty if it may not use the API."""
         if not origin or not (self._any or origin.lower() in self._origins):
             return {}
         allowed = "*" if self._any else origin
@@ -28,7 +28,7 @@ class Cors:
         }
 
     def preflight(self, headers: Mapping[str, str]) -> web.Response | None:
-        """Return the answer to a browser that asks before it sends a request; None if this is no such question."""
+        """Return the response to a preflight request; None if this is not one."""
         if "Access-Control-Request-Method" not in headers:
             return None
         allowed = self.headers(headers.get("Origin", ""))

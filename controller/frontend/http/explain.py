@@ -1,6 +1,6 @@
-"""Where would a prompt be sent now, and why? What `holdfast route` is answered, on the admin port: nothing is sent.
+"""Explains which worker a prompt would be sent to, and why (`holdfast route`). Nothing is sent.
 
-It is chosen as for a request, with what this frontend knows at this moment. In the modes that take turns, a turn passes.
+The worker is chosen as for a request, from this frontend's current state. In the modes that take turns, this uses up a turn.
 """
 
 from typing import Any
@@ -25,24 +25,24 @@ from events.wire import Sampling
 
 WHY = {
     "kv": "the lowest cost",
-    "least-loaded": "the least laden",
-    "power-of-two": "the less laden of two that were drawn",
-    "round-robin": "its turn",
-    "random": "drawn",
+    "least-loaded": "the least loaded",
+    "power-of-two": "the less loaded of two random workers",
+    "round-robin": "next in turn",
+    "random": "random choice",
 }
 WHY_NOT: dict[type[NoWorker], str] = {
-    NotServed: "it has another revision or tokenizer",
-    NoneReachable: "this frontend does not reach it",
-    AllBusy: "it has as many requests as it may have",
+    NotServed: "it has a different revision or tokenizer",
+    NoneReachable: "this frontend cannot reach it",
+    AllBusy: "it has the maximum number of requests",
 }
 
 
 class RoutingQuestion(BaseModel):
-    """What is asked: the prompt as text or as token ids, and what a request may override in headers."""
+    """The body of the request: the prompt as text or as token ids, and the router settings that headers may override."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str = ""  # empty: the only one that is served
+    model: str = ""  # empty: the only served model
     prompt: str | None = None
     tokens: list[int] | None = None
     cache_salt: str = Field(default="", max_length=SALT_CHARS_MAX)
@@ -50,16 +50,16 @@ class RoutingQuestion(BaseModel):
 
 
 async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[str, Any]:
-    """Return which worker would get a prompt, each candidate's cost term by term, and why others are none.
+    """Return the worker that would get a prompt, the cost of each candidate by term, and why other workers are no candidates.
 
-    The request's body is JSON, as `RoutingQuestion` has it. Raise ApiError: 400 for what is wrong with it, 404 for a model
-    that no worker serves, 503 where no worker can take the prompt.
+    The request's body is a `RoutingQuestion` as JSON. Raise ApiError: 400 if it is invalid, 404 for a model that no worker
+    serves, 503 if no worker can serve the prompt.
     """
     director = endpoints.director
     scheduler, models = director.routing, director.table.models
     question = validated(RoutingQuestion, await endpoints.intake.parsed("json", request))
     if (question.prompt is None) == (question.tokens is None):
-        raise invalid("either prompt, or tokens", "prompt")
+        raise invalid("give either prompt or tokens", "prompt")
     model = chosen_model(director, question.model)
     settings = overridden(director.settings.router, tuple(question.router.items()))
     try:
@@ -85,7 +85,11 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
         found = scheduler.shortlist(plan)
     except NoWorker as error:
         raise unavailable(str(error), error.code, 1) from error
-    drawn = ", drawn: the cheaper the likelier" if settings.mode == "kv" and settings.temperature > 0 else ""
+    drawn = (
+        ", drawn at random with a preference for lower cost"
+        if settings.mode == "kv" and settings.temperature > 0
+        else ""
+    )
     others = [endpoint for endpoint in models.get(model, ()) if endpoint not in found]
     return explained(scheduler.choose(found, plan)) | {
         "model": model,
@@ -98,13 +102,13 @@ async def explain(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> dict[
 
 
 def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage) -> str:
-    """Return why an endpoint of the model is no candidate."""
+    """Return why an endpoint of the model is not a candidate."""
     if not endpoint.routable:
-        return f"the fleet has taken it out of service ({endpoint.status.value})"
+        return f"the fleet took it out of service ({endpoint.status.value})"
     try:
         director.routing.room_at(endpoint, lineage)
     except AllClosed as error:
-        return f"its server takes no new requests for {error.wait_s:.1f} s"
+        return f"its server accepts no new requests for {error.wait_s:.1f} s"
     except NoWorker as error:
-        return WHY_NOT.get(type(error), "this frontend's own breaker is open")
-    return "others were heard more lately"
+        return WHY_NOT.get(type(error), "this frontend's local breaker is open")
+    return "other workers were heard from more recently"

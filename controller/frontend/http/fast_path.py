@@ -1,14 +1,14 @@
-"""The fast path: one client's connection, as long as each request on it is what nearly every request is.
+"""The fast path: serves a client connection without aiohttp while its requests are plain.
 
     a request for tokens, HTTP/1.1, with nothing unusual in its head ──▶ OpenAiEndpoints.answer ──▶ a stream, or one response
-    anything else, or bytes before their turn ──▶ aiohttp has the connection from then on
+    anything else, or bytes before their turn ──▶ the connection is handed over to aiohttp for good
 
-What it saves: 105 of 907 thousand machine instructions a request (`request_cost`). aiohttp wakes two tasks for a request, and
-makes a reader, a writer, a request, a response and two multidicts; where the whole request is there and its head is known,
-nothing of that is wanted.
+It saves 105 of 907 thousand machine instructions per request (`request_cost`). aiohttp wakes two tasks for a request, and
+creates a reader, a writer, a request, a response and two multidicts. If the whole request has arrived and its head is known,
+none of these is needed.
 
-Nothing is parsed here differently from aiohttp: its own parser reads each new head. What is not plain is handed over unread, from
-its first byte, and so is all that comes after it.
+Nothing is parsed differently from aiohttp: its own parser reads each new head. A request that is not plain is handed over
+unread, from its first byte, together with all that follows it.
 """
 
 import asyncio
@@ -22,16 +22,17 @@ from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.openai.request_head import Head, HeadCache
 
-# Of a request on the fast path, and of what is sent ahead of its turn. Past it reading pauses, and a client that disconnects
-# meanwhile is noticed when its turn has come.
+# Of a request on the fast path, and of data ahead of its turn. Above it, reading pauses, and a client that disconnects
+# meanwhile is noticed when its turn comes.
 BYTES_MAX = 2**18
-HEAD_BYTES_MAX = 2**13  # of its head, which is remembered
-PATIENCE_S = 1.0  # how long a body may lag behind its head; then aiohttp waits for it, with the deadline
+HEAD_BYTES_MAX = 2**13  # of a head, which is cached
+# maximum delay of a body after its head; then aiohttp waits for it, with the body's deadline
+PATIENCE_S = 1.0
 _END = b"\r\n\r\n"
 
 
 class FastPathConnection(asyncio.Protocol):
-    """One client's connection to the port that all frontends of a host share."""
+    """One client connection to the port that all frontends of a host share."""
 
     __slots__ = (
         "_aiohttp", "_answering", "_body_timer", "_buffer", "_clients", "_closing", "_connections", "_endpoints",
@@ -46,34 +47,37 @@ class FastPathConnection(asyncio.Protocol):
         connections: "set[FastPathConnection]",
         clients: OpenConnections,
     ) -> None:
-        """Serve one client. `aiohttp` takes over what is not plain; `connections` holds all that are open here, `clients` counts
-        these and those that were handed over."""
+        """Serve one client.
+
+        `aiohttp` takes over connections that are not plain. `connections` holds all that are open here; `clients` counts these
+        and those that were handed over.
+        """
         self._endpoints = endpoints
         self._heads = heads
         self._aiohttp = aiohttp
         self._connections = connections
         self._clients = clients
         self._loop = asyncio.get_running_loop()
-        self._buffer = bytearray()  # what has come and is not understood yet
-        self._incomplete: Head | None = None  # of the buffered request whose body is incomplete
+        self._buffer = bytearray()  # received bytes that are not processed yet
+        self._incomplete: Head | None = None  # head of the buffered request, while its body is incomplete
         self._answering: asyncio.Task[None] | None = None
-        self._idle_since = 0.0  # loop time when the last answer ended, or the connection was made
-        self._closing = False  # with the answer under way
+        self._idle_since = 0.0  # loop time of the end of the last response, or of the connection's start
+        self._closing = False  # after the response in progress
         self._writing_paused = False
 
     @property
     def buffered_bytes(self) -> int:
-        """How many bytes have come that are not understood yet."""
+        """Number of received bytes that are not processed yet."""
         return len(self._buffer)
 
     @property
     def unsent_bytes(self) -> int:
-        """How many bytes of answers the client has not taken yet."""
+        """Number of response bytes that the client has not read yet."""
         return self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has come."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        """Register a new connection."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         if not self._clients.enter(self._transport):
             return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -82,8 +86,8 @@ class FastPathConnection(asyncio.Protocol):
         self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Take a request, or a part of one."""
-        if self not in self._connections:  # it was refused
+        """Process a request, or a part of one."""
+        if self not in self._connections:  # the connection was refused
             return
         if self._answering is not None:
             self._buffer += data
@@ -91,7 +95,7 @@ class FastPathConnection(asyncio.Protocol):
                 self._transport.pause_reading()
             return
         head, size = self._incomplete, len(self._buffer) + len(data)
-        # aiohttp serves clients that have not read their last answer.
+        # Clients that have not read their last response are served by aiohttp.
         if head is None and not self._writing_paused:
             head = self._heads.read(data[: data.find(_END, 0, HEAD_BYTES_MAX) + len(_END)])
         if head is None or head.whole > BYTES_MAX or size > head.whole:
@@ -109,14 +113,14 @@ class FastPathConnection(asyncio.Protocol):
             self._answering = self._loop.create_task(self._answer(head, data[head.end :]))
 
     async def _answer(self, head: Head, body: bytes) -> None:
-        """Answer a request. A client that goes away cancels this."""
+        """Answer a request. If the client disconnects, this is cancelled."""
         transport = self._transport
         try:
             response = await self._endpoints.answer(head, body, transport)
             if response is not None and not transport.is_closing():
                 transport.write(written(response))
         except BaseException:
-            transport.close()  # how far the answer had come is not known
+            transport.close()  # it is unknown how much of the response was sent
             raise
         finally:
             self._answering = None
@@ -129,7 +133,7 @@ class FastPathConnection(asyncio.Protocol):
             self._hand_over()
 
     def _hand_over(self, data: bytes = b"") -> None:
-        """Hand the connection over, with all that has come and is not answered."""
+        """Hand the connection over to aiohttp, with all received bytes that are not answered."""
         self._leave()
         transport, other = self._transport, self._aiohttp()
         transport.set_protocol(other)
@@ -140,7 +144,7 @@ class FastPathConnection(asyncio.Protocol):
         other.data_received(bytes(self._buffer) + data)
 
     def _check_idle(self) -> None:
-        """Close the connection if nothing has been asked for too long."""
+        """Close the connection if it has been idle for too long."""
         busy = self._answering is not None or self._buffer
         idle = 0.0 if busy else self._loop.time() - self._idle_since
         left = self._clients.settings.idle_s - idle
@@ -150,22 +154,22 @@ class FastPathConnection(asyncio.Protocol):
             self._idle_timer = self._loop.call_later(left, self._check_idle)
 
     def end(self) -> "asyncio.Task[None] | None":
-        """Close the connection, or let what is answered be its last; return that."""
+        """Close the connection, at once or after the response in progress. Return the task of that response."""
         self._closing = True
         if self._answering is None:
             self._transport.close()
         return self._answering
 
     def pause_writing(self) -> None:
-        """The client reads slowly: its stream looks after that itself."""
+        """Note that the client reads slowly; the stream itself limits its buffer."""
         self._writing_paused = True
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Note that the client has caught up."""
         self._writing_paused = False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
+        """Deregister the connection and cancel its response."""
         self._leave()
         if self._answering is not None:
             self._answering.cancel()

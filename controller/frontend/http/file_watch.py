@@ -1,17 +1,17 @@
-"""Notices that a file was changed or replaced, by its identity, size and time of modification."""
+"""Detects that a file was changed or replaced, by its identity, size and modification time."""
 
 from pathlib import Path
 
 
 class FileWatch:
-    """One file, as it was when it was last looked at."""
+    """The state of one file at the last check."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._seen = self._look()
 
     def changed(self) -> bool:
-        """Say whether the file differs from the last look. A file that is missing has not changed: it is being replaced."""
+        """Return whether the file has changed since the last check. A missing file counts as unchanged: it is being replaced."""
         now = self._look()
         if now is None or now == self._seen:
             return False

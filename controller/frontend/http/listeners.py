@@ -1,4 +1,4 @@
-"""The listening sockets: the port that all frontends of a host share, and this frontend's own admin port."""
+"""The listening sockets: the API port, shared by the frontends of a host, and the admin port."""
 
 import asyncio
 import os
@@ -17,40 +17,44 @@ from controller.frontend.openai.request_head import HeadCache
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
 
-SHUTDOWN_S = 1.0  # for answers to end, and for what was answered to leave
+SHUTDOWN_S = 1.0  # for requests to finish, and for responses to be sent
 _LOOK_S = 0.02
-BACKLOG = 128  # connections that wait to be accepted
+BACKLOG = 128  # connections waiting to be accepted
 
 
 class SharedPortTaken(HoldfastError):
-    """The port cannot be listened on. Choose another one with --port, or stop what holds it."""
+    """Cannot listen on the port. Choose another one with --port, or stop the process that uses it."""
 
 
 class Listeners:
-    """Both ports of one frontend."""
+    """Both listening ports of one frontend."""
 
     def __init__(self, api: Api, settings: FrontendSettings, admin: Handler | None = None) -> None:
-        """Answer with `api`, on the hosts and ports of the settings, once they are opened; `admin`: what answers on the admin
-        port, if that is more than the api does there."""
+        """Serve `api` on the hosts and ports of the settings, once opened.
+
+        `admin` handles requests on the admin port, if that serves more than the API's own admin routes.
+        """
         self._settings = settings
         self._endpoints = api.openai
         self._tls = Tls(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         self._context = None if self._tls is None else self._tls.context
         bounds, body_mb_max = api.director.metrics.bounds, settings.admission.body_mb_max
         self._clients = OpenConnections(settings.connections, bounds)
-        # Counted apart: a full public port does not close the admin port
+        # Counted separately: a full API port must not block the admin port.
         others = OpenConnections(settings.connections, bounds)
-        # What answers all that is not plain, and has the connections on which such a request came
+        # Handles all requests that are not plain, and keeps the connections on which such a request arrived.
         self.aiohttp = ClientServer(api.handle, self._clients, body_mb_max)
         server = ClientServer(admin or api.admin, others, body_mb_max)
         self._admin = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
         self._shared: asyncio.Server | None = None
         self._heads = HeadCache(settings.router, api.director.table, by_deadline=settings.by_deadline)
-        self.fast_path: set[FastPathConnection] = set()  # connections that aiohttp has not taken over
+        self.fast_path: set[FastPathConnection] = set()  # connections that are not handed over to aiohttp
 
     async def open(self) -> None:
-        """Listen on the admin port, and hold the shared one, where the host's other frontends get all connections until
-        `accept`. Raise SharedPortTaken."""
+        """Listen on the admin port, and bind the shared port.
+
+        Until `accept`, the host's other frontends get all its connections. Raise SharedPortTaken.
+        """
         settings = self._settings
         await self._admin.setup()
         admin = web.TCPSite(self._admin, settings.admin_host, settings.admin_port, ssl_context=self._context)
@@ -70,11 +74,11 @@ class Listeners:
             raise SharedPortTaken(f"port {port}: {error.strerror}. {SharedPortTaken.__doc__}") from error
 
     async def accept(self) -> None:
-        """Take connections on the shared port. Raise SharedPortTaken."""
+        """Accept connections on the shared port. Raise SharedPortTaken."""
         if self._shared is None:
             return
         try:
-            # uvloop reports no error if another process has begun to listen meanwhile
+            # uvloop reports no error if another process has started to listen in the meantime
             for held in self._shared.sockets:
                 with socket.socket(fileno=os.dup(held.fileno())) as same:
                     same.listen(BACKLOG)
@@ -87,18 +91,18 @@ class Listeners:
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
-        """What listens on the shared port. Between `open` and `refuse`."""
+        """The listening sockets of the shared port. Valid between `open` and `refuse`."""
         assert self._shared is not None
         return self._shared.sockets
 
     @property
     def url(self) -> str:
-        """Where the API answers. Between `open` and `refuse`."""
+        """The URL of the API. Valid between `open` and `refuse`."""
         return self._url(self.sockets[0].getsockname())
 
     @property
     def admin_url(self) -> str:
-        """Where metrics and readiness answer, of this frontend alone."""
+        """The URL of this frontend's metrics and readiness."""
         return self._url(self._admin.addresses[0])
 
     def _url(self, address: Any) -> str:
@@ -106,19 +110,19 @@ class Listeners:
         return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def check(self) -> None:
-        """Read the certificate again if it has changed. Called every second."""
+        """Reload the certificate if it has changed. Called every second."""
         if self._tls is not None:
             self._tls.refresh()
 
     async def refuse(self) -> None:
-        """Take no new connections on the shared port: the host's other frontends get them."""
+        """Accept no new connections on the shared port: the host's other frontends get them."""
         self._endpoints.listening = False
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
     async def close(self) -> None:
-        """Close everything."""
+        """Close both ports, and end all connections."""
         await self.refuse()
         await asyncio.sleep(0)  # let received requests start
         self.aiohttp.pre_shutdown()
@@ -127,12 +131,12 @@ class Listeners:
         await self._endpoints.close()
 
     async def _end_all(self) -> None:
-        """Let what is answered on the fast path end, and what was written leave, for `SHUTDOWN_S`."""
+        """Let requests on the fast path finish, and responses be sent, for at most `SHUTDOWN_S`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + SHUTDOWN_S
         for connection in tuple(self.fast_path):
             connection.end()
-        while self.fast_path and loop.time() < until:  # noqa: ASYNC110 (a moment, once in a life)
+        while self.fast_path and loop.time() < until:  # noqa: ASYNC110 (short, and once per process)
             await asyncio.sleep(_LOOK_S)
         late = [task for connection in tuple(self.fast_path) if (task := connection.end()) is not None]
         for task in late:

@@ -1,6 +1,6 @@
-"""Limits on the connections of one port, in all and of one address.
+"""Limits the connections of one port, in total and per client address.
 
-A connection is counted until it is lost, also when the fast path hands it over to aiohttp. One that is refused gets an HTTP
+A connection is counted until it is lost, also after the fast path hands it over to aiohttp. A refused connection gets an HTTP
 error at once.
 """
 
@@ -16,10 +16,10 @@ RETRY_AFTER_S = 1
 
 
 class OpenConnections:
-    """The connections of one port, by their clients' addresses."""
+    """Counts the connections of one port, by client address."""
 
     def __init__(self, settings: ConnectionSettings, bounds: BoundMetrics) -> None:
-        """`bounds` count each connection that is refused or ended."""
+        """Start without connections. `bounds` counts each connection that is refused or ended."""
         self.settings = settings
         self._bounds = bounds
         self._by_address: Counter[str] = Counter()
@@ -28,13 +28,13 @@ class OpenConnections:
         return self._by_address.total()
 
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Count a connection and return True, or answer with the reason why it is refused and close it."""
+        """Count a connection and return True; or send an error, close it and return False."""
         address, settings = address_of(transport), self.settings
         if settings.per_address_max and self._by_address[address] >= settings.per_address_max:
             bound = "connections_of_address"
-            why = f"there are {settings.per_address_max} connections of this address already"
+            why = f"this address already has {settings.per_address_max} connections"
         elif settings.total_max and len(self) >= settings.total_max:
-            bound, why = "connections", f"there are {settings.total_max} connections already"
+            bound, why = "connections", f"this frontend already has {settings.total_max} connections"
         else:
             self._by_address[address] += 1
             return True
@@ -43,20 +43,20 @@ class OpenConnections:
         return False
 
     def leave(self, transport: asyncio.Transport) -> None:
-        """Forget a connection that was counted."""
+        """Remove a counted connection."""
         address = address_of(transport)
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
 
     def end(self, transport: asyncio.Transport, bound: str, error: ApiError) -> None:
-        """Answer a connection that exceeds a bound and has no request yet with an error, and close it."""
+        """Send an error to a connection that exceeds a limit and has no request yet, and close it."""
         self._bounds.count(bound)
         transport.write(written(refusal(error, {"Connection": "close"})))
         transport.close()
 
 
 def address_of(transport: asyncio.Transport) -> str:
-    """Return a client's address without its port."""
+    """Return a client's address without the port."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if peer else ""

@@ -1,4 +1,4 @@
-"""The two calls that matter: POST /v1/chat/completions and POST /v1/completions, from bytes to a completion and back."""
+"""The endpoints POST /v1/chat/completions and POST /v1/completions, from request bytes to response."""
 
 import asyncio
 import itertools
@@ -49,24 +49,25 @@ log = structlog.get_logger(__name__)
 
 
 class OpenAiEndpoints:
-    """Answers requests for tokens, and knows those that are being answered."""
+    """Serves requests for completions, and tracks those in progress."""
 
     def __init__(self, director: Director) -> None:
-        """Answer with what this director routes to."""
+        """Serve requests through this director."""
         self.director = director
         self._driver = director.driver
-        self.tokens = ready_tokens  # returns a tokenizer by its name, or raises TokenizerMissing
+        self.tokens = ready_tokens  # loads a tokenizer by its name, or raises TokenizerMissing
         self.listening = False  # on the port that the host's frontends share
-        self._over = False  # nothing is answered any more
+        self._over = False  # all requests are refused from now on
         self.intake = Intake(director.settings, director.metrics.bounds)
         origins, key_file = director.settings.cors_origins, director.settings.api_key_file
         self.cors = Cors(origins) if origins else None
         self.keys = ApiKeys(key_file, director.metrics.bounds) if key_file else None
-        self.answering = 0  # requests, from when they were understood to the end of their answers
-        # Of these, those that have been let in and read, with their streams
+        self.answering = 0  # requests between the parsing of their body and the end of their response
+        # Those of them that are admitted and tokenized, with their streams.
         self.completions: dict[Completion, SseStream | None] = {}
-        self._unanswered = set[SseStream]()  # of requests that are queued or tokenised
-        self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
+        self._unanswered = set[SseStream]()  # of requests that are queued or being tokenized
+        # finished streams that their clients have not read completely
+        self._unread: dict[SseStream, None] = {}
         self._serial = itertools.count(1)
         self._admission = director.admission
         self._requests = director.metrics.requests
@@ -76,16 +77,16 @@ class OpenAiEndpoints:
 
     @property
     def draining(self) -> bool:
-        """Whether no new requests are admitted any more."""
+        """Whether new requests are no longer admitted."""
         return not self._admission.open
 
     @property
     def ready(self) -> bool:
-        """Whether this frontend takes requests, and could serve one."""
+        """Whether this frontend accepts requests and could serve one."""
         return self.director.routing.monitor.servable and self.listening and not self.draining
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request for tokens that came through aiohttp."""
+        """Handle a completion request that arrived through aiohttp."""
         version, tiers = (request.version.major, request.version.minor), self.director.table.tiers
         keep = bool(request.keep_alive)
         head = read_head(ENDPOINTS[request.path], request.headers, version, tiers, keep=keep)
@@ -93,18 +94,17 @@ class OpenAiEndpoints:
         return StreamedResponse(keep=head.keep) if response is None else response
 
     async def answer(self, head: Head, body: bytes, transport: asyncio.Transport) -> web.Response | None:
-        """Answer a request for tokens that came on the fast path. Return what is to be written; None: it was streamed."""
+        """Handle a completion request that arrived on the fast path. Return the response to write; None: it was streamed."""
         try:
             return await self._respond(head, body, transport)
-        except Exception:  # a mistake of ours, as in `handle`
+        except Exception:  # an internal error, handled as in `Api.handle`
             log.exception("request_failed", endpoint=head.endpoint)
             return refusal(internal(), answer_headers(head, self.cors))
 
     async def _respond(
         self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
     ) -> web.Response | None:
-        """Answer a request, of which the body is given, or is still to be read. Return what is to be written; None: it was
-        streamed."""
+        """Handle a request; its body is given or still to be read. Return the response to write; None: it was streamed."""
         headers, arrived = answer_headers(head, self.cors), self.director.now()
         model, kind = "", "unary"
         error: ApiError | None = None
@@ -116,7 +116,7 @@ class OpenAiEndpoints:
                 asked = read_admission(given.raw_headers) if self._admission.by_deadline else head.asked
                 head = msgspec.structs.replace(head, overrides=overrides, asked=asked)
             parsed: ParsedRequest
-            # Nearly every body is small: it needs no coroutine
+            # Most bodies are small and need no coroutine.
             if isinstance(given, bytes) and len(given) <= UNSCANNED_BYTES:
                 parsed = parse_body(head.endpoint, given)
             else:
@@ -138,20 +138,21 @@ class OpenAiEndpoints:
             error = raised
             response = refusal(raised, headers)
             if not isinstance(given, bytes) and given.content.exception() is not None:
-                response.force_close()  # nobody can say where the next request begins
+                response.force_close()  # the start of the next request is unknown
             return response
         except asyncio.CancelledError:
-            error = ApiError(499, "the client has gone", code="cancelled")
+            error = ApiError(499, "the client has disconnected", code="cancelled")
             raise
         except Exception:
             error = internal()
             raise
         finally:
             self._count(model, head.endpoint, kind, error)
-            error = None  # it knows this frame by its traceback: the two would keep the body until cycles are looked for
+            # break the cycle with this frame in its traceback, which would keep the body until the next garbage collection
+            error = None
 
     async def _answer(self, call: Call) -> tuple[web.Response | None, ApiError | None]:
-        """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
+        """Return the response that is still to be written, and the error of a stream that failed."""
         parsed, headers = call.parsed, call.headers
         stream: SseStream | None = None
         if parsed.stream:
@@ -168,7 +169,8 @@ class OpenAiEndpoints:
                 try:
                     admitted = await self._admitted(call, reservation.lineage)
                 finally:
-                    reservation.free()  # for the answers, which are launched before another request's turn comes
+                    # for the answers, which are launched before the next request in the queue
+                    reservation.free()
             routing = self.director.routing
             priority = 0 if admitted.first_token_by is None else routing.table.urgency(call.head.tier)
             limit = routing.limit(parsed.model)
@@ -177,7 +179,7 @@ class OpenAiEndpoints:
             if stream is None or not stream.started:
                 raise
             if not isinstance(why, ApiError):
-                stream.abort()  # nothing can follow what has been sent
+                stream.abort()  # the stream already has data: no HTTP error can follow
                 raise
             stream.end(event(why.body()))
             return None, why
@@ -194,14 +196,14 @@ class OpenAiEndpoints:
         return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
     async def _in_time(self, call: Call) -> tuple[AdmittedRequest, Reservation]:
-        """Return a request that is admitted by its deadline, and its room, given back for the answers. Raise ApiError."""
+        """Return a request that is admitted by its deadline, and its room, already released for the answers. Raise ApiError."""
         head, parsed = call.head, call.parsed
         client = head.asked.client(self.director.settings.admission.fairness_by, parsed.user)
         wanted = WantedRequest(parsed.model, head.tier, head.asked, client, call.arrived, head.id)
         lineage = self._admission.look(wanted)
         admitted = await self._admitted(call, lineage)
         most = 0
-        for prompt, _, _ in admitted.prompts:  # an invalid request does not wait in the queue
+        for prompt, _, _ in admitted.prompts:  # an invalid request must not wait in the queue
             most = max(most, answer_tokens(parsed, len(prompt), admitted.group))
         asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
         reservation, until = await self._admission.enter(wanted, lineage, asked)
@@ -209,7 +211,7 @@ class OpenAiEndpoints:
         return msgspec.structs.replace(admitted, first_token_by=until), reservation
 
     async def _admitted(self, call: Call, lineage: Lineage) -> AdmittedRequest:
-        """Return a request with its prompts as tokens. Raise ApiError."""
+        """Return a request with its prompts tokenized. Raise ApiError."""
         parsed, director = call.parsed, self.director
         began = director.now()
         try:
@@ -223,7 +225,7 @@ class OpenAiEndpoints:
             raise tokenizer_missing(parsed.model) from error
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
-        except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
+        except NoWorker as error:  # the last worker of this lineage left while its tokenizer was loaded
             raise self._admission.refusal(error, parsed.model, call.head.tier) from error
         self._tokenizer_ms("encode").note((director.now() - began) * 1000)
         salt = seed(namespace=parsed.cache_salt)
@@ -233,17 +235,17 @@ class OpenAiEndpoints:
     async def _run(
         self, completion: Completion, stream: SseStream | None, room: Reservation
     ) -> ApiError | None:
-        """Launch its answers and wait for their end. They are cancelled when the client disconnects."""
+        """Launch the request's answers and wait for their end. They are cancelled when the client disconnects."""
         if self._over:
             raise _shutting_down()
         self.completions[completion] = stream
         try:
             self._driver.launch(completion.answers, completion, room)
             return await completion.over
-        except BaseException as why:  # whatever it is, its answers are read no more
+        except BaseException as why:  # in any case, the answers are no longer read
             self._driver.cancel(completion.answers)
             if isinstance(why, Exception) and stream is not None and stream.started:
-                stream.abort()  # nothing can follow what has been sent
+                stream.abort()  # the stream already has data: no HTTP error can follow
             raise
         finally:
             del self.completions[completion]
@@ -253,14 +255,14 @@ class OpenAiEndpoints:
                 stream.release()
 
     async def tokens_of(self, model: str, lineage: Lineage) -> Tokens:
-        """Return a model's tokenizer. Raise ApiError (503) if it cannot be read."""
+        """Return a model's tokenizer. Raise ApiError (503) if it cannot be loaded."""
         try:
             return await self.tokens(lineage[1])
         except TokenizerMissing as error:
             raise tokenizer_missing(model) from error
 
     def check(self, now: float) -> None:
-        """Cut off the clients that have not read for too long, and read changed keys. Called every second."""
+        """Disconnect clients that have not read for too long, and reload changed keys. Called every second."""
         if self.keys is not None:
             self.keys.refresh()
         answered = [stream for stream in self.completions.values() if stream is not None]
@@ -273,11 +275,11 @@ class OpenAiEndpoints:
             stream.release()
 
     def drain(self) -> None:
-        """Let nobody in any more."""
+        """Stop admitting requests."""
         self._admission.open = False
 
     def cut_off(self) -> None:
-        """Fail what is still answered, also what is only being read, and send away who waits. For good."""
+        """Fail all requests in progress, and refuse the queued ones. For good."""
         self._over = True
         for completion in list(self.completions):
             completion.finish(_shutting_down())
@@ -285,11 +287,11 @@ class OpenAiEndpoints:
         self._admission.send_away()
 
     async def close(self) -> None:
-        """End the processes that parse bodies."""
+        """Stop the processes that parse bodies."""
         await self.intake.close()
 
     def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
-        """Count a request that has ended; an error after the first token too, although its status was 200."""
+        """Count a request that has ended. An error after the first token counts too, although its status was 200."""
         requests, ended = self._requests, self._counts.ended
         if model:
             self._counts.active[model] -= 1
@@ -312,7 +314,7 @@ def _shutting_down() -> ApiError:
 
 
 def answer_headers(head: Head, cors: Cors | None) -> dict[str, str]:
-    """Return the headers that every answer to this request has."""
+    """Return the headers common to all responses to this request."""
     headers = {"X-Request-Id": head.id or fresh_id()}
     if head.warning:
         headers["Warning"] = head.warning

@@ -1,7 +1,6 @@
-"""The OpenAPI 3.1 document, made of a table of routes, the models of bodies, the tables of fields that are refused or ignored,
-and the codes of errors.
+"""Builds the OpenAPI 3.1 document from routes, body models, field tables and error codes.
 
-The models do not describe which fields contradict one another: such a request gets 400.
+The models do not describe which fields exclude each other: such a request gets 400.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from controller.frontend.request.routing_overrides import EXPLAIN, OVERRIDABLE, 
 
 Handler = Callable[[OpenAiEndpoints, web.BaseRequest], Awaitable[web.StreamResponse]]
 VERSION = version("holdfast")
-MODEL = "{model}"  # the rest of a path, whatever it is
+MODEL = "{model}"  # the rest of a path, with any content
 _AT = "#/components/schemas/"
 _REFUSED: dict[str, Mapping[str, tuple[Any, ...]]] = {
     ChatBody.__name__: REFUSED_BY_CHAT,
@@ -42,14 +41,14 @@ _REFUSED: dict[str, Mapping[str, tuple[Any, ...]]] = {
 _GENERATES = (ChatBody.__name__, CompletionBody.__name__)
 _IGNORE = {"": _GENERATES, "stream_options": (StreamOptions.__name__,)}
 _HEADERS = {
-    "X-Request-Id": "the client's own name for the request",
+    "X-Request-Id": "the client's id of the request",
     "X-Priority": "premium, standard or best_effort",
-    "traceparent": "the trace that the request belongs to (W3C Trace Context)",
-    "X-Holdfast-TTFT-Deadline-Ms": "milliseconds to the first token; heeded with admission by deadlines, as the next two",
-    "X-Holdfast-Queue-TTL-Ms": "milliseconds that the request may stand in line",
-    "X-Holdfast-Client": "whose the request is: those of a tier share workers fairly",
-    EXPLAIN: "1: say in the header of the same name why this worker was chosen",
-    **{header(name): "how the worker is chosen, for this request" for name in OVERRIDABLE},
+    "traceparent": "trace of the request (W3C Trace Context)",
+    "X-Holdfast-TTFT-Deadline-Ms": "maximum milliseconds to the first token; with admission by deadlines only, like the next two",
+    "X-Holdfast-Queue-TTL-Ms": "maximum milliseconds in the queue",
+    "X-Holdfast-Client": "client of the request: the clients of a tier share workers fairly",
+    EXPLAIN: "1: explain the choice of the worker in the response header of the same name",
+    **{header(name): "router setting for this request" for name in OVERRIDABLE},
 }
 
 
@@ -63,18 +62,18 @@ class Route(NamedTuple):
     bodies: tuple[type[BaseModel], ...] = ()  # one of these is expected
     answer: type[msgspec.Struct] | None = None
     media: tuple[str, ...] = (JSON,)
-    api: bool = True  # on the port that frontends share; else on the admin port as well
-    admin: bool = False  # on the former only where that is enabled
+    api: bool = True  # served on the shared API port; otherwise on the admin port too
+    admin: bool = False  # served on the API port only if that is enabled
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the document."""
+    """Return the OpenAPI document."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    about = "The OpenAI API, and what of vLLM's is served beside it."
+    about = "The OpenAI API, with a part of vLLM's API."
     error = {
-        "description": "Why not, in one sentence; `code` is stable.",
+        "description": "The request failed. `message` explains it in one sentence; `code` is stable.",
         "content": _json({"$ref": f"{_AT}Error"}),
     }
     return {
@@ -90,12 +89,16 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    failed = {"$ref": "#/components/responses/Error"} if route.media else {"description": "It is not."}
+    failed = (
+        {"$ref": "#/components/responses/Error"}
+        if route.media
+        else {"description": "Requests cannot be served."}
+    )
     made: dict[str, Any] = {
         "operationId": f"{route.method.lower()}_{route.path.strip('/').replace('/', '_').strip('{}')}",
         "summary": route.says,
         "tags": ["api" if route.api else "operations"],
-        "responses": {"200": {"description": "It is well.", **_content(route)}, "default": failed},
+        "responses": {"200": {"description": "Success.", **_content(route)}, "default": failed},
     }
     if parameters := list(_parameters(route)):
         made["parameters"] = parameters
@@ -123,13 +126,13 @@ def _parameters(route: Route) -> Iterator[dict[str, Any]]:
 
 
 def _schemas(routes: Sequence[Route]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every shape that the paths speak of, by its name."""
+    """Yield every schema that the paths refer to, with its name."""
     bodies = [(body, "validation") for route in routes for body in route.bodies]
     _, found = models_json_schema(bodies, ref_template=f"{_AT}{MODEL}")  # type: ignore[arg-type]
     for name, schema in found["$defs"].items():
         properties = schema["properties"]
         for field, harmless in _REFUSED.get(name, {}).items():
-            properties[field] = {"enum": list(harmless), "description": "refused with any other value"}
+            properties[field] = {"enum": list(harmless), "description": "any other value is refused"}
         for field, why in IGNORED.items():
             whole, _, part = field.rpartition(".")
             if name in _IGNORE.get(whole, ()):

@@ -1,4 +1,4 @@
-"""The table of routes: what answers which method of which path, for the dispatch of requests and for /openapi.json."""
+"""The table of routes: the handler of each method and path. /openapi.json is generated from it."""
 
 from functools import cache
 
@@ -30,20 +30,20 @@ def encoded() -> bytes:
 
 
 async def openapi(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Answer GET /openapi.json."""
+    """Handle GET /openapi.json."""
     return json_answer(encoded())
 
 
 ROUTES = (
     Route(
-        "POST", "/v1/chat/completions", OpenAiEndpoints.serve, "Go on with a conversation.", (ChatBody,),
+        "POST", "/v1/chat/completions", OpenAiEndpoints.serve, "Create a chat completion.", (ChatBody,),
         media=(JSON, EVENTS),
     ),
     Route(
-        "POST", "/v1/completions", OpenAiEndpoints.serve, "Go on with a text.", (CompletionBody,), media=(JSON, EVENTS)
+        "POST", "/v1/completions", OpenAiEndpoints.serve, "Create a text completion.", (CompletionBody,), media=(JSON, EVENTS)
     ),
-    Route("GET", "/v1/models", status_endpoints.models, "List the models that are served.", answer=ModelList),
-    Route("GET", MODEL_PATH, status_endpoints.model, "Describe a model that is served.", answer=ModelEntry),
+    Route("GET", "/v1/models", status_endpoints.models, "List the served models.", answer=ModelList),
+    Route("GET", MODEL_PATH, status_endpoints.model, "Describe a served model.", answer=ModelEntry),
     Route(
         "POST", "/tokenize", tokenizing.tokenize, "Return the tokens of a text or a conversation.",
         (TokenizePromptBody, TokenizeChatBody), Tokenized,
@@ -52,31 +52,31 @@ ROUTES = (
         "POST", "/detokenize", tokenizing.detokenize, "Return the text of tokens.", (DetokenizeBody,), Detokenized
     ),
     Route(
-        "GET", "/busy_threshold", busy_threshold.thresholds, "Return from where on workers are busy, of every model.", api=False,
+        "GET", "/busy_threshold", busy_threshold.thresholds, "Return the busy thresholds of every model.", api=False,
         admin=True,
     ),
     Route(
         "POST", "/busy_threshold", busy_threshold.set_thresholds,
-        "Set from where on a model's workers are busy, on all frontends.", (BusyThresholdBody,), api=False, admin=True,
+        "Set the busy thresholds of a model on all frontends.", (BusyThresholdBody,), api=False, admin=True,
     ),
     Route("GET", "/openapi.json", openapi, "Return this document.", api=False),
-    Route("GET", "/version", status_endpoints.version, "Say which Holdfast this is.", answer=Version, api=False),
-    Route("GET", "/ping", status_endpoints.ping, "200 where /health says 200, and nothing else.", media=(), api=False),
-    Route("POST", "/ping", status_endpoints.ping, "200 where /health says 200, and nothing else.", media=(), api=False),
-    Route("GET", "/health", status_endpoints.health, "Say whether a request could be served now.", api=False),
-    Route("GET", "/ready", status_endpoints.health, "Say whether a request could be served now.", api=False),
-    Route("GET", "/live", status_endpoints.live, "Say that the process lives.", api=False),
-    Route("GET", "/metrics", status_endpoints.metrics, "Metrics, as Prometheus reads them.", media=(TEXT,), api=False),
+    Route("GET", "/version", status_endpoints.version, "Return the version of Holdfast.", answer=Version, api=False),
+    Route("GET", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
+    Route("POST", "/ping", status_endpoints.ping, "Return the status of /health, without a body.", media=(), api=False),
+    Route("GET", "/health", status_endpoints.health, "Return whether requests can be served.", api=False),
+    Route("GET", "/ready", status_endpoints.health, "Return whether requests can be served.", api=False),
+    Route("GET", "/live", status_endpoints.live, "Return 200 while the process is alive.", api=False),
+    Route("GET", "/metrics", status_endpoints.metrics, "Return the metrics in Prometheus format.", media=(TEXT,), api=False),
 )  # fmt: skip
 _BY_PATH = {(route.method, route.path): route for route in ROUTES}
 
 
 def route_of(method: str, path: str) -> Route | None:
-    """Return the route that answers this method of this path, if there is one."""
+    """Return the route for this method and path, if there is one."""
     return _BY_PATH.get((method, path)) or _BY_PATH.get((method, templated(path)))
 
 
 def templated(path: str) -> str:
-    """Return the path of a route that answers this one."""
+    """Return the path template of the route for this path."""
     before, _, _ = MODEL_PATH.partition(MODEL)
     return MODEL_PATH if path.startswith(before) else path

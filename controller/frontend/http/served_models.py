@@ -1,4 +1,4 @@
-"""Which models are served, and what have the workers of one in common?"""
+"""Looks up served models by name or alias, and the group of workers that serves one."""
 
 from msgspec import UNSET
 
@@ -9,31 +9,33 @@ from controller.router.endpoints import EndpointGroup
 
 
 def not_served(director: Director, model: str) -> ApiError:
-    """Return what is said of a model that nobody serves now, as far as is known: 404 only where nobody is awaited with it."""
+    """Return the error for a model that no worker serves now; 404 only if no expected worker could serve it."""
     if director.beginning:
         return starting()
     retry_s, unnamed = director.settings.retry_after_s, director.table.unnamed
     if model in director.table.known:
-        return unavailable(f"no worker of {model} is there now", "no_routable_worker", retry_s)
+        return unavailable(f"no worker serves {model} at the moment", "no_routable_worker", retry_s)
     if unnamed:
-        why = f"nobody serves the model {model!r} now, and {unnamed[0]} is awaited, which cannot say yet what it serves"
+        why = f"no worker serves the model {model!r}; {unnamed[0]} is starting and has not reported its models yet"
         return unavailable(why, "no_routable_worker", retry_s)
     return unknown_model(model)
 
 
 def model_of(director: Director, name: str) -> str:
-    """Return the known model that a name stands for: its own, an alias, or a further name of its servers. Raise ApiError: 404 for
-    one that no worker serves."""
+    """Return the known model for a name: the model's own name, an alias, or another name of its servers.
+
+    Raise ApiError: 404 if no worker serves it.
+    """
     aliases, further = director.settings.model_aliases, director.table.further
     model = aliases.get(name, name)
-    for one in (name, model, further.get(name, name)):  # a model's own name goes first
+    for one in (name, model, further.get(name, name)):  # a model's own name has precedence
         if one in director.table.known:
             return one
     raise not_served(director, model)
 
 
 def served_names(director: Director) -> list[tuple[str, str]]:
-    """Return every name under which a served model may be asked for, with the model."""
+    """Return every name of a served model, with the model."""
     served = director.table.served
     further = director.table.further | director.settings.model_aliases
     return [(model, model) for model in served] + [
@@ -42,19 +44,23 @@ def served_names(director: Director) -> list[tuple[str, str]]:
 
 
 def chosen_model(director: Director, name: str | None) -> str:
-    """Return a model that is known: the one of this name, or the only one that is served. Raise ApiError: 404 for one that nobody
-    serves, 400 where a name is wanted."""
+    """Return a known model: the one of this name, or the only one that is served.
+
+    Raise ApiError: 404 if no worker serves it, 400 if a name is required.
+    """
     if name:
         return model_of(director, name)
     served = director.table.served
     if len(served) != 1:
-        raise invalid(f"which model? There are {', '.join(served) or 'none'}", "model")
+        raise invalid(f"model is required; served models: {', '.join(served) or 'none'}", "model")
     return served[0]
 
 
 def group_of(director: Director, model: str) -> EndpointGroup:
-    """Return the workers of a known model that new requests would go to, in service or not. Raise ApiError (503) if all of them
-    are gone."""
+    """Return the workers of a known model that new requests would be sent to, in service or not.
+
+    Raise ApiError (503) if all of them have left.
+    """
     models = director.table.models
     endpoints = models.get(model, ())
     if not endpoints:
@@ -64,6 +70,6 @@ def group_of(director: Director, model: str) -> EndpointGroup:
 
 
 def model_entry(director: Director, name: str, model: str) -> ModelEntry:
-    """Return what /v1/models says of a model that is served, under one of its names."""
+    """Return the entry of /v1/models for a served model, under one of its names."""
     root = UNSET if name == model else model
     return ModelEntry(id=name, max_model_len=group_of(director, model).shown_context, root=root)

@@ -1,4 +1,4 @@
-"""Endpoints for models, version, health and metrics: the models it serves, its version, health and metrics."""
+"""Endpoints for served models, version, health and metrics."""
 
 import msgspec
 from aiohttp import web
@@ -13,7 +13,7 @@ from events.process.exposition import packed
 
 
 async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """List the models that are served. Raise ApiError (503) while they are not known."""
+    """List the served models. Raise ApiError (503) while they are not known."""
     director = endpoints.director
     if not director.live and not director.table.served:
         raise starting()
@@ -22,7 +22,7 @@ async def models(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.St
 
 
 async def model(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Describe a model that is served. Raise ApiError (404, 503) for another one."""
+    """Describe a served model. Raise ApiError (404, 503) if it is not served."""
     director, name = endpoints.director, request.path.removeprefix("/v1/models/")
     found = dict(served_names(director)).get(name)
     if found is None:
@@ -41,22 +41,22 @@ async def ping(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Stre
 
 
 async def health(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return whether requests can be served, in words, and the state of each worker."""
+    """Return whether requests can be served, with a message, and the state of each worker."""
     monitor = endpoints.director.routing.monitor
     if endpoints.ready:
-        status, message = "healthy", "requests are served"
+        status, message = "healthy", "serving requests"
     elif endpoints.draining:
-        status, message = "shutting_down", "this frontend finishes its streams and takes no new ones"
+        status, message = "shutting_down", "finishing running streams, accepting no new requests"
     elif monitor.servable:
-        status, message = "not_ready", "its port is about to open"
+        status, message = "not_ready", "the port is about to open"
     else:
-        status, message = "not_ready", "no worker in service can be reached yet"
+        status, message = "not_ready", "no worker in service is reachable yet"
     body = {"status": status, "message": message, "workers": monitor.roll()}
     return web.json_response(body, status=200 if status == "healthy" else 503)
 
 
 async def live(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.StreamResponse:
-    """Return 200 while the process lives."""
+    """Return 200 while the process is alive."""
     return web.json_response({"status": "live", "message": "Service is live"})
 
 

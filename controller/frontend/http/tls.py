@@ -1,4 +1,4 @@
-"""TLS of a frontend's ports: one certificate, read again when its files change, without closing a connection."""
+"""TLS of a frontend's ports: one certificate, reloaded without closing connections."""
 
 import ssl
 from pathlib import Path
@@ -23,8 +23,7 @@ class Tls:
             raise BadSetting(f"TLS with {certificate} and {key} is not possible: {_reason(error)}") from None
 
     def refresh(self) -> None:
-        """Read the files again if one has changed. New connections get the new certificate; files that do not match change
-        nothing."""
+        """Reload the files if one has changed. New connections use the new certificate; files that do not match are ignored."""
         first, second = self._files
         changed = first.changed(), second.changed()
         if not any(changed):
@@ -48,11 +47,11 @@ def _loaded(certificate: Path | str, key: Path | str) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Refuse a private key with a password: OpenSSL would ask for it on the terminal."""
-    raise ValueError("the private key has a password; give one without")
+    """Reject a private key with a password: OpenSSL would prompt for it on the terminal."""
+    raise ValueError("the private key has a password; provide one without a password")
 
 
-NOT_PEM = "the certificate file has no certificate, or the key file no private key, in PEM form"
+NOT_PEM = "the certificate file contains no PEM certificate, or the key file no PEM private key"
 _REASONS = {
     "KEY_VALUES_MISMATCH": "the private key does not belong to the certificate",
     "NO_START_LINE": NOT_PEM,
@@ -62,5 +61,6 @@ _REASONS = {
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return _REASONS.get(error.reason or "", error.reason or NOT_PEM)  # a file without PEM gives no reason
+        # a file without PEM data yields no reason
+        return _REASONS.get(error.reason or "", error.reason or NOT_PEM)
     return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)

@@ -1,6 +1,6 @@
-"""POST /tokenize and POST /detokenize: the tokens of a text and the text of tokens, as vLLM answers them.
+"""POST /tokenize and POST /detokenize, compatible with vLLM.
 
-The tokenizer is the model's, here in the frontend: whatever engine the model's workers have, the answer is the same.
+The tokenizer is the model's and runs in the frontend: the result is the same for all engines.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from controller.router.endpoints import EndpointGroup
 
 
 async def tokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Response:
-    """Answer POST /tokenize. Raise ApiError."""
+    """Handle POST /tokenize. Raise ApiError."""
     asked: TokenizeRequest = await endpoints.intake.parsed("tokenize", request)
     tokens, group = await _tokenizer(endpoints, asked.model)
     text = _rendered(asked, tokens) if asked.text is None else asked.text
@@ -32,7 +32,7 @@ async def tokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.
 
 
 async def detokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Response:
-    """Answer POST /detokenize. Raise ApiError."""
+    """Handle POST /detokenize. Raise ApiError."""
     asked: DetokenizeRequest = await endpoints.intake.parsed("detokenize", request)
     tokens, _ = await _tokenizer(endpoints, asked.model)
     threads = endpoints.intake.long_texts
@@ -50,7 +50,7 @@ async def _tokenizer(endpoints: OpenAiEndpoints, name: str | None) -> tuple[Toke
 
 
 def _rendered(asked: TokenizeRequest, tokens: Tokens) -> str:
-    """Return a conversation as the model would read it. Raise ApiError (400)."""
+    """Return a conversation rendered by the model's chat template. Raise ApiError (400)."""
     if tokens.template is None:
         raise invalid("this model has no chat template; give a prompt", "messages", "no_chat_template")
     try:
