@@ -1,1 +1,1 @@
-"""The OpenAI API without sockets: request bodies and heads, chat templates, tokenisation, response writers."""
+"""The OpenAI API without sockets: bodies, heads, chat templates, tokenization, response writers."""

@@ -1,10 +1,10 @@
-"""Parses the request bodies that are too large for the event loop, in processes that can be killed.
+"""Parses request bodies that are too large for the event loop, in processes that can be killed.
 
-    up to 4 MiB ──▶ a process for these
+    up to 4 MiB ──▶ one process
     more ─────────▶ another process, so that long prompts do not wait for huge bodies
 
-A thread would not help: the decoder holds the interpreter until it has finished. A process is started with the first body that
-needs it, and again after it was killed or has failed.
+A thread would not help: the decoder holds the interpreter lock until it has finished. A process is started with the first body
+that needs it, and again after it was killed or has failed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from controller.frontend.settings import AdmissionSettings
 
 MIB = 2**20
 HUGE_BYTES = 4 * MIB
-PIECE_BYTES = 2**18  # written to a process at once
+PIECE_BYTES = 2**18  # written to a process at a time
 RETRY_AFTER_S = 1
 COMMAND = (sys.executable, "-m", "controller.frontend.openai.parse_process")
 
@@ -35,14 +35,14 @@ class BodyParsers:
     """The parser processes of one frontend."""
 
     def __init__(self, settings: AdmissionSettings, bounds: BoundMetrics) -> None:
-        """`bounds` count each body that is refused."""
+        """Start without processes. `bounds` counts each refused body."""
         self._settings = settings
         self._bounds = bounds
         self._processes = (_ParserProcess(), _ParserProcess())
-        self.waiting_bytes = 0  # of bodies that are parsed in a process, or wait for one
+        self.waiting_bytes = 0  # of bodies that are being parsed or wait for a process
 
     async def parse(self, name: str, body: bytes) -> Any:
-        """Return what the parser of this name returns for a body. Raise ApiError: 400 for an invalid one, 503 beyond a bound."""
+        """Return the result of the named parser for a body. Raise ApiError: 400 if it is invalid, 503 above a limit."""
         most, size = self._settings.bodies_mb_max * MIB, len(body)
         if self.waiting_bytes and self.waiting_bytes + size > most:
             why = f"{self.waiting_bytes // MIB} MB of requests' bodies are waiting to be parsed"
@@ -50,19 +50,19 @@ class BodyParsers:
         self.waiting_bytes += size
         running = asyncio.create_task(self._parse(self._processes[size > HUGE_BYTES], name, body))
         running.add_done_callback(partial(self._parsed, size))
-        # A client that disconnects does not stop the parser: to start another one costs more than to finish.
+        # A disconnected client does not stop the parser: starting another process costs more than finishing.
         return outcome(name, await asyncio.shield(running))
 
     def _parsed(self, size: int, running: "asyncio.Task[bytes]") -> None:
         self.waiting_bytes -= size
         if not running.cancelled():
-            running.exception()  # retrieved also where the client has disconnected
+            running.exception()  # mark as retrieved, even if the client has disconnected
 
     async def _parse(self, process: "_ParserProcess", name: str, body: bytes) -> bytes:
         limit_s = self._settings.body_parse_s
         try:
             async with asyncio.timeout(limit_s), process.lock:
-                for _ in range(2):  # the process may have been dead before
+                for _ in range(2):  # the process may have died before this body
                     try:
                         return await process.parse(name, body)
                     except (OSError, asyncio.IncompleteReadError) as error:
@@ -76,20 +76,20 @@ class BodyParsers:
         return unavailable(why, code, RETRY_AFTER_S)
 
     async def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for process in self._processes:
             await process.end()
 
 
 class _ParserProcess:
-    """One process, which parses one body at a time."""
+    """A process that parses one body at a time."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self._process: Process | None = None
 
     async def parse(self, name: str, body: bytes) -> bytes:
-        """Return the encoded outcome. Kill the process when the caller gives up. Raise OSError, IncompleteReadError."""
+        """Return the encoded outcome. Kill the process if the caller gives up. Raise OSError, IncompleteReadError."""
         try:
             process = await self._running()
             assert process.stdin is not None and process.stdout is not None
@@ -100,10 +100,10 @@ class _ParserProcess:
                 await process.stdin.drain()
             (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
             return await process.stdout.readexactly(size)
-        except RuntimeError as error:  # uvloop's, for a pipe that it has closed already
+        except RuntimeError as error:  # raised by uvloop for a pipe that it has already closed
             await self.end()
             raise BrokenPipeError(str(error)) from error
-        except BaseException:  # an outcome that is not awaited must not be taken for the next body's
+        except BaseException:  # a late outcome must not be read as that of the next body
             await self.end()
             raise
 
@@ -118,11 +118,11 @@ class _ParserProcess:
         return self._process
 
     async def end(self) -> None:
-        """Kill the process, if there is one, and wait until it is gone."""
+        """Kill the process, if there is one, and wait for its end."""
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):  # it has ended already
+        with suppress(ProcessLookupError):  # it has already ended
             process.kill()
         assert process.stdin is not None
         process.stdin.close()

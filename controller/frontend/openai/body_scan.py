@@ -2,15 +2,15 @@
 
     bytes ──▶ strings removed ──▶ names, lists and objects, texts, values ──▶ within the limits, or refused
 
-Decoding cannot be interrupted and costs up to a microsecond per value, so a body is refused as soon as a count exceeds its
-limit, usually long before all of it has arrived. The scanner does not validate: the parser rejects what is no JSON.
+Decoding cannot be interrupted and costs up to a microsecond per value. So a body is refused as soon as a count exceeds its
+limit, usually long before all of it has arrived. The scanner does not validate: the parser rejects invalid JSON.
 """
 
 from controller.frontend.settings import AdmissionSettings
 
-UNSCANNED_BYTES = 2**14  # a smaller body takes at most a millisecond to parse, whatever it holds
-SLICE_BYTES = 2**14  # the most that one call of `feed` counts: under a millisecond
-# A body within all of these is parsed on the event loop, in 5 ms at most.
+UNSCANNED_BYTES = 2**14  # a smaller body takes at most a millisecond to parse, whatever its content
+SLICE_BYTES = 2**14  # maximum that one call of `feed` counts: takes under a millisecond
+# A body within all of these limits is parsed on the event loop, in 5 ms at most.
 CHEAP_BYTES = 2**19
 CHEAP_TEXTS = 2**12
 CHEAP_NESTED = 2**10
@@ -24,7 +24,7 @@ class BodyScan:
 
     def __init__(self, limits: AdmissionSettings) -> None:
         self._limits = limits
-        self._backslash = b""  # at the end of a slice: what it escapes comes with the next one
+        self._backslash = b""  # at the end of a slice: the character that it escapes is in the next slice
         self._in_text = False
         self._quotes = 0
         self.size = 0
@@ -39,7 +39,7 @@ class BodyScan:
         return few and self.size <= CHEAP_BYTES
 
     def feed(self, piece: bytes) -> str:
-        """Count a slice of at most `SLICE_BYTES`. Return which limit it exceeds, as a phrase; empty: none."""
+        """Count a slice of at most `SLICE_BYTES`. Return the exceeded limit as a phrase; empty if there is none."""
         limits = self._limits
         self.size += len(piece)
         if self._backslash or b"\\" in piece:
@@ -61,7 +61,7 @@ class BodyScan:
         return f"{limits.body_values_max} values" if self.values > limits.body_values_max else ""
 
     def _outside(self, parts: list[bytes]) -> bytes:
-        """Return what of these parts, which quotation marks separate, stands outside strings."""
+        """Return the text outside strings, from parts separated by quotation marks."""
         outside = b"".join(parts[self._in_text :: 2])
         self._in_text ^= len(parts) % 2 == 0
         return outside

@@ -12,31 +12,33 @@ from events.wire import Logprob
 
 
 class ResponseWriter:
-    """Takes the tokens of one answer and discards them. Subclasses write them for a client."""
+    """Accepts the tokens of one answer and discards them. Subclasses write them for a client."""
 
     __slots__ = ()
     stopped = False  # a stop string has been reached
-    reached = 0  # tokens that the client may have seen already
+    reached = 0  # tokens that the client may already have received
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        """Take tokens and return how many of them were used: a stop string may end the answer among them. Raise InvalidOutput if
-        one is outside the vocabulary: none of them is written."""
+        """Accept tokens and return how many of them were used: a stop string among them may end the answer.
+
+        Raise InvalidOutput if one is outside the vocabulary; none of them is written then.
+        """
         return len(tokens)
 
     def write_text(self, text: str, tokens: int) -> None:
-        """Take a text that came without tokens; it counts as so many."""
+        """Accept a text that came without tokens; it counts as this many."""
 
     def finish(self, reason: str) -> None:
-        """Write what is left, and why the answer ends: `reason` is OpenAI's finish_reason."""
+        """Write the rest, and the reason for the end: `reason` is OpenAI's finish_reason."""
 
     def flush(self) -> None:
-        """Send what one turn of the loop has brought."""
+        """Send the output of one turn of the event loop."""
 
     def keep_alive(self) -> None:
-        """Send a comment, so that the client does not take the connection for idle."""
+        """Send a comment, so that no proxy or client closes the connection as idle."""
 
     def rewind(self, count: int) -> None:
-        """Forget all tokens after the first `count`, none of which the client has seen."""
+        """Drop all tokens after the first `count`; the client has received none of them."""
 
 
 class Choice(msgspec.Struct, eq=False):
@@ -45,15 +47,15 @@ class Choice(msgspec.Struct, eq=False):
     request: GenerationRequest
     writer: ResponseWriter
     migration_limit: int = 3  # attempts beyond the first
-    forbidden: str = ""  # why it may not move once its client has a token
+    forbidden: str = ""  # why it may not move once its client has received a token
     accepted: list[int] = []  # tokens
     number: int = 0  # of the live request
     cached_tokens: int | None = None  # of the prompt, at the first worker that reports it
-    endpoint: Endpoint | None = None  # the worker that it is with, or was with last
-    explained: dict[str, Any] | None = None  # why its first worker was chosen, if that was asked
+    endpoint: Endpoint | None = None  # the worker that it runs on, or ran on last
+    explained: dict[str, Any] | None = None  # why its first worker was chosen, if the client requested that
     finish: str | None = None
     error: ApiError | None = None
 
     def __repr__(self) -> str:
-        """Name the request. No log holds what a client has said."""
+        """Return a representation without client content, because it may appear in logs."""
         return f"<Choice of {self.request.id}>"

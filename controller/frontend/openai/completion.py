@@ -1,4 +1,4 @@
-"""One request of a client and its answers, one per prompt and choice, and the response that is made of them all."""
+"""A client's request with its answers, one per prompt and choice, and the response built from them."""
 
 import asyncio
 import time
@@ -27,38 +27,38 @@ from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import BlockNames
 from events.wire import Sampling
 
-COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
+COMPLETION_TOKENS_DEFAULT = 16  # default of OpenAI's completions endpoint
 SEED_BITS = 31
-ECHOED_LOGPROBS_MAX = 100_000  # of one prompt: 5 MB of an answer, and a tenth of a second of the event loop
+ECHOED_LOGPROBS_MAX = 100_000  # per prompt: 5 MB of response, and a tenth of a second of the event loop
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
-    """A request that was admitted, with its prompts as tokens."""
+    """A request that was admitted, with tokenized prompts."""
 
     call: Call
     lineage: Lineage
-    # Tokens, the text if it was one, and its blocks' names
+    # Tokens, the text if the prompt was text, and the names of its blocks
     prompts: Sequence[tuple[list[int], str, BlockNames]]
     group: EndpointGroup  # the workers of its lineage when it was admitted
-    tokens: Tokens  # their tokenizer
-    serial: int  # of this frontend's requests: unseeded sampling is seeded with it
-    # By the frontend's monotonic clock, where it was admitted by a deadline
+    tokens: Tokens  # the tokenizer of these workers
+    serial: int  # serial number in this frontend: seeds sampling without a seed
+    # By the frontend's monotonic clock, if it was admitted by a deadline
     first_token_by: float | None = None
 
     @property
     def repeatable(self) -> bool:
-        """Whether any healthy worker goes on as the first one would have.
+        """Whether any healthy worker would continue as the first one would have.
 
-        Other servers start their random numbers again, and do not count as output what they are given as a prompt.
+        External servers restart their random numbers, and do not count prompt tokens as output for penalties.
         """
         asked = self.call.parsed.sampling
         greedy = asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
         return greedy or self.group.engine != "openai"
 
     def sampling(self, prompt_tokens: int, choice: int) -> Sampling:
-        """Return how the workers should choose the tokens of an answer. Raise ApiError (400).
+        """Return the sampling parameters for an answer. Raise ApiError (400).
 
-        What the client left out is up to the server behind the openai engine, else to the model's folder.
+        Parameters that the client left out are set by the server behind the openai engine, otherwise by the model's folder.
         """
         parsed, external = self.call.parsed, self.group.engine == "openai"
         asked = parsed.sampling
@@ -68,7 +68,8 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
             defaults = {name: given[name] for name in asked.unset if name in given}
         seed = asked.seed
         if asked.temperature > 0:
-            if seed is None and not external:  # one of ours: after a migration the random numbers continue
+            # Holdfast's own engines: the random numbers continue after a migration
+            if seed is None and not external:
                 seed = self.serial * 2_654_435_761 & (1 << SEED_BITS) - 1
             seed = None if seed is None else seed + choice
         return msgspec.structs.replace(
@@ -83,13 +84,15 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """One request of a client: its answers, and the response that is made of them."""
+    """A client's request: its answers, and the response built from them."""
 
     def __init__(
         self, admitted: AdmittedRequest, stream: SseStream | None, *, priority: int, migration_limit: int
     ) -> None:
-        """Make the answers, and send none yet. Without `stream` the response is given whole. `priority`: at the worker. Raise
-        ApiError (400)."""
+        """Create the answers without sending any.
+
+        `stream` is None for a response that is not streamed. `priority` applies at the worker. Raise ApiError (400).
+        """
         call = admitted.call
         self._parsed = parsed = call.parsed
         created = int(time.time())  # noqa: TID251 (shown to the client, compared with nothing)
@@ -126,7 +129,7 @@ class Completion:
             stream.answers = self.answers
 
     def _writer(self, prompt: list[int], text: str, accepted: list[int]) -> ResponseWriter:
-        """Return the writer of the next answer; `accepted`: its token list."""
+        """Return the writer of the next answer. `accepted`: its token list."""
         format, wanted, context = self._format, self._parsed.details, PLAIN
         if wanted != NO_DETAILS:
             echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
@@ -138,13 +141,13 @@ class Completion:
 
     @property
     def _silent(self) -> bool:
-        """Whether nothing is wanted but the prompt: what is generated, for its logprobs, is not shown."""
+        """Whether only the prompt is wanted: tokens generated for its logprobs are not shown."""
         return self._parsed.max_tokens == 0
 
     # --- the end ------------------------------------------------------------------------------------------
 
     def ended(self, answer: Choice) -> None:
-        """One answer is over; the last one ends the response, and so does the first that fails."""
+        """Record the end of one answer. The last one ends the response, and so does the first that fails."""
         self._left -= 1
         if answer.error is not None:
             self.finish(answer.error)
@@ -152,7 +155,7 @@ class Completion:
             self.finish(None)
 
     def finish(self, error: ApiError | None) -> None:
-        """End the response, with an error or well."""
+        """End the response, with an error or successfully."""
         if self.over.done():
             return
         self.over.set_result(error)
@@ -169,7 +172,7 @@ class Completion:
             stream.end(DONE)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""
+        """Return the usage: the client's own prompts, and all accepted tokens, over all attempts."""
         made = prompted = cached = 0
         for answer in self.answers:
             made += len(answer.accepted)
@@ -180,7 +183,7 @@ class Completion:
         return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def body(self) -> dict[str, Any]:
-        """Return the whole answer of a request that is not streamed."""
+        """Return the response body of a request that is not streamed."""
         writers = [answer.writer for answer in self.answers]
         choices = [writer.choice(i) for i, writer in enumerate(writers) if isinstance(writer, BufferedWriter)]
         name = "chat.completion" if self._parsed.chat else "text_completion"
@@ -191,8 +194,10 @@ class Completion:
 
 
 def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGroup) -> int:
-    """Return how many tokens the answer to a prompt may have. Raise ApiError (400) if no worker of the group has a context for
-    the request, or the request asks for too many tokens."""
+    """Return the maximum number of tokens of the answer to a prompt.
+
+    Raise ApiError (400) if no worker of the group has enough context for the request, or the request asks for too many tokens.
+    """
     context, wanted = group.context_tokens, parsed.max_tokens
     room = context - prompt_tokens
     if room < 1:
@@ -211,16 +216,16 @@ def answer_tokens(parsed: ParsedRequest, prompt_tokens: int, group: EndpointGrou
     least = parsed.sampling.min_tokens
     if least > wanted:
         raise invalid(f"min_tokens {least} is more than max_tokens {wanted}", "min_tokens")
-    return max(1, wanted) if echoed else wanted  # the prompt's logprobs come with a token
+    return max(1, wanted) if echoed else wanted  # the prompt's logprobs arrive with a token
 
 
 def refuse_unsupported(parsed: ParsedRequest, group: EndpointGroup) -> None:
-    """Raise ApiError (400) if the workers cannot do what few requests ask for: an answer of a certain form, logprobs, tokens."""
+    """Raise ApiError (400) if the workers do not support a rare option: constrained answers, logprobs, token ids."""
     if parsed.guided and group.engine != "openai":
-        why = f"the {group.engine} engine cannot constrain the form of its answer"
+        why = f"the {group.engine} engine does not support constrained answers"
         raise unsupported(next(iter(parsed.guided)), why)
     if group.text_only:
         if parsed.logprobs is not None:
-            raise unsupported("logprobs", "this model's servers give text only")
+            raise unsupported("logprobs", "this model's servers return text only")
         if parsed.details.token_ids:
-            raise unsupported("return_token_ids", "this model's servers give text only")
+            raise unsupported("return_token_ids", "this model's servers return text only")

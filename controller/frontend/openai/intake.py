@@ -1,8 +1,8 @@
-"""Bounds on what a request may cost before it is known to be valid: reading its body, and reading its texts as tokens.
+"""Limits the cost of reading and tokenizing a request before it is known to be valid.
 
-    bytes ──▶ inflated, within the bounds of one body and of all ──▶ counted (body_scan.py) ──▶ parsed ──▶ prompts in tokens
+    bytes ──▶ decompressed, within the limits of one body and of all ──▶ counted (body_scan.py) ──▶ parsed ──▶ tokenized
 
-Each bound is a setting, and each refusal is counted by its name.
+Each limit is a setting, and each refusal is counted by the limit's name.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from controller.frontend.openai.text.tokenizer import Tokens
 from controller.frontend.settings import FrontendSettings
 
 MIB = 2**20
-YIELD_BYTES = 2**16  # scanned before other tasks have their turn: a millisecond
-PIECE_BYTES = 2**18  # inflated at once: other threads have their turn in between
-RATIO_MAX = 1032  # of deflate: 258 bytes take two bits
-SMALL_BYTES = 2**18  # what comes out of a small one: a millisecond
+YIELD_BYTES = 2**16  # scanned before other tasks run: takes a millisecond
+PIECE_BYTES = 2**18  # decompressed at a time, so that other threads can run
+RATIO_MAX = 1032  # maximum compression ratio of deflate: 258 bytes in two bits
+SMALL_BYTES = 2**18  # output that takes a millisecond to decompress
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class InflatesTooFar(Exception):
-    """More comes out of a body than may."""
+    """The decompressed body exceeds its limit."""
 
 
 class Intake:
-    """The bounds of one frontend, and how much of them is in use."""
+    """The intake limits of one frontend, and how much of them is in use."""
 
     def __init__(self, settings: FrontendSettings, bounds: BoundMetrics | None = None) -> None:
-        """`bounds` count each refusal; None: they are not exposed."""
+        """Start without requests. `bounds` counts each refusal; None: the counts are not exposed."""
         self.bounds = bounds or BoundMetrics(CollectorRegistry())
         self.long_texts = LongTexts(settings.tokenizing, self.bounds)
         limits = self._limits = settings.admission
@@ -47,20 +47,23 @@ class Intake:
         self.body_bytes = 0  # of bodies that are being read
 
     async def parsed(self, kind: str, given: bytes | web.BaseRequest) -> Any:
-        """Return what a request's body of this kind asks for (`parse_body`). Raise ApiError: 400 for an invalid body or one
-        of too many values, 408 after `body_s`, 413 above the request's `client_max_size`, 503 beyond a bound."""
+        """Return the parsed body of a request of this kind (`parse_body`).
+
+        Raise ApiError: 400 for an invalid body or one with too many values, 408 after `body_s`, 413 above the request's
+        `client_max_size`, 503 above another limit.
+        """
         scan = BodyScan(self._limits)
         body = given if isinstance(given, bytes) else await self._received(given, scan)
-        if scan.size != len(body) and len(body) > UNSCANNED_BYTES:  # it was not scanned while it came
+        if scan.size != len(body) and len(body) > UNSCANNED_BYTES:  # it was not scanned while it arrived
             await self.scan(scan, body)
         return parse_body(kind, body) if scan.cheap else await self._parsers.parse(kind, body)
 
     async def close(self) -> None:
-        """End the processes that parse bodies."""
+        """Stop the processes that parse bodies."""
         await self._parsers.close()
 
     async def scan(self, scan: BodyScan, piece: bytes) -> None:
-        """Count what a piece of a body has. Raise ApiError (400) if the body has too much of anything."""
+        """Count a piece of a body. Raise ApiError (400) if the body exceeds a limit of its structure."""
         for at in range(0, len(piece), SLICE_BYTES):
             if too_much := scan.feed(piece[at : at + SLICE_BYTES]):
                 self.bounds.count("body_values")
@@ -69,9 +72,9 @@ class Intake:
                 await asyncio.sleep(0)
 
     async def _received(self, request: web.BaseRequest, scan: BodyScan) -> bytes:
-        """Return a request's body, inflated. An uncompressed body that arrives in pieces is scanned as it arrives."""
+        """Return a request's decompressed body. An uncompressed body that arrives in pieces is scanned as it arrives."""
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # otherwise curl waits a second
         most = request.client_max_size
         if (request.content_length or 0) > most:
             raise self._too_large()
@@ -79,22 +82,22 @@ class Intake:
             encoding = request.headers.get("Content-Encoding", "").lower()
             plain = encoding in ("", "identity")
             if request.content.is_eof():
-                body = request.content.read_nowait()  # it came with its head, as nearly all do
+                body = request.content.read_nowait()  # it arrived with its head, the common case
             else:
                 async with asyncio.timeout(self._limits.body_s):
                     body = await self._gathered(request.content, most, scan if plain else None)
             return body if plain else await self._inflated(body, encoding, most)
-        except web.RequestPayloadError as error:  # cut off, or in chunks that are none
+        except web.RequestPayloadError as error:  # truncated, or with invalid chunks
             raise bad_json(" ".join(str(error).split())) from error
         except ValueError as error:
             raise bad_json(str(error)) from error
         except TimeoutError as error:
             self.bounds.count("body_wait")
-            why = f"the body has not come within {self._limits.body_s:g} s"
+            why = f"the body did not arrive within {self._limits.body_s:g} s"
             raise ApiError(408, why, code="body_timeout") from error
 
     async def _inflated(self, body: bytes, encoding: str, most: int) -> bytes:
-        """Inflate a body, a large one in a thread. Raise ValueError if it is invalid, ApiError beyond a bound."""
+        """Decompress a body, a large one in a thread. Raise ValueError if it is invalid, ApiError above a limit."""
         with suppress(InflatesTooFar):
             return inflated(body, encoding, min(most, SMALL_BYTES))
         try:
@@ -104,8 +107,8 @@ class Intake:
             raise self._too_large() from error
 
     async def _gathered(self, content: StreamReader, most: int, scan: BodyScan | None) -> bytes:
-        """Return a body that is still arriving. `scan` sees each piece at once, so that the rest is not waited for in vain."""
-        gathered = bytearray()  # never joined: 45 MB would take 20 ms
+        """Return a body that is still arriving. `scan` checks each piece at once, so that an excessive body is refused early."""
+        gathered = bytearray()  # not copied to bytes: that would take 20 ms for 45 MB
         size, all_most = 0, self._limits.bodies_mb_max * MIB
         try:
             while piece := await content.readany():
@@ -122,7 +125,7 @@ class Intake:
                     await self.scan(scan, piece)
         finally:
             self.body_bytes -= size
-        return cast(bytes, gathered)  # its readers find no difference
+        return cast(bytes, gathered)  # readers accept a bytearray
 
     def _too_large(self) -> ApiError:
         self.bounds.count("body_bytes")
@@ -131,14 +134,19 @@ class Intake:
 
 
 def inflated(data: bytes, encoding: str, most: int) -> bytes:
-    """Return a body that was compressed by gzip, or by deflate with or without zlib's frame, and never make more of it than
-    `most` bytes. Raise InflatesTooFar; ValueError if it is invalid."""
+    """Decompress a body of at most `most` bytes: gzip, or deflate with or without zlib's header.
+
+    Raise InflatesTooFar above that size; ValueError if it is invalid.
+    """
     if encoding not in _WINDOW:
-        raise ValueError(f"it is compressed by {encoding[:40]!r}: send it as it is, or by gzip or deflate")
-    bare = encoding == "deflate" and data[:1] and data[0] & 0xF != 8  # many send it without its frame
+        raise ValueError(
+            f"unsupported encoding {encoding[:40]!r}: send the body uncompressed, or use gzip or deflate"
+        )
+    bare = encoding == "deflate" and data[:1] and data[0] & 0xF != 8  # many clients omit the zlib header
     window = -zlib.MAX_WBITS if bare else _WINDOW[encoding]
     if window > zlib.MAX_WBITS and most < int.from_bytes(data[-4:], "little") <= RATIO_MAX * len(data):
-        raise InflatesTooFar  # gzip ends with its inflated size (RFC 1952 §2.3.1), believed where that is possible
+        # gzip ends with its decompressed size (RFC 1952 §2.3.1), trusted if that size is possible
+        raise InflatesTooFar
     found: list[bytes] = []
     left, stream = most, zlib.decompressobj(window)
     try:
@@ -150,22 +158,22 @@ def inflated(data: bytes, encoding: str, most: int) -> bytes:
                 raise InflatesTooFar
             data = stream.unused_data if stream.eof else stream.unconsumed_tail
             if stream.eof and data:
-                stream = zlib.decompressobj(window)  # files of gzip may follow one another
+                stream = zlib.decompressobj(window)  # gzip allows several members in sequence
         found.append(stream.flush())
     except zlib.error as error:
-        raise ValueError(f"its {encoding} cannot be read: {error}") from error
+        raise ValueError(f"invalid {encoding} data: {error}") from error
     if found and not stream.eof:
-        raise ValueError(f"its {encoding} ends too early")
+        raise ValueError(f"the {encoding} data is truncated")
     return b"".join(found)
 
 
 async def read_prompts(
     parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
 ) -> list[tuple[list[int], str]]:
-    """Return each prompt as tokens, and as text if it was one.
+    """Return each prompt as tokens, and also as text if it was given as text.
 
-    `context`: tokens of the model's context; a prompt must have fewer. Raise ApiError: 400, or 503 where too much is to be
-    tokenised; or BadTemplate.
+    `context` is the model's context length in tokens; a prompt must be shorter. Raise ApiError: 400, or 503 if too much text
+    waits to be tokenized; or BadTemplate.
     """
     bias, chat = parsed.sampling.logit_bias, parsed.messages is not None
     if bias and (highest := max(bias)) >= tokens.size:
@@ -181,7 +189,7 @@ async def read_prompts(
     for prompt in prompts:
         if isinstance(prompt, str):
             _check_length(prompt, tokens, context, intake, "messages" if chat else "prompt")
-    # A salted request shares no cached text either: how fast it is tokenised would show whether it was read before
+    # A salted request shares no cached text either: its tokenization time would reveal whether the text was seen before.
     shared, threads, out = not parsed.cache_salt, intake.long_texts, []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -195,8 +203,8 @@ async def read_prompts(
 
 
 def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
-    """Refuse a text that cannot fit before it is tokenised, which takes a second for a megabyte. Raise ApiError (400)."""
-    if len(text) < context:  # nearly always: a token has one character at least
+    """Refuse a text that cannot fit before it is tokenized, which takes a second per megabyte. Raise ApiError (400)."""
+    if len(text) < context:  # the common case: a token has at least one character
         return
     least = tokens.tokens_min(text, context - 1)
     if least >= context:
@@ -205,7 +213,7 @@ def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param
 
 
 def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
-    """Return a prompt of token ids. One that is too long is refused unread: checking millions would block the event loop."""
+    """Return a prompt of token ids. One that is too long is refused unchecked: checking millions would block the event loop."""
     if len(given) >= context:
         raise too_long(len(given), context, "prompt")
     if not all(type(token) is int for token in given):

@@ -1,8 +1,8 @@
-"""A process that parses large request bodies for a frontend, so that the frontend's event loop does not wait for them.
+"""A process that parses large request bodies, so that they do not block a frontend's event loop.
 
-    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of what it asks for or its 400
+    stdin:  size (4 bytes, little-endian), parser (1 byte), body      stdout:  size, MessagePack of the parsed request or its 400
 
-It ends at the end of its input. The frontend kills it when one body takes too long.
+It exits at the end of its input. The frontend kills it if one body takes too long.
 """
 
 import os
@@ -18,15 +18,15 @@ from controller.frontend.openai.request_parser import KINDS, parse_body
 HEAD = struct.Struct("<IB")
 SIZE = struct.Struct("<I")
 NAMES = tuple(KINDS)
-NICENESS = 5  # streams go first where cores are scarce
+NICENESS = 5  # running streams have precedence if cores are scarce
 
 
 Rejection = tuple[str, str, str | None]
-"""The 400 of a body that is invalid: message, code, param."""
+"""The 400 of an invalid body: message, code, param."""
 
 
 def parse(name: str, body: bytes) -> bytes:
-    """Return the encoded outcome of one body: what it asks for, or its rejection."""
+    """Return the encoded outcome of one body: the parsed request, or its rejection."""
     result, rejection = None, None
     try:
         result = parse_body(name, body)
@@ -34,13 +34,13 @@ def parse(name: str, body: bytes) -> bytes:
         rejection = (str(error), error.code, error.param)
     try:
         return msgspec.msgpack.encode((result, rejection))
-    except OverflowError:  # MessagePack has no integer of more than 64 bits
-        why = "a number of the body has more than 64 bits"
+    except OverflowError:  # MessagePack has no integers above 64 bits
+        why = "a number in the body has more than 64 bits"
         return msgspec.msgpack.encode((None, (why, "invalid_value", None)))
 
 
 def outcome(name: str, encoded: bytes) -> Any:
-    """Return what a body asks for, of its encoded outcome. Raise ApiError (400)."""
+    """Return the parsed request from an encoded outcome. Raise ApiError (400)."""
     result, rejection = msgspec.msgpack.decode(encoded, type=tuple[msgspec.Raw, Rejection | None])
     if rejection is not None:
         message, code, param = rejection
@@ -49,7 +49,7 @@ def outcome(name: str, encoded: bytes) -> Any:
 
 
 def main() -> None:
-    """Parse one body after another until the input ends."""
+    """Parse bodies until the input ends."""
     os.nice(NICENESS)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while len(head := source.read(HEAD.size)) == HEAD.size:

@@ -1,14 +1,14 @@
-"""The heads of requests for tokens: id, tier, trace, routing overrides, and how a request is to be admitted; and what the heads
-of answers say.
+"""Parses the headers of completion requests, and builds the headers of their responses.
 
-Read only where requests are admitted by deadlines:
+Request headers are the request id, tier, trace, routing overrides and admission headers. The admission headers are read only if
+requests are admitted by deadlines:
 
     X-Holdfast-TTFT-Deadline-Ms, x-llm-d-slo-ttft-ms             milliseconds from its arrival to its first token
     X-Holdfast-Queue-TTL-Ms, x-llm-d-inference-ttl (1.5s)        the longest wait in the queue
     X-Holdfast-Client, x-llm-d-inference-fairness-id             the client: those of a tier share workers fairly
-    X-Stainless-Retry-Count                                      the attempts of OpenAI's client before this one
+    X-Stainless-Retry-Count                                      previous attempts of OpenAI's client
 
-Of two that mean the same ours holds. A header that makes no sense is refused: one that is silently ignored is worse.
+Of two headers with the same meaning, Holdfast's own has precedence. An invalid header is refused rather than silently ignored.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ from controller.router.endpoints import EndpointTable
 
 ENDPOINTS = {"/v1/chat/completions": "chat_completions", "/v1/completions": "completions"}
 KEPT_MAX = 256
-READ_AHEAD = 2**16  # bytes of a body; the parser is given none
+READ_AHEAD = 2**16  # bytes of a body; the parser receives no body
 REQUEST_ID_MAX = 128
-SHOWN_MAX = 8  # unknown fields that are named, and characters of a name
+SHOWN_MAX = 8  # unknown fields that are listed, and characters of each name
 NAME_MAX = 40
-ID_BYTES = 16  # random ones; an id is their hex digits
+ID_BYTES = 16  # random bytes; an id is their hex digits
 SUSPECT = "X-Holdfast-Suspect"
-EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
+EXPLAINED_MAX = 8  # candidates in a header: many clients accept at most 8 KB of headers
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MS_MAX = 86_400_000.0
 CLIENT_CHARS_MAX = 128
@@ -56,16 +56,16 @@ _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)")
 
 
 class AdmissionHeaders(msgspec.Struct, frozen=True):
-    """What a head asks of admission. Times are in seconds."""
+    """The admission headers of a request. Times are in seconds."""
 
-    header: str = ""  # the client, by the header for it
-    api_key: str = ""  # or by its API key: a digest
+    header: str = ""  # the client, as named by its header
+    api_key: str = ""  # a digest of the client's API key
     deadline_s: float | None = None
     line_s: float | None = None
     retries: int = 0
 
     def client(self, by: Iterable[FairnessKey], user: str) -> str:
-        """Return the client of a request, by the first of these that it has; empty: all requests without one are one client's."""
+        """Return the client of a request, by the first of these keys that it has; requests without any share one client."""
         given: Mapping[FairnessKey, str] = {"header": self.header, "api_key": self.api_key, "user": user}
         return next((f"{kind}:{given[kind]}" for kind in by if given[kind]), "")
 
@@ -77,28 +77,28 @@ class Head(msgspec.Struct, frozen=True):
     """The parsed head of a request."""
 
     endpoint: str  # one of the values of ENDPOINTS
-    id: str  # the client's own; empty: it gave none that is usable
+    id: str  # as given by the client; empty: none, or not usable
     tier: str
-    warning: str  # for the header of this name; empty: none
+    warning: str  # value of the Warning header; empty: none
     trace: str  # a traceparent; empty: none
     version: tuple[int, int] = (1, 1)
-    keep: bool = True  # the connection, when it is answered
-    chunked: bool = True  # so can a stream's answer be
+    keep: bool = True  # keep the connection open after the response
+    chunked: bool = True  # the response stream may be chunked
     overrides: RoutingOverrides = NO_OVERRIDES
     credentials: str = ""  # the header Authorization
     origin: str = ""  # the header Origin
-    asked: AdmissionHeaders = NOTHING  # how it is to be admitted, where that is by deadlines
-    end: int = 0  # how many bytes it takes, with the empty line
-    whole: int = 0  # and with the body
+    asked: AdmissionHeaders = NOTHING  # with admission by deadlines
+    end: int = 0  # number of bytes of the head, including the empty line
+    whole: int = 0  # number of bytes of head and body
 
 
 class Call(msgspec.Struct):
-    """A request for tokens that was parsed."""
+    """A parsed completion request."""
 
-    id: str  # which the client has given, or we have drawn
+    id: str  # given by the client, or generated
     head: Head
     parsed: ParsedRequest
-    headers: dict[str, str]  # of every answer to it
+    headers: dict[str, str]  # of every response to it
     arrived: float  # by the frontend's monotonic clock
     transport: asyncio.Transport | None  # None: its client has disconnected
 
@@ -106,7 +106,7 @@ class Call(msgspec.Struct):
 def read_head(
     endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
-    """Return a head with all that cannot be invalid: without overrides and admission headers."""
+    """Return the parts of a head that cannot be invalid: without overrides and admission headers."""
     tier, warning = tier_asked(tiers, headers.get("X-Priority"))
     id, trace, chunked = own_id(headers.get("X-Request-Id")), traceparent(headers), version >= (1, 1)
     key, origin = headers.get("Authorization", ""), headers.get("Origin", "")
@@ -116,16 +116,16 @@ def read_head(
 
 
 class HeadCache:
-    """The last `KEPT_MAX` heads by their bytes, of which a head is a function: a look-up of 0.06 µs in place of a parse of 20."""
+    """Caches the last `KEPT_MAX` heads by their bytes: a lookup takes 0.06 µs, parsing takes 20."""
 
     def __init__(self, ours: RouterSettings, table: EndpointTable, *, by_deadline: bool = False) -> None:
-        """Remember heads as they are with the table's tiers."""
+        """Start empty. The cache is cleared when the table's tiers change."""
         self._table = table
         self._tiers: Tiers | None = None
         self._read_plain = partial(read_plain, ours, by_deadline)
 
     def read(self, raw: bytes) -> Head | None:
-        """Return what `read_plain` returns."""
+        """Return the result of `read_plain`, from the cache if possible."""
         if self._table.tiers is not self._tiers:
             self._tiers = self._table.tiers
             self._read = lru_cache(KEPT_MAX)(partial(self._read_plain, self._tiers))
@@ -135,7 +135,7 @@ class HeadCache:
 def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes) -> Head | None:
     """Parse a head up to its empty line. Return None if anything about the request is unusual or invalid."""
     if raw.count(b"\n") != raw.count(b"\r\n"):
-        return None  # parsers disagree on where it ends
+        return None  # parsers disagree on where such a head ends
     parser = HttpRequestParser(cast(Any, None), cast(Any, None), READ_AHEAD, response_with_body=False)
     try:
         messages, upgraded, _ = parser.feed_data(raw)
@@ -144,7 +144,7 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
         length = int(headers["Content-Length"])
         overrides = read_overrides(message.raw_headers, ours)
         asked = read_admission(message.raw_headers) if by_deadline else NOTHING
-    except Exception:  # whatever it is, aiohttp finds it too, and answers
+    except Exception:  # aiohttp finds the same error, and answers it
         return None
     endpoint = ENDPOINTS.get(message.path) if message.method == "POST" else None
     odd = (
@@ -162,13 +162,13 @@ def read_plain(ours: RouterSettings, by_deadline: bool, tiers: Tiers, raw: bytes
 
 
 def tier_asked(tiers: Tiers, priority: str | None) -> tuple[str, str]:
-    """Return the tier that X-Priority names, and a warning for the client if it names none."""
+    """Return the tier named by X-Priority, and a warning for the client if it names an unknown one."""
     tier, known = tiers.asked(priority)
     return tier, "" if known else f'299 - "unknown X-Priority {_printable(priority or "")}: served as {tier}"'
 
 
 def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
-    """Return what these headers ask of admission. Raise ApiError (400), naming the header."""
+    """Return the parsed admission headers. Raise ApiError (400), naming the header."""
     found: dict[str, str] = {}
     for raw, value in headers:
         name = _SHOWN.get(raw.decode("latin-1").lower(), "")
@@ -184,7 +184,7 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
             parsed = parse(found[name])
         except ValueError as wanted:
             text = "".join(c for c in found[name][:40] if c.isprintable())
-            raise invalid(f"the header {name} is {text!r}: {wanted} is wanted", name) from wanted
+            raise invalid(f"the header {name} is {text!r}: expected {wanted}", name) from wanted
         if parsed is not None:
             asked[field] = parsed
     if key := found.get("authorization", "").partition(" ")[2].strip():
@@ -194,7 +194,7 @@ def read_admission(headers: Iterable[tuple[bytes, bytes]]) -> AdmissionHeaders:
 
 def _client(given: str) -> str | None:
     if len(given) > CLIENT_CHARS_MAX:
-        raise ValueError(f"a name of {CLIENT_CHARS_MAX} characters at most")
+        raise ValueError(f"a name of at most {CLIENT_CHARS_MAX} characters")
     return given or None
 
 
@@ -203,7 +203,7 @@ def _milliseconds(given: str) -> float:
     with suppress(ValueError):
         value = float(given)
     if not 0 < value <= MS_MAX:
-        raise ValueError(f"a number of milliseconds above 0, {MS_MAX:.0f} at most,")
+        raise ValueError(f"milliseconds above 0 and at most {MS_MAX:.0f}")
     return value / 1000
 
 
@@ -211,7 +211,7 @@ def _duration(given: str) -> float | None:
     seconds = go_duration(given)
     if seconds is None or not 0 <= seconds <= MS_MAX / 1000:
         raise ValueError("a duration such as 1.5s or 1500ms")
-    return seconds or None  # in llm-d 0 means none
+    return seconds or None  # in llm-d, 0 means no limit
 
 
 def _retries(given: str) -> int:
@@ -229,12 +229,12 @@ _ADMISSION: dict[str, tuple[str, Any]] = {
     "x-llm-d-inference-ttl": ("line_s", _duration),
     "X-Stainless-Retry-Count": ("retries", _retries),
 }
-"""The field of AdmissionHeaders that a header sets, and what parses it. If two set one field, the first wins."""
+"""The field of AdmissionHeaders that a header sets, and its parser. If two headers set one field, the first wins."""
 _SHOWN = {name.lower(): name for name in (*_ADMISSION, "authorization")}
 
 
 def go_duration(text: str) -> float | None:
-    """Return the seconds of a duration as Go writes it (`1m30s`, `1.5s`, `250ms`); None if it is none."""
+    """Return the seconds of a duration in Go's format (`1m30s`, `1.5s`, `250ms`); None if it is invalid."""
     if text == "0":
         return 0.0
     seconds, at = 0.0, 0
@@ -247,7 +247,7 @@ def go_duration(text: str) -> float | None:
 
 
 def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
-    """Return what headers say of the choice of the worker that a request's answers are with."""
+    """Return the response headers about the worker of a request's answers, and about its choice."""
     endpoint = answers[0].endpoint if answers else None
     headers = {"X-Holdfast-Worker": _of_worker(endpoint.worker)} if endpoint is not None else {}
     for answer in answers:
@@ -262,19 +262,19 @@ def worker_headers(answers: Sequence[Choice]) -> dict[str, str]:
 
 
 def _of_worker(name: str) -> str:
-    """Return a worker's name as a header may have it: it registers as it likes."""
+    """Return a worker's name in a form valid in a header: workers may register any name."""
     return name if name.isprintable() else ascii(name)
 
 
 def id_header(request: web.BaseRequest) -> dict[str, str]:
-    """Return the header that names a request, in every answer to it."""
+    """Return the X-Request-Id header for a response to this request."""
     return {"X-Request-Id": own_id(request.headers.get("X-Request-Id")) or fresh_id()}
 
 
 def traceparent(headers: "CIMultiDictProxy[str]") -> str:
-    """Return the trace that the client's request belongs to, as version 00 of W3C Trace Context writes it.
+    """Return the request's trace as a version 00 traceparent (W3C Trace Context).
 
-    Empty without a header, and for one that is malformed (§3.2.2: such a one is ignored).
+    Empty without the header, or if it is malformed (§3.2.2: such a header is ignored).
     """
     given = headers.getall("traceparent", ())
     found = _TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
@@ -287,10 +287,10 @@ def traceparent(headers: "CIMultiDictProxy[str]") -> str:
 
 
 def unknown_fields(names: Sequence[str]) -> str:
-    """Return the warning (RFC 9111 §5.5, as a header's value) that these fields of a body are not known."""
+    """Return the warning (RFC 9111 §5.5, as a header's value) that these fields of a body are unknown."""
     shown = [printable for name in names[:SHOWN_MAX] if (printable := _printable(name))]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return f'299 - "not known here, and not obeyed: {", ".join(shown)}{more}"'
+    return f'299 - "unknown fields, ignored: {", ".join(shown)}{more}"'
 
 
 def _printable(name: str) -> str:
@@ -298,12 +298,12 @@ def _printable(name: str) -> str:
 
 
 def own_id(given: str | None) -> str:
-    """Return the client's own id for a request if it is usable, else an empty text."""
+    """Return the client's request id if it is usable, otherwise an empty text."""
     if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
         return given
     return ""
 
 
 def fresh_id() -> str:
-    """Return an id for a request without one."""
+    """Return a new random request id."""
     return os.urandom(ID_BYTES).hex()

@@ -1,10 +1,11 @@
-"""The fields that request bodies may have: pydantic's models, the plain chat as msgspec reads it, and tables of other fields.
+"""Models of request bodies, and the tables of refused and ignored fields.
 
-`/openapi.json` is made of the models. A field that they do not have is looked up in the tables, of which docs/api.md is made:
+`/openapi.json` is generated from the models. A field that is not in a model is looked up in the tables, from which docs/api.md
+is generated:
 
-    REFUSED_BY_…   would change the answer and is not obeyed: refused by name, except with values that ask for what is done anyway
-    IGNORED        changes no answer: passes
-    neither        passes, and the response header `Warning` names it
+    REFUSED_BY_…   would change the answer but is not supported: refused by name, except with values that change nothing
+    IGNORED        changes no answer: accepted
+    neither        accepted, and listed in the response header `Warning`
 """
 
 from typing import Annotated, Any
@@ -15,17 +16,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from controller.deciders.thresholds import BusyThresholds
 
 STOPS_MAX = 16
-STOP_CHARS_MAX = 4_096  # of all of them: what is held back of an answer at most
+STOP_CHARS_MAX = 4_096  # in total: the maximum text held back from a stream
 N_MAX = 16
 TOP_LOGPROBS_MAX = 20
-MESSAGES_MAX = 10_000  # a million of them would block the event loop while they are read
+MESSAGES_MAX = 10_000  # reading a million would block the event loop
 PARTS_MAX = 1_000
 STOP_IDS_MAX = 1_000
 LOGIT_BIAS_MAX = 1_024
 TOOLS_MAX = 128
 SALT_CHARS_MAX = 256
 TEXT_CHARS_MAX = 2**20  # of /tokenize
-TOKENS_MAX = 2**18  # of /detokenize: four times as many characters, or so
+TOKENS_MAX = 2**18  # of /detokenize: about four times as many characters
 
 Count = Annotated[int, Meta(ge=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -34,12 +35,12 @@ TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$", description="a
 
 
 def option(description: str, **bounds: Any) -> Any:
-    """Return a field that may be left out."""
+    """Return an optional field."""
     return Field(default=None, description=description, **bounds)
 
 
 def _no_more(most: int, what: str) -> BeforeValidator:
-    """Refuse a mapping of too many entries before any of them is looked at."""
+    """Refuse a mapping with too many entries before any entry is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -50,7 +51,7 @@ def _no_more(most: int, what: str) -> BeforeValidator:
 
 
 def _read_later(*schemas: dict[str, Any]) -> WithJsonSchema:
-    """Describe a field that the parser validates: all of it must not be read before it is known to be short."""
+    """Describe a field that the parser validates later: its content must not be read before its length is checked."""
     return WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})
 
 
@@ -63,63 +64,69 @@ _TOKEN_PROMPTS = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": 
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides tokens."""
+    """Options of a streamed response."""
 
     model_config = ConfigDict(extra="allow")
 
-    include_usage: bool = Field(default=False, description="a last event with the usage")
+    include_usage: bool = Field(default=False, description="add a final event with the usage")
     continuous_usage_stats: bool = Field(
-        default=False, description="the usage so far with every event; needs include_usage"
+        default=False, description="add the usage so far to every event; needs include_usage"
     )
 
 
 class RequestBody(BaseModel):
-    """What both kinds of request share."""
+    """Fields common to chat and completion requests."""
 
     model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
-    model: str = Field(description="a name that /v1/models lists")
-    stream: bool = Field(default=False, description="an event for each token, instead of the whole answer")
+    model: str = Field(description="a name listed by /v1/models")
+    stream: bool = Field(
+        default=False, description="send an event for each token instead of the whole answer"
+    )
     stream_options: StreamOptions | None = option(
         "include_usage, continuous_usage_stats; only with stream: true"
     )
-    max_tokens: int | None = option("tokens of the answer at most", ge=1)
-    min_tokens: int | None = option("no end of the answer before so many", ge=0)
+    max_tokens: int | None = option("maximum tokens of the answer", ge=1)
+    min_tokens: int | None = option("minimum tokens of the answer", ge=0)
     temperature: float | None = option(
-        "0: always the likeliest token; usually 1", ge=0, le=2, allow_inf_nan=False
+        "sampling temperature; 0: always the most likely token; default 1", ge=0, le=2, allow_inf_nan=False
     )
-    top_p: float | None = option("draw from the likeliest tokens that have this share together", gt=0, le=1)
-    top_k: int | None = option("draw from so many likeliest tokens; 0, -1: all", ge=-1, lt=2**31)
+    top_p: float | None = option("sample from the most likely tokens with this total probability", gt=0, le=1)
+    top_k: int | None = option("sample from this many most likely tokens; 0, -1: all", ge=-1, lt=2**31)
     min_p: float | None = option(
-        "draw from tokens with this share of the likeliest one's probability", ge=0, le=1
+        "sample from tokens with at least this share of the highest probability", ge=0, le=1
     )
-    seed: int | None = option("the same draws every time", ge=-(2**63), lt=2**63)
+    seed: int | None = option("seed for reproducible sampling", ge=-(2**63), lt=2**63)
     stop: Annotated[Any, _read_later(_STOP, _STOPS)] = option(
-        f"a text that ends the answer, or {STOPS_MAX} of them at most, with {STOP_CHARS_MAX:,} characters together"
+        f"a text that ends the answer, or at most {STOPS_MAX} texts with {STOP_CHARS_MAX:,} characters in total"
     )
     stop_token_ids: list[Token] | None = option("tokens that end the answer", max_length=STOP_IDS_MAX)
-    n: int | None = option("answers to each prompt", ge=1, le=N_MAX)
-    ignore_eos: bool = Field(default=False, description="go on behind the end of the answer")
+    n: int | None = option("number of answers to each prompt", ge=1, le=N_MAX)
+    ignore_eos: bool = Field(default=False, description="continue after the end-of-sequence token")
     cache_salt: str | None = option(
-        "share prefixes only with requests that have the same", min_length=1, max_length=SALT_CHARS_MAX
+        "share cached prefixes only with requests that have the same salt",
+        min_length=1,
+        max_length=SALT_CHARS_MAX,
     )
     presence_penalty: float | None = option(
-        "taken off the logits of tokens that the answer has said", ge=-2, le=2
+        "subtracted from the logits of tokens that occur in the answer", ge=-2, le=2
     )
-    frequency_penalty: float | None = option("likewise, once for each time that it has", ge=-2, le=2)
+    frequency_penalty: float | None = option(
+        "subtracted from the logits of such tokens once per occurrence", ge=-2, le=2
+    )
     repetition_penalty: float | None = option(
-        "what divides the logits of tokens of the answer and the prompt; 1: nothing", gt=0, le=10
+        "divides the logits of tokens that occur in the prompt or the answer; 1: no effect", gt=0, le=10
     )
     logit_bias: Annotated[dict[TokenName, Bias] | None, _no_more(LOGIT_BIAS_MAX, "tokens")] = option(
-        "by token id: what is added to its logit", max_length=LOGIT_BIAS_MAX
+        "by token id: value added to its logit", max_length=LOGIT_BIAS_MAX
     )
-    return_token_ids: bool | None = option("give token_ids beside the text, and prompt_token_ids")
-    return_tokens_as_token_ids: bool | None = option('name the tokens of logprobs "token_id:N"')
+    return_token_ids: bool | None = option("return token_ids with the text, and prompt_token_ids")
+    return_tokens_as_token_ids: bool | None = option('show the tokens of logprobs as "token_id:N"')
     response_format: dict[str, Any] | None = option(
-        "the form of the answer: type text, json_object or json_schema"
+        "format of the answer: type text, json_object or json_schema"
     )
     structured_outputs: dict[str, Any] | None = option(
-        "the form of the answer, as vLLM has it: json, regex, choice, grammar …"
+        "format of the answer, in vLLM's form: json, regex, choice, grammar …"
     )
     guided_json: dict[str, Any] | str | None = option("structured_outputs.json")
     guided_regex: str | None = option("structured_outputs.regex")
@@ -137,13 +144,13 @@ class Part(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation. What it has besides is the chat template's to read."""
+    """One message of a conversation. Additional fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | Annotated[list[Part], Field(max_length=PARTS_MAX)] | None = option(
-        "only an assistant's message with tool_calls may have none"
+        "required, except in an assistant's message with tool_calls"
     )
 
 
@@ -153,49 +160,55 @@ class ChatBody(RequestBody):
     messages: list[ChatMessage] = Field(
         min_length=1, max_length=MESSAGES_MAX, description="the conversation so far"
     )
-    max_completion_tokens: int | None = option("max_tokens, before which it goes", ge=1)
-    logprobs: bool | None = option("of each token that was chosen")
+    max_completion_tokens: int | None = option("like max_tokens, over which it has precedence", ge=1)
+    logprobs: bool | None = option("return the logprob of each chosen token")
     top_logprobs: int | None = option(
-        "and of so many best ones; needs logprobs: true", ge=0, le=TOP_LOGPROBS_MAX
+        "also return those of this many most likely tokens; needs logprobs: true", ge=0, le=TOP_LOGPROBS_MAX
     )
-    chat_template_kwargs: dict[str, Any] | None = option("names that the chat template may read")
-    tools: list[dict[str, Any]] | None = option('only with tool_choice: "none"', max_length=TOOLS_MAX)
+    chat_template_kwargs: dict[str, Any] | None = option("variables for the chat template")
+    tools: list[dict[str, Any]] | None = option(
+        'only accepted with tool_choice: "none"', max_length=TOOLS_MAX
+    )
     tool_choice: Annotated[Any, _read_later({"enum": ["none", "auto"]})] = option(
-        '"none"; "auto" where there are no tools'
+        '"none"; or "auto" without tools'
     )
-    reasoning_effort: str | None = option("for models whose chat template reads it", max_length=32)
+    reasoning_effort: str | None = option("for models with a chat template that reads it", max_length=32)
 
 
 class CompletionBody(RequestBody):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _PROMPTS, _TOKEN_PROMPTS]})] = Field(
-        description=f"a text, token ids, or a list of {N_MAX} of either at most"
+        description=f"a text, token ids, or a list of at most {N_MAX} of either"
     )
-    max_tokens: int | None = option("tokens of the answer at most; with echo 0: the prompt alone", ge=0)
-    echo: bool | None = option("say the prompt before the answer")
+    max_tokens: int | None = option(
+        "maximum tokens of the answer; with echo, 0 returns only the prompt", ge=0
+    )
+    echo: bool | None = option("return the prompt before the answer")
     logprobs: int | None = option(
-        "of each token that was chosen, and of so many best ones", ge=0, le=TOP_LOGPROBS_MAX
+        "return the logprobs of each chosen token and of this many most likely tokens",
+        ge=0,
+        le=TOP_LOGPROBS_MAX,
     )
 
 
 class PlainMessage(Struct, forbid_unknown_fields=True):
-    """One message: a text."""
+    """A message with a text and no other fields."""
 
     role: str
     content: str
 
 
 class PlainOptions(Struct, forbid_unknown_fields=True):
-    """What a stream carries besides tokens."""
+    """The common option of a streamed response."""
 
     include_usage: bool = False
 
 
 class PlainChat(Struct, forbid_unknown_fields=True):
-    """A chat without anything unusual, as nearly every chat is: msgspec parses it in 3.9 µs, where pydantic takes 18.6.
+    """A chat without unusual fields, as most chats are: msgspec parses it in 3.9 µs, pydantic in 18.6.
 
-    Any other body, valid or not, is for `ChatBody`. What is plain must mean the same there; a test compares both.
+    Any other body, valid or not, is parsed as `ChatBody`. A plain chat must mean the same there; a test compares both.
     """
 
     model: str
@@ -211,37 +224,37 @@ class PlainChat(Struct, forbid_unknown_fields=True):
 
 
 class TokenizerBody(BaseModel):
-    """What the bodies of /tokenize and /detokenize share. Their shapes are vLLM's."""
+    """Fields common to /tokenize and /detokenize. Their format is vLLM's."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    model: str | None = option("may be left out where only one is served")
+    model: str | None = option("optional if only one model is served")
 
 
 class TokenizePromptBody(TokenizerBody):
-    """POST /tokenize, of a text."""
+    """POST /tokenize with a text."""
 
     prompt: str = Field(max_length=TEXT_CHARS_MAX, description="the text")
     add_special_tokens: bool = Field(
-        default=True, description="with those that the tokenizer puts around a prompt"
+        default=True, description="include the special tokens that the tokenizer adds to a prompt"
     )
-    return_token_strs: bool | None = option("give what the vocabulary calls each token")
+    return_token_strs: bool | None = option("return each token's name in the vocabulary")
 
 
 class TokenizeChatBody(TokenizerBody):
-    """POST /tokenize, of a conversation."""
+    """POST /tokenize with a conversation."""
 
     messages: list[ChatMessage] = Field(
         min_length=1, max_length=MESSAGES_MAX, description="the conversation so far"
     )
     add_generation_prompt: bool = Field(
-        default=True, description="with what the chat template puts before an answer"
+        default=True, description="include what the chat template adds before an answer"
     )
     add_special_tokens: bool = Field(
-        default=False, description="with those that the tokenizer puts around a prompt"
+        default=False, description="include the special tokens that the tokenizer adds to a prompt"
     )
-    return_token_strs: bool | None = option("give what the vocabulary calls each token")
-    chat_template_kwargs: dict[str, Any] | None = option("names that the chat template may read")
+    return_token_strs: bool | None = option("return each token's name in the vocabulary")
+    chat_template_kwargs: dict[str, Any] | None = option("variables for the chat template")
     tools: list[dict[str, Any]] | None = option("for the chat template", max_length=TOOLS_MAX)
 
 
@@ -252,7 +265,7 @@ class DetokenizeBody(TokenizerBody):
 
 
 class BusyThresholdBody(BaseModel):
-    """What is asked: of which model, and what is to be set."""
+    """POST /busy_threshold: a model, and the thresholds to set."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -272,11 +285,11 @@ class BusyThresholdBody(BaseModel):
 
 
 def _unless(harmless: tuple[Any, ...], *names: str) -> dict[str, tuple[Any, ...]]:
-    """Return fields that are refused unless they have one of these values, or null."""
+    """Return fields that are refused unless their value is null or one of these."""
     return {name: (None, *harmless) for line in names for name in line.split()}
 
 
-_REFUSED_BY_BOTH = {  # other servers' fields: vLLM's, SGLang's, llama-server's, Hugging Face's
+_REFUSED_BY_BOTH = {  # fields of other servers: vLLM, SGLang, llama-server, Hugging Face
     **_unless(
         (),
         "allowed_token_ids truncate_prompt_tokens prompt_logprobs logprob_token_ids prompt_embeds repetition_detection",
@@ -314,26 +327,26 @@ REFUSED_BY_CHAT = {
 REFUSED_BY_COMPLETIONS = _REFUSED_BY_BOTH | {"suffix": (None, ""), "add_special_tokens": (None, True)}
 REFUSED_BY_TOKENIZE = {"chat_template": (None,), "continue_final_message": (None, False)}
 IGNORED: dict[str, str] = {
-    "user": "whose request it is",
-    "safety_identifier": "whose request it is",
+    "user": "identifies the end user",
+    "safety_identifier": "identifies the end user",
     "metadata": "the client's own notes",
-    "store": "nothing is kept",
-    "service_tier": "X-Priority is the tier",
-    "priority": "X-Priority is the tier",
-    "prompt_cache_key": "requests go where their prefix is",
-    "prompt_cache_retention": "how long a prefix is kept is the engine's affair",
-    "cache_prompt": "prefixes are found wherever they are; cache_salt keeps them apart",
-    "extra_key": "cache_salt keeps prefixes apart",
-    "request_id": "X-Request-Id names a request",
-    "rid": "X-Request-Id names a request",
-    "session_id": "requests go where their prefix is",
-    "parallel_tool_calls": "there are no tool calls yet",
-    "stream_interval": "every token is an event of its own",
-    "truncation_side": "nothing is cut off",
-    "mm_processor_kwargs": "of images, which are refused",
-    "media_io_kwargs": "of images, which are refused",
-    "return_token_offsets": "vLLM gives them for rendered prompts only",
-    "return_mm_kwargs": "vLLM gives them for rendered prompts only",
-    "return_cached_tokens_details": "usage has the number of cached tokens",
+    "store": "nothing is stored",
+    "service_tier": "the tier is set by X-Priority",
+    "priority": "the tier is set by X-Priority",
+    "prompt_cache_key": "requests are routed to their cached prefix",
+    "prompt_cache_retention": "the engine decides how long a prefix stays cached",
+    "cache_prompt": "cached prefixes are always used; cache_salt separates them",
+    "extra_key": "cache_salt separates prefixes",
+    "request_id": "the request id is set by X-Request-Id",
+    "rid": "the request id is set by X-Request-Id",
+    "session_id": "requests are routed to their cached prefix",
+    "parallel_tool_calls": "tool calls are not supported yet",
+    "stream_interval": "every token is a separate event",
+    "truncation_side": "prompts are never truncated",
+    "mm_processor_kwargs": "applies to images, which are refused",
+    "media_io_kwargs": "applies to images, which are refused",
+    "return_token_offsets": "vLLM returns them only for rendered prompts",
+    "return_mm_kwargs": "vLLM returns them only for rendered prompts",
+    "return_cached_tokens_details": "usage contains the number of cached tokens",
     "stream_options.include_obfuscation": "events are not padded",
 }

@@ -1,7 +1,7 @@
-"""Parsers of request bodies: one `ParsedRequest`, the same for chat and for plain completions, and those of the small endpoints.
+"""Parses request bodies: chat and completions into one `ParsedRequest`, and the small endpoints.
 
-Unknown fields pass: clients send what their other servers understand. Those that would change the answer are refused, and the
-client is told of those that are not known (`request_models.py` has the tables).
+Unknown fields are accepted: clients send fields for their other servers. Fields that would change the answer are refused. The
+client is warned about fields that are not known (`request_models.py` has the tables).
 """
 
 from collections.abc import Mapping
@@ -36,60 +36,61 @@ B = TypeVar("B", bound=BaseModel)
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Fields of sampling for which a model may have defaults of its own."""
+"""Sampling fields for which a model may have its own defaults."""
 SAMPLING = {*DEFAULTED, "min_tokens", "seed", "ignore_eos", "stop_token_ids", "logit_bias"}
-"""Fields of a body that mean the same in Sampling."""
+"""Body fields with the same meaning in Sampling."""
 _PLAIN_UNSET = {
     (False, False): [*DEFAULTED],
     (True, False): [*DEFAULTED[1:]],
     (False, True): [DEFAULTED[0], *DEFAULTED[2:]],
     (True, True): [*DEFAULTED[2:]],
 }
-"""What a plain chat leaves out, by whether it has a temperature and a top_p."""
+"""The unset fields of a plain chat, by whether it has a temperature and a top_p."""
 
 
 class AnswerDetails(Struct, kw_only=True, frozen=True):
-    """What an answer shows besides its text; few clients want any of it."""
+    """Rarely used options of an answer besides its text."""
 
-    echo: bool = False  # the prompt, before it
+    echo: bool = False  # return the prompt before the text
     token_ids: bool = False
-    usage: bool = False  # as it is so far, with every event
+    usage: bool = False  # the usage so far, with every event
 
 
 NO_DETAILS = AnswerDetails()
 
 
 class ParsedRequest(Struct, kw_only=True, frozen=True):
-    """A request as generations see it, whichever endpoint it came to."""
+    """A request as generations see it, from either endpoint."""
 
     chat: bool
     model: str
-    called: str = ""  # the alias by which the client asks for the model; empty: by its own name
+    called: str = ""  # the alias in the client's request; empty: the model's own name
     stream: bool
     include_usage: bool
     n: int = 1
-    max_tokens: int | None = None  # None: as many as the endpoint usually gives
-    # What the client left out has its usual value, and is named in `unset`; what depends on the prompt is set later
+    max_tokens: int | None = None  # None: the endpoint's default
+    # Fields that the client left out have their defaults and are listed in `unset`. Fields that depend on the prompt are set
+    # later.
     sampling: Sampling
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None  # the k of the top-k that are shown; None: not wanted
-    logprobs_by_id: bool = False  # they name tokens by their ids
+    logprobs: int | None = None  # number of top tokens shown; None: no logprobs
+    logprobs_by_id: bool = False  # tokens in logprobs are named by their ids
     details: AnswerDetails = NO_DETAILS
     guided: dict[str, Any] | None = None
-    cache_salt: str = ""  # prefixes are shared only with requests that have the same
+    cache_salt: str = ""  # cached prefixes are shared only with requests that have the same salt
     messages: list[dict[str, Any]] | None = None  # of a chat
-    template_extra: dict[str, Any] | None = None  # names for its template
-    template_reads: str = ""  # the field that its template must read, or else be refused
-    unknown: tuple[str, ...] = ()  # fields of its body that are not known
-    prompts: list[str | list[int]] | None = None  # of a completion: one answer each
-    user: str = ""  # the end user, as the body names it
+    template_extra: dict[str, Any] | None = None  # variables for the chat template
+    template_reads: str = ""  # a field that the chat template must read; otherwise it is refused
+    unknown: tuple[str, ...] = ()  # unknown fields of the body
+    prompts: list[str | list[int]] | None = None  # of a completion, each with its own answers
+    user: str = ""  # the end user, as named in the body
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
-    """What a body of /tokenize asks for: the tokens of a text, or of a conversation."""
+    """A parsed body of /tokenize: a text, or a conversation."""
 
     model: str | None
-    text: str | None = None  # None: it has messages
+    text: str | None = None  # None: messages are given
     messages: list[dict[str, Any]] = []
     template_names: dict[str, Any] = {}  # for the chat template
     special: bool
@@ -98,7 +99,7 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True, frozen=True):
-    """What a body of /detokenize asks for."""
+    """A parsed body of /detokenize."""
 
     model: str | None
     tokens: list[int]
@@ -112,18 +113,18 @@ _plain = msgspec.json.Decoder(PlainChat)
 
 
 def parse_body(kind: str, body: bytes) -> Any:
-    """Return what a body of this kind (a key of KINDS) asks for. Raise ApiError (400), naming the field."""
+    """Parse a body of this kind (a key of KINDS). Raise ApiError (400), naming the field."""
     return read_chat(body) if kind == "chat_completions" else KINDS[kind][0](read_json(body))
 
 
 def read_chat(body: bytes) -> ParsedRequest:
-    """Return what a chat body asks for. Raise ApiError (400), naming the field."""
+    """Parse a chat body. Raise ApiError (400), naming the field."""
     plain = plain_chat(body)
     return _from_plain(plain) if plain is not None else parse_any_chat(read_json(body))
 
 
 def read_json(body: bytes) -> Any:
-    """Return a decoded body. Raise ApiError (400) if it is not JSON."""
+    """Decode a body. Raise ApiError (400) if it is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -131,7 +132,7 @@ def read_json(body: bytes) -> Any:
 
 
 def parse_any_chat(data: Any) -> ParsedRequest:
-    """Return what a chat body that may have any field asks for. Raise ApiError (400), naming the field."""
+    """Parse a decoded chat body with any fields. Raise ApiError (400), naming the field."""
     body = validated(ChatBody, data)
     unknown = refuse(body.model_extra, REFUSED_BY_CHAT)
     if body.top_logprobs is not None and not body.logprobs:
@@ -154,20 +155,22 @@ def parse_any_chat(data: Any) -> ParsedRequest:
 
 
 def _tools(body: ChatBody) -> bool:
-    """Return whether there are tools for the chat template to show, none of which is to be called. Raise ApiError (400)."""
+    """Return whether there are tools for the chat template to show, none of which may be called. Raise ApiError (400)."""
     if body.tools and body.tool_choice != "none":
-        raise unsupported("tools", 'answers have no tool calls; with tool_choice: "none" tools pass')
+        raise unsupported(
+            "tools", 'tool calls are not supported; tools are accepted with tool_choice: "none"'
+        )
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "there are no tools that could be called")
+        raise unsupported("tool_choice", "the request has no tools")
     return bool(body.tools)
 
 
 def parse_completion(data: Any) -> ParsedRequest:
-    """Return what a completions body asks for. Raise ApiError (400), naming the field."""
+    """Parse a decoded completions body. Raise ApiError (400), naming the field."""
     body = validated(CompletionBody, data)
     unknown = refuse(body.model_extra, REFUSED_BY_COMPLETIONS)
     if body.max_tokens == 0 and not body.echo:
-        raise invalid("max_tokens: 0 tokens are no answer, but with echo: true", "max_tokens")
+        raise invalid("max_tokens: 0 is only allowed with echo: true", "max_tokens")
     prompts = _prompts(body.prompt)
     parsed = _parsed(
         body,
@@ -204,8 +207,7 @@ def _from_plain(chat: PlainChat) -> ParsedRequest:
 
 
 def _parsed(body: RequestBody, unknown: tuple[str, ...], *, echo: bool = False, **own: Any) -> ParsedRequest:
-    """Return what a body asks for; `own`: the fields of ParsedRequest that only one of the endpoints has, or each differently.
-    Raise ApiError (400)."""
+    """Build a ParsedRequest. `own`: its fields that only one of the endpoints has, or that differ. Raise ApiError (400)."""
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream: true", "stream_options")
@@ -258,7 +260,7 @@ def _stops(stop: Any) -> tuple[str, ...]:
 
 
 def _guided(body: RequestBody) -> dict[str, Any] | None:
-    """Return what constrains the answer's form, for engines that can obey it. Raise ApiError (400)."""
+    """Return the constraint on the answer's form, for engines that support one. Raise ApiError (400)."""
     found = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
     wanted = body.response_format
     if wanted is not None:
@@ -270,18 +272,16 @@ def _guided(body: RequestBody) -> dict[str, Any] | None:
             found["response_format"] = wanted
     if len(found) > 1:
         first, second, *_ = found
-        raise invalid(
-            f"{second}: the form of an answer is constrained by one field; {first} does already", second
-        )
+        raise invalid(f"{second}: only one field may constrain the answer, and {first} is given", second)
     return found or None
 
 
 def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message for the chat template: its content as a text or as text parts. Raise ApiError (400)."""
+    """Return a message for the chat template, with its content as text or as text parts. Raise ApiError (400)."""
     extra, content, where = message.model_extra or {}, message.content, f"messages.{place}.content"
     for part in content if isinstance(content, list) else ():
         if part.type != "text" or part.text is None:
-            raise unsupported(where, f"parts of the type {quoted(part.type)!r}")
+            raise unsupported(where, f"parts of type {quoted(part.type)!r}")
     calls = message.role == "assistant" and (extra.get("tool_calls") or extra.get("function_call"))
     if not calls and (content is None or (content == [] and message.role != "tool")):
         why = "a message must have content; only an assistant's with tool_calls may have none"
@@ -296,7 +296,7 @@ def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """Return one or several prompts. The items of a list are checked later, when it is known to be no longer than a context."""
+    """Return one or several prompts. List items are checked later, when the list is known not to exceed a context."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
@@ -313,7 +313,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def plain_chat(body: bytes) -> PlainChat | None:
-    """Return a body as a plain chat; None if it is not plain, or no JSON."""
+    """Return a body as a plain chat; None if it is not plain, or not JSON."""
     try:
         found = _plain.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -322,10 +322,10 @@ def plain_chat(body: bytes) -> PlainChat | None:
 
 
 def parse_tokenize(data: Any) -> TokenizeRequest:
-    """Return what a body of /tokenize asks for. Raise ApiError (400), naming the field."""
+    """Parse a decoded body of /tokenize. Raise ApiError (400), naming the field."""
     chat = isinstance(data, dict) and "messages" in data
     if chat and "prompt" in data:
-        raise invalid("either prompt, or messages", "prompt")
+        raise invalid("give either prompt or messages", "prompt")
     body = validated(TokenizeChatBody, data) if chat else validated(TokenizePromptBody, data)
     unknown = refuse(body.model_extra, REFUSED_BY_TOKENIZE)
     text, messages, names = None, [], dict[str, Any]()
@@ -348,7 +348,7 @@ def parse_tokenize(data: Any) -> TokenizeRequest:
 
 
 def parse_detokenize(data: Any) -> DetokenizeRequest:
-    """Return what a body of /detokenize asks for. Raise ApiError (400), naming the field."""
+    """Parse a decoded body of /detokenize. Raise ApiError (400), naming the field."""
     asked = validated(DetokenizeBody, data)
     return DetokenizeRequest(model=asked.model, tokens=asked.tokens, unknown=refuse(asked.model_extra, {}))
 
@@ -360,11 +360,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "detokenize": (parse_detokenize, DetokenizeRequest),
     "json": (lambda data: data, Any),
 }
-"""By the kind of a body: what parses it when it is decoded, and the type of the result."""
+"""By kind of body: the parser of the decoded body, and the type of its result."""
 
 
 def validated(model: type[B], data: Any) -> B:
-    """Return a body as this model has it. Raise ApiError (400), naming the field."""
+    """Validate a body with this model. Raise ApiError (400), naming the field."""
     if not isinstance(data, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
     try:
@@ -373,20 +373,22 @@ def validated(model: type[B], data: Any) -> B:
         found = error.errors(include_url=False, include_input=False)
         place = [step for step in found[0]["loc"] if not _is_type(step)]
         same = [one for one in found if list(one["loc"][: len(place)]) == place]
-        first = same[-1]  # of a union: what is wrong with the list, not that it is no text
+        first = same[-1]  # of a union: report the error in the list, not that it is no text
         where = [str(step) for step in first["loc"] if not _is_type(step)]
-        field = quoted(".".join(where))  # the names in a mapping are the client's
+        field = quoted(".".join(where))  # names in a mapping are client input
         raise invalid(f"{field}: {first['msg']}", quoted(where[0]) if where else None) from error
 
 
 def _is_type(step: int | str) -> bool:
-    """Return whether a step of pydantic's path is the name of a union's branch, which means nothing to a client."""
+    """Return whether a step of pydantic's path names a branch of a union, which means nothing to a client."""
     return isinstance(step, str) and (step in ("str", "int") or "[" in step)
 
 
 def refuse(extra: Mapping[str, Any] | None, refused: Mapping[str, tuple[Any, ...]]) -> tuple[str, ...]:
-    """Return the fields in `extra` that are not known. Raise ApiError (400) for the first of the `refused` ones that has a value
-    which is not harmless."""
+    """Return the unknown fields in `extra`.
+
+    Raise ApiError (400) for the first of the `refused` fields with a value that is not harmless.
+    """
     given = extra or {}
     for name, value in given.items():
         if name in refused and value not in refused[name]:

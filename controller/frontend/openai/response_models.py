@@ -1,4 +1,4 @@
-"""Response bodies of the small endpoints. /openapi.json is made of these models, too."""
+"""Response bodies of the small endpoints. /openapi.json is generated from these models, too."""
 
 import msgspec
 
@@ -7,9 +7,9 @@ class Tokenized(msgspec.Struct):
     """The tokens of a text."""
 
     count: int
-    max_model_len: int  # tokens that a prompt and its answer may have together
+    max_model_len: int  # maximum tokens of a prompt and its answer together
     tokens: list[int]
-    token_strs: list[str] | None = None  # what the vocabulary calls them
+    token_strs: list[str] | None = None  # their names in the vocabulary
 
 
 class Detokenized(msgspec.Struct):
@@ -19,24 +19,24 @@ class Detokenized(msgspec.Struct):
 
 
 class Version(msgspec.Struct):
-    """Which Holdfast this is."""
+    """The version of Holdfast."""
 
     version: str
 
 
 class ModelEntry(msgspec.Struct):
-    """One model that is served."""
+    """One served model."""
 
     id: str
-    max_model_len: int  # tokens that a prompt and its answer may have together
+    max_model_len: int  # maximum tokens of a prompt and its answer together
     object: str = "model"
-    created: int = 0  # not known
+    created: int = 0  # unknown
     owned_by: str = "holdfast"
-    root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model that it stands for
+    root: str | msgspec.UnsetType = msgspec.UNSET  # of an alias: the model it refers to
 
 
 class ModelList(msgspec.Struct):
-    """All models that are served."""
+    """All served models."""
 
     data: list[ModelEntry]
     object: str = "list"

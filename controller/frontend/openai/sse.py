@@ -1,9 +1,12 @@
-"""One HTTP response as a stream of server-sent events, written straight to the transport.
+"""One HTTP response as a stream of server-sent events, written directly to the transport.
 
-Everything that one turn of the loop brings for a stream becomes one write; each token stays its own event.
-The head goes out with the first event, so that whatever fails before the first token is a proper HTTP error; or after
-`early_head_s` without a token, also of a request that is queued or tokenised: from then on errors are events of the stream.
-No stream waits for its client: what the client does not read is buffered up to a bound and a deadline, past which it is cut off.
+All output of one turn of the event loop becomes one write; each token stays its own event.
+
+The head is sent with the first event, so that a failure before the first token is a proper HTTP error. After `early_head_s`
+without a token it is sent anyway, also while the request is queued or tokenized; from then on errors are events of the stream.
+
+No stream waits for its client. Data that the client does not read is buffered up to a limit and a deadline; beyond either, the
+client is disconnected.
 """
 
 import asyncio
@@ -30,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 
 class SseStream:
-    """The client's end of one streamed request."""
+    """The response side of one streamed request."""
 
     __slots__ = (
         "_call", "_cut_off", "_limits", "_moved_at", "_quiet_at", "_quiet_bytes", "_seen", "_transport", "_written",
@@ -40,18 +43,18 @@ class SseStream:
     def __init__(
         self, call: Call, transport: asyncio.Transport, limits: StreamSettings, cut_off: Counter
     ) -> None:
-        """Answer a request on its connection, within the settings' limits. `cut_off` counts the clients that do not read."""
+        """Respond to a request on its connection, within these limits. `cut_off` counts clients that do not read."""
         self._call = call
         self._transport = transport
         self._limits = limits
         self._cut_off = cut_off
-        self.answers: Sequence[Choice] = ()  # the head names the worker that they are with by then
+        self.answers: Sequence[Choice] = ()  # the head names their worker at that time
         self._written = 0
-        self._seen = 0  # bytes that had left our buffer when we looked last
-        self._moved_at: float | None = None  # None: nothing is waiting
-        # When the request came, or the last comment before the first token went out
+        self._seen = 0  # bytes that had left our buffer at the last check
+        self._moved_at: float | None = None  # None: no data is waiting
+        # Time of the request's arrival, or of the last comment before the first token.
         self._quiet_at = call.arrived
-        self._quiet_bytes = 0  # what was written by then: as long as no more is, no token has come
+        self._quiet_bytes = 0  # bytes written by then; no token has been written while this is unchanged
         self.parts: list[bytes] = []
         self.started = False
         self.ended = False
@@ -63,7 +66,7 @@ class SseStream:
         self.flush()
 
     def flush(self) -> None:
-        """Write what has gathered, as one chunk: one call of the system for all that a turn of the loop brings."""
+        """Write the gathered parts as one chunk: one system call per turn of the event loop."""
         parts = self.parts
         if not parts:
             return
@@ -74,7 +77,7 @@ class SseStream:
             self.started = True
             headers = self._call.headers | worker_headers(self.answers)
             parts.insert(0, response_head(self._call.head, headers))
-        payload = b"".join(parts)  # once: an answer's bytes are many
+        payload = b"".join(parts)  # joined only once: answers can be large
         parts.clear()
         transport = self._transport
         if transport.is_closing():
@@ -82,16 +85,18 @@ class SseStream:
         transport.write(payload)
         self._written += len(payload)
         if transport.get_write_buffer_size() > self._limits.buffer_bytes_max:
-            self._cut("the client does not read what it asked for")
+            self._cut("the client does not read its response")
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
-        """Send a comment, which clients ignore, where nothing else may come for a while."""
+        """Send a comment, which clients ignore, when nothing else may be sent for a while."""
         self.parts.append(comment)
         self.flush()
 
     def await_token(self, now: float) -> None:
-        """Send the head and a comment if no token has come for `early_head_s`, so that no proxy takes the connection for idle.
-        `now`: monotonic seconds."""
+        """Send the head and a comment if no token has come for `early_head_s`, so that no proxy closes the connection as idle.
+
+        `now`: monotonic seconds.
+        """
         every_s = self._limits.early_head_s
         if not every_s or self._written != self._quiet_bytes or now - self._quiet_at < every_s:
             return
@@ -99,7 +104,7 @@ class SseStream:
         self._quiet_at, self._quiet_bytes = now, self._written
 
     def check(self, now: float) -> None:
-        """Disconnect the client if bytes have waited for `write_deadline_s`, none of them moving. `now`: monotonic seconds."""
+        """Disconnect the client if data has waited for `write_deadline_s` without progress. `now`: monotonic seconds."""
         waiting = self.waiting
         left = self._written - waiting
         if not waiting:
@@ -119,16 +124,16 @@ class SseStream:
 
     @property
     def socket(self) -> Any:
-        """The connection's socket, as its transport gives it."""
+        """The connection's socket, as returned by its transport."""
         return self._transport.get_extra_info("socket")
 
     @property
     def waiting(self) -> int:
-        """How many bytes the client has not taken yet."""
+        """Number of bytes that the client has not read yet."""
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def release(self) -> None:
-        """Drop the answers, so that a finished request is freed at once, not by the collector of cycles."""
+        """Drop the answers, so that a finished request is freed at once, without the garbage collector."""
         self.answers = ()
 
     def abort(self) -> None:
@@ -137,7 +142,7 @@ class SseStream:
 
 
 class StreamedResponse(web.StreamResponse):
-    """A response that an SseStream has written already, for aiohttp."""
+    """A response that an SseStream has already written, as aiohttp expects one."""
 
     def __init__(self, *, keep: bool) -> None:
         super().__init__()
@@ -151,7 +156,7 @@ class StreamedResponse(web.StreamResponse):
 
 
 def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
-    """Return the head of a 200 response that streams events, to a request with this head."""
+    """Return the response head of a 200 event stream, for a request with this head."""
     lines = [head_beginning(head.version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
     if head.chunked:
@@ -160,9 +165,9 @@ def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
     return "".join(lines).encode("latin-1", "replace")
 
 
-@lru_cache(2)  # versions; saves a date's formatting for all but the first head of a second
+@lru_cache(2)  # HTTP versions; formats the date only once per second
 def head_beginning(version: tuple[int, int], second: int) -> str:
-    """Return what is the same for every head of this second since 1970 (UTC)."""
+    """Return the part common to all response heads of this second since 1970 (UTC)."""
     return (
         f"HTTP/{version[0]}.{version[1]} 200 OK\r\n"
         "Content-Type: text/event-stream; charset=utf-8\r\n"

@@ -1,14 +1,14 @@
-"""Response writers: from the tokens of one answer to what its client reads, as events of a stream or gathered and sent whole.
+"""Response writers: convert the tokens of one answer into a stream of events or one whole response.
 
-A writer takes the tokens that a worker gave. It turns them into text, ends at stop strings, and carries logprobs. Without stop
-strings, logprobs and details, over a byte-level vocabulary, an event is three byte strings: two never change and the third
-stands in a table. The events of many tokens are then one join, and no token is detokenised or encoded as JSON (`ByteTable` has
-the figures).
+A writer accepts the tokens of a worker. It converts them to text, ends at stop strings, and adds logprobs. Without stop
+strings, logprobs and details, and with a byte-level vocabulary, an event is three byte strings: two are constant and the third
+is in a table. The events of many tokens are then one join, and no token is detokenized or encoded as JSON (`ByteTable` has the
+figures).
 
-Few clients want more of an answer than its text (`AnswerContext`). The shapes are vLLM's: `token_ids` in a choice;
-`prompt_token_ids` with the first event, in the choice or, of a chat, beside it; `usage` beside it. An echo comes in one event
-with the first token. With an echo and logprobs, those of the prompt come before those of the first tokens that an attempt
-gives, one for each token of the prompt; the first token has none, because nothing stands before it.
+Few clients request more than text (`AnswerContext`). The format is vLLM's: `token_ids` in a choice; `prompt_token_ids` with the
+first event, in the choice or, for a chat, next to it; `usage` next to it. An echo is sent in one event with the first token.
+With an echo and logprobs, those of the prompt arrive before those of an attempt's first tokens, one for each prompt token. The
+first prompt token has none, because nothing precedes it.
 """
 
 import json
@@ -27,30 +27,30 @@ from controller.frontend.openai.text.detokenizer import ByteDetokenizer, Increme
 from controller.frontend.openai.text.tokenizer import Tokens
 from events.wire import Logprob
 
-# What is the same in all answers is made once for each index among a request's answers: of four JSON objects that each
-# stream made, one is left (4 % of a request).
+# The constant parts of all answers are built once for each index among a request's answers. Each stream would otherwise encode
+# four JSON objects instead of one (4 % of a request).
 CHOICES_KEPT = 256
 ROLE = {"role": "assistant", "content": ""}
 
 
 class ResponseFormat(msgspec.Struct):
-    """What all answers of one response share. It does not change."""
+    """The immutable part shared by all answers of one response."""
 
     parsed: ParsedRequest
     tokens: Tokens
-    request: str  # its id
+    request: str  # request id
     created: int  # seconds since 1970
-    before: bytes = b""  # what stands before the choices in every event of a stream
-    after: bytes = b""  # and behind them, where it is not the last event
+    before: bytes = b""  # bytes before the choices in every event of a stream
+    after: bytes = b""  # bytes after the choices, except in the last event
 
     def __post_init__(self) -> None:
         whole = self.response("chat.completion.chunk" if self.parsed.chat else "text_completion", ())
         self.before = b"data: " + msgspec.json.encode(whole)[:-2]
-        # A stream's events carry "usage": null if the last one will carry it
+        # A stream's events contain "usage": null if the last one will contain the usage.
         self.after = b'],"usage":null}\n\n' if self.parsed.include_usage else b"]}\n\n"
 
     def response(self, object: str, choices: Sequence[Any]) -> dict[str, Any]:
-        """Return a response, or an event of one, with these choices."""
+        """Return a response, or one event of a stream, with these choices."""
         parsed = self.parsed
         id, model = ("chatcmpl-" if parsed.chat else "cmpl-") + self.request, parsed.called or parsed.model
         return {"id": id, "object": object, "created": self.created, "model": model, "choices": choices}
@@ -61,28 +61,29 @@ class ResponseFormat(msgspec.Struct):
         return IncrementalDetokenizer(self.tokens.detokenizer(), parsed.stop, parsed.sampling.min_tokens)
 
     def name_of(self, token: int) -> str:
-        """Return what logprobs call a token: its text, or its id where the client wants that."""
+        """Return a token's name in logprobs: its text, or its id if the client asked for ids."""
         return f"token_id:{token}" if self.parsed.logprobs_by_id else self.tokens.text_of(token)
 
     def characters(self, tokens: Sequence[int]) -> int:
-        """Return how many characters the texts of these tokens have."""
+        """Return the total number of characters in the texts of these tokens."""
         return sum(map(len, map(self.tokens.text_of, tokens)))
 
     def total(self, usage: Mapping[str, Any]) -> bytes:
-        """Return the event that carries the usage of the whole answer."""
+        """Return the event with the usage of the whole response."""
         return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
 
 
 class AnswerContext(msgspec.Struct):
-    """What one answer shows besides its text, and the logprobs of its prompt."""
+    """The optional details of one answer, and the logprobs of its prompt."""
 
     wanted: AnswerDetails = NO_DETAILS
-    prompt: list[int] = []  # its tokens
-    prompt_text: str = ""  # what is echoed
-    silent: bool = False  # nothing but the prompt is wanted: what is generated is not shown
-    logprobs: bool = False  # the prompt's are wanted: they come before those of an attempt's first tokens
-    accepted: list[int] = []  # the answer's tokens, all of them: a list that grows with every step
-    due: bool = False  # the prompt's logprobs have not come yet
+    prompt: list[int] = []  # prompt tokens
+    prompt_text: str = ""  # the text to echo
+    silent: bool = False  # only the prompt is wanted: generated tokens are not shown
+    # the prompt's logprobs are wanted: they arrive before those of an attempt's first tokens
+    logprobs: bool = False
+    accepted: list[int] = []  # all tokens of the answer: a list that grows with every step
+    due: bool = False  # the prompt's logprobs have not arrived yet
     prompt_logprobs: list[Logprob] = []
 
     def __post_init__(self) -> None:
@@ -91,24 +92,26 @@ class AnswerContext(msgspec.Struct):
     def split_logprobs(
         self, logprobs: Sequence[Logprob] | None, tokens: Sequence[int]
     ) -> Sequence[Logprob] | None:
-        """Keep those of the prompt, if they are due, and return those of these tokens of the answer."""
+        """Keep the logprobs of the prompt, if they are due, and return those of these answer tokens."""
         if not self.due or logprobs is None:
             return logprobs
         self.due, read = False, len(self.prompt)
-        if len(logprobs) < read + len(tokens):  # a worker of the release before gives none
+        if len(logprobs) < read + len(tokens):  # a worker of the previous release returns none
             return logprobs
         self.prompt_logprobs = list(logprobs[:read])
         return logprobs[read:]
 
     def rewind(self, count: int) -> None:
-        """Expect the prompt's logprobs again where none of the answer's tokens is kept."""
+        """Expect the prompt's logprobs again if no token of the answer is kept."""
         self.due = self.due or (self.logprobs and not count)
 
     def echoed_logprobs(
         self, format: ResponseFormat, tokens: Sequence[int], own: Sequence[Logprob]
     ) -> dict[str, Any]:
-        """Return the logprobs of an echo and of the tokens behind it. Of the prompt's first token there is none; nor, where the
-        worker is of a release that gives none, of the others."""
+        """Return the logprobs of an echo and of the tokens after it.
+
+        The prompt's first token has none. With a worker of a release that returns none, neither have the other prompt tokens.
+        """
         read, prompt = len(self.prompt), self.prompt_logprobs
         silent = 1 if len(prompt) == read else read
         blank = [Logprob(0.0)] * silent
@@ -123,7 +126,7 @@ PLAIN = AnswerContext()
 
 
 def usage(read: int, made: int) -> dict[str, Any]:
-    """Return the usage of so many tokens of prompts and answers."""
+    """Return the usage for these numbers of prompt and answer tokens."""
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
@@ -135,14 +138,14 @@ def event(body: dict[str, Any]) -> bytes:
 def _choice(
     chat: bool, index: int, said: dict[str, str], logprobs: Any = None, finish: str | None = None
 ) -> dict[str, Any]:
-    """Return one choice of an event: of a chat with `said` as its delta, else with its fields."""
+    """Return one choice of an event, with `said` as its delta (chat) or as its fields."""
     part: dict[str, Any] = {"delta": said} if chat else said
     return {"index": index} | part | {"logprobs": logprobs, "finish_reason": finish}
 
 
 @lru_cache(CHOICES_KEPT)
 def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
-    """Return what stands in an event before a token's text, from its choice on, and what after it."""
+    """Return the bytes of an event before and after a token's text, starting with its choice."""
     mark = "\x00"
     choice = _choice(chat, index, {"content" if chat else "text": mark})
     before, behind = msgspec.json.encode(choice).split(json.dumps(mark).encode())
@@ -151,7 +154,7 @@ def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
 
 @lru_cache(CHOICES_KEPT)
 def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
-    """Return the choice that ends an answer, with the reason; None: the one that begins a chat's."""
+    """Return the choice that ends an answer with this reason; None: the one that starts a chat answer."""
     said = ROLE if reason is None else {} if chat else {"text": ""}
     return msgspec.json.encode(_choice(chat, index, said, None, reason))
 
@@ -159,9 +162,10 @@ def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
 def show_logprobs(
     format: ResponseFormat, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int
 ) -> dict[str, Any]:
-    """Return logprobs in the shape that the endpoint's clients expect. `offset`: characters of the answer before them.
+    """Return logprobs in the format of the endpoint. `offset`: number of characters of the answer before them.
 
-    A completion's `top_logprobs` have the chosen token too, as OpenAI has it ("up to logprobs+1 elements"): with 0, it alone.
+    A completion's `top_logprobs` also contain the chosen token, like OpenAI's ("up to logprobs+1 elements"); with 0, only that
+    one.
     """
     k, name, pairs = format.parsed.logprobs or 0, format.name_of, list(zip(tokens, logprobs, strict=False))
     if format.parsed.chat:
@@ -189,7 +193,7 @@ def _named(format: ResponseFormat, token: int, value: float) -> dict[str, Any]:
 
 
 class StreamingWriter(ResponseWriter):
-    """Writes each token as it comes, as an event of its own, with the details that are wanted of it."""
+    """Writes each token as a separate event when it arrives, with the requested details."""
 
     __slots__ = (
         "_begun", "_bytes", "_context", "_detokenizer", "_format", "_index", "_offset", "_prefix", "_prompt_due", "_seam",
@@ -203,22 +207,22 @@ class StreamingWriter(ResponseWriter):
         parsed = format.parsed
         self._format = format
         self._stream = stream
-        self.flush = stream.flush  # type: ignore[method-assign]  # one call less for each turn of the loop
+        self.flush = stream.flush  # type: ignore[method-assign]  # saves one call per turn of the loop
         self._index = index
         self._begun = not parsed.chat
         self._context = context
-        self._prompt_due = context is not PLAIN  # no event has shown the prompt yet
+        self._prompt_due = context is not PLAIN  # no event has contained the prompt yet
         self.reached = 0
-        self._offset = 0  # characters of the tokens whose logprobs were shown
+        self._offset = 0  # characters of the tokens with logprobs written so far
         self.stopped = False
         before, self._suffix = _around(parsed.chat, index, format.after)
         self._prefix = format.before + before
         self._seam = self._suffix + self._prefix
         fast = context is PLAIN and not parsed.stop and parsed.logprobs is None
         self._table = format.tokens.table if fast else None
-        # None until a token comes that has no text, or ends within a character
+        # None until a token has no text, or ends within a character
         self._bytes: ByteDetokenizer | None = None
-        # None until something comes that is not for the fast path
+        # None until the fast path cannot handle a token
         self._detokenizer: IncrementalDetokenizer | None = None
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
@@ -238,7 +242,7 @@ class StreamingWriter(ResponseWriter):
         return len(tokens)
 
     def _begin(self) -> None:
-        """Begin a chat answer: the first chunk names the role."""
+        """Start a chat answer: the first chunk contains the role."""
         self._begun, format = True, self._format
         if self._context is PLAIN:
             self._stream.parts += (format.before, _without_text(True, self._index, None), format.after)
@@ -255,20 +259,20 @@ class StreamingWriter(ResponseWriter):
         logprobs = self._context.split_logprobs(logprobs, tokens)
         if self._context.silent:
             return len(tokens)
-        for place, token in enumerate(tokens):
+        for index, token in enumerate(tokens):
             text = detokenizer.feed(token)
             self.reached += 1
-            self._say(text, [token], logprobs[place : place + 1] if logprobs is not None else ())
+            self._say(text, [token], logprobs[index : index + 1] if logprobs is not None else ())
             if detokenizer.stopped:
                 self.stopped = True
-                return place + 1
+                return index + 1
         return len(tokens)
 
     def write_text(self, text: str, tokens: int) -> None:
         if not self._begun:
             self._begin()
         if self._bytes is not None:
-            self._bytes.flush()  # an unfinished character: the text has it whole
+            self._bytes.flush()  # drop an incomplete character: the text contains all of it
         detokenizer = self._started_detokenizer()
         self.reached += tokens
         self._say(detokenizer.feed_text(text, tokens), [], ())
@@ -286,7 +290,7 @@ class StreamingWriter(ResponseWriter):
         if context is PLAIN:
             self._stream.parts += (format.before, _without_text(chat, self._index, reason), format.after)
             return
-        hidden = [] if context.silent else context.accepted[self.reached :]  # a stop token, which is no text
+        hidden = [] if context.silent else context.accepted[self.reached :]  # a stop token, which has no text
         self.reached += len(hidden)
         self._event({} if chat else {"text": ""}, None, "length" if context.silent else reason, hidden)
 
@@ -294,11 +298,11 @@ class StreamingWriter(ResponseWriter):
         self._stream.keep_alive()
 
     def rewind(self, count: int) -> None:
-        assert count >= self.reached, "what a client has seen cannot be taken back"
+        assert count >= self.reached, "cannot rewind tokens that the client has received"
         self._context.rewind(count)
 
     def _say(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
-        """Write what a token, or none, has brought, with all that must stand before it."""
+        """Write the text of a token, if there is one, preceded by everything due before it."""
         format, context, wanted = self._format, self._context, self._context.wanted
         shown: dict[str, Any] | None = None
         if self._prompt_due and wanted.echo:
@@ -337,7 +341,7 @@ class StreamingWriter(ResponseWriter):
 
 
 class BufferedWriter(ResponseWriter):
-    """Gathers the answer, and gives it whole, with the details that are wanted of it."""
+    """Gathers an answer and returns it whole, with the requested details."""
 
     def __init__(self, format: ResponseFormat, context: AnswerContext = PLAIN) -> None:
         self._format = format
@@ -370,7 +374,7 @@ class BufferedWriter(ResponseWriter):
         return used
 
     def flush(self) -> None:
-        """Send nothing: the answer is given whole."""
+        """Send nothing: the answer is returned whole."""
 
     def write_text(self, text: str, tokens: int) -> None:
         self._text.append(self._detokenizer.feed_text(text, tokens))
@@ -406,10 +410,11 @@ class BufferedWriter(ResponseWriter):
 
 
 def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes] | None:
-    """Return what the table has for these tokens; None if it lacks one of them."""
+    """Return the table entries of these tokens; None if one is missing."""
     try:
         if len(tokens) > 1:
-            found: Sequence[bytes] = itemgetter(*tokens)(table)  # a third of a comprehension's time
+            # takes a third of the time of a comprehension
+            found: Sequence[bytes] = itemgetter(*tokens)(table)
             return found
         return [table[token] for token in tokens]
     except KeyError:

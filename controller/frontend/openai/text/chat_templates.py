@@ -1,13 +1,13 @@
-"""Chat templates: from messages to one prompt.
+"""Chat templates: render messages into one prompt.
 
-A template is a program that comes with the model's files: it runs in `jinja_environment`'s sandbox, which is imported with
-the first template.
+A template is a program in the model's files. It runs in the sandbox of `jinja_environment`, which is imported with the first
+template.
 
-The API's messages are not quite what templates are written for. As vLLM's chat endpoint does, before rendering:
+The API's messages differ from what templates expect. Before rendering, they are converted as in vLLM's chat endpoint:
 
-- Text parts are joined with newlines, unless the template loops over a message's parts: it gets the parts then.
+- Text parts are joined with newlines, unless the template loops over a message's parts: then it receives the parts.
 - A tool call's arguments are JSON text in the API, and an object in a template.
-- A template that does not know the role `developer` gets `system` in its place.
+- A template that does not know the role `developer` receives `system` instead.
 """
 
 import json
@@ -18,15 +18,16 @@ from typing import Any
 
 from events.errors import HoldfastError
 
-SAID_MAX = 200  # characters of a template's own error message
-SOURCE_CHARS_MAX = 262_144  # the longest published ones have 30,000
+SAID_MAX = 200  # characters quoted from a template's own error message
+SOURCE_CHARS_MAX = 262_144  # the longest published templates have 30,000
 SIM_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-PLAIN_ROLES = frozenset({"user", "assistant", "system"})  # a text of theirs is the same in each form
+# text messages of these roles are the same in each format
+PLAIN_ROLES = frozenset({"user", "assistant", "system"})
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-DEFAULT, WITH_TOOLS = "default", "tool_use"  # a model's templates, as transformers names them
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a model's templates, as in transformers
 
 
 class BadTemplate(HoldfastError):
@@ -35,19 +36,19 @@ class BadTemplate(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """What one template expects of a message."""
+    """The message format that a template expects."""
 
-    parts: bool = False  # its content as a list of parts, where a client sends one
-    strings: bool = True  # its content as a string, where a client sends one
-    developer: bool = False  # the role `developer`
+    parts: bool = False  # it accepts content as a list of parts
+    strings: bool = True  # it accepts content as a string
+    developer: bool = False  # it knows the role `developer`
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the API's messages in this form. The given ones stay as they are."""
+        """Return the API's messages in this format. The given messages are not modified."""
         for message in messages:
             plain = len(message) == 2 and message.get("role") in PLAIN_ROLES
             if self.parts or not plain or type(message.get("content")) is not str:
                 return [self._message(message) for message in messages]
-        return list(messages)  # nearly always
+        return list(messages)  # the common case
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         changed: dict[str, Any] = {}
@@ -65,7 +66,7 @@ class MessageFormat:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call whose arguments are an object. What is not the JSON text of one stays as it is."""
+    """Return a tool call with its arguments as an object. Arguments that are not the JSON text of an object stay unchanged."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
@@ -77,12 +78,12 @@ def _with_object(call: Any) -> Any:
 
 
 class ChatTemplate:
-    """One compiled template, the special tokens that it may name, and the form in which it takes messages."""
+    """A compiled template, the special tokens that it may name, and its message format."""
 
     def __init__(
         self, source: str, specials: dict[str, str], with_tools: "ChatTemplate | None" = None
     ) -> None:
-        """Compile `source`. `with_tools` renders in its place where tools are given. Raise BadTemplate."""
+        """Compile `source`. `with_tools` is rendered instead if tools are given. Raise BadTemplate."""
         from jinja2 import TemplateError
         from jinja2.meta import find_undeclared_variables
 
@@ -99,18 +100,18 @@ class ChatTemplate:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
         self._format = MessageFormat(*jinja.format_of(tree))
         self._with_tools = with_tools
-        # All names in one dict, copied once for every rendering: Jinja2's own merging takes longer than the template
+        # All names in one dict, copied once per rendering: merging them in Jinja2 takes longer than rendering the template.
         self._usual = {**self._template.globals, **specials, "add_generation_prompt": True, "tools": None}
         self._template.globals = {}
 
     def reads(self, name: str) -> bool:
-        """Return whether the template reads what is given to it under this name."""
+        """Return whether the template reads the variable of this name."""
         return name in self._reads
 
     def render(self, messages: Sequence[dict[str, Any]], /, **extra: Any) -> str:
-        """Return the prompt that ends where the assistant begins. Raise BadTemplate, whatever went wrong.
+        """Return the prompt, which ends where the assistant's answer begins. Raise BadTemplate for any error.
 
-        `extra` is the client's: it may bear any name, but the messages stay what they are.
+        `extra` comes from the client: it may contain any name, but cannot replace the messages.
         """
         if self._with_tools is not None and extra.get("tools"):
             return self._with_tools.render(messages, **extra)
@@ -119,7 +120,7 @@ class ChatTemplate:
         try:
             return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
         except Exception as error:  # a template is a program: it may raise anything
-            said = str(error)[:SAID_MAX]  # it may quote them
+            said = str(error)[:SAID_MAX]  # it may quote the messages
             raise BadTemplate(f"the chat template refused these messages: {said}") from error
 
 
@@ -146,7 +147,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return a model's templates by name, from where transformers looks for them."""
+    """Return a model's templates by name, from the files in which transformers looks for them."""
     given = config.get("chat_template")
     entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
     sources = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
@@ -157,7 +158,7 @@ def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _specials(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens that have names: the usual ones, and those that a model adds (`image_token`)."""
+    """Return the named special tokens: the usual ones, and those that a model adds (`image_token`)."""
     more = config.get("extra_special_tokens")
     found = {name: config.get(name) for name in SPECIAL_NAMES}
     found |= more if isinstance(more, dict) else {}

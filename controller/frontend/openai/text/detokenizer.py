@@ -1,12 +1,12 @@
-"""From tokens to the text of one answer: checked, detokenised as it grows, and cut at stop strings.
+"""Incremental detokenization: checks tokens, converts them to text, and finds stop strings.
 
-A detokenizer is exact and resumable: fed the same tokens in any portions, over any number of workers, it gives the text that
-decoding them all at once gives. For byte-level vocabularies (Llama 3, Qwen, GPT, our own) a token is a row of bytes, so it is a
-table and an incremental UTF-8 decoder. For the others it is `tokenizers`' DecodeStream, which has no flush and is quadratic on
-long runs of incomplete bytes: both are taken care of here.
+A detokenizer is exact and resumable: fed the same tokens in any portions, from any number of workers, it returns the same text
+as decoding them all at once. For byte-level vocabularies (Llama 3, Qwen, GPT, Holdfast's own) a token is a byte string, so
+detokenization is a table and an incremental UTF-8 decoder. For others it is the DecodeStream of `tokenizers`, which has no
+flush and is quadratic on long runs of incomplete bytes; both are handled here.
 
-A stop string may begin in one token and end in another, on another worker. Text that could be its beginning is held back until
-it is clear; nothing of a stop string is ever sent.
+A stop string may begin in one token and end in another, on another worker. Text that may be its beginning is held back until
+that is known; no part of a stop string is ever sent.
 """
 
 import codecs
@@ -20,37 +20,37 @@ from tokenizers.decoders import DecodeStream
 
 from events.errors import HoldfastError
 
-INCOMPLETE_TOKENS_MAX = 64  # a run of tokens that yields no text is cut here: no character is that long
+INCOMPLETE_TOKENS_MAX = 64  # a run of tokens without text is cut at this length: no character is that long
 
 
 class InvalidOutput(HoldfastError):
-    """A worker's output cannot be its model's; the message names what is invalid."""
+    """A worker's output cannot come from its model; the message names what is invalid."""
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
-    """Check that token ids are below `vocabulary`, and none is negative. Raise InvalidOutput.
+    """Check that token ids are below `vocabulary` and not negative. Raise InvalidOutput.
 
-    `GenerationOutput` checks the first tokens of an attempt; writers check all others, because the one that writes most tokens
-    looks them up in a table of the vocabulary anyway.
+    `GenerationOutput` checks the first tokens of an attempt. Writers check all others, because the fastest one looks tokens up
+    in a table of the vocabulary anyway.
     """
     if len(tokens) == 1 and 0 <= tokens[0] < vocabulary:
-        return  # the least and the greatest of one take four times as long
+        return  # min and max of one token take four times as long
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
         raise InvalidOutput("a token outside the vocabulary")
 
 
 class ByteTable:
-    """What each token of a byte-level vocabulary is: its bytes; its text, where those are whole characters.
+    """The bytes of each token of a byte-level vocabulary, and its text if these are whole characters.
 
-    With its JSON at hand a streamed token's event takes 0.3 µs, and 3.5 with a detokenizer and an encoder.
+    With the JSON text precomputed, a streamed token's event takes 0.3 µs; with a detokenizer and an encoder it takes 3.5.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        """Read the tokens below `size`."""
+        """Read the tokens with ids below `size`."""
         added = tokenizer.get_added_tokens_decoder()
         self.bytes: list[bytes] = [b""] * size
         self.text: list[str | None] = [""] * size
-        self.json: dict[int, bytes] = {}  # the text, if any, as a JSON string, ready to send
+        self.json: dict[int, bytes] = {}  # the text, if any, as a JSON string
         for token in range(size):
             if token in added:
                 data = b"" if added[token].special else added[token].content.encode()
@@ -67,7 +67,7 @@ class ByteTable:
 
 
 class ByteDetokenizer:
-    """Detokenise by table. `pending` says whether bytes of an unfinished character are held back."""
+    """Detokenizes by table. `pending` is true while bytes of an incomplete character are held back."""
 
     __slots__ = ("_decoder", "pending", "table")
 
@@ -91,14 +91,14 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """Detokenise with DecodeStream, bounded and with a flush."""
+    """Detokenizes with DecodeStream, with a bounded buffer and a flush."""
 
     __slots__ = ("_held", "_shown", "_stream", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        # A few tokens before the held ones: decoding depends on what stands before
+        # A few tokens before the held ones: decoding depends on the preceding tokens.
         self._shown: list[int] = []
         self._held: list[int] = []
 
@@ -106,7 +106,7 @@ class StreamDetokenizer:
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # bare: the text so far reads otherwise now, as incomplete bytes do
+        except Exception:  # raised without a type if the earlier text changes, as with incomplete bytes
             return self._restart()
         if text is not None:
             self._shown, self._held = (self._shown + self._held)[-8:], []
@@ -114,7 +114,7 @@ class StreamDetokenizer:
         return self._restart() if len(self._held) > INCOMPLETE_TOKENS_MAX else ""
 
     def _restart(self) -> str:
-        """Return what is held as it is, and begin a new stream behind it."""
+        """Return the text of the held tokens, and start a new stream after them."""
         text = self.flush()
         self._stream = DecodeStream(ids=self._shown, skip_special_tokens=True)
         return text
@@ -132,22 +132,22 @@ Detokenizer = ByteDetokenizer | StreamDetokenizer
 
 
 class StopChecker:
-    """Holds back the end of a text while it could be the beginning of a stop string.
+    """Holds back the end of a text while it may be the beginning of a stop string.
 
-    Each character is compared once for each stop string, however much of one has matched (Knuth, Morris and Pratt, 1977): a
-    client that knows the answer can make nearly all of a stop string match, again and again.
+    Each character is compared once per stop string, however much of it has matched (Knuth, Morris and Pratt, 1977). Otherwise a
+    client that knows the answer could repeatedly match most of a stop string and make the search quadratic.
     """
 
     __slots__ = ("_held", "_stops", "stopped")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Look for any of `stops`, of which there is at least one, and none is empty."""
+        """Look for any of `stops`: at least one, none of them empty."""
         self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
         self.stopped = False
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """Return what may be sent now. Unarmed (before `min_tokens`), nothing stops and nothing is held."""
+        """Return the text that may be sent now. Unarmed (before `min_tokens`), nothing stops or is held."""
         if not armed:
             return self.rest() + text
         whole, known = self._held + text, len(self._held)
@@ -160,7 +160,7 @@ class StopChecker:
         return whole[: len(whole) - keep]
 
     def rest(self) -> str:
-        """Return what was held back, once it is clear that no stop string comes."""
+        """Return the held text, when it is known that no stop string follows."""
         held, self._held = self._held, ""
         for stop in self._stops:
             stop.matched = 0
@@ -168,17 +168,17 @@ class StopChecker:
 
 
 class _Stop:
-    """One stop string, and how much of its beginning the text ends with."""
+    """One stop string, and the length of its beginning that the text ends with."""
 
     __slots__ = ("_back", "_stop", "matched")
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._back = _borders(stop)
-        self.matched = 0  # characters
+        self.matched = 0  # number of characters
 
     def feed(self, text: str) -> int | None:
-        """Continue with a text. Return where in it the stop string begins, below 0 if before it; None if it is not complete."""
+        """Process more text. Return the stop string's start in it (below 0 if before it), or None if it is not complete."""
         stop, matched = self._stop, self.matched
         if not matched and stop[0] not in text:
             return None
@@ -195,7 +195,7 @@ class _Stop:
 
 @lru_cache(64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return for each length of a beginning of `stop` how long the longest beginning is, shorter than it, with which it ends."""
+    """Return, for each prefix length of `stop`, the length of the longest shorter prefix that the prefix ends with."""
     back = [0, 0]
     for character in stop[1:]:
         size = back[-1]
@@ -206,12 +206,12 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class IncrementalDetokenizer:
-    """The text of one answer, as it grows. `tokens` counts those that were fed."""
+    """Converts the tokens of one answer to text as it grows. `tokens` is the number of tokens fed."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stop_checker", "tokens")
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
-        """Begin an answer. `stops` count from the token with the number `min_tokens` on."""
+        """Start an answer. `stops` apply from token number `min_tokens` on."""
         self._detokenizer = detokenizer
         self._stop_checker = StopChecker(stops) if stops else None
         self._min_tokens = min_tokens
@@ -223,14 +223,14 @@ class IncrementalDetokenizer:
         return self._stop_checker is not None and self._stop_checker.stopped
 
     def feed(self, token: int) -> str:
-        """Return the text that may be sent since this token has come."""
+        """Add a token. Return the text that may be sent now."""
         self.tokens += 1
         return self._checked(self._detokenizer.feed(token))
 
     def feed_text(self, text: str, tokens: int) -> str:
-        """Return what may be sent of a text that came without tokens; it counts as `tokens`.
+        """Add a text that came without tokens and counts as `tokens`. Return the text that may be sent now.
 
-        Bytes of an unfinished character, from tokens before it, are dropped: the text has it whole.
+        Bytes of an incomplete character from earlier tokens are dropped: the text contains the whole character.
         """
         self._detokenizer.flush()
         self.tokens += tokens
@@ -242,7 +242,7 @@ class IncrementalDetokenizer:
         return self._stop_checker.feed(text, armed=self.tokens >= self._min_tokens)
 
     def end(self) -> str:
-        """Return what is left to send when the answer ends otherwise than by a stop string."""
+        """Return the remaining text of an answer that ends without a stop string."""
         if self.stopped:
             return ""
         text = self._checked(self._detokenizer.flush())
@@ -253,7 +253,7 @@ class IncrementalDetokenizer:
 
 @lru_cache(maxsize=1)
 def byte_of_char() -> dict[str, int]:
-    """Return the byte behind each printable stand-in of byte-level BPE: 188 stand for themselves, 68 are shifted."""
+    """Map each printable stand-in of byte-level BPE to its byte: 188 stand for themselves, 68 are shifted."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     shifted = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(shifted)}

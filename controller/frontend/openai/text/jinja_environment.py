@@ -1,23 +1,23 @@
 """The Jinja2 environment of chat templates: Hugging Face's dialect, in a sandbox with a budget.
 
-A template comes with a model's files. It is a program: without bounds, ten nested loops over `range(99999)` never end, and
-`"x" * 10**9` takes all memory. So each rendering has a budget of steps and seconds:
+A template comes with a model's files. It is a program: without limits, ten nested loops over `range(99999)` never end, and
+`"x" * 10**9` uses all memory. So each rendering has a budget of steps and seconds:
 
     a loop's body or condition, a call, a filter, an operator   1 step
-    a text that is read or made                                 1 step for each 256 characters
-    a list that is read or made                                 1 step for each 8 items
-    one that is compared or becomes a text                      the same for all that it holds
-    what takes longer (sorting, `tojson` with an indent …)      8 or 16 times as many
+    a text that is read or created                              1 step per 256 characters
+    a list that is read or created                              1 step per 8 items
+    a value that is compared or converted to text               the same for all that it contains
+    slower operations (sorting, `tojson` with an indent …)      8 or 16 times as many
     one operation                                               at most `OPERATION_STEPS_MAX`
     an argument that sets a width or a count                    at most `WIDTH_MAX`
 
-So no operation takes long, and the clock, which is read every 64 steps and before each large operation, stops a rendering
-soon after its time is over.
+So no operation takes long. The clock is read every 64 steps and before each large operation, and stops a rendering soon after
+its time is over.
 
 The syntax tree is rewritten once, when a template is compiled. The dialect is that of transformers' `apply_chat_template`:
 trimmed blocks, loop controls, `{% generation %}`, `tojson` with `json.dumps`' arguments, `raise_exception`, `strftime_now`.
 
-Imported with the first template: a process that only counts tokens needs no Jinja2.
+The module is imported with the first template: a process that only counts tokens does not need Jinja2.
 """
 
 import json
@@ -36,27 +36,27 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# 1,000 messages with 1,000 steps each, or 256 million characters; a step takes about 0.3 µs
+# 1,000 messages with 1,000 steps each, or 256 million characters; a step takes about 0.3 µs.
 STEPS_MAX = 1_000_000
-SECONDS_MAX = 0.25  # of this thread; the largest conversations known take 50 ms
-OPERATION_STEPS_MAX = 32_768  # a text of 8 million characters: more than any model's context
-WIDTH_MAX = 1000  # of indent, center, ljust …: the largest known is 8
-JSON_INDENT_MAX = 16  # and JSON_DEPTH_MAX times as much before each value
+SECONDS_MAX = 0.25  # of thread time; the largest known conversations take 50 ms
+OPERATION_STEPS_MAX = 32_768  # a text of 8 million characters: longer than any model's context
+WIDTH_MAX = 1000  # of indent, center, ljust …; the largest known is 8
+JSON_INDENT_MAX = 16  # up to JSON_DEPTH_MAX indents may precede each value
 JSON_DEPTH_MAX = 100
-INTEGER_BITS_MAX = 256  # of a product: a template counts, it does not compute
+INTEGER_BITS_MAX = 256  # of a product: templates count, they do not compute
 CHARS_OF_A_STEP, ITEMS_OF_A_STEP = 256, 8
-SLOWER, INDENTED = 16, 8  # times as long as to copy
-PRINTED = 4  # times: what is printed is kept, and copied once more at the end
+SLOWER, INDENTED = 16, 8  # cost relative to copying
+PRINTED = 4  # printed text is kept and copied again at the end
 STEPS_BETWEEN_CLOCK_READS = 64
 REMOVED_FILTERS = (
     "filesizeformat", "forceescape", "pprint", "random", "striptags", "sum", "urlize", "wordwrap", "xmlattr",
 )  # fmt: skip
-"""Of no use in a prompt, and their cost has no simple bound."""
-SIZE_FILTERS = {"count", "d", "default", "first", "last", "length"}  # which read no more than one item
+"""Filters that are useless in a prompt and have no simple limit of their cost."""
+SIZE_FILTERS = {"count", "d", "default", "first", "last", "length"}  # these read at most one item
 REFERENCE_FILTERS = {
     "attr", "batch", "items", "join", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
 }  # fmt: skip
-"""Which read a list's items, and nothing of what these hold. `join` counts its parts."""
+"""Filters that read a list's items but not their contents. `join` counts its parts."""
 SLOW_FILTERS = {"dictsort", "groupby", "sort", "title", "unique", "urlencode", "wordcount"}
 READING_TESTS = {
     "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt", "ne",
@@ -65,8 +65,9 @@ READING_TESTS = {
 WIDE_FILTERS = {"batch", "center", "indent", "slice"}
 WIDE_METHODS = {"center", "expandtabs", "ljust", "rjust", "zfill"}
 QUADRATIC_METHODS = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
-"""Their time grows with the text times the argument."""
-REFUSED_METHODS = {"encode", "from_bytes", "to_bytes", "translate"}  # their results have no simple bound
+"""Methods that take time proportional to the text length times the argument length."""
+# the size of their results has no simple limit
+REFUSED_METHODS = {"encode", "from_bytes", "to_bytes", "translate"}
 
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: tuple[type, ...] = (list, tuple, dict, range, Namespace, *_VIEWS)
@@ -74,25 +75,27 @@ _wide_format = re.compile(r"\d{4,}|\*|\{[^{}]+\{|\{\{\}").search
 
 
 class OverBudget(TemplateError):
-    """A rendering used up its budget."""
+    """A rendering exceeded its budget."""
 
 
 class RenderingBudget:
-    """What one rendering may still use. Its seconds count from the first look at the clock, after 64 steps: some 10 µs late, and
-    a short rendering never asks the system for its time."""
+    """The remaining budget of one rendering.
+
+    Its time starts at the first clock read, after 64 steps: some 10 µs late, but a short rendering needs no system call.
+    """
 
     __slots__ = ("_deadline", "_look", "_seconds", "_steps")
 
     def __init__(self, steps: int = STEPS_MAX, seconds: float = SECONDS_MAX) -> None:
         self._steps = steps
         self._seconds = seconds
-        self._deadline: float | None = None  # set at the first look
+        self._deadline: float | None = None  # set at the first clock read
         self._look = STEPS_BETWEEN_CLOCK_READS
 
     def spend(self, steps: int) -> None:
-        """Take the steps of one operation off the budget, before it is done. Raise OverBudget."""
+        """Charge the steps of one operation to the budget, before the operation. Raise OverBudget."""
         if steps > OPERATION_STEPS_MAX:
-            raise OverBudget(f"one operation of it takes more than {OPERATION_STEPS_MAX:,} steps")
+            raise OverBudget(f"one operation takes more than {OPERATION_STEPS_MAX:,} steps")
         self._steps -= steps
         self._look -= steps
         if self._steps < 0:
@@ -106,12 +109,12 @@ class RenderingBudget:
                 raise OverBudget(f"it takes more than {SECONDS_MAX:g} s")
 
     def now(self) -> float:
-        """Return the seconds that this thread has run."""
+        """Return the CPU seconds of this thread."""
         return thread_time()
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates count what they do. One environment renders one template at a time."""
+    """A sandbox that charges templates for their operations. One environment renders one template at a time."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
 
@@ -119,7 +122,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
-        self.budget = RenderingBudget()  # of the rendering in progress, or of the folding of constants
+        self.budget = RenderingBudget()  # of the current rendering, or of constant folding
         self.finalize = self._printed
         self.filters = {
             name: self._counted_filter(name, filter)
@@ -147,7 +150,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator. Raise OverBudget before a result that is too large exists."""
+        """Apply an operator. Raise OverBudget before an oversized result is built."""
         match operator:
             case "*":
                 self.budget.spend(1 + _product_cost(left, right))
@@ -180,7 +183,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def _checked(
         self, text: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """Return the arguments of a string's method if its result has a bound. Raise OverBudget."""
+        """Return the arguments of a string method, if its result is limited. Raise OverBudget."""
         given = (*args, *kwargs.values())
         if method in WIDE_METHODS:
             _check_widths(given)
@@ -202,8 +205,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return args
 
     def _counted_filter(self, name: str, filter: Any) -> Any:
-        """Return a filter that takes what it reads and what it returns off the budget."""
-        first = 1 if hasattr(filter, "jinja_pass_arg") else 0  # the value's place among its arguments
+        """Return a filter that charges its inputs and its result to the budget."""
+        first = 1 if hasattr(filter, "jinja_pass_arg") else 0  # position of the value among its arguments
         cost = _cost if name in REFERENCE_FILTERS else _whole_cost
         factor = SLOWER if name in SLOW_FILTERS else 1
 
@@ -240,7 +243,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
     def _counted_test(self, test: Any) -> Any:
-        """Return a test that takes what it reads off the budget."""
+        """Return a test that charges its inputs to the budget."""
 
         @wraps(test)
         def counted(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,8 +254,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
     def _printed(self, value: Any) -> Any:
-        """Return a value that is to become text, counted with all that it holds."""
-        if type(value) is str and len(value) < CHARS_OF_A_STEP:  # nearly always
+        """Return a value to be printed, charged with all that it contains."""
+        if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
         cost = _whole_cost(value)
         for _ in range(PRINTED):
@@ -260,19 +263,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, value: Any) -> Any:
-        """Return a value that is to be compared, counted with all that it holds."""
+        """Return a value to be compared, charged with all that it contains."""
         self.budget.spend(_whole_cost(value))
         return value
 
     def _searched(self, value: Any) -> Any:
-        """Return a value that something is looked for in: of a dict only one key is read."""
+        """Return a container for a membership test; in a dict only one key is read."""
         if not isinstance(value, dict):
             self.budget.spend(_whole_cost(value))
         return self._items(value) if isinstance(value, Iterator) else value
 
     def _counted_value(self, value: Any) -> Any:
-        """Return a value, counted: at once what has a length, item by item what is computed only when it is read."""
-        if type(value) is str and len(value) < CHARS_OF_A_STEP:  # nearly always
+        """Return a charged value: at once if it has a length, per item if it is computed lazily."""
+        if type(value) is str and len(value) < CHARS_OF_A_STEP:  # the common case
             return value
         if isinstance(value, Iterator):
             return self._items(value)
@@ -285,24 +288,24 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             yield value
 
     def _parts(self, value: Iterable[Any], separator: str) -> list[Any]:
-        """Return what is to be joined, if the result has a bound. Raise OverBudget."""
+        """Return the parts to join, if the result is limited. Raise OverBudget."""
         parts, made = [], 0
         for part in value:
             steps = 1 + _whole_cost(part) + len(separator) // CHARS_OF_A_STEP
             made += steps - 1
             self.budget.spend(steps)
             if made > OPERATION_STEPS_MAX:
-                raise OverBudget(f"one operation of it takes more than {OPERATION_STEPS_MAX:,} steps")
+                raise OverBudget(f"one operation takes more than {OPERATION_STEPS_MAX:,} steps")
             parts.append(part)
         return parts
 
     def _step(self, value: Any, steps: int) -> Any:
-        """Return `value`. The rewritten tree calls this in loops and macros."""
+        """Charge steps and return `value`. The rewritten tree calls this in loops and macros."""
         self.budget.spend(steps)
         return value
 
     def _concat(self, parts: Sequence[Any]) -> str:
-        """Return what `~` does."""
+        """Return the concatenation of parts: the operator `~`."""
         self.budget.spend(1 + sum(map(_whole_cost, parts)))
         texts = [str(part) for part in parts]
         self.budget.spend(sum(map(len, texts)) // CHARS_OF_A_STEP)
@@ -313,9 +316,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`: marks the assistant's text, for training. It renders as its content."""
+    """`{% generation %} … {% endgeneration %}`: marks the assistant's text for training. It renders as its content."""
 
-    tags = {"generation"}  # noqa: RUF012 (the name and type that Jinja2 wants)
+    tags = {"generation"}  # noqa: RUF012 (the name and type that Jinja2 requires)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return the body."""
@@ -324,7 +327,7 @@ class _Generation(Extension):
 
 
 def _rewritten(node: Any) -> Any:
-    """Return a tree that counts: a step in each loop and macro; filters for `~`, slices and what is compared."""
+    """Return a tree that charges its operations: a step in each loop and macro; filters for `~`, slices and comparisons."""
     for field, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, field, _rewritten(value))
@@ -350,7 +353,7 @@ def _rewritten(node: Any) -> Any:
 
 
 def _count_in(body: list[nodes.Node]) -> None:
-    """Begin a body with its steps: one, and those of its constant text."""
+    """Insert a step before a body: one, plus the cost of its constant text."""
     constant = 0
     for part in body:
         own = [part] if isinstance(part, nodes.TemplateData) else []
@@ -364,15 +367,17 @@ def _filter(value: nodes.Expr, name: str, args: list[nodes.Expr]) -> nodes.Filte
 
 
 def _cost(value: Any) -> int:
-    """Return the steps of reading or copying a value whole."""
+    """Return the steps for reading or copying a value, without the contents of its items."""
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
     return len(value) // ITEMS_OF_A_STEP if isinstance(value, list | tuple | dict | range) else 0
 
 
 def _whole_cost(value: Any) -> int:
-    """Return the steps of reading a value and all that it holds; no more is counted than one operation may take. Raise
-    OverBudget."""
+    """Return the steps for reading a value and all that it contains, counting at most the limit of one operation.
+
+    Raise OverBudget if it is nested too deeply.
+    """
     if isinstance(value, str):
         return len(value) // CHARS_OF_A_STEP
     if not isinstance(value, _CONTAINERS):
@@ -384,7 +389,7 @@ def _whole_cost(value: Any) -> int:
             if isinstance(part, str):
                 chars += len(part)
             elif isinstance(part, _CONTAINERS):
-                # Jinja2 keeps a namespace's values in this attribute, and prints them
+                # Jinja2 keeps a namespace's values in this attribute and prints them.
                 inner: Any = part._Namespace__attrs if isinstance(part, Namespace) else part
                 items += len(inner)
                 if chars // CHARS_OF_A_STEP + items // ITEMS_OF_A_STEP > OPERATION_STEPS_MAX:
@@ -401,7 +406,7 @@ def _whole_cost(value: Any) -> int:
 
 
 def _width(values: Sequence[Any]) -> int:
-    """Return the width that an indentation has: the largest of its arguments, its usual one without any."""
+    """Return the width of an indentation: the largest of its arguments, or the default without any."""
     widths = [len(value) if isinstance(value, str) else value for value in values]
     return max([4, *(width for width in widths if isinstance(width, int))])
 
@@ -432,14 +437,14 @@ def _check_bits(bits: int) -> None:
 
 def _check_widths(values: Sequence[Any]) -> None:
     if any(isinstance(value, int) and abs(value) > WIDTH_MAX for value in values):
-        raise OverBudget(f"it asks for a width or count of more than {WIDTH_MAX:,}")
+        raise OverBudget(f"it requests a width or count of more than {WIDTH_MAX:,}")
     if any(isinstance(value, str) and len(value) > WIDTH_MAX for value in values):
-        raise OverBudget(f"it fills with a text of more than {WIDTH_MAX:,} characters")
+        raise OverBudget(f"it pads with a text of more than {WIDTH_MAX:,} characters")
 
 
 def _check_format(text: str) -> None:
     if _wide_format(text):
-        raise OverBudget("a format string of it asks for a width of four digits, or one that it computes")
+        raise OverBudget("a format string requests a width of four digits, or a computed width")
 
 
 def _tojson(
@@ -449,9 +454,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON, with the arguments and their order as transformers' `apply_chat_template` has them."""
+    """Return a value as JSON, with the arguments of `tojson` in transformers' `apply_chat_template`, in their order."""
     if (len(indent) if isinstance(indent, str) else indent or 0) > JSON_INDENT_MAX:
-        raise OverBudget(f"it asks for an indent of more than {JSON_INDENT_MAX}")
+        raise OverBudget(f"it requests an indent of more than {JSON_INDENT_MAX}")
     _check_widths(separators or ())
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -468,7 +473,7 @@ def _strftime_now(format: str) -> str:
 
 
 def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
-    """Return the form in which a template takes messages, read off its syntax tree: the fields of `MessageFormat`."""
+    """Return a template's message format, derived from its syntax tree: the fields of `MessageFormat`."""
     parts = _loops_over_parts(tree)
     strings = not parts or any(test.name == "string" for test in tree.find_all(nodes.Test))
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
@@ -476,10 +481,10 @@ def format_of(tree: nodes.Template) -> tuple[bool, bool, bool]:
 
 
 def _loops_over_parts(tree: nodes.Template) -> bool:
-    """Return whether a loop of the template runs over the content of a message."""
-    # Names, and what they stand for: messages, one message, or its content.
+    """Return whether the template loops over the content of a message."""
+    # Names, and what they refer to: messages, one message, or its content.
     names = {("messages", "messages")}
-    for _ in range(3):  # an alias of an alias of an alias
+    for _ in range(3):  # up to three levels of aliases
         for assigned in tree.find_all(nodes.Assign):
             if isinstance(assigned.target, nodes.Name):
                 names |= {(assigned.target.name, kind) for kind in _kinds(assigned.node, names)}
@@ -490,7 +495,7 @@ def _loops_over_parts(tree: nodes.Template) -> bool:
 
 
 def _kinds(value: nodes.Node, names: Set[tuple[str, str]]) -> set[str]:
-    """Return what a value may stand for, whatever filters and slices it passes."""
+    """Return what a value may refer to, through any filters and slices."""
     while isinstance(value, nodes.Filter) and value.node is not None:
         value = value.node
     match value:

@@ -1,14 +1,14 @@
-"""Threads that read the texts that are too long for the event loop, a few at once.
+"""Tokenizes texts that are too long for the event loop, in a few threads.
 
     more than 16,384 characters ──▶ wait for one of a few threads ──▶ tokens
-    more than a million ──────────▶ wait for one that has only such ──▶ tokens
-    a body that inflates by much ─▶ wait for another one ─────────────▶ its bytes
-    too many characters in all, or too long a wait ──▶ 503
+    more than a million ──────────▶ wait for a thread that has only such texts ──▶ tokens
+    a body that decompresses to a large size ─▶ wait for another thread ──▶ its bytes
+    too many characters in total, or too long a wait ──▶ 503
 
-A tokenizer takes a second and 100 MB for a megabyte: as many threads as requests took all cores and all memory.
+A tokenizer needs a second and 100 MB per megabyte: one thread per request would use all cores and all memory.
 
-A thread cannot be stopped. A client that goes away gives up its turn while it waits; once its text is being read, the thread is
-free when it has been.
+A thread cannot be stopped. A client that disconnects gives up its place while it waits; once its text is being tokenized, the
+thread is busy until the end.
 """
 
 import asyncio
@@ -20,38 +20,42 @@ from controller.frontend.errors import ApiError, unavailable
 from controller.frontend.metrics import BoundMetrics
 from controller.frontend.settings import TokenizingSettings
 
-LONG_TEXT = 16_384  # characters: milliseconds of the event loop
-HUGE_TEXT = 2**20  # characters: a second of a thread
+LONG_TEXT = 16_384  # characters: takes milliseconds on the event loop
+HUGE_TEXT = 2**20  # characters: takes a second of a thread
 MB = 1_000_000
 RETRY_AFTER_S = 1
 
 
 class LongTexts:
-    """The threads of one frontend that tokenise, and what waits for them."""
+    """The tokenizer threads of one frontend, and the texts that wait for them."""
 
     def __init__(self, settings: TokenizingSettings, bounds: BoundMetrics) -> None:
-        """`bounds` count each text that is refused."""
+        """Start without texts. `bounds` counts each refused text."""
         self._settings = settings
         self._bounds = bounds
         self._lanes = tuple(_Lane(most) for most in (settings.long_at_once, settings.huge_at_once))
         self._inflating = _Lane(1)
-        self.chars = 0  # that are read, or wait
+        self.chars = 0  # being tokenized or waiting
 
     async def read(self, chars: int, work: "partial[Any]") -> Any:
-        """Return what `work` returns, which reads so many characters: at once if they are few. Raise ApiError (503) beyond a
-        bound."""
+        """Return the result of `work`, which processes this many characters: at once if they are few, otherwise in a thread.
+
+        Raise ApiError (503) above a limit.
+        """
         if chars < LONG_TEXT:
             return work()
         return await self._run(self._lanes[chars > HUGE_TEXT], chars, work)
 
     async def inflate(self, size: int, work: "partial[Any]") -> Any:
-        """Return what `work` returns, which inflates a body of so many bytes. Raise ApiError (503) beyond a bound."""
+        """Return the result of `work`, which decompresses a body of this many bytes. Raise ApiError (503) above a limit."""
         return await self._run(self._inflating, size, work)
 
     async def _run(self, lane: "_Lane", chars: int, work: "partial[Any]") -> Any:
         most = self._settings.waiting_mb_max * MB
         if self.chars and self.chars + chars > most:
-            raise self._busy("long_texts", "queue_full", f"texts of {self.chars} characters are waiting")
+            raise self._busy(
+                "long_texts", "queue_full", f"texts with {self.chars} characters are already waiting"
+            )
         self.chars += chars
         try:
             async with asyncio.timeout(self._settings.wait_s):
@@ -59,7 +63,7 @@ class LongTexts:
         except BaseException as error:
             self.chars -= chars
             if isinstance(error, TimeoutError):
-                why = f"it was not this text's turn within {self._settings.wait_s:g} s"
+                why = f"no thread became free within {self._settings.wait_s:g} s"
                 raise self._busy("long_text_wait", "queue_timeout", why) from error
             raise
         running = asyncio.wrap_future(lane.threads.submit(work))
@@ -70,15 +74,15 @@ class LongTexts:
         self.chars -= chars
         lane.free.release()
         if not running.cancelled():
-            running.exception()  # retrieved also where the client has disconnected
+            running.exception()  # mark as retrieved, even if the client has disconnected
 
     def _busy(self, bound: str, code: str, why: str) -> ApiError:
         self._bounds.count(bound)
-        return unavailable(f"this frontend has too much to read: {why}", code, RETRY_AFTER_S)
+        return unavailable(f"this frontend has too many long texts: {why}", code, RETRY_AFTER_S)
 
 
 class _Lane:
-    """Threads, and the turns of what waits for one."""
+    """Threads, and a semaphore for their queue."""
 
     def __init__(self, most: int) -> None:
         self.free = asyncio.Semaphore(most)

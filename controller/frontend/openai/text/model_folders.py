@@ -1,7 +1,7 @@
-"""The folders from which a frontend reads tokenizers and chat templates.
+"""The folders from which a frontend loads tokenizers and chat templates.
 
-A worker registers the folder of its model. A chat template is a program, so a frontend reads none that only a worker names:
-an operator configures the folders (`--model-folders`).
+A worker registers the folder of its model. A chat template is a program, so a frontend loads only templates from folders that
+the operator has configured (`--model-folders`).
 """
 
 from collections.abc import Callable, Iterable
@@ -13,13 +13,13 @@ from controller.frontend.openai.text.tokenizer import BUILTIN
 from events.broker_users import account_of
 from events.observations import IntrusionRefused, WorkerJoined
 
-REMEMBERED_MAX = 4096  # workers whose folder was refused
+REMEMBERED_MAX = 4096  # workers with a refused folder
 
 log = structlog.get_logger(__name__)
 
 
 class ModelFolders:
-    """The configured folders, and which workers were refused for naming another one."""
+    """The configured folders, and the workers that were refused for registering another one."""
 
     def __init__(self, folders: Iterable[str], observe: Callable[[IntrusionRefused], object]) -> None:
         self._folders = [Path(folder).resolve() for folder in folders]
@@ -28,7 +28,7 @@ class ModelFolders:
         self._refused: set[tuple[str, str]] = set()
 
     def allows(self, joined: WorkerJoined) -> bool:
-        """Return whether this worker's tokenizer may be read. A refusal is logged and reported once for each life of it."""
+        """Return whether this worker's tokenizer may be loaded. A refusal is logged and reported once per life of the worker."""
         name = joined.tokenizer
         if len(self._allowed) >= REMEMBERED_MAX:
             self._allowed = {BUILTIN: True}
@@ -43,9 +43,9 @@ class ModelFolders:
                 "model_folder_refused",
                 worker=joined.worker,
                 folder=name,
-                hint="if it is meant, start frontends with --model-folders and this folder",
+                hint="to allow it, start frontends with --model-folders and this folder",
             )
-            tried = f"have a frontend read the model folder {name[:200]!r}, which is not configured (--model-folders)"
-            who = account_of(joined.worker, joined.account)
-            self._observe(IntrusionRefused(who=who, tried=tried, times=1, worker=joined.worker))
+            tried = f"make a frontend load the model folder {name[:200]!r}, which is not configured (--model-folders)"
+            account = account_of(joined.worker, joined.account)
+            self._observe(IntrusionRefused(who=account, tried=tried, times=1, worker=joined.worker))
         return False

@@ -1,15 +1,17 @@
-"""A cache of tokenised text segments, for texts that mostly repeat earlier ones, as the next turn of a conversation does.
+"""A cache of tokenized text segments, for texts that mostly repeat earlier ones.
 
-    text ── cut at the added tokens ──▶ segments ── kept ──────────────────────────▶ tokens, joined
-                                            └── others ── the tokenizer, at once ──▶ kept
+The next turn of a conversation is such a text.
 
-A tokenizer cuts a text at its added tokens (`<|im_start|>`) before it does anything else, and then reads each segment as if
-there were no other: so the system's prompt and all earlier turns need not be read again. That holds for added tokens that
-are looked for in the text as it is (not `normalized`) and take nothing from beside them; the `normalized` ones are looked
-for within a segment. Not for all tokenizers: `SegmentCache.of` says for which. See `AddedVocabulary::extract_and_normalize`
-and `TokenizerImpl::post_process` of Hugging Face's tokenizers 0.23.
+    text ── cut at the added tokens ──▶ segments ── cached ────────────────────────▶ tokens, joined
+                                            └── others ── the tokenizer, at once ──▶ cached
 
-What it saves: the next turn of a conversation of 20,000 tokens takes 2.2 ms instead of 31.
+A tokenizer cuts a text at its added tokens (`<|im_start|>`) before anything else, and then tokenizes each segment independently.
+So the system prompt and all earlier turns need not be tokenized again. This holds for added tokens that are matched in the
+original text (not `normalized`) and do not strip adjacent text; the `normalized` ones are matched within a segment. It does not
+hold for all tokenizers: `SegmentCache.of` decides. See `AddedVocabulary::extract_and_normalize` and
+`TokenizerImpl::post_process` of Hugging Face's tokenizers 0.23.
+
+With the cache, the next turn of a conversation of 20,000 tokens takes 2.2 ms instead of 31.
 """
 
 import re
@@ -26,14 +28,14 @@ from controller.frontend.openai.text.long_texts import LongTexts
 from controller.frontend.openai.text.token_reach import parts_of
 
 KEPT_BYTES = 16 * 2**20  # of texts and tokens, per tokenizer
-# A segment that takes more than this part of it is not kept: it would drive out all others
+# A segment that takes more than 1/64 of that is not cached: it would evict all others.
 SEGMENT_SHARE = 64
-ENTRY_BYTES = 320  # what keeping a segment takes besides its text and its tokens
-CHAR_BYTES = 8  # of a text that is not ASCII: wide characters, and UTF-8 beside them
-TEXT_MAX = 262_144  # characters from which a text is not cut: that would hold up the loop for milliseconds
-CUTS_MAX = 2000  # in one text; what follows is one segment, which the tokenizer cuts
+ENTRY_BYTES = 320  # overhead of a cached segment besides its text and tokens
+CHAR_BYTES = 8  # of a text that is not ASCII: wide characters, plus their UTF-8
+TEXT_MAX = 262_144  # longer texts are not cut: that would block the event loop for milliseconds
+CUTS_MAX = 2000  # per text; the rest is one segment, which the tokenizer cuts
 ADDED_MAX = 100  # characters of an added token
-_WITHIN_A_SEGMENT = {  # what splits further: each split for itself, wherever it stands (except one kind of Metaspace)
+_WITHIN_A_SEGMENT = {  # these split independently of position (except one kind of Metaspace)
     "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation", "Sequence",
     "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
 }  # fmt: skip
@@ -41,31 +43,31 @@ _AROUND_ALL = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "
 
 
 class SegmentCache:
-    """The segments of texts that one tokenizer has read lately. Touched by the loop only."""
+    """Recently tokenized segments of one tokenizer. Used only from the event loop."""
 
     def __init__(
         self, added: dict[str, int], tokenizer: Tokenizer, kept_bytes: int = KEPT_BYTES, *, bare: bool = True
     ) -> None:
-        """Begin empty. `added`: the tokenizer's added tokens; `kept_bytes`: how much is kept."""
+        """Start empty. `added`: the tokenizer's added tokens. `kept_bytes`: size of the cache."""
         cut = re.compile(f"({_longest_of(added)})")
         self._cut = partial(cut.split, maxsplit=CUTS_MAX) if added else lambda text: [text]
         self._added: dict[str, Sequence[int]] = {"": ()} | {text: (token,) for text, token in added.items()}
-        self.bare = bare  # the tokenizer puts nothing around a text, even with `special`
+        self.bare = bare  # the tokenizer adds nothing around a text, even with `special`
         self._tokenizer = tokenizer
         self._segment_bytes_max = kept_bytes // SEGMENT_SHARE
-        self._kept: OrderedDict[str, array[int]] = OrderedDict()  # the latest last
+        self._kept: OrderedDict[str, array[int]] = OrderedDict()  # least recently used first
         self._room = kept_bytes
 
     @property
     def kept(self) -> Collection[str]:
-        """The segments that are kept, the one that was used longest ago first."""
+        """The cached segments, least recently used first."""
         return self._kept.keys()
 
     @classmethod
     def of(
         cls, tokenizer: Tokenizer, config: dict[str, Any], kept_bytes: int = KEPT_BYTES
     ) -> "SegmentCache | None":
-        """Return an empty cache for a tokenizer with this JSON; None if it may read a segment otherwise than alone."""
+        """Return an empty cache for a tokenizer with this JSON; None if its segments may depend on each other."""
         if not _reads_segments_alone(config):
             return None
         added = [one for one in config["added_tokens"] if not one["normalized"]]
@@ -78,7 +80,7 @@ class SegmentCache:
         return cls(ids, tokenizer, kept_bytes, bare=bare)
 
     async def read(self, text: str, threads: LongTexts) -> list[int]:
-        """Return the tokens of a text, without those that a tokenizer puts around it. `threads` read what is not kept."""
+        """Return the tokens of a text, without those that a tokenizer adds around it. `threads` tokenize what is not cached."""
         parts = self._cut(text)
         tokens: list[int] = []
         for part in parts:
@@ -108,7 +110,7 @@ class SegmentCache:
         return tokens
 
     def _keep(self, segment: str, tokens: Sequence[int]) -> None:
-        if segment in self._kept:  # another request read it meanwhile
+        if segment in self._kept:  # another request tokenized it in the meantime
             return
         kept = array("I", tokens)
         takes = _takes(segment, kept)
@@ -121,13 +123,13 @@ class SegmentCache:
 
 
 def _takes(segment: str, tokens: "array[int]") -> int:
-    """Return how many bytes keeping a segment takes at most, the same at any time."""
+    """Return an upper limit of a cached segment's size in bytes; always the same for one segment."""
     char_bytes = 1 if segment.isascii() else CHAR_BYTES
     return ENTRY_BYTES + len(segment) * char_bytes + len(tokens) * tokens.itemsize
 
 
 def _reads_segments_alone(config: dict[str, Any]) -> bool:
-    """Say whether a tokenizer reads each segment as if there were no other, and the same at any time."""
+    """Return whether a tokenizer tokenizes each segment independently and deterministically."""
     if config["truncation"] or config["padding"] or config["model"].get("dropout"):
         return False
     for part in parts_of(config["pre_tokenizer"]):
@@ -141,8 +143,10 @@ def _reads_segments_alone(config: dict[str, Any]) -> bool:
 
 
 def _longest_of(words: Collection[str]) -> str:
-    """Return the regular expression of the longest of these words: a tree, because thousands of branches would all be tried
-    at every `<` of a text."""
+    """Return a regular expression that matches the longest of these words.
+
+    It is a tree: an alternation of thousands of words would try each of them at every `<` of a text.
+    """
     ends = "" in words
     rests: dict[str, list[str]] = {}
     for word in words:

@@ -1,17 +1,19 @@
-"""A lower bound of a text's tokens, from its length, so that a text that cannot fit into a context is never tokenised.
+"""A lower limit of a text's tokens, from its length.
 
-    tokens ≥ characters / reach        reach: the most characters of a text that one token can stand for
+With it, a text that cannot fit into a context is never tokenized.
 
-Each character of a text is a part of some token, unless the tokenizer drops it; so no text of more than `context` times
-`reach` characters fits. Of a byte-level token those characters are counted whose first byte it has: each first byte lies in
-one token. Normalisers that compose (NFC) make one character of four at most, and leave ASCII as it is. Blanks that are dropped
-before the tokenizer reads words, or that an added token takes from beside it, are not counted.
+    tokens ≥ characters / reach        reach: the maximum number of characters that one token can stand for
 
-Where the tokenizer may drop any number of characters, there is no bound, and a text is tokenised whatever its length. That is
-so for normalisers that delete or rewrite at will (Strip, StripAccents, BertNormalizer, Nmt, Precompiled, Replace with a
-pattern), and for models that make one token of any number of unknown characters (WordPiece, WordLevel, Unigram and BPE that
-fuse them, without all 256 bytes to fall back to). See `normalizers`, `pre_tokenizers` and `models` of Hugging Face's tokenizers
-0.23.
+Each character of a text is part of some token, unless the tokenizer drops it. So no text of more than `context` times `reach`
+characters fits. Of a byte-level token, only characters with their first byte in it are counted: each first byte is in one token.
+Normalizers that compose (NFC) make one character of at most four, and leave ASCII unchanged. Blanks that are dropped before the
+tokenizer splits words, or that an added token strips next to it, are not counted.
+
+If the tokenizer may drop any number of characters, there is no limit, and a text of any length is tokenized. This is the case
+for normalizers that delete or rewrite freely (Strip, StripAccents, BertNormalizer, Nmt, Precompiled, Replace with a pattern).
+It is also the case for models that make one token of any number of unknown characters (WordPiece, WordLevel, Unigram, and BPE
+with fused unknowns, without all 256 bytes as a fallback). See `normalizers`, `pre_tokenizers` and `models` of Hugging Face's
+tokenizers 0.23.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +24,10 @@ from tokenizers import Tokenizer
 
 from controller.frontend.openai.text.detokenizer import byte_of_char
 
-COMPOSED_MAX = 4  # characters of the longest canonical decomposition (U+1F82 and its like: Unicode's stability policy keeps it)
-PIECE = 2**16  # characters that are looked at in one go
-LOOKED_AT_MAX = 2**23  # characters of which blanks are told apart: 50 ms
+# characters of the longest canonical decomposition (U+1F82, for example; guaranteed by Unicode's stability policy)
+COMPOSED_MAX = 4
+PIECE = 2**16  # characters examined at a time
+LOOKED_AT_MAX = 2**23  # characters in which blanks are counted: takes 50 ms
 BLANKS = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
@@ -37,14 +40,14 @@ _DROPS_BLANKS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 
 @dataclass(frozen=True, slots=True)
 class TokenReach:
-    """The most characters that one token of a vocabulary can stand for."""
+    """The maximum number of characters that one token of a vocabulary can stand for."""
 
-    ascii: int  # where the text is ASCII
+    ascii: int  # if the text is ASCII
     any: int
     drops_blanks: bool = False
 
     def tokens_min(self, text: str, enough: int) -> int:
-        """Return how many tokens a text has at least: exact enough to say whether these are more than `enough`."""
+        """Return a lower limit of a text's tokens, exact enough to decide whether they are more than `enough`."""
         reach = self.ascii if text.isascii() else self.any
         if not self.drops_blanks or len(text) <= enough * reach:
             return 0 if self.drops_blanks else -(-len(text) // reach)
@@ -80,8 +83,10 @@ def reach_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> TokenReach | No
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Return how many characters a normaliser makes into one at most, of any text, and how many times more if it is not
-    ASCII; None: there is no bound."""
+    """Return how many characters a normalizer merges into one at most, and the additional factor for text that is not ASCII.
+
+    None: there is no limit.
+    """
     plain = composed = 1
     for part in parts_of(normalizer):
         kind = part["type"]
@@ -98,7 +103,7 @@ def _shrinks(normalizer: Mapping[str, Any] | None) -> tuple[int, int] | None:
 
 
 def _keeps(part: Mapping[str, Any]) -> bool:
-    """Return whether a pre-tokenizer drops nothing but blanks."""
+    """Return whether a pre-tokenizer drops nothing except blanks."""
     kind = part["type"]
     if kind in _KEEPS_UNLESS_TOLD:
         return bool(part["behavior"] != "Removed")
@@ -108,7 +113,7 @@ def _keeps(part: Mapping[str, Any]) -> bool:
 def _knows_every_character(
     model: Mapping[str, Any], vocabulary: Mapping[str, int], stand_ins: Mapping[str, int]
 ) -> bool:
-    """Return whether each character that a model is given ends up in a token of its own, or in a known one."""
+    """Return whether each character of a model's input becomes its own token or part of a known one."""
     if model["type"] not in ("BPE", "Unigram"):
         return False
     if stand_ins and all(char in vocabulary for char in stand_ins):
@@ -119,14 +124,14 @@ def _knows_every_character(
 
 
 def _characters(token: str, byte_of: Mapping[str, int]) -> int:
-    """Return how many characters of a text a token can stand for at most: of bytes, those that begin one."""
+    """Return the maximum number of characters that a token can stand for; for bytes, count those that start a character."""
     if byte_of and all(char in byte_of for char in token):
         return sum(byte_of[char] & 0xC0 != 0x80 for char in token)
     return len(token)
 
 
 def parts_of(config: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yield a step of a tokenizer, as its JSON has it, and all steps in it, if it is a sequence."""
+    """Yield a step of a tokenizer's JSON, and all steps in it if it is a sequence."""
     if config is not None:
         yield config
         for name in ("normalizers", "pretokenizers", "processors"):

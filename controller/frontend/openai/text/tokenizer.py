@@ -1,4 +1,4 @@
-"""Text in, tokens out, and back: one `Tokens` per model, read from the model's folder."""
+"""The tokenizer of a model, loaded from the model's folder: encoding, decoding and sampling defaults."""
 
 import asyncio
 import json
@@ -26,12 +26,12 @@ from events.errors import HoldfastError
 
 BUILTIN = "builtin:sim"
 BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
-# A batch of one text cannot be shared among threads: it would only be moved to another one, and waited for
+# A batch of one text cannot be split among threads: it would only be moved to another thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-MARK = "\0"  # merges with nothing that follows it
+MARK = "\0"  # does not merge with the following text
 DEFAULTS_FILE = "generation_config.json"
 DEFAULTS_BYTES_MAX = 1024 * 1024
-DEFAULTS_BOUNDS: Mapping[str, tuple[float, float]] = {  # as in a request's body
+DEFAULTS_BOUNDS: Mapping[str, tuple[float, float]] = {  # the same as for a request's body
     "temperature": (0.0, 2.0),
     "top_p": (1e-9, 1.0),
     "top_k": (-1.0, 2.0**31),
@@ -43,11 +43,11 @@ log = structlog.get_logger(__name__)
 
 
 class TokenizerMissing(HoldfastError):
-    """The model's tokenizer cannot be read. It is a folder with tokenizer.json in it, or builtin:sim."""
+    """The model's tokenizer cannot be loaded. It must be a folder with tokenizer.json in it, or builtin:sim."""
 
 
 class Tokens:
-    """One model's tokenizer and chat template, and its defaults for sampling."""
+    """The tokenizer and chat template of one model, and its sampling defaults."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Tokens:
         kept_bytes: int = KEPT_BYTES,
         defaults: Mapping[str, float] | None = None,
     ) -> None:
-        """Take a tokenizer as it is read from its file. `kept_bytes`: of segments that were read lately."""
+        """Wrap a tokenizer loaded from its file. `kept_bytes`: size of the cache of recent segments."""
         self.defaults = defaults or {}
         self._tokenizer = tokenizer
         self.template = template
@@ -64,32 +64,32 @@ class Tokens:
         config = json.loads(tokenizer.to_str())
         byte_level = (config.get("decoder") or {}).get("type") == "ByteLevel"
         self.table = ByteTable(tokenizer, self.size) if byte_level else None
-        self.segments = SegmentCache.of(tokenizer, config, kept_bytes)  # None: read whole
+        # None: texts are always tokenized whole
+        self.segments = SegmentCache.of(tokenizer, config, kept_bytes)
         self._reach = reach_of(tokenizer, config)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
-        # Of all ways to encode, only those for batches can leave out where in the text each token stands (a fifth of the
-        # time, and no caller needs it), and let Python's other threads run meanwhile.
+        """Return the tokens of `text`; with `special`, including those that the tokenizer adds around a plain prompt."""
+        # Only the batch methods can skip token offsets, which take a fifth of the time and are not needed, and release the GIL.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def encode_next(self, text: str) -> list[int]:
-        """Return the tokens of a text that follows another: without the space that some put before a beginning."""
+        """Return the tokens of a text that follows another one: without the leading space that some tokenizers add."""
         before, whole = self.encode(MARK, special=False), self.encode(MARK + text, special=False)
         if whole[: len(before)] == before:
             return whole[len(before) :]
         return self.encode(text, special=False)
 
     def tokens_min(self, text: str, enough: int) -> int:
-        """Return how many tokens a text has at least, by its length: exact enough to say whether these are more than `enough`."""
+        """Return a lower limit of a text's tokens, from its length, exact enough to decide whether it exceeds `enough`."""
         return 0 if self._reach is None else self._reach.tokens_min(text, enough)
 
     async def encode_soon(
         self, text: str, threads: LongTexts, *, special: bool, shared: bool = True
     ) -> list[int]:
-        """Return the tokens of `text`, without blocking the loop: `threads` tokenise what is long.
+        """Return the tokens of `text` without blocking the event loop: `threads` tokenize long texts.
 
-        `shared`: segments that earlier texts had may be taken from the cache, and this one's are kept for later ones.
+        `shared`: use cached segments of earlier texts, and cache those of this one.
         """
         segments = self.segments
         if shared and segments is not None and (segments.bare or not special) and len(text) < TEXT_MAX:
@@ -98,33 +98,35 @@ class Tokens:
         return found
 
     def detokenizer(self) -> Detokenizer:
-        """Return a detokeniser for one answer."""
+        """Return a detokenizer for one answer."""
         return ByteDetokenizer(self.table) if self.table is not None else StreamDetokenizer(self._tokenizer)
 
     def text_of(self, token: int) -> str:
-        """Return one token's own text, as logprobs show it."""
+        """Return a token's own text, as shown in logprobs."""
         if self.table is not None:
             return self.bytes_of(token).decode("utf-8", "replace")
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def bytes_of(self, token: int) -> bytes:
-        """Return one token's bytes; a special token's name."""
+        """Return a token's bytes; for a special token, its name."""
         if self.table is not None and 0 <= token < len(self.table) and self.table.bytes[token]:
             return self.table.bytes[token]
         return (self._tokenizer.id_to_token(token) or "").encode()
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of all of `tokens` at once, by the tokenizer itself: what every detokeniser must equal; with
-        `special`, those that are no text are shown by their names."""
+        """Return the text of `tokens`, decoded at once by the tokenizer itself: the reference for all detokenizers.
+
+        With `special`, special tokens are shown by their names.
+        """
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def names_of(self, tokens: Sequence[int]) -> list[str]:
-        """Return what the vocabulary calls each of `tokens`."""
+        """Return the vocabulary's names of `tokens`."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
 
 async def ready_tokens(name: str) -> Tokens:
-    """Return a tokenizer; if it must be read first, off the loop: a large vocabulary takes seconds. Raise TokenizerMissing."""
+    """Return a tokenizer. Load it in a thread if necessary: a large vocabulary takes seconds. Raise TokenizerMissing."""
     return _loaded[name] if name in _loaded else await asyncio.to_thread(load_tokens, name)
 
 
@@ -143,11 +145,11 @@ def load_tokens(name: str) -> Tokens:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer alone. Raise TokenizerMissing."""
+    """Return only the tokenizer. Raise TokenizerMissing."""
     file = BUILTIN_FILE if name == BUILTIN else Path(name) / "tokenizer.json"
     try:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises bare Exception
+    except Exception as error:  # tokenizers raises a bare Exception
         raise TokenizerMissing(f"{name!r}: {error}. {TokenizerMissing.__doc__}") from error
 
 
@@ -156,13 +158,16 @@ _reading = threading.Lock()
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
-    """Return one more than the highest id: vocabularies may have holes, so their size is not enough."""
+    """Return the highest id plus one: vocabularies may have gaps, so their size is not enough."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def read_defaults(folder: Path | None) -> dict[str, float]:
-    """Return a model's own defaults for sampling, from the `generation_config.json` in its folder, read as vLLM reads it; nothing
-    without a file. Values out of bounds are left out."""
+    """Return a model's sampling defaults from `generation_config.json` in its folder, as vLLM reads it; empty without that
+    file.
+
+    Values out of range are left out.
+    """
     if folder is None:
         return {}
     try:
