@@ -1,6 +1,6 @@
-"""What the driver does for a request: the effects of its state machine, in the order in which they are applied. All are values.
+"""The effects of the request state machine: values that tell the driver what to do for a request.
 
-`SelectWorker` and `Judge` ask: the driver answers with an event of its own. They come last.
+They are applied in order. `SelectWorker` and `Judge` are answered by the driver with an event; they come last.
 """
 
 from typing import Literal, TypeAlias
@@ -16,87 +16,89 @@ Outcome: TypeAlias = Literal["success", "failure", "cancelled"]
 
 
 class SelectWorker(msgspec.Struct, frozen=True):
-    """Choose a worker and send an attempt. Answered by Sent, Unreachable or NoWorkerFound."""
+    """Choose a worker and send an attempt. Answered by Sent, ConnectFailed or NoWorkerFound."""
 
-    planned: Key | None = None  # worker that is preferred
+    planned: Key | None = None  # preferred worker
     avoid: frozenset[Key] = frozenset()
-    fallback: frozenset[Key] = frozenset()  # avoid only these where no other worker is left
-    declined: frozenset[Key] = frozenset()  # of `avoid`, those that are closed for a while
-    missed: frozenset[Key] = frozenset()  # of `fallback`, those that could not be reached just now
+    fallback: frozenset[Key] = frozenset()  # avoid only these if no other worker is left
+    declined: frozenset[Key] = frozenset()  # those of `avoid` that are closed for a while
+    missed: frozenset[Key] = frozenset()  # those of `fallback` that were unreachable just now
 
 
 class Judge(msgspec.Struct, frozen=True):
-    """Count the failed attempt against its worker, if that is to blame. Answered by Judged."""
+    """Count the failed attempt against its worker, if that is at fault. Answered by Judged."""
 
     failure: Failure
     begun: bool
 
 
 class CancelStream(msgspec.Struct, frozen=True):
-    """Tell the worker that its stream is read no more."""
+    """Cancel the stream at its worker: it is no longer read."""
 
     why: Literal["gone", "elsewhere", "complete"] = "gone"
 
 
 class NoteUnjudged(msgspec.Struct, frozen=True):
-    """The attempt ends through no fault of its worker."""
+    """Note that the attempt ended through no fault of its worker."""
 
     has_output: bool
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """The worker had no room: it gets no request until it next reports its load."""
+    """Note that the worker had no room: it gets no request until it next reports its load."""
 
 
 class Complete(msgspec.Struct, frozen=True):
-    """The answer was completed by the present attempt: leave the worker, count it as served, and end the request."""
+    """Leave the worker, count the request as served, and end it: the current attempt completed the answer."""
 
-    finish: str  # the reason that its client is given
-    alone: bool  # no other attempt has brought any of it
+    finish: str  # finish reason for the client
+    alone: bool  # no other attempt has produced any of it
 
 
 class LeaveWorker(msgspec.Struct, frozen=True):
-    """End the present attempt: slots, counters and provenance."""
+    """End the current attempt: slots, counters and provenance."""
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The attempt has read its prompt; `first`: this is the answer's first token."""
+    """Note that the attempt has read its prompt. `first`: this is the answer's first token."""
 
     first: bool
 
 
 class Rewind(msgspec.Struct, frozen=True):
-    """Forget all accepted tokens after the first `count`."""
+    """Drop all accepted tokens after the first `count`."""
 
     count: int
 
 
 class Park(msgspec.Struct, frozen=True):
-    """Keep it until a worker may take it; `keep_room`: with the room that it was admitted with."""
+    """Hold the request until a worker may accept it. `keep_room`: keep the room that it was admitted with."""
 
     keep_room: bool = False
 
 
 class QueueAgain(msgspec.Struct, frozen=True):
-    """Put it before all others in the admission queue."""
+    """Put the request before all others in the admission queue."""
 
 
 class Reroute(msgspec.Struct, frozen=True):
-    """Place it together with all that lost their workers in this turn of the loop. Not `planned`: it is routed by itself."""
+    """Place the request together with all that lost their workers in this turn of the event loop. Not `planned`: route it
+    separately.
+    """
 
     planned: bool = True
 
 
 class ShipCache(msgspec.Struct, frozen=True):
-    """Tell the source to send the KV cache."""
+    """Request the source to send the KV cache."""
 
 
 class CancelTarget(msgspec.Struct, frozen=True):
-    """Give up the target's reservation, or its stream."""
+    """Cancel the target's reservation, or its stream."""
 
 
 class StayAtSource(msgspec.Struct, frozen=True):
-    """Tell the source to go on decoding."""
+    """Request the source to continue decoding."""
 
 
 class SwitchToTarget(msgspec.Struct, frozen=True):
@@ -104,11 +106,11 @@ class SwitchToTarget(msgspec.Struct, frozen=True):
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """The target's stream is the present attempt; the KV cache carries the provenance of the source."""
+    """Make the target's stream the current attempt; the KV cache carries the provenance of the source."""
 
 
 class TransferOver(msgspec.Struct, frozen=True):
-    """The transfer has ended: switched, stayed or replayed."""
+    """End the transfer, which has switched, stayed or been replayed."""
 
     state: str
     why: str
@@ -121,7 +123,7 @@ class CountFailure(msgspec.Struct, frozen=True):
 
 
 class CountRestored(msgspec.Struct, frozen=True):
-    """Count the end of an outage."""
+    """Count the end of an outage and its duration."""
 
     kind: str
     outcome: Outcome
@@ -129,7 +131,7 @@ class CountRestored(msgspec.Struct, frozen=True):
 
 
 class ReportMigrated(msgspec.Struct, frozen=True):
-    """Emit that the answer moved. `well`: the next token has come; else the new attempt failed too."""
+    """Report that the answer moved. `well`: the next token has arrived; otherwise the new attempt failed too."""
 
     move: Move
     well: bool
@@ -137,25 +139,25 @@ class ReportMigrated(msgspec.Struct, frozen=True):
 
 
 class ReportAbandoned(msgspec.Struct, frozen=True):
-    """Emit that the answer could not be continued."""
+    """Report that the answer could not be continued."""
 
     reason: str
 
 
 class ReportExposure(msgspec.Struct, frozen=True):
-    """State what was done about tokens that may be wrong."""
+    """Record the policy applied to tokens that may be wrong."""
 
     action: Literal["continue", "restart", "error"]
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """End it with the reason why no worker takes it. `abandoned`: it had begun, and that is reported."""
+    """End the request with the reason why no worker can serve it. `abandoned`: it had begun, which is reported."""
 
     abandoned: bool
 
 
 class End(msgspec.Struct, frozen=True):
-    """The request is over: `finish` is the reason that its client is given, `error` the error."""
+    """End the request. `finish` is the finish reason for its client, `error` the error."""
 
     finish: str | None = None
     error: ApiError | None = None

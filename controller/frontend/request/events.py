@@ -1,4 +1,4 @@
-"""What happens to a request: the events of its state machine. All are values."""
+"""The events of the request state machine, as values."""
 
 from collections.abc import Collection
 from typing import TypeAlias, final
@@ -14,9 +14,9 @@ from controller.router.endpoints import Key, Server
 
 @final
 class Launched(msgspec.Struct, frozen=True):
-    """The request is admitted, and its prompt is read."""
+    """The request is admitted, and its prompt is tokenized."""
 
-    planned: Key | None = None  # worker that is preferred
+    planned: Key | None = None  # preferred worker
 
 
 @final
@@ -27,22 +27,22 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class ConnectFailed(msgspec.Struct, frozen=True):
-    """No connection to the chosen worker could be made."""
+    """No connection to the chosen worker could be established."""
 
     key: Key
 
 
 class NoWorkerFound(msgspec.Struct, frozen=True):
-    """No worker can take it now."""
+    """No worker can serve the request now."""
 
     code: str  # of the `NoWorker` error
-    stands_in: bool = False  # a worker that canaries keep out of service will serve in a moment
-    reopens_s: float = 0.0  # seconds until a closed worker takes it; inf: each has declined it
+    stands_in: bool = False  # a worker that canaries keep out of service is about to serve
+    reopens_s: float = 0.0  # seconds until a closed worker accepts it; inf: all have declined it
 
 
 @final
 class FirstToken(msgspec.Struct, frozen=True):
-    """The present attempt has brought its first token."""
+    """The current attempt has produced its first token."""
 
 
 @final
@@ -50,90 +50,90 @@ class Finished(msgspec.Struct, frozen=True):
     """The answer is complete."""
 
     reason: str
-    cancel: bool = False  # its worker does not know it
+    cancel: bool = False  # cancel the stream: its worker does not know that the answer is complete
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
-    """No worker could answer this request, or none takes it."""
+    """No worker could answer this request, or none accepts it."""
 
     error: ApiError
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
-    """The present attempt has failed."""
+    """The current attempt has failed."""
 
     failure: Failure
     answer: AnswerProgress
-    closed: bool = False  # the worker says that it takes no new requests for a while
+    closed: bool = False  # the worker accepts no new requests for a while
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """The failed attempt was counted; `suspicion`: what the failure says of the request itself."""
+    """The failed attempt was counted. `suspicion`: what the failure implies about the request itself."""
 
     suspicion: Suspicion
 
 
 class WorkerUnhealthy(msgspec.Struct, frozen=True):
-    """The fleet took its worker out of service."""
+    """The fleet took the request's worker out of service."""
 
     corrupt: bool  # canaries convict it
-    others: Collection[Key]  # workers that could take requests like this one
+    others: Collection[Key]  # workers that could serve requests like this one
     answer: AnswerProgress
 
 
 class Exposed(msgspec.Struct, frozen=True):
-    """A worker that gave it tokens is convicted: tokens from index `first` on may be wrong."""
+    """A worker that produced some of its tokens is convicted: tokens from index `first` on may be wrong."""
 
     first: int
     key: Key
-    carried: bool  # what comes now is computed from what that worker computed
-    stays: bool  # that worker serves on, as the last one of its model
+    carried: bool  # new tokens are computed from that worker's results
+    stays: bool  # that worker keeps serving, as the last one of its model
     answer: AnswerProgress
 
 
 class TransferBegun(msgspec.Struct, frozen=True):
-    """A target was asked to take it over with its KV cache."""
+    """A target was asked to reserve room for the request and its KV cache."""
 
 
 class TransferAdvanced(msgspec.Struct, frozen=True):
-    """Something happened to the KV transfer. `said`: the tokens accepted from the source since the target was asked."""
+    """The KV transfer advanced. `said`: tokens accepted from the source since the target was asked."""
 
     event: live.Event
     said: tuple[int, ...] = ()
 
 
 class TransferDeclined(msgspec.Struct, frozen=True):
-    """A transfer that was wanted does not take place."""
+    """A requested transfer does not take place."""
 
     why: str
 
 
 class Switched(msgspec.Struct, frozen=True):
-    """It continues at the target of its transfer."""
+    """The request continues at the target of its transfer."""
 
     server: Server
     move: Move
 
 
 class MovedOnPurpose(msgspec.Struct, frozen=True):
-    """It is to leave a worker that has not failed, without its KV cache."""
+    """The request must leave a worker that has not failed, without its KV cache."""
 
     move: Move
-    target: Key | None  # None: it is put off
+    target: Key | None  # None: it is preempted
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """It may be sent again."""
+    """The request may be sent again."""
 
     planned: Key | None = None
 
 
 class Woken(msgspec.Struct, frozen=True):
-    """A worker may have come, or may have room."""
+    """A worker may have joined, or may have room."""
 
 
 class NoneLeft(msgspec.Struct, frozen=True):
-    """It was put off for long enough, and no worker is there to take it."""
+    """The request was preempted for long enough, and no worker can serve it."""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """Its client reads no more."""
+    """The client has disconnected."""
 
 
 Event: TypeAlias = (

@@ -1,9 +1,8 @@
-"""May this request go on elsewhere, and what is its client told if not?
+"""Classifies failed attempts: may the request move, is its worker at fault, and the client's error.
 
-Migration replays the prompt and every token that was accepted, on a worker that has not failed this request
-yet. A worker's failure is classified once, here: does it move the request, does it speak against the worker,
-does it cost budget. One budget serves all kinds of failure: with a limit of 3 a request is begun at most four
-times. A refusal before anything was begun costs nothing the first time: there may be workers that have not been asked.
+Migration replays the prompt and all accepted tokens on a worker that has not failed this request yet. One budget covers all
+kinds of failure: with a limit of 3, a request is sent at most four times. A rejection before any work was done is free the
+first time: there may be workers that have not been asked.
 """
 
 from collections.abc import Iterable
@@ -19,34 +18,34 @@ PREEMPTED: PlannedCause = "preempted"
 
 
 class Suspicion(Enum):
-    """What a failure says of its request."""
+    """What a failure implies about its request."""
 
     NONE = "none"
-    SUSPECT = "suspect"  # it may bring workers down
+    SUSPECT = "suspect"  # it may crash workers
     POISONOUS = "poisonous"  # it fails in the same way on any worker
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a failure means.
+    """The meaning of a failure.
 
-    `patient`: when every worker was tried, waiting for a new one is worth it. `again`: only the connection has failed, so
-    that asking the same worker once more is better than asking nobody.
+    `patient`: when every worker was tried, it is worth waiting for a new one. `again`: only the connection failed, so if no
+    other worker is left the same one is asked again.
     """
 
     cause: MigrationCause | Literal["preempted"]
     status: int
     message: str
-    blames: bool = True  # it speaks against the worker
-    free: bool = False  # it costs no budget if nothing was begun
+    blames: bool = True  # it counts against the worker
+    free: bool = False  # it costs no budget if no work was done
     patient: bool = True
     again: bool = False
 
 
-FULL = "overloaded"  # before a token has come, it is no failure: there was no room
+FULL = "overloaded"  # before the first token this is no failure: the worker had no room
 ERRORS = frozenset(
     ("engine_error", "stream_incomplete", "non_finite")
-)  # end one request only: the worker goes on
+)  # end one request; the worker keeps running
 KINDS = {
     "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True, again=True),
     "disconnected": Kind("disconnected", 502, "Stream ended before generation completed", again=True),
@@ -65,19 +64,18 @@ KINDS = {
     "request_poisonous": Kind(
         "engine_error",
         422,
-        "requests like this one have failed in the same way on two workers: it is not tried again for a while",
+        "requests like this one have failed in the same way on two workers: it is refused for a while",
         blames=False,
     ),
 }
 
-PLANNED: dict[
-    PlannedCause, Kind
-] = {  # nothing has failed: the request moves because somebody wants it elsewhere
+# Nothing has failed: the request moves on purpose.
+PLANNED: dict[PlannedCause, Kind] = {
     "drain": Kind("drain", 503, "the worker is drained", blames=False),
     "device_fault": Kind("device_fault", 503, "a device of the worker is broken", blames=False),
     "throttled": Kind("throttled", 503, "a device of the worker is throttled", blames=False),
     "operator": Kind("operator", 503, "the request was moved", blames=False),
-    PREEMPTED: Kind("preempted", 503, "more urgent requests went before this one", blames=False),
+    PREEMPTED: Kind("preempted", 503, "more urgent requests were served first", blames=False),
 }
 
 
@@ -86,12 +84,12 @@ CAUSES = sorted({kind.cause for kind in (*KINDS.values(), *PLANNED.values())})
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt ended. `quoted`: the detail is the worker's text, which no client is told."""
+    """Why an attempt ended. `quoted`: the detail is the worker's text, which is not passed on to clients."""
 
-    reason: str  # a key of KINDS, or of PLANNED
+    reason: str  # a key of KINDS or PLANNED
     detail: str
     quoted: bool = False
-    one_stream: bool = False  # the stream stopped, while its connection and its worker go on
+    one_stream: bool = False  # only the stream stopped; its connection and its worker are running
 
     @property
     def kind(self) -> Kind:
@@ -99,12 +97,12 @@ class Failure:
 
     @property
     def planned(self) -> bool:
-        """Whether nothing had failed: the attempt was left on purpose."""
+        """Whether nothing failed: the worker was left on purpose."""
         return self.reason in PLANNED
 
     @property
     def error(self) -> ApiError:
-        """The error that the client gets if nothing else can be done. Who left a worker on purpose has found no other."""
+        """The error for the client if the request cannot continue. After a planned move: no other worker was found."""
         kind = self.kind
         told = not self.quoted and self.detail not in ("", kind.message)
         message = f"{kind.message}: {self.detail}" if told else kind.message
@@ -114,11 +112,11 @@ class Failure:
 
 
 def classify(error: str) -> Failure:
-    """Return the failure that a chunk's `error` names; what is unknown is the engine's fault."""
+    """Return the failure named by a chunk's `error`; an unknown one counts as the engine's fault."""
     reason, _, detail = error.partition(":")
     return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error, quoted=True)
 
 
 def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
-    """Return the limit that holds: the smallest of the frontend's and those of the model's workers."""
+    """Return the effective limit: the smallest of the frontend's and those of the model's workers."""
     return min([own, *(limit for limit in workers if limit is not None)])

@@ -1,4 +1,4 @@
-"""Which requests are alike? A fingerprint of a prompt and its form tells it, in every process."""
+"""Fingerprints of requests by prompt and form, equal in every process."""
 
 import json
 from array import array
@@ -10,16 +10,18 @@ SKETCH_MASK = 2**64 - 1
 
 
 def fingerprint(sketch: int, model: str, prompt: Sequence[int], guided: dict[str, Any] | None) -> str:
-    """Return 32 hexadecimal digits that are the same for requests of the same prompt and form, whoever sends them: the sketch,
-    and 64 bits of BLAKE2b. Nothing of the text can be read from them, but a guess of the whole
-    prompt can be confirmed."""
+    """Return 32 hexadecimal digits that are the same for requests with the same prompt and form, from any client.
+
+    They are the sketch and 64 bits of BLAKE2b. The text cannot be recovered from them, but a guess of the whole prompt can be
+    confirmed.
+    """
     exact = blake2b(json.dumps([model, guided], sort_keys=True, default=str).encode(), digest_size=8)
     exact.update(array("Q", prompt).tobytes())
     return f"{sketch & SKETCH_MASK:016x}{exact.hexdigest()}"
 
 
 def sketch_of(fingerprint: str) -> int:
-    """Return the sketch in a fingerprint. Raise ValueError if it is none."""
+    """Return the sketch in a fingerprint. Raise ValueError if it is invalid."""
     if len(fingerprint) != 32:
         raise ValueError("a fingerprint has 32 digits")
     found = int(fingerprint[:16], 16)

@@ -1,7 +1,7 @@
-"""How shall one request's worker be chosen otherwise? The headers `X-Holdfast-Router-…`, named as the flags are.
+"""Parses the `X-Holdfast-Router-…` headers, which override router settings for one request.
 
-They lie over the frontend's own settings for this request alone. A header that is none of them, or whose value makes no
-sense, is refused: an override that is silently not obeyed is worse than an error.
+They are named like the flags. They apply to this request only. An unknown header or an invalid value is refused: an override
+that is silently ignored is worse than an error.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from controller.frontend.errors import ApiError, invalid
 from controller.frontend.settings import RouterSettings
 
 PREFIX = "X-Holdfast-Router-"
-EXPLAIN = "X-Holdfast-Explain"  # 1: say in the answer's header of the same name why this worker was chosen
+EXPLAIN = "X-Holdfast-Explain"  # 1: explain the choice of the worker in the response header of the same name
 OVERRIDABLE = (
     "mode",
     "temperature",
@@ -29,8 +29,8 @@ OVERRIDABLE = (
     "track_prefill_tokens",
     "track_active_blocks",
     "assume_kv_reuse",
-)  # the rest of the settings is about more than one request
-SHOWN_MAX = 40  # characters of a value, in a message
+)  # the other settings concern more than one request
+SHOWN_MAX = 40  # characters of a value quoted in a message
 _START = b"x-holdfast-"
 _ROUTER = "router-"
 _EXPLAIN = "explain"
@@ -38,17 +38,17 @@ _EXPLAIN = "explain"
 
 @dataclass(frozen=True, slots=True)
 class RoutingOverrides:
-    """What one request sets of the router's settings."""
+    """The router settings that one request overrides."""
 
-    router: RouterSettings | None = None  # None: as the frontend does it
-    explain: bool = False  # why its first worker was chosen
+    router: RouterSettings | None = None  # None: the frontend's settings
+    explain: bool = False  # report why its first worker was chosen
 
 
 NO_OVERRIDES = RoutingOverrides()
 
 
 def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings) -> RoutingOverrides:
-    """Return what a request with these headers overrides. Raise ApiError (400), naming the header."""
+    """Return the overrides in these headers. Raise ApiError (400), naming the header."""
     found = [(name, value) for name, value in headers if name[: len(_START)].lower() == _START]
     if not found:
         return NO_OVERRIDES
@@ -61,7 +61,7 @@ def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings)
         values[key] = value.decode("latin-1").strip()
     explain = values.get(_EXPLAIN, "0")
     if explain not in ("0", "1"):
-        raise invalid(f"the header {EXPLAIN} is {_shown(explain)!r}: it must be 1, or 0", EXPLAIN)
+        raise invalid(f"the header {EXPLAIN} is {_shown(explain)!r}: it must be 0 or 1", EXPLAIN)
     changes = tuple(
         (key.removeprefix(_ROUTER).replace("-", "_"), value)
         for key, value in values.items()
@@ -72,13 +72,13 @@ def read_overrides(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings)
 
 @lru_cache(maxsize=256)
 def overridden(ours: RouterSettings, overrides: tuple[tuple[str, str], ...]) -> RouterSettings:
-    """Return our settings with these laid over them. Raise ApiError (400), naming the header that means the same.
+    """Return our settings with these overrides. Raise ApiError (400), naming the header.
 
-    Clients send the same few headers with every request: what they come to is validated once.
+    Clients send the same few headers with every request, so the validated result is cached.
     """
     for name, _ in overrides:
         if name not in OVERRIDABLE:
-            raise _refused(name, f"is not known; there are {', '.join(header(one) for one in OVERRIDABLE)}")
+            raise _refused(name, f"is unknown; available are {', '.join(header(one) for one in OVERRIDABLE)}")
     try:
         return RouterSettings.model_validate(ours.model_dump() | dict(overrides))
     except ValidationError as error:
@@ -88,7 +88,7 @@ def overridden(ours: RouterSettings, overrides: tuple[tuple[str, str], ...]) -> 
 
 
 def header(name: str) -> str:
-    """Return the header that sets this field of the settings."""
+    """Return the header that overrides this setting."""
     return PREFIX + "-".join(part.capitalize() for part in name.replace("_", "-").split("-"))
 
 

@@ -1,7 +1,7 @@
-"""The state of one request: one answer that is being made, over any number of workers.
+"""The state of one request: one answer in progress, over any number of workers.
 
-Values only. `step` is the only writer; each field states the invariant that it keeps. Workers are known by `Server`, a value,
-so that the simulator's requests run through the same machine.
+Values only. `step` is the only writer; each field states its invariant. Workers are identified by `Server`, a value, so that
+the simulator's requests use the same state machine.
 """
 
 from math import inf
@@ -17,10 +17,9 @@ from events.blocks import BlockNames
 from events.wire import Sampling
 
 
-class GenerationRequest(
-    msgspec.Struct, frozen=True, kw_only=True
-):  # a frozen dataclass takes ten times as long to make
-    """What is asked of the workers: the same on every attempt, but for what has been accepted already."""
+# A frozen dataclass takes ten times as long to create.
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to the workers: the same on every attempt, except for the accepted tokens."""
 
     id: str
     model: str
@@ -29,57 +28,56 @@ class GenerationRequest(
     prompt_text: str  # empty if token ids were given
     sampling: Sampling
     guided: dict[str, Any] | None
-    # The same tokens come from any healthy worker: greedy ones, or those of our own engines, whose random numbers
-    # are named by the seed and the position. Other servers' random numbers begin anew with each request.
+    # Any healthy worker returns the same tokens: with greedy sampling, or with Holdfast's own engines: their random numbers are
+    # determined by seed and position. External servers restart their random numbers with each request.
     deterministic: bool
     names: BlockNames  # of the prompt's blocks
     tier: str = "standard"
-    priority: int = 0  # at the worker; 0 is the best, and that of every request without deadline admission
-    arrived: float | None = (
-        None  # when, by the frontend's monotonic clock; None: when it was sent to a worker first
-    )
-    first_token_by: float | None = None  # by the same clock, where it was let in by a deadline
+    # at the worker; 0 is the best, and the priority of every request without deadline admission
+    priority: int = 0
+    # arrival by the frontend's monotonic clock; None: when it was first sent to a worker
+    arrived: float | None = None
+    first_token_by: float | None = None  # by the same clock, if it was admitted by a deadline
     cache_salt: str = ""
     overrides: RoutingOverrides = NO_OVERRIDES
-    traceparent: str = (
-        ""  # the client's trace: it goes to the workers, and onto the events about this request
-    )
+    # the client's trace: passed on to the workers, and set on the events about this request
+    traceparent: str = ""
 
     def __repr__(self) -> str:
-        """Name the request. No log holds what a client has said."""
+        """Return a representation without client content, because it may appear in logs."""
         return f"<GenerationRequest {self.id}>"
 
     @property
     def tokens_max(self) -> int:
-        """The tokens of the prompt and of the longest answer: what a worker's context must hold."""
+        """The tokens of the prompt and of the longest answer: a worker's context must hold them."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
 OnCorruption: TypeAlias = Literal["continue", "restart", "error"]
 Phase: TypeAlias = Literal[
     "new",  # admitted, not sent yet
-    "routing",  # the driver chooses a worker and sends the request; never left standing
-    "running",  # at a worker
-    "judging",  # its attempt has failed, and the driver judges the failure; never left standing
-    "queued",  # no worker has room after all: in the admission queue once more
-    "rerouting",  # without a worker, until all that lost theirs in this turn of the loop are placed
-    "parked",  # waits for a worker that may come, or until it may be sent at all
-    "preempted",  # put off for a more urgent request
+    "routing",  # the driver chooses a worker and sends the request; transient
+    "running",  # on a worker
+    "judging",  # its attempt has failed, and the driver judges the failure; transient
+    "queued",  # no worker has room after all: in the admission queue again
+    "rerouting",  # without a worker, until all that lost theirs in this turn of the event loop are placed
+    "parked",  # waits for a worker to join, or until it may be sent at all
+    "preempted",  # paused for a more urgent request
     "done",  # finished, failed or cancelled: the only final phase
 ]
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One try at one worker."""
+    """One attempt at one worker."""
 
     server: Server
-    number: int  # 1 for the first; one more with each that was sent and not turned away
+    number: int  # starts at 1; counts attempts that were sent and not turned away
     paid: bool  # it has cost budget
     before: "Attempt | None" = None
 
 
 class Carried(NamedTuple):
-    """The KV cache that came along with a request."""
+    """The KV cache that was transferred with a request."""
 
     bytes: int  # over all shards
     blocks: int
@@ -87,91 +85,91 @@ class Carried(NamedTuple):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """A migration that has begun and whose first token has not come yet."""
+    """A migration that has started, before its first token has arrived."""
 
     failure: Failure
-    original: Failure  # the first failure since a token came: the client is told this one if nothing helps
+    original: Failure  # the first failure since the last token: the client's error if nothing helps
     source: Server
     since: float  # when the failure was noticed
-    tokens: int  # accepted until then
-    carried: Carried | None = None  # None: it is computed again
+    tokens: int  # tokens accepted by then
+    carried: Carried | None = None  # None: it is recomputed
     predicted_ms: float | None = None
-    refused: str = ""  # why a transfer that was wanted did not take place
+    refused: str = ""  # why a requested transfer did not take place
 
 
 class TokenGap(NamedTuple):
-    """The time in which no token can come, from the first failure to the next token."""
+    """The time in which no token can arrive, from the first failure to the next token."""
 
     since: float
     kind: str  # ongoing_request or new_request
 
 
 class AnswerProgress(NamedTuple):
-    """How far the answer is when an event comes."""
+    """The progress of the answer at the time of an event."""
 
-    accepted: int = 0  # tokens that were accepted, and will be replayed
-    reached: int = 0  # of these, those that the client may have seen
-    text: bool = False  # some of it came as text, without token ids
+    accepted: int = 0  # accepted tokens, which will be replayed
+    reached: int = 0  # those of them that the client may have received
+    text: bool = False  # some output came as text, without token ids
 
 
 class RequestTerms(msgspec.Struct, frozen=True):
-    """What holds for a request from its beginning to its end."""
+    """The constant terms of a request."""
 
     prompt_tokens: int = 0
     max_tokens: int = 1
     migration_limit: int = 3  # attempts beyond the first that may cost budget
-    max_seq_len: int | None = None  # tokens of prompt and answer, beyond which it does not move
+    max_seq_len: int | None = None  # tokens of prompt and answer above which it does not move
     forbidden: str = ""  # why it may not move once its client has a token: guided_decoding, n_over_1
     on_corruption: OnCorruption = "continue"
-    reroute_s: float = 10.0  # longest wait for a worker that continues it
+    reroute_s: float = 10.0  # longest wait for a worker to continue on
     first_token_s: float = inf  # longest wait for its first token, before the model's latency factor
 
 
 class RequestState(msgspec.Struct, frozen=True):
-    """Everything that decides what happens to a request next."""
+    """Everything that determines what happens to a request next."""
 
     terms: RequestTerms
-    began_at: float  # when it was first to be sent
+    began_at: float  # when it was first due to be sent
     phase: Phase = "new"
 
     # Attempts. `attempt` is set exactly in the phases running and judging.
     attempt: Attempt | None = None
     first: Attempt | None = None  # the oldest attempt that was not turned away
-    last: Attempt | None = None  # the newest one; it is `attempt` where that is set
-    has_output: bool = False  # the present attempt has brought a token
+    last: Attempt | None = None  # the newest one; equals `attempt` if that is set
+    has_output: bool = False  # the current attempt has produced a token
     begun: bool = False  # the answer has its first token; never unset
-    free: bool = False  # the attempt that is being routed costs no budget
+    free: bool = False  # the attempt being routed costs no budget
 
     # Budget: `spent` never exceeds `terms.migration_limit` when an attempt that costs budget is sent.
     spent: int = 0
     tried: frozenset[Key] = frozenset()  # workers that failed it
-    failed: frozenset[Key] = frozenset()  # of `tried`, those that never get it again
-    declined: frozenset[Key] = (
-        frozenset()
-    )  # closed workers that turned it away: not asked again before the first token
-    missed: frozenset[Key] = frozenset()  # workers that could not be reached while it is being routed
+    failed: frozenset[Key] = frozenset()  # those of `tried` that never get it again
+    # closed workers that turned it away: not asked again before the first token
+    declined: frozenset[Key] = frozenset()
+    missed: frozenset[Key] = frozenset()  # workers that were unreachable while it is being routed
 
-    # The disturbance that is being made good. All are at their defaults until the first failure or move.
-    disturbed: bool = False  # there was one; never unset
-    move: Move | None = None  # None once the first token after the move has come
-    outage: TokenGap | None = None  # None once a token has come
+    # The current disturbance. All are at their defaults until the first failure or move.
+    disturbed: bool = False  # there was a failure or move; never unset
+    move: Move | None = None  # None once the first token after the move has arrived
+    outage: TokenGap | None = None  # None once a token has arrived
     spoilt: bool = False  # some accepted token may be wrong; never unset
-    transfer_refused: str = ""  # why the last transfer that was wanted of this attempt did not take place
+    transfer_refused: str = ""  # why the last requested transfer of this attempt did not take place
     transfer: Transfer | None = None  # a KV transfer under way; only while running
     failing: "Failing | None" = None  # set exactly in the phase judging
 
     # Waiting.
     not_before: float = 0.0  # while parked: when it may be sent again
-    waits_until: float = inf  # while parked: when it is given up
-    put_off_s: float = 0.0  # seconds in all for which more urgent requests went before it
+    waits_until: float = inf  # while parked: when waiting is given up
+    put_off_s: float = 0.0  # total seconds for which it was preempted
 
 
 class Failing(NamedTuple):
     """A failed attempt that is being judged."""
 
     failure: Failure
-    replaced: Failure | None  # the failure that this attempt was to make good, if it has brought nothing
-    not_carried: str  # why the KV cache did not come along, though that was wanted
+    # the failure that this attempt should have recovered from, if it produced nothing
+    replaced: Failure | None
+    not_carried: str  # why the KV cache was not transferred, although that was requested
     spoilt: bool
     answer: AnswerProgress
 
@@ -189,27 +187,29 @@ def refusal(state: RequestState, answer: AnswerProgress) -> str:
 
 
 def budget_ended(state: RequestState) -> bool:
-    """Return whether no further attempt is allowed, however short the request is. An attempt that is being sent counts."""
+    """Return whether no further attempt is allowed, regardless of length. An attempt being sent counts."""
     spent = state.spent + (state.phase == "routing" and not state.free)
     return bool(state.terms.forbidden) or spent > state.terms.migration_limit
 
 
 def stays(terms: RequestTerms, accepted: int) -> bool:
-    """Return whether a request does not move on purpose. Such a move costs no budget, but where migration is off none takes
-    place."""
+    """Return whether a request may not be moved on purpose.
+
+    Such a move costs no budget, but with migration disabled none takes place.
+    """
     return bool(terms.forbidden) or terms.migration_limit == 0 or over_cap(terms, accepted)
 
 
 def over_cap(terms: RequestTerms, accepted: int) -> bool:
-    """Return whether prompt and answer are longer than what may move."""
+    """Return whether prompt and answer are too long to move."""
     return terms.max_seq_len is not None and terms.prompt_tokens + accepted > terms.max_seq_len
 
 
 def closed_to(state: RequestState) -> frozenset[Key]:
-    """Return the workers that declined the request and are not sent it again: each gets it once before the first token."""
+    """Return the workers that declined the request and are not asked again: each gets it once before the first token."""
     return frozenset() if state.begun else state.declined
 
 
 def may_return(state: RequestState) -> bool:
-    """Return whether some worker that failed it may be asked again, because only its connection had failed."""
+    """Return whether some worker that failed it may be asked again, because only its connection failed."""
     return state.tried > state.failed

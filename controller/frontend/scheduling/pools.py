@@ -1,6 +1,7 @@
-"""The times to first token of each pool, as this frontend measures them. A pool is the workers of one model and lineage.
+"""Times to first token of each worker pool, as this frontend measures them.
 
-The scheduler reports what is sent and when first tokens arrive; admission by deadlines reads the predictions.
+A pool is the workers of one model and lineage. The scheduler reports sent requests and arrived first tokens; admission by
+deadlines reads the predictions.
 """
 
 from collections.abc import Callable, Collection
@@ -19,11 +20,11 @@ class Pools:
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self._pools: dict[PoolName, FirstTokens] = {}
-        # By the router's number: pool, worker, when it was sent, time to read what was ahead and itself, time of a step.
+        # By the router's number: pool, worker, time of sending, time to read the prompts ahead and its own, time of a step.
         self._sent: dict[int, tuple[PoolName, str, float, float, float, float]] = {}
 
     def of(self, model: str, lineage: Lineage) -> FirstTokens:
-        """Return what is known of the first tokens of a model's workers of this lineage."""
+        """Return the first-token measurements of a model's workers of this lineage."""
         pool = self._pools.get((model, lineage))
         if pool is None:
             pool = self._pools[model, lineage] = FirstTokens()
@@ -38,23 +39,23 @@ class Pools:
         self.of(*name).sent(ahead_s)
 
     def read(self, slot: int) -> None:
-        """Note that its first token has arrived."""
+        """Note that the request's first token has arrived."""
         if (sent := self._sent.pop(slot, None)) is not None:
             name, worker, at, ahead_s, own_s, steps_s = sent
             self.of(*name).came(worker, ahead_s, own_s, steps_s, self.now() - at)
 
     def end(self, slot: int) -> None:
-        """Forget a request that has left its worker."""
+        """Drop a request that has left its worker."""
         self._sent.pop(slot, None)
 
     def keep(self, names: Collection[PoolName], workers: set[str]) -> None:
-        """Forget all but these pools and workers."""
+        """Drop all other pools and workers."""
         self._pools = {name: pool for name, pool in self._pools.items() if name in names}
         for pool in self._pools.values():
             pool.forget(workers)
 
 
 def step_s(endpoint: Endpoint) -> float:
-    """Return how long a step of a worker with a full batch takes, as registered; 0 if it is not."""
+    """Return the seconds of a step of a worker with a full batch, as registered; 0 if it registered none."""
     found = tpot_ms(endpoint.joined.profile, max(1, endpoint.max_batch)) / 1000
     return found if found < 10.0 else 0.0

@@ -1,14 +1,14 @@
-"""Which worker gets a request? Filter, score, pick, and what follows from each choice for the next ones.
+"""The scheduler: chooses each request's worker by filter, score and pick, and tracks the effects.
 
-    what the fleet says, connections, ─▶ filter ─▶ score ─▶ pick ─▶ begin ─▶ read ─▶ end
-    own breakers, room                               ▲                └───────┴──────┴── the slot tracker
-          names of its blocks ─▶ where they are cached                                     │
-          what each worker has to do ◀─────────────────────────────────────────────────────┘
+    fleet's decisions, connections, ─▶ filter ─▶ score ─▶ pick ─▶ begin ─▶ read ─▶ end
+    local breakers, room                              ▲                └───────┴──────┴── the slot tracker
+          names of its blocks ─▶ where they are cached                                      │
+          each worker's outstanding work ◀──────────────────────────────────────────────────┘
 
-What is cached is known from the workers' KV events; of workers that say nothing of it, it is guessed from what was sent to
-them. What there is to do is counted here, in the turn of the loop in which a request is sent: the next one sees it.
+Cached blocks are known from the workers' KV events; for workers without KV events they are guessed from the requests sent to
+them. Outstanding work is counted here, in the turn of the event loop in which a request is sent: the next request sees it.
 
-Where panic has begun, what this frontend knows of failures is ignored for as long as it lasts.
+During panic, this frontend's own knowledge of failures is ignored.
 """
 
 import itertools
@@ -48,33 +48,36 @@ from events.blocks import BlockNames
 
 log = structlog.get_logger(__name__)
 
-_KV = Mode.KV  # to look a member of an enum up takes as long as a call
+_KV = Mode.KV  # looking up an enum member takes as long as a call
 HEARD_S = 3.5  # three reports may be lost
 
 
 class _Heard(NamedTuple):
-    """What one frontend said last."""
+    """The last report of one frontend."""
 
     at: float
     waiting: tuple[str, ...]  # models for which requests wait there
 
 
 class Peers:
-    """The other frontends that serve beside this one, and where requests of theirs wait for room. They say each second which
-    workers they hear, and how many requests wait there."""
+    """The other frontends that serve, and their waiting requests.
+
+    Each frontend publishes every second which workers it hears from, and how many requests wait there.
+    """
 
     def __init__(self, now: Callable[[], float], name: str = "") -> None:
         self._now = now
-        self._name = name  # this one's
+        self._name = name  # this frontend's
         self._heard: dict[str, _Heard] = {}
         self._names: Sequence[str] = ()
         self._size = 1
-        self.any = False  # others were heard, and perhaps are silent since: each choice asks
-        self._until = -inf  # none of them is silent for too long before
-        self.contenders: dict[str, int] = {}  # by model, frontends whose requests wait for its workers
+        self.any = False  # others were heard, and may have become silent since; each choice checks
+        self._until = -inf  # no frontend counts as silent before this time
+        # by model: number of frontends with requests waiting for its workers
+        self.contenders: dict[str, int] = {}
 
     def on_links(self, subject: str, body: Mapping[str, Any]) -> None:
-        """Hear a frontend's report of its links."""
+        """Process a frontend's report of its links."""
         name, waiting = str(body.get("frontend")), body.get("waiting")
         models = tuple(str(model) for model in waiting) if isinstance(waiting, Mapping) else ()
         before = self._heard.get(name)
@@ -86,7 +89,7 @@ class Peers:
             self._count()
 
     def names(self) -> Sequence[str]:
-        """Return those that serve now, as far as is known, and forget the others. Each choice asks."""
+        """Return the frontends that serve now, as far as is known, and drop the others. Called for each choice."""
         now = self._now()
         if now > self._until:
             since = now - HEARD_S
@@ -105,29 +108,29 @@ class Peers:
                 self.contenders[model] = self.contenders.get(model, 1) + 1
 
     def frontends(self) -> int:
-        """Return how many frontends serve now, this one included. Each choice asks."""
+        """Return the number of frontends that serve now, including this one. Called for each choice."""
         self.names()
         return self._size
 
 
 class RoutingState:
-    """What is cached where, and what was sent where."""
+    """Which blocks are cached where, and which requests were sent where."""
 
     def __init__(
         self, router: RouterSettings, metrics: RequestMetrics, pools: Pools | None, now: Callable[[], float]
     ) -> None:
-        """Begin with nothing. `pools`: measures how fast workers are; None: not measured."""
+        """Start empty. `pools` measures the speed of workers; None: not measured."""
         self._router = router
         self._metrics = metrics
         self._pools = pools
         self._now = now
         self._paced = router.prefill_load_model == "profile"
         self._serial = itertools.count(1)
-        self.view: KvView | None = None  # what is cached where, of the workers that say it
+        self.view: KvView | None = None  # cached blocks reported by workers with KV events
         self._guesses = ApproximateCache(ttl_s=router.ttl_secs)
         self.slots = ActiveSequences(track_output=router.track_output_blocks)
 
-    # --- what was sent --------------------------------------------------------------------------------------
+    # --- sent requests --------------------------------------------------------------------------------------
 
     def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
         """Count a request at the chosen worker. Return its slot number."""
@@ -143,7 +146,7 @@ class RoutingState:
         return slot
 
     def carry(self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]) -> int:
-        """A request has come there with its KV cache: nothing of it has to be read. Return its number there."""
+        """Count a request that arrived with its KV cache, so that nothing has to be prefilled. Return its slot number."""
         holder = WorkerRank(endpoint.worker, endpoint.instance, rank)
         return self._add(endpoint, holder, plan, output, 0, self._now())
 
@@ -157,7 +160,7 @@ class RoutingState:
         now: float,
         blocks: Sequence[int] | None = None,
     ) -> int:
-        """Count a request. `blocks`: the names of its full blocks of the worker's size, where they are known."""
+        """Count a request. `blocks`: names of its full blocks in the worker's block size, if they are known."""
         router, slot, size = plan.overrides.router or self._router, next(self._serial), endpoint.block_tokens
         if router.mode != "kv":
             blocks = ()
@@ -180,7 +183,7 @@ class RoutingState:
         return slot
 
     def read(self, slot: int, now: float) -> None:
-        """Its first token is here."""
+        """Record that the request's first token has arrived."""
         if self._pools is not None:
             self._pools.read(slot)
         self.slots.prefill_done(slot, now=now)
@@ -191,17 +194,17 @@ class RoutingState:
             self._pools.end(slot)
         self.slots.free(slot, now=now)
 
-    # --- what is cached -------------------------------------------------------------------------------------
+    # --- cached blocks --------------------------------------------------------------------------------------
 
     def cached(self, blocks: Sequence[int], now: float) -> Matches:
-        """Return how many of these blocks each rank has: what they say, and what we guess."""
+        """Return how many of these blocks each rank has cached, by its reports or by our guesses."""
         if self.view is None:
             return self._guesses.find(blocks, now=now)
         found = self.view.find(blocks)
         return better(found, self._guesses.find(blocks, now=now)) if self._guesses else found
 
     def uncached(self, group: EndpointGroup, names: BlockNames, tokens: int) -> int:
-        """Return how many of a prompt's tokens none of these workers has on its device."""
+        """Return how many of a prompt's tokens no worker of the group has cached on its device."""
         size = group.block_sizes[0]
         found, keys = self.cached(names.of(size), self._now()).device, group.keys
         if isinstance(found, Depths):
@@ -211,46 +214,46 @@ class RoutingState:
         return max(0, tokens - deepest * size)
 
     def claimed(self, choice: Selection) -> int:
-        """Return how many prompt tokens the chosen rank itself says it has cached; 0 where it says nothing that matters."""
+        """Return how many prompt tokens the chosen rank itself reports as cached; 0 if it reports nothing relevant."""
         prompt, size = choice.request.prompt, choice.endpoint.block_tokens
         if self.view is None or choice.overlap_blocks < 1 or prompt.block_tokens != size:
             return 0
         return self.view.find(prompt.blocks).device.get(choice.holder, 0) * size
 
     def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare what a rank claimed with what a request found there."""
+        """Compare the claim of a rank with what a request found cached there."""
         if self.view is not None:
             self.view.compare(holder, claimed, cached)
 
     @property
     def known(self) -> str:
-        """What is known of what workers have cached, as a line for people."""
+        """A sentence for people about what is known of the workers' caches."""
         guessed = f"{self.guessed} blocks guessed from what was sent"
         return guessed if self.view is None else f"{self.view.health}, {guessed}"
 
     @property
     def guessed(self) -> int:
-        """How many blocks are taken to be cached where no worker says so."""
+        """Number of blocks assumed to be cached at workers that do not report them."""
         return len(self._guesses)
 
-    # --- what is gone ---------------------------------------------------------------------------------------
+    # --- cleanup --------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Forget requests whose end was not reported within an hour, and expired cache entries."""
+        """Drop requests without a reported end within an hour, and expired cache entries."""
         now = self._now()
         self._guesses.expire(now=now)
         if stale := self.slots.expire(now=now):
             log.warning("slots_expired", requests=len(stale))
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the memory of endpoints that are gone; keep `keys`."""
+        """Drop the state of all endpoints except `keys`."""
         for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
             self.slots.forget(holder, now=self._now())
             self._guesses.forget(holder)
 
 
 class Scheduler:
-    """One frontend's choices of workers."""
+    """Chooses the workers of one frontend's requests."""
 
     def __init__(
         self,
@@ -278,18 +281,18 @@ class Scheduler:
         self.slots = self.state.slots
         self.monitor = LoadMonitor(limits_of(settings), table, plane, self.slots, now)
         self._chooser, self._picker = Chooser(self.slots), Picker()
-        self._others = None if router.replica_sync else plane  # else they tell our tracker
+        self._others = None if router.replica_sync else plane  # otherwise they report to our tracker
         self._rules = Rules(plane, self.monitor, contenders=peers.contenders)
-        self._ignoring = False  # own breakers, for the choice that is made now
-        self.live = False  # before the fold has caught up, it is history, and no reason for panic
-        self.frontends = peers.frontends  # how many share the workers, this one included
+        self._ignoring = False  # whether local breakers are ignored for the current choice
+        self.live = False  # before the fold has caught up it shows history, which is no reason for panic
+        self.frontends = peers.frontends  # number of frontends that share the workers, including this one
 
     # --- the filter -----------------------------------------------------------------------------------------
 
     def _look(self, model: str) -> Sequence[Endpoint]:
-        """Return a model's endpoints. See whether there is panic, and bring the filter's rules up to date."""
+        """Return a model's endpoints. Update the panic state and the filter's rules."""
         endpoints = self.table.models.get(model, ())
-        self._ignoring = False  # nearly always, all is calm
+        self._ignoring = False  # no panic, the common case
         if self._open or self._panic.models:
             self._ignoring = self.live and self._panic.ignores(model, endpoints)
         self._refresh()
@@ -298,28 +301,30 @@ class Scheduler:
     def _refresh(self) -> None:
         rules, peers = self._rules, self._peers
         frontends = peers.frontends() if peers.any else 1
-        # With deadlines each frontend may have one request at a worker beyond what is free of its batch, whatever the others have
-        # there, and no more: what waits at a worker waits for its next place alone.
+        # With deadlines, each frontend may have only one request at a worker beyond its free batch slots, regardless of the
+        # other frontends: requests that wait at a worker wait only for its next slot.
         rules.frontends = MANY if frontends > 1 and self._by_deadline else frontends
         rules.barred = self._breakers.barred() if self._open and not self._ignoring else ()
 
     def _filter(
         self, plan: GenerationRequest, room: Headroom = Headroom.FRESH, tried: Collection[Key] = ()
     ) -> Filter:
-        """Return the filter among the endpoints of a request's lineage."""
+        """Return the filter over the endpoints of a request's lineage."""
         self._look(plan.model)
         group = self.table.group(plan.model, plan.lineage)
         endpoints = group.endpoints if group is not None else ()
         return Filter(endpoints, self._rules, tried, room, plan.tokens_max)
 
     def look_for_panic(self) -> None:
-        """The fold or a breaker may have moved: see whether panic has begun or ended anywhere."""
+        """Check whether panic has begun or ended for any model, after a change of the fold or of a breaker."""
         if self.live:
             for model in self.table.known:
                 self._panic.look(model, self.table.models.get(model, ()))
 
     def room(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> Endpoint:
-        """Return an endpoint, none of `without`, with room for a new request of any lineage or of this one. Raise NoWorker."""
+        """Return an endpoint with room for a new request, of any lineage or of the given one, and none of `without`. Raise
+        NoWorker.
+        """
         endpoints = self._look(model)
         if lineage is not None:
             group = self.table.group(model, lineage)
@@ -336,31 +341,31 @@ class Scheduler:
             return self._picker.pick(self._look(model), self._rules, room=Headroom.NONE).lineage
 
     def shortlist(self, plan: GenerationRequest) -> list[Endpoint]:
-        """Return the endpoints that could take a new request: those with room, or all, if none has any. Raise NoWorker."""
+        """Return the endpoints that could serve a new request: those with room, or all if none has room. Raise NoWorker."""
         try:
             return self._filter(plan).left()
         except (AllBusy, AllClosed):
             return self._filter(plan, Headroom.NONE).left()
 
     def room_at(self, endpoint: Endpoint, lineage: Lineage, tokens: int = 0) -> None:
-        """See whether this endpoint could take a request of so many tokens. Raise NoWorker."""
+        """Check that this endpoint could serve a request of this many tokens. Raise NoWorker."""
         self._refresh()
         Filter([endpoint] if endpoint.lineage == lineage else [], self._rules, tokens=tokens).left()
 
     def targets(self, plan: GenerationRequest) -> list[Endpoint]:
-        """Return all endpoints that could take requests like this one that have begun, none if there is none."""
+        """Return all endpoints that could continue a request like this one; empty if there are none."""
         try:
             return self._filter(plan, Headroom.HELD).left()
         except NoWorker:
             return []
 
     def has_room(self, endpoint: Endpoint, room: Headroom) -> bool:
-        """Say whether an endpoint has so much room for one request more."""
+        """Return whether an endpoint has this much room for one more request."""
         self._refresh()
         return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
 
     def takes(self, endpoint: Endpoint) -> bool:
-        """Say whether an endpoint that could take a request a moment ago still can: one on trial takes a single one."""
+        """Return whether an endpoint that was a target a moment ago still is: one on trial accepts only a single request."""
         allowed = self._ignoring or self._breakers.allowed(endpoint)
         return allowed and self._plane.reachable(endpoint.worker, endpoint.instance)
 
@@ -374,8 +379,10 @@ class Scheduler:
         *,
         room: Headroom = Headroom.HELD,
     ) -> Selection:
-        """Return where a request's next attempt goes, none of `tried`, with so much room. `output` was accepted of its answer.
-        Raise NoWorker."""
+        """Return the worker for a request's next attempt, none of `tried`, with this much room.
+
+        `output`: accepted tokens of its answer. Raise NoWorker.
+        """
         among = self._filter(plan, room, tried)
         if room is not Headroom.FRESH or not self._by_deadline:
             return self.choose(among, plan, output)
@@ -387,8 +394,10 @@ class Scheduler:
     def choose(
         self, among: Filter | Sequence[Endpoint], plan: GenerationRequest, output: Sequence[int] = ()
     ) -> Selection:
-        """Return where a request goes: to one of the endpoints that a filter leaves, or of these, at least one. `output`:
-        accepted tokens behind its prompt. Raise NoWorker."""
+        """Return the worker for a request: one of the endpoints that a filter leaves, or of the given ones, at least one.
+
+        `output`: accepted tokens after its prompt. Raise NoWorker.
+        """
         mode, pricing, now, overrides = self._mode, self._usual, self._now(), plan.overrides
         if overrides.router is not None:
             mode, pricing = Mode(overrides.router.mode), pricing_of(overrides.router)
@@ -400,7 +409,7 @@ class Scheduler:
         )
 
     def _prompt(self, plan: GenerationRequest, output: Sequence[int], mode: Mode, now: float) -> ScoredPrompt:
-        """Return what is to be placed. Where workers have blocks of several sizes, it is measured in those that most have."""
+        """Return the prompt to score. If workers have several block sizes, it is measured in the most common one."""
         group = self.table.group(plan.model, plan.lineage)
         sizes = group.block_sizes if group is not None else (1,)
         tokens, size = len(plan.prompt) + len(output), sizes[0]
@@ -413,7 +422,7 @@ class Scheduler:
             found = better(found, cached(names.of(other, output), now).scaled(other / size))
         return ScoredPrompt(tokens, size, blocks, found)
 
-    # --- what a model's workers have in common --------------------------------------------------------------
+    # --- common values of a model's workers -----------------------------------------------------------------
 
     def limit(self, model: str) -> int:
         """Return how many migrations a request of this model may have."""
@@ -421,21 +430,21 @@ class Scheduler:
         return own if registered is None else smallest_limit(own, (registered,))
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup:
-        """Return the workers of a model and lineage, and what they have in common. Raise NotServed."""
+        """Return the workers of a model and lineage, and their common values. Raise NotServed."""
         group = self.table.group(model, lineage)
         if group is None:
             raise NotServed
         return group
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the memory of endpoints that are gone; keep `keys`."""
+        """Drop the state of all endpoints except `keys`."""
         self._picker.forget(keys)
         self._chooser.forget(keys)
         self.state.forget(keys)
 
 
 def explained(choice: Selection) -> dict[str, Any]:
-    """Return why a worker was chosen, for people: each candidate's cost, term by term. To be asked before it is begun."""
+    """Return why a worker was chosen: each candidate's cost by term. Call it before the request is counted."""
     prompt, candidates = choice.request.prompt, choice.request.candidates
     return {
         "mode": choice.mode,
@@ -455,7 +464,7 @@ def _named(holder: WorkerRank, endpoint: Endpoint) -> dict[str, Any]:
 
 
 def pricing_of(settings: RouterSettings) -> Pricing:
-    """Return what each term of the cost weighs by these settings."""
+    """Return the weights of the cost terms by these settings."""
     return Pricing(
         overlap_credit=settings.kv_overlap_score_credit,
         credit_decay=settings.kv_overlap_score_credit_decay,
@@ -472,7 +481,7 @@ def pricing_of(settings: RouterSettings) -> Pricing:
 
 
 def limits_of(settings: FrontendSettings) -> LoadLimits:
-    """Return how much a worker may have to do by these settings."""
+    """Return the load limits of a worker by these settings."""
     return LoadLimits(
         settings.admission.inflight_max,
         settings.inflight_per_batch,

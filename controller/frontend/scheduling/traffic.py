@@ -1,7 +1,7 @@
-"""Says on the journal what came, minute by minute and model by model: the planner reads it.
+"""Reports the traffic of each model per minute on the journal, for the planner.
 
-Minutes are those of the clock. Each is told of, also one in which nothing came; a process that was stopped for some tells of
-each of them, and no minute is told of twice, though the clock be set back.
+Minutes are those of the wall clock. Each is reported, also one without traffic. A process that was stopped for some minutes
+reports each of them. No minute is reported twice, even if the clock is set back.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +17,10 @@ from events.fact import Observation
 from events.observations import RequestsRejected, TrafficReported
 
 MINUTE_S = 60
-MISSED_MAX = 10  # minutes that are made up for
-FORGOTTEN_AFTER = 10  # minutes in which nobody serves a model or asks for it
-NO_DEMAND = ("draining", "request_poisonous", "deadline_unattainable")  # no worker more would serve these
+MISSED_MAX = 10  # minutes that are reported late
+FORGOTTEN_AFTER = 10  # minutes without workers or requests, after which a model is no longer reported
+# one more worker would not serve these
+NO_DEMAND = ("draining", "request_poisonous", "deadline_unattainable")
 
 
 @dataclass(eq=False, repr=False)
@@ -31,8 +32,9 @@ class TrafficReporter:
     clock: Clock
     table: EndpointTable
     metrics: RequestMetrics
-    idle: dict[str, int] = field(default_factory=dict)  # minutes without workers and requests, by model
-    promised: set[str] = field(default_factory=set)  # in this minute: see `_promise`
+    idle: dict[str, int] = field(default_factory=dict)  # by model: minutes without workers and requests
+    # models with objectives set in this minute: see `_set_objectives`
+    promised: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.minute = self._number()
@@ -41,42 +43,42 @@ class TrafficReporter:
         return int(self.clock.now().timestamp() // MINUTE_S)
 
     def rejected(self, fact: RequestsRejected) -> None:
-        """Say that requests were rejected, and count them."""
+        """Report rejected requests, and count them."""
         if fact.reason not in NO_DEMAND:
             self.metrics.of(fact.model).traffic.rejected += fact.count
         self.observe(fact)
 
     def tick(self) -> None:
-        """Say what is due."""
+        """Report what is due."""
         if (number := self._number()) > self.minute:
-            self._tell(number)
+            self._report_minutes(number)
             self.promised.clear()
         for model in self.table.models.keys() - self.promised:
-            self._promise(model)
+            self._set_objectives(model)
             self.promised.add(model)
 
     def stop(self) -> None:
-        """Say what has come of the minute that is running, and that no more follows."""
+        """Report the current, incomplete minute, and that no more follow."""
         for model in self._models():
-            self._say(model, self.minute, last=True)
+            self._report(model, self.minute, last=True)
 
-    def _tell(self, number: int) -> None:
-        """Tell of the minute that is over, and of those that were missed."""
+    def _report_minutes(self, number: int) -> None:
+        """Report the minute that is over, and those that were missed."""
         missed = range(max(self.minute + 1, number - MISSED_MAX), number)
         for model in self._models():
-            forgotten = self._forgets(model)
-            self._say(model, self.minute, last=forgotten and not missed)
+            forgotten = self._is_last(model)
+            self._report(model, self.minute, last=forgotten and not missed)
             for minute in missed:
-                self._say(model, minute, last=forgotten and minute == missed[-1])
+                self._report(model, minute, last=forgotten and minute == missed[-1])
         self.minute = number
 
     def _models(self) -> Iterable[str]:
-        """Return the models that are told of: those that are served, and those that are asked for."""
+        """Return the models to report: those that are served, and those with requests."""
         asked = (name for name, traffic in self.metrics.traffic() if traffic.requests or traffic.rejected)
         return sorted({*self.table.models, *asked, *self.idle})
 
-    def _forgets(self, model: str) -> bool:
-        """Say whether a model is told of for the last time."""
+    def _is_last(self, model: str) -> bool:
+        """Return whether a model is reported for the last time."""
         traffic = self.metrics.of(model).traffic
         if model in self.table.models or traffic.requests or traffic.rejected:
             self.idle[model] = 0
@@ -87,7 +89,7 @@ class TrafficReporter:
         del self.idle[model]
         return True
 
-    def _say(self, model: str, minute: int, *, last: bool = False) -> None:
+    def _report(self, model: str, minute: int, *, last: bool = False) -> None:
         traffic = self.metrics.of(model).traffic
         self.observe(
             TrafficReported(
@@ -105,8 +107,8 @@ class TrafficReporter:
         )
         traffic.clear()
 
-    def _promise(self, model: str) -> None:
-        """Have what is promised of a model at hand where its answers end: reckoned once a minute, from all its workers."""
+    def _set_objectives(self, model: str) -> None:
+        """Set the model's latency objectives, used when its answers end: computed once a minute, from all its workers."""
         traffic, endpoints = self.metrics.of(model).traffic, self.table.models.get(model, ())
         slo = attainable(self.table.slo(model), [(endpoint.joined.profile, 1.0) for endpoint in endpoints])
         traffic.ttft_s = inf if slo.slo_ttft_ms is None else slo.slo_ttft_ms / 1000
