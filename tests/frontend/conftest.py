@@ -1,4 +1,4 @@
-"""The frontend's tests run on the loop that the frontend runs on, or on the one that their file names."""
+"""Runs the frontend's tests on the frontend's event loop, or on the one that a test file names."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,5 +12,5 @@ from roads import road as road
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run every asynchronous test here on uvloop, but for files that name another loop."""
+    """Run every asynchronous test here on uvloop, unless its file names another loop."""
     return {"uvloop": getattr(item.module, "LOOP", ClosingLoop)}  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A whole frontend in this process, before scripted workers, fed with facts by hand."""
+"""A whole frontend in this process, with scripted workers, fed with facts by hand."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ from events.observations import CanaryFailed, Profile, WorkerJoined
 
 TOKENS = load_tokens(BUILTIN)
 PROFILE = Profile(kv_blocks=100, block_tokens=16, max_batch=8, prefill_tokens_per_s=1e5, tpot_ms=((1, 1.0),))
-USUAL = [Road("tcp")]  # the last one is how frontends reach their workers, if a test says nothing
+USUAL = [Road("tcp")]  # the last one is the default road of frontends to their workers
 
 
 class ReadTokens(Protocol):
@@ -45,7 +45,7 @@ class ReadTokens(Protocol):
 
 @pytest.fixture
 def both_roads(road: Road) -> Iterator[None]:
-    """Let a test's frontends reach their workers at their ports, and once more through a real broker."""
+    """Let a test's frontends reach their workers directly, and once more through a real broker."""
     USUAL.append(road)
     yield
     USUAL.pop()
@@ -74,7 +74,7 @@ def joined(worker: ScriptedWorker, **changes: Any) -> WorkerJoined:
 
 @dataclass
 class Kit:
-    """What a test drives and sees."""
+    """The handles and observations of a test."""
 
     director: Director
     api: Api
@@ -83,8 +83,8 @@ class Kit:
     admin: str
     http: aiohttp.ClientSession
     facts: list[Observation]
-    traces: list[str]  # of the facts, one each
-    completed: list[list[int]]  # the tokens of the answers that were
+    traces: list[str]  # one per fact
+    completed: list[list[int]]  # the tokens of completed answers
     world: World
     fleet: Fleet = field(default_factory=Fleet)
     seq: int = 0
@@ -92,7 +92,7 @@ class Kit:
     road: Road = field(default_factory=lambda: USUAL[-1])
 
     def tell(self, *facts: Fact) -> None:
-        """Let the fold absorb facts, as if the journal had brought them."""
+        """Let the fold absorb facts, as if read from the journal."""
         batch = []
         for fact in facts:
             self.seq += 1
@@ -107,7 +107,7 @@ class Kit:
     def health(
         self, worker: ScriptedWorker, after: HealthStatus, weight: float, reason: str = "test"
     ) -> None:
-        """Let the controller have decided on a worker's health."""
+        """Let the controller decide on a worker's health."""
         before = self.fleet.workers[worker.name].health.status
         self.tell(
             HealthChanged(
@@ -122,7 +122,7 @@ class Kit:
         )
 
     async def add(self, worker: ScriptedWorker, **changes: Any) -> None:
-        """Let a worker start, join, become healthy and be connected."""
+        """Start a worker, and let it join, become healthy and be connected."""
         if not worker.started:
             await self.road.lay(worker).start()
         self.workers.append(worker)
@@ -131,11 +131,11 @@ class Kit:
         await until(lambda: self.plane.connected.get(worker.name) == worker.instance)
 
     def running(self, worker: str, instance: str = "i1") -> Collection[LiveRequest]:
-        """Return the requests that are with a worker, the oldest first."""
+        """Return the requests that run on a worker, oldest first."""
         return self.director.running.at(self.director.table.endpoints[worker, instance])
 
     def counted(self, metric: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """Return what a metric's samples say, by these labels; those at 0 are left out."""
+        """Return the values of a metric by these labels, without zeros."""
         families = text_string_to_metric_families(self.director.render_metrics().decode())
         samples = [sample for family in families for sample in family.samples if sample.name == metric]
         return {tuple(s.labels[label] for label in labels): s.value for s in samples if s.value}
@@ -147,7 +147,7 @@ class Kit:
     async def post(
         self, path: str, headers: dict[str, str] | None = None, **body: Any
     ) -> tuple[int, Any, Any]:
-        """Return status, JSON body and headers of an answer that is not streamed."""
+        """Return status, JSON body and headers of a response that is not streamed."""
         async with self.http.post(self.url + path, json=body, headers=headers) as response:
             return response.status, await response.json(), response.headers
 
@@ -162,7 +162,7 @@ class Kit:
     async def stream(
         self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **body: Any
     ) -> list[dict[str, Any]]:
-        """Return every event of a streamed answer; the last is {"done": True} if the stream said so."""
+        """Return every event of a streamed answer; the last is {"done": True} if the stream ended so."""
         events: list[dict[str, Any]] = []
         asked = self.http.post(self.url + path, json=body | {"stream": True}, headers=headers)
         async with asked as response:
@@ -175,13 +175,13 @@ class Kit:
 
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
-    """Return the text that a stream's events make."""
+    """Return the text of a stream's events."""
     choices = [choice for item in events for choice in item.get("choices", ()) if choice["index"] == index]
     return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
 
 
 def failing(name: str, how: str, after: int | None = 5, **more: Any) -> ScriptedWorker:
-    """Return a worker that fails its first request so, and serves the others."""
+    """Return a worker that fails its first request in this way, and serves the others."""
     return ScriptedWorker(name, acts=deque([Act(after=after, how=how, **more)]))
 
 
@@ -189,21 +189,21 @@ BUSY_BLOCKS = 1000
 
 
 async def first_goes_to(kit: Kit, first: ScriptedWorker, other: ScriptedWorker, **changes: Any) -> None:
-    """Join the workers so that the first request goes to `first`."""
+    """Add the workers so that the first request goes to `first`."""
     await kit.add(first, **changes)
     await kit.add(other, **changes)
     keep_busy(kit, other.name, other.instance)
 
 
 def keep_busy(kit: Kit, worker: str, instance: str, requests: int = 1) -> None:
-    """Let a worker look so busy that idle ones are chosen, whatever they were sent lately."""
+    """Make a worker look so busy that idle ones are chosen, whatever they were sent recently."""
     kit.director.table.endpoints[(worker, instance)].begin(requests=requests)
     holder = WorkerRank(worker, instance)
     kit.director.routing.slots.add("another", holder, now=kit.director.now(), own_blocks=BUSY_BLOCKS)
 
 
-def counted_are_there(director: Director) -> None:
-    """See that the slot tracker counts exactly the requests that are with a worker: however one ended, none is left."""
+def check_slot_counts(director: Director) -> None:
+    """Check that the slot tracker counts exactly the requests that run on workers: no ended one is left."""
     counted = {name for name, _ in director.routing.slots.requests() if isinstance(name, int)}
     there = {
         live.dispatch.slot
@@ -211,7 +211,7 @@ def counted_are_there(director: Director) -> None:
         for live in director.running.at(endpoint)
         if live.dispatch is not None
     }
-    assert counted == there, "the slot tracker counts other requests than those that are with a worker"
+    assert counted == there, "the slot tracker does not count exactly the requests on workers"
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
@@ -229,7 +229,7 @@ async def _ticks(director: Director) -> None:
 
 
 async def _call_off(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """End tasks; what they say is of no interest."""
+    """Cancel tasks and ignore their results."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -244,8 +244,10 @@ async def frontend(
     between: Callable[[RequestPlaneClient], Any] = lambda plane: plane,
     **settings: Any,
 ) -> AsyncIterator[Kit]:
-    """Run a frontend before these workers, which it reaches by this road: the usual one, if nothing is said. Not `live`, it
-    still reads the journal; `between` returns what it takes for its request plane."""
+    """Run a frontend with these workers, reached by this road or by the usual one.
+
+    Not `live`: it still reads the journal. `between` wraps the request plane.
+    """
     road = road or USUAL[-1]
     facts: list[Observation] = []
     traces: list[str] = []
@@ -284,7 +286,7 @@ async def frontend(
                 await kit.add(worker)
             yield kit
     except BaseException:
-        await _call_off(asyncio.all_tasks() - before)  # what a test has asked for that has failed
+        await _call_off(asyncio.all_tasks() - before)  # tasks left by a failed test
         raise
     finally:
         for task in running:
@@ -293,7 +295,7 @@ async def frontend(
         await listeners.close()
         for worker in kit.workers:
             await worker.stop()
-    counted_are_there(director)
+    check_slot_counts(director)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -315,7 +317,7 @@ def canary(kind: type[Any], worker: ScriptedWorker, **more: Any) -> Any:
 
 
 def convict(kit: Kit, worker: ScriptedWorker, which: str = "c1") -> None:
-    """Let a canary fail, confirmed against an agreed golden, and the controller decide."""
+    """Let a canary fail, confirmed against an agreed golden, and let the controller decide."""
     kit.tell(
         canary(
             CanaryFailed,
@@ -331,7 +333,7 @@ def convict(kit: Kit, worker: ScriptedWorker, which: str = "c1") -> None:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Llama-2's kind: byte fallback tokens and a metaspace."""
+    """A tokenizer like Llama 2's: byte fallback tokens and a metaspace."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "▁hi": 257, "a": 258, "<unk>": 259}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

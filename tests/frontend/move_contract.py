@@ -1,9 +1,9 @@
-"""What stays exactly as it was when an answer moves: subclass `MoveContract` and give it a `made` fixture.
+"""The contract of an unchanged answer after a move: subclass `MoveContract` with a `made` fixture.
 
-Two workers with a real engine each stand behind a whole frontend. By `reprefill` the first breaks off after so many tokens,
-and the second is given the prompt and what was accepted; by `transfer` the answer is moved with its KV cache, at that place
-or a token or two later. The whole response, or every event of the stream, must be that of an undisturbed answer: text,
-finish reason, logprobs, usage, the number and the form of the choices.
+Two workers with a real engine each serve a whole frontend. With `reprefill` the first one breaks off after a number of tokens,
+and the second receives the prompt and the accepted tokens. With `transfer` the answer moves with its KV cache, at that position
+or a token or two later. The whole response, or every event of the stream, must equal that of an undisturbed answer: text,
+finish reason, logprobs, usage, and the number and form of the choices.
 """
 
 import asyncio
@@ -27,11 +27,12 @@ from workers.engines.engine import Engine
 PROMPT = [300 + (i * 37 + i * i) % 1500 for i in range(40)]
 COUNT = 24
 ATTEMPTS = 8
-SLOWER_MAX = 4  # times: what is slower still is held for hung
-BUSY = 8  # so busy the second worker looks to the router
+SLOWER_MAX = 4  # times; a slower worker counts as hung
+BUSY = 8  # load of the second worker, as the router sees it
 CHANCE = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
-COUNTED = {"max_tokens": 96, "presence_penalty": 1.5, "frequency_penalty": 0.5}  # by what the answer has said
-REPEATED = {"max_tokens": 96, "repetition_penalty": 1.3}  # would hide what the others forget
+# penalties that depend on the answer
+COUNTED = {"max_tokens": 96, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+REPEATED = {"max_tokens": 96, "repetition_penalty": 1.3}  # would hide what the other features forget
 
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -50,7 +51,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class EngineWorker(ScriptedWorker):
-    """A worker with a real engine in it, which breaks off exactly where its act says."""
+    """A worker with a real engine, which breaks off exactly where its act says."""
 
     engine: Engine = field(kw_only=True)
 
@@ -102,40 +103,40 @@ Made = Callable[[], Engine]
 
 
 class Pair:
-    """Two workers, whose first gets every request, and how an answer leaves it."""
+    """Two workers, of which the first gets every request, and the way in which an answer leaves it."""
 
     method = "reprefill"
-    late = 0  # so many tokens after its place a cut may come
+    late = 0  # tokens by which a cut may be late
 
     def __init__(self, kit: Kit, made: Made) -> None:
         self.kit = kit
-        self.cuts: list[int] = []  # after how many tokens answers have moved
+        self.cuts: list[int] = []  # number of tokens after which answers moved
         self.first, self.other = self.workers(made)
 
     def workers(self, made: Made) -> tuple[Any, Any]:
-        """Return the two, not yet started."""
+        """Return the two workers, not started."""
         return EngineWorker("w1", engine=made()), EngineWorker("w2", engine=made())
 
     async def begin(self) -> None:
-        """Let both join."""
+        """Add both workers."""
         about = self.first.engine.identity
         facts = {"tokenizer": about.tokenizer, "engine": about.engine, "context_tokens": about.context_tokens}
         await first_goes_to(self.kit, self.first, self.other, **facts)
         self.kit.director.table.endpoints[("w2", "i1")].begin(requests=BUSY)
 
     def cut(self, after: int, attempt: int = 1) -> None:
-        """Let the next answer move when it has so many tokens."""
+        """Let the next answer move after this many tokens."""
         self.first.acts.append(Act(after=after, how="error", error="engine_shutdown"))
 
     async def moved(self, after: int) -> int | None:
-        """Return after how many tokens it has moved; None: it was over before."""
+        """Return the number of tokens after which it moved; None: it ended before."""
         fact = self.kit.said(RequestMigrated)[-1]
         assert (fact.tokens, fact.exact, fact.method) == (after, True, self.method)
         return after
 
 
 class TransferPair(Pair):
-    """The same with whole workers, between which the KV cache travels."""
+    """The same with whole workers, between which the KV cache is transferred."""
 
     method = "transfer"
     late = 2
@@ -179,7 +180,7 @@ class TransferPair(Pair):
 
 
 class Moving:
-    """How a suite asks for answers, undisturbed and cut."""
+    """Requests answers for a suite, undisturbed and cut."""
 
     pairs: ClassVar[dict[str, type[Pair]]] = {"reprefill": Pair, "transfer": TransferPair}
     settings: ClassVar[dict[str, Any]] = {"moving": {"setup_s": 0.0, "max_migration_time_ms": 10_000.0}}
@@ -190,17 +191,15 @@ class Moving:
 
     @pytest.fixture(params=list(pairs))
     async def pair(self, made: Made, road: Road, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-        """Two workers; a request goes to the first of them, whatever was before."""
+        """Two workers; every request goes to the first one."""
         async with frontend(road=road, **self.settings) as kit:
             pair = self.pairs[request.param](kit, made)
             await pair.begin()
-            await self.answer(
-                kit, False
-            )  # an engine that keeps a cache of prefixes knows this one from now on
+            await self.answer(kit, False)  # an engine with a prefix cache knows this prompt from now on
             yield pair
 
     async def answer(self, kit: Kit, stream: bool, **ask: Any) -> Any:
-        """Return a whole answer, or all events of a stream, without what names the one request."""
+        """Return a whole answer, or all events of a stream, without request ids."""
         usual: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
         ask = {**usual, "temperature": 0, "ignore_eos": True, **ask}
         if stream:
@@ -210,14 +209,14 @@ class Moving:
         return unnamed(body)
 
     async def same(self, pair: Pair, cuts: Sequence[int], *, unlike_plain: bool = False, **ask: Any) -> Any:
-        """See that an answer is the same cut anywhere, whole and as a stream. Return the whole one and the events."""
+        """Check that an answer is the same when cut anywhere, whole and streamed. Return the whole one and the events."""
         kit, before = pair.kit, len(pair.kit.said(RequestMigrated))
         answers = [await self.answer(kit, stream, **ask) for stream in (False, True)]
         if unlike_plain:
             plain = await self.answer(kit, False, max_tokens=len(await self.tokens(kit, **ask)))
-            assert plain != answers[0], "the feature changes nothing here"
+            assert plain != answers[0], "the feature has no effect here"
         for stream, cut in itertools.product((False, True), cuts):
-            # on a busy machine an answer may be over before it has moved
+            # on a busy machine an answer may end before it has moved
             for attempt in range(1, ATTEMPTS + 1):
                 pair.cut(cut, attempt)
                 assert await self.answer(kit, stream, **ask) == answers[stream], f"cut after {cut}"
@@ -229,16 +228,16 @@ class Moving:
         return answers
 
     async def tokens(self, kit: Kit, **ask: Any) -> list[int]:
-        """Return what an undisturbed answer says, as it was accepted."""
+        """Return the accepted tokens of an undisturbed answer."""
         await self.answer(kit, False, **ask)
         return kit.completed[-1]
 
 
 class MoveContract(Moving):
-    """The suite."""
+    """The contract suite."""
 
     @pytest.mark.parametrize("feature", FEATURES)
-    async def test_a_moved_answer_is_the_undisturbed_one(self, pair: Pair, feature: str) -> None:
+    async def test_a_moved_answer_equals_the_undisturbed_one(self, pair: Pair, feature: str) -> None:
         ask = FEATURES[feature]
         cuts = (1, 9, COUNT - 1 - pair.late)
         whole, events = await self.same(pair, cuts, unlike_plain=feature != "greedy", **ask)
@@ -246,7 +245,7 @@ class MoveContract(Moving):
         for usage in (whole["usage"], events[-2]["usage"]):
             assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), made_tokens)
 
-    async def test_an_unseeded_answer_goes_on_with_the_seed_that_it_was_given(self, pair: Pair) -> None:
+    async def test_an_unseeded_answer_continues_with_its_assigned_seed(self, pair: Pair) -> None:
         kit = pair.kit
         pair.cut(9, SLOWER_MAX)
         moved = await self.answer(kit, False, temperature=0.9)
@@ -255,7 +254,7 @@ class MoveContract(Moving):
         assert pair.other.requests[-1].sampling.seed == seed is not None
         assert await self.answer(kit, False, temperature=0.9, seed=seed) == moved
 
-    async def test_a_stop_string_is_found_over_the_cut(self, pair: Pair) -> None:
+    async def test_a_stop_string_is_found_across_the_cut(self, pair: Pair) -> None:
         text = (await self.answer(pair.kit, False, logprobs=1))["choices"][0]["logprobs"]["tokens"]
         words = {place: "".join(text[place : place + 3]) for place in range(4, COUNT - 4)}
         place = next(place for place, word in words.items() if "\ufffd" not in word)
@@ -264,10 +263,10 @@ class MoveContract(Moving):
         for choice in (whole["choices"][0], events[-3]["choices"][0]):
             assert choice["finish_reason"] == "stop"
 
-    async def test_min_tokens_count_from_the_answers_beginning(self, pair: Pair) -> None:
+    async def test_min_tokens_count_from_the_beginning_of_the_answer(self, pair: Pair) -> None:
         ends, least = sorted(set(await self.tokens(pair.kit))), 12
         plain = await self.tokens(pair.kit, stop_token_ids=ends, min_tokens=least)
-        if len(plain) == COUNT:  # none of them came again: another one ends it
+        if len(plain) == COUNT:  # the stop tokens did not occur again: another one ends it
             ends.append(next(token for token in plain[least:] if token not in plain[:least]))
         cuts = (1, 9 - pair.late, 11 - pair.late)
         whole, _ = await self.same(pair, cuts, stop_token_ids=ends, min_tokens=least)
@@ -299,7 +298,7 @@ class MoveContract(Moving):
 
 
 def unnamed(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event without the names of its request, and without what a prefix cache had of it."""
+    """Return an event without ids, and without the cached tokens in its usage."""
     said = {key: value for key, value in event.items() if key not in ("id", "created")}
     if usage := said.get("usage"):
         said["usage"] = {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
@@ -307,7 +306,7 @@ def unnamed(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def inside_characters(tokenizer: str, tokens: Sequence[int]) -> list[int]:
-    """Return the places where a cut divides a character."""
+    """Return the positions at which a cut divides a character."""
     known = load_tokens(tokenizer)
     decoder, found = codecs.getincrementaldecoder("utf-8")("replace"), []
     for place, token in enumerate(tokens, 1):

@@ -1,7 +1,7 @@
-"""One frontend before three workers, without a socket and without a clock: every frame, loss and tick comes when a seed says.
+"""One frontend with three workers, without sockets and clocks: a seed orders all events.
 
-The frontend's part is real: director, generations, planned migrations and connections. The workers are models that keep
-what is reserved and what runs, and commit a stream to one another in one stroke, or fail to.
+The frontend's part is real: director, generations, planned migrations and connections. The workers are models that track
+reservations and running streams, and commit a stream to each other in one step, or fail to.
 """
 
 import asyncio
@@ -52,19 +52,19 @@ NAMES = ("w1", "w2", "w3")
 
 @dataclass
 class Stream:
-    """What runs at a worker."""
+    """A stream that runs on a worker."""
 
     tokens: list[int]
     left: int
     stopped: bool = False
-    grant: bytes = b""  # it is to be sent there
+    grant: bytes = b""  # set if it is to be sent with this grant
 
 
-CACHED_EVERY = 8  # reservations, of which one finds all of its tokens in the prefix cache
+CACHED_EVERY = 8  # one reservation of this many finds all its tokens in the prefix cache
 
 
 class Model:
-    """A worker, as far as moves go."""
+    """The model of a worker, reduced to moves."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -117,13 +117,13 @@ class Model:
         return stream.tokens[-1]
 
     def clear(self) -> None:
-        """The connection is gone, and all that hung on it."""
+        """Drop the connection and everything that depends on it."""
         for kept in (self.streams, self.reserved, self.inbox, self.outbox):
             kept.clear()
 
 
 class Wire(asyncio.Transport):
-    """The frontend's end of a connection that is no socket."""
+    """The frontend's end of a connection without a socket."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Connections:
 
 
 class Clock:
-    """Time that stands still."""
+    """A clock that stands still."""
 
     def __init__(self) -> None:
         self.at = 1000.0
@@ -244,7 +244,7 @@ class Clock:
 
 @dataclass
 class NotedWriter:
-    """A writer that notes what it is to say, and finds a stop string after so many tokens."""
+    """A writer that records its output, and finds a stop string after a number of tokens."""
 
     stop: int
     said: list[int] = field(default_factory=list)
@@ -271,7 +271,7 @@ class NotedWriter:
 
 
 class Walk:
-    """One seed's world."""
+    """The world of one seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -314,7 +314,7 @@ class Walk:
         )  # fmt: skip
 
     def ask(self, number: int) -> None:
-        """Begin an answer. One of four ends at a stop string."""
+        """Start an answer. One in four ends at a stop string."""
         tokens = self.random.randint(20, 400)
         prompt = [300 + number, 301, 302]
         lineage = ("r1", "builtin:sim")
@@ -329,10 +329,10 @@ class Walk:
         (live,) = self.director.driver.launch([Choice(request, cast(Any, writer), migration_limit=100)])
         self.requests.append((live, writer, prompt))
 
-    # --- what may happen --------------------------------------------------------------------------------------
+    # --- possible events --------------------------------------------------------------------------------------
 
     async def step(self) -> None:
-        """Let one thing happen."""
+        """Perform one random event."""
         random = self.random
         (name,) = random.choices(NAMES, self.paces)
         happens = random.choices(
@@ -344,7 +344,7 @@ class Walk:
                 self.tick,
                 self.want,
                 self.break_,
-                self.mend,
+                self.reconnect,
                 self.stall,
                 self.orphan,
                 self.leave,
@@ -353,11 +353,11 @@ class Walk:
             (40, 40, 10, 40, 1, 8, 0.4, 4, 0.2, 10, 0.2, 0.03),
         )
         happens[0](name)
-        await asyncio.sleep(0)  # what was put off to the end of the turn
+        await asyncio.sleep(0)  # callbacks scheduled for the end of the turn
         assert not any(one.wanted.live.over for one in self.director.planned_moves.under_way)
 
     def deliver(self, name: str) -> None:
-        """One or several frames arrive at the frontend."""
+        """Deliver one or several frames to the frontend."""
         model = self.models[name]
         if name in self.connections.connections and model.outbox:
             count = self.random.randint(1, len(model.outbox))
@@ -366,7 +366,7 @@ class Walk:
             )
 
     def hear(self, name: str) -> None:
-        """One frame arrives at the worker."""
+        """Deliver one frame to the worker."""
         if self.models[name].inbox:
             self.models[name].hear()
 
@@ -374,24 +374,24 @@ class Walk:
         self.models[name].decode(self.random.randint(1, 3))
 
     def arrive(self, name: str) -> None:
-        """A stream that is to be sent stops; or it has stopped, and arrives, or is refused, or goes on by itself."""
+        """Stop a stream that is to be sent; or let a stopped one arrive, be refused, or continue by itself."""
         model, random = self.models[name], self.random
         for number, stream in list(model.streams.items()):
             if not stream.grant or number not in model.streams:
                 continue
             if not stream.stopped:
-                model.decode(random.randint(0, 2))  # it stops at a step's end, if it has not come to its own
+                model.decode(random.randint(0, 2))  # it stops at the end of a step, unless it has finished
                 stream.stopped = True
                 continue
             if stream.grant == b"sent":
-                if random.random() < 0.1:  # nobody has cancelled it in its time
+                if random.random() < 0.1:  # it was not cancelled in time
                     model.resume(number)
-                    model.outbox.append(Declined(number, "nobody said anything"))
+                    model.outbox.append(Declined(number, "no decision arrived"))
                 continue
             where, there = msgspec.msgpack.decode(stream.grant)
             if self.commit(self.models[where], there, stream) and random.random() < 0.9:
                 stream.grant = b"sent"
-            else:  # refused; or it has arrived, and the word of it was lost
+            else:  # refused; or it arrived, but the confirmation was lost
                 model.resume(number)
                 model.outbox.append(Declined(number, "it did not arrive"))
 
@@ -410,7 +410,7 @@ class Walk:
         self.director.tick()
 
     def want(self, name: str) -> None:
-        """Somebody wants this worker's requests elsewhere."""
+        """Request that this worker's streams move elsewhere."""
         if self.random.random() < 0.9:
             self.tell(MoveRequested(worker=name, instance="i1"))
             return
@@ -430,23 +430,23 @@ class Walk:
             self.tell(DrainStarted(**about, deadline=self.clock.now(), reason="walk"))
 
     def break_(self, name: str) -> None:
-        """The connection to this worker breaks."""
+        """Break the connection to this worker."""
         if name in self.connections.connections:
             self.connections.lose(name)
 
-    def mend(self, name: str) -> None:
-        """It is made again."""
+    def reconnect(self, name: str) -> None:
+        """Reconnect to this worker."""
         if name not in self.connections.connections:
             self.connections.connect(name)
             self.director.changed()
 
     def stall(self, name: str) -> None:
-        """This worker does not get on: its streams are taken from it."""
+        """Stall this worker: its streams are moved."""
         if name in self.connections.connections:
             self.connections.connections[name].lose("stalled", "walk")
 
     def orphan(self, name: str) -> None:
-        """A source is lost whose target has committed, before its last tokens have come."""
+        """Lose a source after its target has committed, before its last tokens have arrived."""
         for live, _, _ in self.requests:
             transfer, move = live.state.transfer, live.kv_move
             if transfer is not None and move is not None and transfer.state == "committed":
@@ -455,11 +455,11 @@ class Walk:
                 return
 
     def leave(self, name: str) -> None:
-        """A client leaves."""
+        """Disconnect a client."""
         self.director.driver.cancel([self.random.choice(self.requests)[0].answer])
 
     def convict(self, name: str) -> None:
-        """A canary finds a worker corrupt (in this world it is not); the first one is always well."""
+        """Convict a healthy worker; the first one stays healthy."""
         self.tell(
             CanaryFailed(
                 worker=self.random.choice(NAMES[1:]), instance="i1", canary_key="k", canary="c",
@@ -469,9 +469,9 @@ class Walk:
         )  # fmt: skip
 
     async def settle(self) -> None:
-        """Let everything come to its end, without any more trouble."""
+        """Let all streams end without further faults."""
         for name in NAMES:
-            self.mend(name)
+            self.reconnect(name)
             if self.fleet.workers[name].drain.active:
                 self.drain(name, over=True)
         for _ in range(400):

@@ -1,4 +1,4 @@
-"""Scripted workers that send one another streams, and take them over, exactly as they are told."""
+"""Scripted workers that send streams to each other and accept them, exactly as scripted."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from events.wire import Chunk, Committed, Declined, Generate, Reserve, Reserved,
 
 @dataclass
 class Running:
-    """One stream that decodes here."""
+    """A stream that decodes on this worker."""
 
     request: Generate
     tokens: list[int]
@@ -25,11 +25,11 @@ class Running:
 
 @dataclass
 class MovingWorker(ScriptedWorker):
-    """One worker.
+    """A scripted worker that can move streams.
 
-    `answers`: how it takes a reservation; `refusal`: what it says when it does not. `ships`: what it does when it is to send
-    a stream; `stops` stops it and sends nothing. `told` changes what is committed here. `unsaid`: so many tokens it makes
-    before it stops, and does not say.
+    `answers`: how it replies to a reservation; `refusal`: its reason when it refuses. `ships`: its reaction when it is to send
+    a stream; `stops` stops the stream and sends nothing. `told` changes the committed tokens. `unsaid`: number of tokens that
+    it generates before it stops, without sending them.
     """
 
     answers: Literal["yes", "no", "nothing"] = "yes"
@@ -58,15 +58,15 @@ class MovingWorker(ScriptedWorker):
             self._shipping[frame.stream] = asyncio.create_task(self._ship(frame, writer))
         elif isinstance(frame, Stay):
             self.stays.append(frame.stream)
-            self._go_on(frame.stream)
+            self._continue(frame.stream)
         else:
             stream = getattr(frame, "stream", 0)
             super().hear(frame, writer)
             if not isinstance(frame, Generate):
                 self.reserved.pop(stream, None)
-                self._go_on(stream)
+                self._continue(stream)
 
-    def _go_on(self, stream: int) -> None:
+    def _continue(self, stream: int) -> None:
         task = self._shipping.pop(stream, None)
         if task is not None:
             task.cancel()
@@ -74,11 +74,11 @@ class MovingWorker(ScriptedWorker):
             self.running[stream].goes.set()
 
     def drop(self) -> None:
-        """Break every connection, and forget what came over it."""
+        """Break every connection, and drop everything that arrived over it."""
         super().drop()
         self.reserved.clear()
         for stream in list(self._shipping):
-            self._go_on(stream)
+            self._continue(stream)
 
     def _reserve(self, frame: Reserve, writer: asyncio.StreamWriter) -> None:
         self.reservations.append(frame)
@@ -102,7 +102,7 @@ class MovingWorker(ScriptedWorker):
             return
         mine = self.running[frame.stream]
         mine.goes.clear()
-        await asyncio.sleep(0)  # what it said has been sent
+        await asyncio.sleep(0)  # its output has been sent
         mine.tokens += undisturbed(mine.tokens, self.unsaid, self.follow)
         target, stream = self.GRANTS[frame.grants[0]]
         if self.ships == "yes" and not target.commit(stream, mine.tokens):
@@ -110,7 +110,7 @@ class MovingWorker(ScriptedWorker):
             self._say(writer, Declined(frame.stream, "the target has no such reservation"))
 
     def commit(self, stream: int, tokens: Sequence[int]) -> bool:
-        """Begin to decode what was reserved; False if it is not reserved any more."""
+        """Start decoding a reserved stream; False if it is no longer reserved."""
         if stream not in self.reserved:
             return False
         writer, reserve = self.reserved.pop(stream)

@@ -1,7 +1,7 @@
-"""A worker as it is, in this process. To a `Kit` it looks as a scripted one does.
+"""A real worker in this process, with the interface of a scripted one for a `Kit`.
 
-After as many tokens of a request as `cut_after` says, its engine takes `SLOW_S` and more for a step: what the test does
-then comes at that place of the answer, and at most a token or two later.
+After the number of tokens given by `cut_after`, each engine step takes at least `SLOW_S`. So the test's action happens at that
+position of the answer, or at most a token or two later.
 """
 
 import asyncio
@@ -22,27 +22,25 @@ from workers.frontends import FrontendConnection
 from workers.server import WorkerServer
 from workers.worker import InferenceWorker
 
-START_S = 120.0  # a real model's, on a busy machine
+START_S = 120.0  # for a real model on a busy machine
 SLOW_S = 0.04
 NAMES = ("worker", "instance", "url", "model")
 
 
 @dataclass
 class RealWorker:
-    """One life of a worker, and the journal that it says its facts to."""
+    """One life of a worker, and the journal for its facts."""
 
     name: str
     engine: Engine
-    instance: str = field(default_factory=lambda: f"test-{uuid4().hex}")  # its KV regions have this name
+    instance: str = field(default_factory=lambda: f"test-{uuid4().hex}")  # also the name of its KV regions
     model: str = "m"
     source: str = "worker"
-    requests: list[Generate] = field(
-        default_factory=list
-    )  # those that came to be computed, and those that moved in
+    requests: list[Generate] = field(default_factory=list)  # computed from a prompt, and moved in
     cut_after: int | None = None
-    channels: Channels | None = None  # behind the broker, instead of on a port
-    due: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: the cut's place has come
-    drained: list[Fact] = field(default_factory=list)  # what it has said of its drains
+    channels: Channels | None = None  # through the broker, instead of a port
+    due: asyncio.Event = field(default_factory=asyncio.Event)  # set when the position of the cut is reached
+    drained: list[Fact] = field(default_factory=list)  # its facts about drains
 
     def __post_init__(self) -> None:
         self._said, self._slow_s = 0, SLOW_S
@@ -59,12 +57,12 @@ class RealWorker:
 
     @property
     def server(self) -> WorkerServer:
-        """What its frontends are connected to."""
+        """The server that frontends connect to."""
         return self._worker.server
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it has registered besides its names. Its prefill counts as slow: a move with the KV cache is worth it."""
+        """Its registration, without names. Its prefill counts as slow, so that a move with the KV cache is faster."""
         assert self._joined is not None
         found = {f.name: getattr(self._joined, f.name) for f in fields(self._joined) if f.name not in NAMES}
         return found | {"profile": replace(self._joined.profile, prefill_tokens_per_s=1.0)}
@@ -87,7 +85,7 @@ class RealWorker:
         await asyncio.wait([self._running])
         if (
             not self._running.cancelled()
-        ):  # else the test has failed, and the other workers are to be stopped, too
+        ):  # otherwise the test has failed, and the other workers must be stopped too
             self._running.result()
 
     def observe(self, fact: Fact, **_: Any) -> str:
@@ -98,22 +96,22 @@ class RealWorker:
         return ""
 
     def drain(self) -> None:
-        """Tell it to drain, as the controller does."""
+        """Drain it, as the controller does."""
         self._worker.commands.on_drain("", {"instance": self.instance})
 
     def cut(self, after: int, slow_s: float = SLOW_S) -> None:
-        """Slow down after so many tokens from now on."""
+        """Slow down after this many tokens from now on."""
         self._said, self._slow_s, self.cut_after = 0, slow_s, after
         self.due.clear()
 
     def heal(self) -> None:
-        """Go on as ever."""
+        """Run at normal speed again."""
         self.cut_after = None
         self.engine.chaos("heal", 0.0)
 
     @property
     def empty(self) -> bool:
-        """Whether it holds nothing for anybody."""
+        """Whether it holds no request, reservation or transfer."""
         load, moves = self.engine.load(), self._worker.server.moves
         return not (load.running or load.waiting or load.kv_used or len(moves.source) or len(moves.target))
 
@@ -125,7 +123,7 @@ class RealWorker:
         self._loop.call_soon_threadsafe(self.due.set)
         if threading.get_ident() == self._thread:
             self.engine.chaos("slow", self._slow_s / SLOWED_STEP_S)
-        else:  # on a thread of its own; to slow it by a factor would be a hang on a busy machine
+        else:  # on its own thread; a slowdown by a factor would look like a hang on a busy machine
             time.sleep(self._slow_s)
 
     def _asked(self, connection: FrontendConnection, request: Generate) -> None:

@@ -1,4 +1,4 @@
-"""The ways from a frontend to its workers: straight to their ports, or through a real broker."""
+"""The roads from a frontend to its workers: directly to their ports, or through a real broker."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,14 +20,14 @@ ROADS = ("tcp", "nats")
 
 @dataclass(frozen=True)
 class Road:
-    """One of them. Frontends and workers have a connection to the broker each, as processes of their own would have."""
+    """A road. Frontends and workers each have their own broker connection, like separate processes."""
 
     name: str
     frontends: Channels | None = None
     workers: Channels | None = None
 
     def lay(self, worker: ScriptedWorker) -> ScriptedWorker:
-        """Let this worker be reached this way, unless it has a way of its own."""
+        """Make this worker reachable by this road, unless it has its own."""
         if self.workers is not None:
             worker.channels = worker.channels or self.workers
         return worker
@@ -35,7 +35,7 @@ class Road:
     def plane(
         self, name: str, limits: PlaneLimits | None = None, key: FleetKey | None = None
     ) -> RequestPlaneClient:
-        """Return a request plane that goes this way."""
+        """Return a request plane for this road."""
         dialers = {PLANE_SCHEME: NatsDialer(self.frontends)} if self.frontends is not None else {}
         return RequestPlaneClient(name, limits, dialers, key)
 

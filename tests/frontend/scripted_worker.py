@@ -1,7 +1,7 @@
-"""A worker in this process that speaks the request plane and fails exactly as it is told.
+"""A worker in this process that speaks the request plane and fails exactly as scripted.
 
-Its next token is a pure function of the whole sequence so far, so any lost, doubled or altered token changes
-all that follows; `undisturbed` says what the answer should have been.
+Its next token is a pure function of the whole sequence so far, so any lost, doubled or altered token changes all that follow.
+`undisturbed` returns the expected answer.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ _numbers = itertools.count()
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """Return what follows `tokens`."""
+    """Return the token after `tokens`."""
     return FIRST + xxhash.xxh32_intdigest(array("q", tokens).tobytes()) % (LAST - FIRST + 1)
 
 
 def undisturbed(
     prompt: Sequence[int], count: int, follow: Callable[[Sequence[int]], int] = next_token
 ) -> list[int]:
-    """Return the `count` tokens that an unbroken worker gives."""
+    """Return the `count` tokens of an undisturbed answer."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(follow(tokens))
@@ -40,13 +40,18 @@ def undisturbed(
 
 @dataclass
 class Act:
-    """How to serve one request: `after` tokens, then `how`. The default serves it to its end.
+    """How to serve one request: `after` tokens, then `how`. The default serves it completely.
 
-    `how`: finish, disconnect (the connection breaks), error (a chunk with `error`), stall (the stream stops,
-    the loop lives and reports a growing step), quiet (the stream stops, the loop and the engine go on), silence
-    (nothing more is said to anyone), finish_late (the
-    last token comes without a finish reason, then the connection breaks), close (its server answers 429, with a Retry-After
-    of `closes_s`).
+    Values of `how`:
+
+    - finish: end normally.
+    - disconnect: break the connection.
+    - error: send a chunk with `error`.
+    - stall: the stream stops; the loop runs and reports a growing step.
+    - quiet: the stream stops; the loop and the engine run.
+    - silence: send nothing more on any stream.
+    - finish_late: send the last token without a finish reason, then break the connection.
+    - close: report that its server answers 429, with a Retry-After of `closes_s`.
     """
 
     after: int | None = None
@@ -60,7 +65,7 @@ class Act:
 
 @dataclass
 class ScriptedWorker:
-    """One worker on a port of its own."""
+    """A worker with its own port."""
 
     name: str = "w1"
     instance: str = "i1"
@@ -71,7 +76,7 @@ class ScriptedWorker:
     always: Act = field(default_factory=Act)
     requests: list[Generate] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    why: list[str] = field(default_factory=list)  # they were cancelled
+    why: list[str] = field(default_factory=list)  # reasons of cancelled streams
     silent: bool = False
     draining: bool = False
     step_age_ms: float = 0.0
@@ -79,13 +84,13 @@ class ScriptedWorker:
     prefill_tokens: int = 0
     others: int = 0  # requests of other frontends
     waiting: int = 0  # requests in its queue
-    closed_s: float = 0.0  # it says that it takes no new requests for so long
+    closed_s: float = 0.0  # seconds for which it reports that it accepts no new requests
     kv_used: int = 0  # of 100 blocks
     kv_used_by_rank: tuple[int, ...] = ()  # of 100 each; empty: it has one rank
     port: int = 0
-    channels: Channels | None = None  # behind the broker, instead of on a port
-    alike: bool = False  # it says that canaries need no mark
-    hellos: list[str] = field(default_factory=list)  # who has connected
+    channels: Channels | None = None  # through the broker, instead of a port
+    alike: bool = False  # it reports that canaries need no mark
+    hellos: list[str] = field(default_factory=list)  # frontends that have connected
 
     def __post_init__(self) -> None:
         self.subject = subjects.plane(self.name, f"{self.instance}-{next(_numbers)}")
@@ -102,14 +107,14 @@ class ScriptedWorker:
 
     @property
     def active(self) -> int:
-        """How many streams are open now."""
+        """Number of open streams."""
         return len(self._tasks)
 
     async def start(self) -> "ScriptedWorker":
         if self.channels is not None:
             self._server = await self.channels.listen(self.subject, self._protocol)
         else:
-            self.port = self.port or free_port()  # where it may start again
+            self.port = self.port or free_port()  # a port on which it can restart
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.started = True
         return self

@@ -1,4 +1,4 @@
-"""What a convicted worker has said: who is named, what is done, and what cannot be known."""
+"""Convictions: which requests are reported as exposed, what is done about them, and what is unknown."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
 
 
 def corrupt(tokens: Sequence[int]) -> int:
-    """Say the wrong token, always."""
+    """Return a wrong token, always."""
     return 259 + (next_token(tokens) + 1 - 259) % 1789
 
 
 async def midway(kit: Kit, bad: ScriptedWorker, good: ScriptedWorker, stream: bool) -> asyncio.Task[Any]:
-    """Have a request on the bad worker that has got some tokens."""
+    """Start a request on the bad worker and return it when it has some tokens."""
     await kit.add(bad)
     await kit.add(good)
     kit.director.table.endpoints[(good.name, good.instance)].begin(requests=50)
@@ -57,7 +57,7 @@ async def midway(kit: Kit, bad: ScriptedWorker, good: ScriptedWorker, stream: bo
     return asking
 
 
-async def test_continue_goes_on_from_what_was_said_and_names_it() -> None:
+async def test_continue_continues_from_the_accepted_tokens_and_reports_them() -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2")
     async with frontend() as kit:
         asking = await midway(kit, bad, good, stream=True)
@@ -79,7 +79,7 @@ async def test_continue_goes_on_from_what_was_said_and_names_it() -> None:
         assert not bad.active
 
 
-async def test_continue_starts_over_where_the_client_has_seen_nothing() -> None:
+async def test_continue_restarts_if_the_client_has_received_nothing() -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2")
     async with frontend() as kit:
         asking = await midway(kit, bad, good, stream=False)
@@ -92,7 +92,9 @@ async def test_continue_starts_over_where_the_client_has_seen_nothing() -> None:
 
 
 @pytest.mark.parametrize(("setting", "stream"), [("restart", True), ("error", True), ("error", False)])
-async def test_error_where_it_cannot_be_unsaid_or_is_set(setting: str, stream: bool) -> None:
+async def test_the_stream_ends_with_an_error_if_tokens_were_sent_or_by_policy(
+    setting: str, stream: bool
+) -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2")
     async with frontend(on_corruption=setting) as kit:
         asking = await midway(kit, bad, good, stream)
@@ -104,14 +106,15 @@ async def test_error_where_it_cannot_be_unsaid_or_is_set(setting: str, stream: b
         assert fact.action == "error"
 
 
-async def test_finished_requests_are_named_and_those_before_the_last_pass_are_not() -> None:
+async def test_finished_requests_are_reported_and_those_before_the_last_pass_are_not() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:
         await kit.complete(PROMPT, 4)
         await asyncio.sleep(0.5)  # more than the margin between two machines' clocks
         kit.tell(canary(CanaryPassed, worker))
         _, _, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
-        kit.tell(canary(CanaryPassed, worker, canary="c2"))  # another canary sees other faults: no absolution
+        # another canary detects other faults, so its pass proves nothing
+        kit.tell(canary(CanaryPassed, worker, canary="c2"))
         convict(kit, worker)
         (fact,) = kit.said(RequestExposed)
         assert (fact.request, fact.first, fact.last) == (headers["X-Request-Id"], 0, 4)
@@ -119,7 +122,7 @@ async def test_finished_requests_are_named_and_those_before_the_last_pass_are_no
         assert kit.said(ExposureUnknown) == []
 
 
-async def test_who_was_exposed_is_named_in_his_own_trace() -> None:
+async def test_an_exposed_request_is_reported_in_its_own_trace() -> None:
     worker, trace = ScriptedWorker("w1"), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with frontend(worker) as kit:
         kit.tell(canary(CanaryPassed, worker))
@@ -130,7 +133,7 @@ async def test_who_was_exposed_is_named_in_his_own_trace() -> None:
         assert [t for fact, t in traces if isinstance(fact, RequestExposed)] == [trace, ""]
 
 
-async def test_numbers_that_are_not_finite_convict_unconfirmed_since_that_canarys_own_pass() -> None:
+async def test_non_finite_numbers_convict_unconfirmed_since_that_canarys_own_pass() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:
         kit.tell(canary(CanaryPassed, worker))
@@ -144,11 +147,11 @@ async def test_numbers_that_are_not_finite_convict_unconfirmed_since_that_canary
         assert kit.said(ExposureUnknown) == []
 
 
-async def test_a_request_that_has_moved_on_is_still_named() -> None:
+async def test_a_request_that_has_moved_is_still_reported() -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2", step_s=0.02)
     async with frontend() as kit:
         asking = await midway(kit, bad, good, stream=True)
-        bad.drop()  # it goes on elsewhere with wrong tokens, before anyone knows
+        bad.drop()  # it continues elsewhere with wrong tokens, before the conviction
         await until(lambda: good.active)
         convict(kit, bad)
         await asking
@@ -157,7 +160,7 @@ async def test_a_request_that_has_moved_on_is_still_named() -> None:
         assert fact.last < 11
 
 
-async def test_beginning_anew_on_a_well_worker_costs_no_budget() -> None:
+async def test_restarting_on_a_healthy_worker_costs_no_budget() -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2", step_s=0.02)
     async with frontend(migration_limit=1) as kit:
         asking = await midway(kit, bad, good, stream=False)
@@ -169,7 +172,7 @@ async def test_beginning_anew_on_a_well_worker_costs_no_budget() -> None:
         assert [fact.action for fact in kit.said(RequestExposed)] == ["restart"]
 
 
-async def test_every_choice_of_an_answer_is_named_as_it_was() -> None:
+async def test_every_choice_of_an_answer_is_reported() -> None:
     bad = ScriptedWorker("w1", follow=corrupt, step_s=0.02)
     async with frontend(bad, on_corruption="error") as kit:
         kit.tell(canary(CanaryPassed, bad))
@@ -198,7 +201,7 @@ async def test_new_requests_do_not_go_to_a_convicted_worker_before_the_decision(
         assert bad.requests == []
 
 
-async def test_a_frontend_that_started_later_says_what_it_cannot_know() -> None:
+async def test_a_frontend_that_started_later_reports_unknown_exposure() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:
         passed = datetime.now(UTC) - timedelta(minutes=5)
@@ -209,7 +212,7 @@ async def test_a_frontend_that_started_later_says_what_it_cannot_know() -> None:
         assert fact.since < fact.until <= datetime.now(UTC)
 
 
-async def test_a_full_memory_says_what_it_has_forgotten() -> None:
+async def test_a_full_memory_reports_what_it_has_dropped() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker, facts=FactSettings(exposure_entries_max=2)) as kit:
         kit.tell(canary(CanaryPassed, worker))
@@ -218,10 +221,10 @@ async def test_a_full_memory_says_what_it_has_forgotten() -> None:
         convict(kit, worker)
         assert len(kit.said(RequestExposed)) == 2
         (fact,) = kit.said(ExposureUnknown)
-        assert "remembers no longer" in fact.why
+        assert "no longer remembers" in fact.why
 
 
-async def test_a_full_memory_never_forgets_who_is_in_the_air() -> None:
+async def test_a_full_memory_never_drops_running_requests() -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2", step_s=0.02)
     async with frontend(facts=FactSettings(exposure_entries_max=2)) as kit:
         asking = await midway(kit, bad, good, stream=True)
@@ -232,7 +235,7 @@ async def test_a_full_memory_never_forgets_who_is_in_the_air() -> None:
         assert [fact.action for fact in kit.said(RequestExposed) if not fact.finished] == ["continue"]
 
 
-async def test_what_was_convicted_before_the_journal_was_read_is_said_to_be_unknown() -> None:
+async def test_convictions_before_the_journal_was_read_are_reported_as_unknown() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker, live=False) as kit:  # as after a restart: the fold is still being read
         passed = datetime.now(UTC) - timedelta(minutes=5)
@@ -243,7 +246,7 @@ async def test_what_was_convicted_before_the_journal_was_read_is_said_to_be_unkn
         assert (fact.worker, fact.instance, fact.since) == ("w1", "i1", passed)
 
 
-async def test_a_conviction_that_came_together_with_the_next_life_names_those_of_the_last() -> None:
+async def test_a_conviction_in_one_batch_with_the_next_life_reports_requests_of_the_last() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:
         kit.tell(canary(CanaryPassed, worker))
@@ -258,7 +261,7 @@ async def test_a_conviction_that_came_together_with_the_next_life_names_those_of
         assert (fact.instance, fact.first, fact.last) == ("i1", 0, 3)
 
 
-async def test_the_next_life_of_a_convicted_worker_is_asked_for_nothing_that_was_computed_before() -> None:
+async def test_the_next_life_of_a_convicted_worker_reuses_nothing_computed_before() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w1", instance="i2")
     async with frontend(one) as kit:
         await kit.complete(PROMPT, 1)
@@ -269,7 +272,7 @@ async def test_the_next_life_of_a_convicted_worker_is_asked_for_nothing_that_was
         assert two.requests[-1].cache_epoch == kit.fleet.workers["w1"].cache_epoch > 0
 
 
-async def test_all_ranks_of_a_convicted_worker_are_named_each_by_its_number() -> None:
+async def test_all_ranks_of_a_convicted_worker_are_reported_by_number() -> None:
     worker = ScriptedWorker("w1", step_s=0.01)
     async with frontend() as kit:
         await kit.add(worker, dp=2)
@@ -280,7 +283,7 @@ async def test_all_ranks_of_a_convicted_worker_are_named_each_by_its_number() ->
         assert set(said.values()) == {0, 1}
 
 
-async def test_history_is_not_acted_on() -> None:
+async def test_history_triggers_no_action() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker, live=False) as kit:
         convict(kit, worker)
@@ -300,7 +303,7 @@ def failure(worker: ScriptedWorker, which: str = "c1") -> Any:
 
 
 def acquitted(worker: ScriptedWorker, number: int) -> HealthChanged:
-    """The decision that takes a convicted worker back."""
+    """Return the decision that returns a convicted worker to service."""
     return HealthChanged(
         number=number,
         worker=worker.name,
@@ -313,7 +316,7 @@ def acquitted(worker: ScriptedWorker, number: int) -> HealthChanged:
     )
 
 
-async def test_a_worker_convicted_and_acquitted_in_one_batch_has_its_requests_named() -> None:
+async def test_a_worker_convicted_and_acquitted_in_one_batch_has_its_requests_reported() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:
         kit.tell(canary(CanaryPassed, worker))
@@ -323,12 +326,12 @@ async def test_a_worker_convicted_and_acquitted_in_one_batch_has_its_requests_na
             failure(worker), passed, acquitted(worker, 1)
         )  # a frontend that was stopped reads it all at once
         assert not kit.director.table.endpoints[("w1", "i1")].corrupt
-        (fact,) = kit.said(RequestExposed)  # the pass that came after the failure absolves nobody
+        (fact,) = kit.said(RequestExposed)  # the pass after the failure clears no request
         assert (fact.first, fact.last) == (0, 3)
         assert kit.said(ExposureUnknown) == []
 
 
-async def test_a_breaker_that_was_quicker_than_the_canary_hides_nobody() -> None:
+async def test_a_breaker_that_opens_before_the_canary_fails_hides_no_exposure() -> None:
     bad = ScriptedWorker("w1", follow=corrupt)
     async with frontend(bad, ScriptedWorker("w2")) as kit:
         kit.tell(canary(CanaryPassed, bad))
@@ -336,7 +339,7 @@ async def test_a_breaker_that_was_quicker_than_the_canary_hides_nobody() -> None
         _, _, finished = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
         bad.always = Act(after=2, how="error", error="non_finite: NaN in the logits")
         for _ in range(3):
-            await kit.complete(PROMPT, 5)  # it goes on elsewhere, and opens this frontend's own breaker
+            await kit.complete(PROMPT, 5)  # it continues elsewhere, and opens this frontend's own breaker
         endpoint = kit.director.table.endpoints[("w1", "i1")]
         assert not kit.director.breakers.allowed(endpoint)
         kit.health(bad, HealthStatus.SUSPICIOUS, 0.5)
@@ -347,7 +350,7 @@ async def test_a_breaker_that_was_quicker_than_the_canary_hides_nobody() -> None
         assert {fact.finished for fact in said} == {True}
 
 
-async def test_nobody_is_named_twice_for_the_same_tokens() -> None:
+async def test_no_token_is_reported_as_exposed_twice() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:
         kit.tell(canary(CanaryPassed, worker, sent_at=datetime.now(UTC) - timedelta(minutes=5)))
@@ -355,7 +358,7 @@ async def test_nobody_is_named_twice_for_the_same_tokens() -> None:
         convict(kit, worker)
         kit.tell(ResumeRequested(worker="w1", instance="i1", by="operator"), acquitted(worker, 1))
         _, _, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
-        convict(kit, worker)  # by the same canary, which has not passed meanwhile
+        convict(kit, worker)  # by the same canary, which has not passed in between
         first, second = kit.said(RequestExposed)
         assert first.request != second.request == headers["X-Request-Id"]
         assert len(kit.said(ExposureUnknown)) == 1  # the time before this frontend started, once
@@ -366,7 +369,7 @@ def before(kit: Kit, *, seconds_ago: float) -> Served:
 
 
 async def restarted(kit: Kit, worker: ScriptedWorker, served: Served | None) -> list[Any]:
-    """Let a worker be convicted and acquitted while no frontend runs; return what the next one says of it."""
+    """Let a worker be convicted and acquitted while no frontend runs. Return the next frontend's reports."""
     kit.tell(failure(worker), *(canary(CanaryPassed, worker) for _ in range(8)), acquitted(worker, 1))
     kit.director = Director(kit.world, kit.director.settings)
     kit.director.absorb(kit.fleet, ())
@@ -374,7 +377,7 @@ async def restarted(kit: Kit, worker: ScriptedWorker, served: Served | None) -> 
     return kit.said(ExposureUnknown)
 
 
-async def test_a_conviction_that_began_and_ended_while_a_frontend_was_down_is_said_to_be_unknown_once() -> (
+async def test_a_conviction_that_began_and_ended_while_a_frontend_was_down_is_reported_as_unknown_once() -> (
     None
 ):
     worker = ScriptedWorker("w1")
@@ -388,7 +391,7 @@ async def test_a_conviction_that_began_and_ended_while_a_frontend_was_down_is_sa
         assert len(kit.said(ExposureUnknown)) == 1
 
 
-async def test_a_frontend_answers_only_for_what_the_one_before_it_served_and_could_not_answer() -> None:
+async def test_a_frontend_reports_only_what_its_predecessor_served_and_could_not_report() -> None:
     for ago, read_it in ((120.0, False), (30.0, True)):
         worker = ScriptedWorker("w1")
         async with frontend(worker, live=False) as kit:
@@ -399,14 +402,14 @@ async def test_a_frontend_answers_only_for_what_the_one_before_it_served_and_cou
             assert await restarted(kit, worker, last) == []
 
 
-async def test_what_nobody_can_have_been_told_is_not_said_of_an_acquitted_worker() -> None:
+async def test_an_acquitted_worker_has_no_exposure_if_no_frontend_served() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker, live=False) as kit:
         kit.tell(canary(CanaryPassed, worker, sent_at=datetime.now(UTC) - timedelta(seconds=60)))
         assert await restarted(kit, worker, None) == []  # no frontend of this name was ever there
 
 
-async def test_what_a_frontend_served_while_it_still_read_is_named() -> None:
+async def test_requests_served_while_a_frontend_still_read_the_journal_are_reported() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker, live=False) as kit:
         kit.tell(canary(CanaryPassed, worker))
@@ -417,7 +420,7 @@ async def test_what_a_frontend_served_while_it_still_read_is_named() -> None:
         assert (fact.first, fact.last) == (0, 3)
 
 
-def test_what_a_frontend_leaves_behind_is_found_again(tmp_path: Path) -> None:
+def test_the_state_left_by_a_frontend_is_found_again(tmp_path: Path) -> None:
     path = served.path_of(tmp_path, "f0")
     assert served.read(path) is None
     left = Served(datetime.now(UTC), 17)
@@ -426,13 +429,13 @@ def test_what_a_frontend_leaves_behind_is_found_again(tmp_path: Path) -> None:
     path.write_text("{}")
     assert served.read(path) is None
     (tmp_path / "plain").write_text("")
-    served.write(tmp_path / "plain" / "x.json", left)  # cannot be written: said, and no more
+    served.write(tmp_path / "plain" / "x.json", left)  # cannot be written: logged only
 
 
 # --- the history ------------------------------------------------------------------------------------------
 
 
-def test_a_stint_says_which_tokens_came_since_an_instant() -> None:
+def test_a_span_knows_which_tokens_came_since_an_instant() -> None:
     served_span = ServedSpan("r", "m", 10, 1)
     for at in range(5):
         served_span.add(float(at), 2)
@@ -442,7 +445,7 @@ def test_a_stint_says_which_tokens_came_since_an_instant() -> None:
     assert served_span.since(4.1) is None
 
 
-def test_a_short_stint_has_no_marks_and_is_known_as_a_whole() -> None:
+def test_a_short_span_has_no_marks_and_is_known_as_a_whole() -> None:
     served_span = ServedSpan("r", "m", 10, 1)
     for at in (1.0, 1.1, 1.2):
         served_span.add(at, 2)
@@ -460,7 +463,7 @@ def test_a_short_stint_has_no_marks_and_is_known_as_a_whole() -> None:
     )
 
 
-def test_a_ring_forgets_what_no_conviction_can_reach() -> None:
+def test_a_history_drops_what_no_conviction_can_reach() -> None:
     history = SpanHistory(100)
     for at in range(10):
         served_span = ServedSpan("r", "m", 0, 1)
@@ -471,7 +474,7 @@ def test_a_ring_forgets_what_no_conviction_can_reach() -> None:
     assert [served_span.last_at for served_span in history.served_spans] == [5.0, 6.0, 7.0, 8.0, 9.0]
 
 
-def test_lives_that_are_gone_are_forgotten() -> None:
+def test_lives_that_have_left_are_dropped() -> None:
     now = datetime.now(UTC)
     exposures = Exposures("f", 10, SystemClock())
     exposures.note(ServedSpan("r", "m", 0, 1, key=("w1", "i1")))

@@ -1,4 +1,4 @@
-"""What the client of a frontend sees that dies: told that it has to stop, its grace over; broken inside; killed."""
+"""What a client sees when its frontend dies: after the grace period, by an error, or killed."""
 
 import asyncio
 import contextlib
@@ -23,17 +23,17 @@ from controller.frontend.settings import FrontendSettings
 from controller.processes.frontend import FrontendProcess
 
 GRACE_S = "0.3"
-TOKENS = 3_000  # nobody waits for them
+TOKENS = 3_000  # more than any test reads
 HEADS = {
     "fast path": "HTTP/1.1\r\nHost: x",
-    "aiohttp": "HTTP/1.1\r\nHost: x\r\nExpect: 100-continue",  # nothing that is plain
+    "aiohttp": "HTTP/1.1\r\nHost: x\r\nExpect: 100-continue",  # not plain
     "HTTP/1.0": "HTTP/1.0",
 }
 
 
 @dataclass
 class Client:
-    """One connection, byte by byte."""
+    """One raw connection."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -41,7 +41,7 @@ class Client:
 
     @classmethod
     async def ask(cls, port: int, head: str, stream: bool) -> "Client":
-        """Send a request for more tokens than anybody waits for."""
+        """Send a request for more tokens than the test reads."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         body = json.dumps(ASK | {"stream": stream, "max_tokens": TOKENS}).encode()
         lines = (
@@ -56,7 +56,7 @@ class Client:
             self.said += await self.reader.read(65536)
 
     async def end(self) -> bytes:
-        """Return all that was said, once the connection has ended. Raise ConnectionResetError if it was broken."""
+        """Return everything received, once the connection has ended. Raise ConnectionResetError if it was broken."""
         while more := await self.reader.read(65536):
             self.said += more
         self.writer.close()
@@ -70,7 +70,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 async def connected(port: int) -> Client:
-    """A streamed request to a frontend that has only begun."""
+    """A streamed request to a frontend that is starting."""
     while True:
         with contextlib.suppress(OSError):
             client = await Client.ask(port, HEADS["fast path"], stream=True)
@@ -86,7 +86,7 @@ def port_of(rig: Rig) -> int:
 
 
 async def started(rig: Rig) -> Process:
-    """A frontend of little grace, before one worker."""
+    """A frontend with a short grace period, and one worker."""
     port, own = free_port(), free_port()
     await rig.worker("w0", port)
     flags = ("--name", "f0", "--static", f"127.0.0.1:{port}", "--port", str(own), "--grace-s", GRACE_S)
@@ -98,7 +98,7 @@ async def started(rig: Rig) -> Process:
     return frontend
 
 
-async def test_after_the_grace_a_stream_ends_with_an_error_event_and_a_clean_end(rig: Rig) -> None:
+async def test_after_the_grace_period_a_stream_ends_with_an_error_event_and_a_clean_end(rig: Rig) -> None:
     frontend = await started(rig)
     async with asyncio.timeout(60):
         streams = {name: await Client.ask(port_of(rig), head, stream=True) for name, head in HEADS.items()}
@@ -119,10 +119,10 @@ async def test_after_the_grace_a_stream_ends_with_an_error_event_and_a_clean_end
         assert await frontend.wait() == 0
 
 
-async def test_a_frontend_that_breaks_inside_ends_its_streams_so_as_well(tmp_path: Path) -> None:
+async def test_a_frontend_with_an_internal_error_also_ends_its_streams_cleanly(tmp_path: Path) -> None:
     class Broken(FrontendProcess):
         async def drain(self, api: Api, listeners: Listeners) -> None:
-            raise RuntimeError("a mistake of ours")
+            raise RuntimeError("an internal error")
 
     worker = ScriptedWorker("w1", step_s=0.01)
     await worker.start()
@@ -141,11 +141,11 @@ async def test_a_frontend_that_breaks_inside_ends_its_streams_so_as_well(tmp_pat
     finally:
         running.cancel()
         await worker.stop()
-    assert raised.group_contains(RuntimeError, match="a mistake of ours")
+    assert raised.group_contains(RuntimeError, match="an internal error")
     assert said.count(b'"error"') == 1 and said.endswith(b"}}\n\n\r\n0\r\n\r\n"), said[-80:]
 
 
-async def test_what_is_only_being_read_when_the_grace_is_over_is_told_so() -> None:
+async def test_a_request_still_being_tokenized_at_the_end_of_the_grace_period_gets_an_error() -> None:
     reading, goes_on = asyncio.Event(), asyncio.Event()
 
     async def tokens(name: str) -> Tokens:
@@ -163,7 +163,7 @@ async def test_what_is_only_being_read_when_the_grace_is_over_is_told_so() -> No
         assert not worker.requests
 
 
-async def test_after_a_kill_a_stream_breaks_off_without_any_end(rig: Rig) -> None:
+async def test_after_a_kill_a_stream_ends_without_a_final_chunk(rig: Rig) -> None:
     frontend = await started(rig)
     async with asyncio.timeout(60):
         client = await Client.ask(port_of(rig), HEADS["fast path"], stream=True)
@@ -174,4 +174,6 @@ async def test_after_a_kill_a_stream_breaks_off_without_any_end(rig: Rig) -> Non
         except ConnectionResetError:
             said = client.said
         assert b'"error"' not in said and b"[DONE]" not in said
-        assert not said.endswith(b"0\r\n\r\n"), "by which HTTP/1.1 tells an end from a break"
+        assert not said.endswith(b"0\r\n\r\n"), (
+            "the final chunk distinguishes an end from a break in HTTP/1.1"
+        )

@@ -1,4 +1,4 @@
-"""The frontend as a process of its own, before real worker processes: it survives them, and it ends well."""
+"""The frontend as a separate process, with real worker processes: it survives them and ends cleanly."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ ASK = {"model": "m", "prompt": [300, 301, 302], "max_tokens": 60, "temperature":
 
 
 class Rig(Roles):
-    """Workers, and frontends that know where they are."""
+    """Workers, and frontends configured with their addresses."""
 
     url = ""
 
@@ -47,7 +47,7 @@ class Rig(Roles):
             return answer.status == 200 and len((await answer.json())["workers"]) == workers
 
     async def serves(self, name: str) -> bool:
-        """Say whether this frontend has a request now."""
+        """Return whether this frontend has a request in progress."""
         async with self.http.get(self.admin(name) + "/metrics") as answer:
             return 'dynamo_frontend_active_requests{model="m"} 1.0' in await answer.text()
 
@@ -78,7 +78,7 @@ NO_HTTP = [
 ]
 
 
-async def test_a_request_that_is_no_http_gets_a_400_and_no_line_that_quotes_it(rig: Rig) -> None:
+async def test_a_request_that_is_not_http_gets_a_400_and_is_not_quoted_in_a_log(rig: Rig) -> None:
     worker, port = free_port(), free_port()
     await rig.worker("w0", worker)
     await rig.frontend("f0", port, worker)
@@ -91,14 +91,14 @@ async def test_a_request_that_is_no_http_gets_a_400_and_no_line_that_quotes_it(r
                     await asyncio.sleep(0.1)  # a packet each
                 answer = await reader.readuntil(b"\r\n\r\n")
                 assert b" 400 Bad Request" in answer.splitlines()[0]
-                await reader.read()  # to its end: nobody knows where the next request begins
+                await reader.read()  # read to the end: the start of the next request is unknown
                 while "aiohttp" not in rig.log.read_text():  # noqa: ASYNC110 (another process)
                     await asyncio.sleep(0.05)
         finally:
             writer.close()
     said = [json.loads(line) for line in rig.log.read_text().splitlines()]
     levels = [line["level"] for line in said if line.get("library") == "aiohttp.server"]
-    assert levels == ["warning"], "of the one whose head is none"
+    assert levels == ["warning"], "of the request without a valid head"
     assert "Traceback" not in str(said) and "secret" not in str(said)
 
 
@@ -117,10 +117,10 @@ async def test_kill_nine_in_the_middle_of_a_stream(rig: Rig) -> None:
         events = await rig.stream(kill, **how)
         assert text_of(events) == whole
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert text_of(await rig.stream(**how)) == whole  # and new requests find those that live
+        assert text_of(await rig.stream(**how)) == whole  # new requests go to live workers
 
 
-async def test_a_stopped_worker_is_left_and_a_stopped_frontend_accuses_nobody(rig: Rig) -> None:
+async def test_a_stopped_worker_is_left_and_a_stopped_frontend_blames_no_worker(rig: Rig) -> None:
     ports = [free_port(), free_port()]
     workers = {f"static-{n}": await rig.worker(f"w{n}", port) for n, port in enumerate(ports)}
     front = await rig.frontend("f0", free_port(), *ports)
@@ -135,16 +135,16 @@ async def test_a_stopped_worker_is_left_and_a_stopped_frontend_accuses_nobody(ri
     async def sleep_through(count: int, worker: str) -> None:
         if count == 20:
             front.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(1.0)  # the workers go on, and all of it comes at once
+            await asyncio.sleep(1.0)  # the workers continue, and all of it arrives at once
             front.send_signal(signal.SIGCONT)
 
     for _ in range(3):
         before = await hangs()
         assert text_of(await rig.stream(sleep_through)) == whole
         if await hangs() == before:
-            break  # else a worker stood still as well, as the machine may let it: not each time
+            break  # otherwise a worker was stopped by the machine as well, which does not happen every time
     else:
-        pytest.fail("it accuses its workers of its own stop")
+        pytest.fail("it blames its workers for its own stop")
 
     async def stop(count: int, worker: str) -> None:
         if count == 20:
@@ -154,7 +154,9 @@ async def test_a_stopped_worker_is_left_and_a_stopped_frontend_accuses_nobody(ri
     assert await hangs() > before
 
 
-async def test_while_a_frontend_reaches_nobody_the_other_one_of_its_port_gets_what_comes(rig: Rig) -> None:
+async def test_while_a_frontend_reaches_no_worker_the_other_one_on_its_port_gets_the_requests(
+    rig: Rig,
+) -> None:
     port, shared = free_port(), free_port()
     await rig.worker("w0", port)
     await rig.frontend("f0", shared, port)
@@ -167,7 +169,7 @@ async def test_while_a_frontend_reaches_nobody_the_other_one_of_its_port_gets_wh
             return answer.status
 
     assert serving() == 1
-    static = f"127.0.0.1:{free_port()}"  # nobody listens there
+    static = f"127.0.0.1:{free_port()}"  # no process listens there
     await rig.start("frontend", "--name", "f1", "--static", static, "--port", str(shared))
     async with asyncio.timeout(20):
         while not rig.admin("f1"):  # noqa: ASYNC110 (another process)
@@ -180,11 +182,11 @@ async def test_while_a_frontend_reaches_nobody_the_other_one_of_its_port_gets_wh
             assert status == 200
             await asyncio.sleep(0.005)
         assert time.monotonic() - began > 1.0
-        while await health() == 200:  # noqa: ASYNC110 (in the end it says itself that it has nobody)
+        while await health() == 200:  # noqa: ASYNC110 (finally it reports itself that it has no worker)
             await asyncio.sleep(0.005)
 
 
-async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_what_is_new(rig: Rig) -> None:
+async def test_sigterm_finishes_requests_in_flight_and_the_other_frontend_gets_new_ones(rig: Rig) -> None:
     port, shared = free_port(), free_port()
     await rig.worker("w0", port)
     first, second = [await rig.frontend(name, shared, port) for name in ("f0", "f1")]
@@ -195,7 +197,7 @@ async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_w
             begun.set()
 
     async with asyncio.timeout(30):
-        while True:  # until the kernel gives the connection to the first
+        while True:  # until the kernel assigns the connection to the first
             begun.clear()
             streaming = asyncio.create_task(rig.stream(note, max_tokens=500))
             await begun.wait()
@@ -206,7 +208,7 @@ async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_w
     seen: list[tuple[str, int]] = []
 
     async def look() -> None:
-        """Ask the first frontend how it is, until nobody answers any more."""
+        """Probe the first frontend until it no longer answers."""
         with suppress(aiohttp.ClientError):
             while True:
                 for path in ("/ready", "/live"):
@@ -226,13 +228,13 @@ async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_w
     assert await asyncio.wait_for(first.wait(), 20) == 0
     await looking
     ready = [code for path, code in seen if path == "/ready"]
-    assert ready == sorted(ready) and ready[-1] == 503, "never ready again"
-    assert {code for path, code in seen if path == "/live"} == {200}, "it lives until the end"
+    assert ready == sorted(ready) and ready[-1] == 503, "it never becomes ready again"
+    assert {code for path, code in seen if path == "/live"} == {200}, "it is alive until the end"
     second.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(second.wait(), 20) == 0
 
 
-async def test_what_the_grace_does_not_suffice_for_is_cut_off_with_an_error(rig: Rig) -> None:
+async def test_streams_that_exceed_the_grace_period_end_with_an_error(rig: Rig) -> None:
     port, own = free_port(), free_port()
     await rig.worker("w0", port)
     flags = ("--name", "f0", "--static", f"127.0.0.1:{port}", "--port", str(own), "--grace-s", "0.3")
@@ -269,7 +271,7 @@ async def occupied() -> AsyncIterator[int]:
         yield int(holder.getsockname()[1])
 
 
-async def test_a_taken_port_is_one_sentence_and_exit_one(rig: Rig, nats_url: str) -> None:
+async def test_a_port_in_use_gives_one_sentence_and_exit_code_one(rig: Rig, nats_url: str) -> None:
     async with occupied() as port:
         process = await rig.start("frontend", "--port", str(port), HOLDFAST_NATS_URL=nats_url)
         assert await asyncio.wait_for(process.wait(), 20) == 1

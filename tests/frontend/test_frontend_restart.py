@@ -1,4 +1,4 @@
-"""A frontend that dies: the next one of its name answers for what it cannot have answered for. With a real broker."""
+"""A frontend dies, and the next one of its name reports what it could not report. With a real broker."""
 
 import os
 import subprocess
@@ -52,13 +52,13 @@ async def unknown(journal: NatsJournal) -> list[ExposureUnknown]:
     return found
 
 
-async def test_a_conviction_that_a_dead_frontend_missed_is_answered_for_once(
+async def test_a_conviction_that_a_dead_frontend_missed_is_reported_once(
     nats_url: str, tmp_path: Path, eventually: Eventually
 ) -> None:
     path = served.path_of(tmp_path, "f0")
 
     async def serve(seq: int) -> None:
-        """Let the frontend run until it has left behind that it has read so far."""
+        """Let the frontend run until it has stored that it has read up to this event."""
         began = datetime.now(UTC)
 
         def so_far() -> bool:
@@ -76,9 +76,10 @@ async def test_a_conviction_that_a_dead_frontend_missed_is_answered_for_once(
         await serve(2)
         failed = canary(CanaryFailed, reason="token_mismatch", confirmed=True, golden="agreed")
         journal.observe(failed)
-        journal.observe(ResumeRequested(worker="w1", instance="i1"))  # acquitted before the frontend is back
+        # acquitted before the frontend runs again
+        journal.observe(ResumeRequested(worker="w1", instance="i1"))
         assert await journal.flush(5)
-        await serve(5)  # and then it has said what it had to say
+        await serve(5)  # by then it has reported everything
         await serve(5)
         (fact,) = await unknown(journal)
         assert (fact.frontend, fact.worker, fact.instance) == ("f0", "w1", "i1")

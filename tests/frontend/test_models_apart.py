@@ -1,4 +1,4 @@
-"""Several models in one fleet, and engines that give text instead of tokens."""
+"""Several models in one fleet, and engines that return text instead of tokens."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ from events.observations import RequestExposed, RequestMigrated, RequestsServed,
 PROMPT = [300, 301, 302]
 
 
-async def test_a_request_never_moves_across_models() -> None:
+async def test_a_request_never_moves_to_another_model() -> None:
     one, two = ScriptedWorker("w1", model="m"), ScriptedWorker("w2", model="other")
     async with frontend(one, two, reroute_s=0.2) as kit:
         for _ in range(4):
@@ -33,7 +33,7 @@ async def test_a_request_never_moves_across_models() -> None:
         assert len(two.requests) == 1
 
 
-async def test_a_slow_model_makes_its_workers_not_slow() -> None:
+async def test_a_slow_model_does_not_make_its_workers_slow() -> None:
     small, large = ScriptedWorker("w1"), ScriptedWorker("w2", model="large", step_s=0.03)
     async with frontend(small, large, facts=FactSettings(window_s=1.0, slow_tokens_min=1)) as kit:
         for model in ("m", "large"):
@@ -43,14 +43,14 @@ async def test_a_slow_model_makes_its_workers_not_slow() -> None:
 
 
 class TextWorker:
-    """An upstream that gives text and no token ids; its first life breaks after three pieces."""
+    """An upstream that returns text without token ids; its first life breaks after three pieces."""
 
     def __init__(self, name: str, breaks: bool) -> None:
         self.name, self.breaks = name, breaks
         self.instance, self.model, self.port = "i1", "m", 0
         self.started = False
         self.requests: list[wire.Generate] = []
-        self.hold: asyncio.Event | None = None  # waits for it before the answer's end
+        self.hold: asyncio.Event | None = None  # wait for it before the end of the answer
         self._server: asyncio.Server | None = None
 
     @property
@@ -95,7 +95,7 @@ class TextWorker:
         return rest[:3] if self.breaks else rest
 
 
-async def test_b33_engines_that_only_know_text_move_and_are_marked_approximate() -> None:
+async def test_b33_text_engines_move_and_are_marked_approximate() -> None:
     first, second = TextWorker("w1", breaks=True), TextWorker("w2", breaks=False)
     async with frontend() as kit:
         for worker in (first, second):
@@ -111,7 +111,7 @@ async def test_b33_engines_that_only_know_text_move_and_are_marked_approximate()
         assert body["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_logprobs_are_not_promised_for_text() -> None:
+async def test_logprobs_are_refused_for_text_engines() -> None:
     worker = TextWorker("w1", breaks=False)
     async with frontend() as kit:
         await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ async def test_logprobs_are_not_promised_for_text() -> None:
         ("simulated", {"temperature": 0.7, "presence_penalty": 1}, True),
     ],
 )
-async def test_a_continuation_on_another_server_that_starts_anew_is_not_called_exact(
+async def test_a_continuation_on_another_server_that_restarts_is_not_reported_as_exact(
     engine: str, asked: dict[str, Any], exact: bool
 ) -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
@@ -147,7 +147,7 @@ async def test_a_continuation_on_another_server_that_starts_anew_is_not_called_e
 
 
 class Echo(TextWorker):
-    """Says what it was asked."""
+    """Echoes its prompt."""
 
     def _pieces(self, frame: wire.Generate) -> list[str]:
         return [f"[{frame.prompt_text}]"]
@@ -155,7 +155,7 @@ class Echo(TextWorker):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("cut", "said"), [(2, "ab"), (3, "ab"), (4, "abé")])  # 3: inside of é
-async def test_what_came_as_tokens_is_told_as_text_to_an_engine_that_takes_only_text(
+async def test_tokens_are_sent_as_text_to_an_engine_that_accepts_only_text(
     stream: bool, cut: int, said: str
 ) -> None:
     ids = TOKENS.encode("abé", special=False)
@@ -180,7 +180,7 @@ async def test_what_came_as_tokens_is_told_as_text_to_an_engine_that_takes_only_
 
 
 async def test_pieces_of_text_are_replayed_as_one_text(tmp_path: Path) -> None:
-    """llama-server's way: token ids in, text out; with a tokenizer that begins every text with a space."""
+    """Like llama-server: token ids in, text out; with a tokenizer that starts every text with a space."""
     tokenizer = sentencepiece_like()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     first, second = TextWorker("w1", breaks=True), TextWorker("w2", breaks=False)
@@ -195,7 +195,7 @@ async def test_pieces_of_text_are_replayed_as_one_text(tmp_path: Path) -> None:
         assert body["usage"]["completion_tokens"] == whole - prompt
 
 
-async def test_a_corrupt_text_that_nobody_has_seen_is_begun_anew() -> None:
+async def test_a_corrupt_text_that_no_client_has_received_is_restarted() -> None:
     bad, good = TextWorker("w1", breaks=False), TextWorker("w2", breaks=False)
     bad.hold = asyncio.Event()
     async with frontend(on_corruption="restart") as kit:
@@ -218,7 +218,7 @@ async def test_a_corrupt_text_that_nobody_has_seen_is_begun_anew() -> None:
         bad.hold.set()
 
 
-async def test_token_engines_are_not_sent_the_text() -> None:
+async def test_text_is_not_sent_to_token_engines() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         text, _ = await kit.complete("hello", 3)
@@ -226,5 +226,5 @@ async def test_token_engines_are_not_sent_the_text() -> None:
         assert text == TOKENS.decode(undisturbed(TOKENS.encode("hello", special=True), 3))
 
 
-def test_a_plane_that_wants_nobody_is_connected_to_nobody() -> None:
+def test_a_plane_without_wanted_workers_connects_to_none() -> None:
     assert RequestPlaneClient("f").connected == {}

@@ -1,4 +1,7 @@
-"""No object that belongs to a client's request shows what the client said when it is written into a log or an error."""
+"""The repr of an object of a client's request never contains client text.
+
+Logs and errors show it.
+"""
 
 import importlib
 import pkgutil
@@ -11,8 +14,8 @@ from events.blocks import BlockNames
 from events.wire import Sampling
 
 
-def test_dataclasses_with_an_identity_have_no_generated_repr() -> None:
-    """They refer to the driver and to requests: a generated one prints prompts, and all live requests."""
+def test_dataclasses_with_identity_have_no_generated_repr() -> None:
+    """They refer to the driver and to requests: a generated repr would print prompts and all live requests."""
     found = {
         kind
         for module in pkgutil.walk_packages(controller.frontend.__path__, "controller.frontend.")
@@ -26,7 +29,7 @@ def test_dataclasses_with_an_identity_have_no_generated_repr() -> None:
     assert [kind for kind in found if "__repr__" in vars(kind)] == []
 
 
-def test_a_choice_is_named_by_its_request() -> None:
+def test_a_choice_is_represented_by_its_request_id() -> None:
     request = GenerationRequest(
         id="r1",
         model="m",

@@ -1,4 +1,4 @@
-"""What a frontend's metrics say whenever somebody looks: of each worker's last answer, and of what is counted plainly."""
+"""A frontend's metrics at each scrape: each worker's last answer, and plain counts."""
 
 from frontend_kit import frontend
 from hypothesis import given
@@ -19,16 +19,16 @@ async def test_metrics_show_each_workers_last_answer() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         await kit.complete(PROMPT, 4)
-        await kit.complete(PROMPT[:2], 1)  # a single token says nothing of the time between tokens
+        await kit.complete(PROMPT[:2], 1)  # a single token says nothing about the time between tokens
         between = kit.counted(f"{LAST}inter_token_latency_seconds", "worker_id")
         assert set(between) == {("w1",)}
         assert kit.counted(f"{LAST}input_sequence_tokens", "worker_id") == {("w1",): 2}
-        await kit.complete(PROMPT, 1)  # after somebody has looked
+        await kit.complete(PROMPT, 1)  # after a scrape
         assert kit.counted(f"{LAST}inter_token_latency_seconds", "worker_id") == between
         assert kit.counted(f"{LAST}input_sequence_tokens", "worker_id") == {("w1",): len(PROMPT)}
 
 
-async def test_metrics_show_no_last_answer_of_a_worker_that_went_before_anybody_looked() -> None:
+async def test_metrics_omit_the_last_answer_of_a_worker_that_left_before_the_scrape() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         await kit.complete(PROMPT, 4)
@@ -37,10 +37,10 @@ async def test_metrics_show_no_last_answer_of_a_worker_that_went_before_anybody_
         assert 'worker_id="w1"' not in kit.director.render_metrics().decode()
 
 
-def test_the_counts_of_requests_read_as_the_client_library_writes_them() -> None:
+def test_counts_of_requests_render_like_the_client_library_does() -> None:
     metrics = FrontendMetrics()
     requests = metrics.requests
-    assert metrics.render() == generate_latest(metrics.registry), "nothing was counted yet"
+    assert metrics.render() == generate_latest(metrics.registry), "nothing is counted yet"
     for name in ("z", 'a"\n', "z"):
         requests.ended.labels(name, "completions", "unary", "success", "").inc(9_999_999)
         requests.active.labels(name).inc()
@@ -53,7 +53,7 @@ def test_the_counts_of_requests_read_as_the_client_library_writes_them() -> None
 
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=40))
-def test_a_noted_value_counts_as_an_added_one_whenever_somebody_looks(
+def test_a_noted_value_counts_like_an_added_one_at_any_scrape(
     values: list[tuple[float, bool]],
 ) -> None:
     row = token_histogram("h", "Says.", bounds=(0.5, 1, 30))
@@ -66,7 +66,7 @@ def test_a_noted_value_counts_as_an_added_one_whenever_somebody_looks(
     assert list(noted.collect()) == list(added.collect())
 
 
-async def test_what_was_noted_does_not_pile_up_until_somebody_looks() -> None:
+async def test_noted_values_do_not_pile_up_between_scrapes() -> None:
     async with frontend(ScriptedWorker()) as kit:
         await kit.complete(PROMPT, 4)
         kit.director.tick()

@@ -1,4 +1,4 @@
-"""The line before busy workers: best tier first, fairly between clients by work, newest first when it is over its target."""
+"""The queue for busy workers: by tier, fair between clients, newest first when over its target."""
 
 import itertools
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ NUMBERS = itertools.count()
 class Placed(QueuedRequest):
     """A request with a name."""
 
-    who: str = ""
+    label: str = ""
 
 
 def place(
-    who: str, tier: int = 0, client: str = "a", work: float = 1.0, since: float = 0.0, latest: float = 10.0
+    label: str, tier: int = 0, client: str = "a", work: float = 1.0, since: float = 0.0, latest: float = 10.0
 ) -> Placed:
-    return Placed("m", None, tier, client, work, since, latest, number=next(NUMBERS), who=who)
+    return Placed("m", None, tier, client, work, since, latest, number=next(NUMBERS), label=label)
 
 
-def who(request: QueuedRequest | None) -> str:
+def label(request: QueuedRequest | None) -> str:
     assert isinstance(request, Placed)
-    return request.who
+    return request.label
 
 
 def line_of(*places: Placed) -> Line:
@@ -39,13 +39,13 @@ def line_of(*places: Placed) -> Line:
 
 
 def served(line: Line, count: int, now: float = 1.0) -> list[str]:
-    """Serve so many, and return who they are."""
+    """Serve this many requests and return their names."""
     order = []
     for _ in range(count):
         head = line.head(now)
         assert head is not None
         line.remove(head, served=True)
-        order.append(who(head))
+        order.append(label(head))
     return order
 
 
@@ -55,7 +55,7 @@ def test_one_client_of_one_tier_is_served_in_the_order_of_arrival() -> None:
     assert line.head(1.0) is None and len(line) == 0
 
 
-def test_the_better_tier_goes_first_whenever_it_came() -> None:
+def test_the_better_tier_is_served_first_whatever_its_arrival() -> None:
     line = line_of(place("late", 2), place("usual", 1), place("best", 0))
     assert served(line, 3) == ["best", "usual", "late"]
 
@@ -72,39 +72,39 @@ def test_fair_is_by_work_and_not_by_requests() -> None:
     )
     order = served(line, 10)
     work = {"a": 0.0, "b": 0.0}
-    for who in order[:10]:
-        work["a" if who.startswith("long") else "b"] += 4.0 if who.startswith("long") else 1.0
+    for name in order[:10]:
+        work["a" if name.startswith("long") else "b"] += 4.0 if name.startswith("long") else 1.0
     assert work == {"a": 8.0, "b": 8.0}
 
 
-def test_who_comes_back_begins_where_the_others_stand() -> None:
+def test_a_client_that_returns_starts_at_the_account_of_the_others() -> None:
     line = line_of(place("a0", client="a"), *(place(f"b{n}", client="b") for n in range(9)))
     served(line, 7)
     line.push(place("a1", client="a"))
     line.push(place("a2", client="a"))
-    assert served(line, 3).count("a1") == 1, "no credit was saved up meanwhile"
+    assert served(line, 3).count("a1") == 1, "no credit was saved up in the meantime"
     assert len(line) == 2
 
 
-def test_an_account_is_not_lost_by_leaving_the_line_for_a_moment() -> None:
+def test_an_account_is_not_lost_by_leaving_the_queue_for_a_moment() -> None:
     line = line_of(place("a0", client="a", work=5.0), *(place(f"b{n}", client="b") for n in range(9)))
     assert served(line, 1) == ["a0"]
     line.push(place("a1", client="a"))
     assert served(line, 5) == ["b0", "b1", "b2", "b3", "b4"]
 
 
-def test_accounts_of_clients_who_wait_for_nothing_are_bounded() -> None:
+def test_accounts_of_clients_without_waiting_requests_are_bounded() -> None:
     line = line_of(*(place(f"x{n}", client="x") for n in range(4)))
     for n in range(OWED_MAX + 50):
         line.push(place("one", client=f"c{n}", work=9.0))
         head = line.head(1.0)
-        while head is not None and who(head) != "one":
+        while head is not None and label(head) != "one":
             line.remove(head, served=True)
             line.push(place("x", client="x"))
             head = line.head(1.0)
         assert head is not None
         line.remove(head, served=True)
-    tier = next(iter(line._tiers.values()))  # nothing else shows them
+    tier = next(iter(line._tiers.values()))  # no public attribute shows them
     assert len(tier._owed) <= OWED_MAX
 
 
@@ -112,36 +112,36 @@ def test_over_its_target_for_an_interval_the_newest_is_served_and_below_it_the_o
     line = line_of(*(place(f"r{n}", since=float(n), latest=n + 10.0) for n in range(4)))
     target = 10.0 * USED_UP
     head = line.head(target - 0.01)
-    assert who(head) == "r0"
+    assert label(head) == "r0"
     head = line.head(target + 0.01)
-    assert who(head) == "r0", "not yet for an interval"
+    assert label(head) == "r0", "not yet for an interval"
     head = line.head(target + 0.02 + INTERVAL_S)
-    assert who(head) == "r3"
+    assert label(head) == "r3"
     line.remove(next(iter(line)))  # the oldest is late
     head = line.head(target + 0.03 + INTERVAL_S)
-    assert who(head) == "r1", "the next one has used up less"
+    assert label(head) == "r1", "the next one has used up less"
 
 
-def test_who_leaves_costs_his_client_nothing() -> None:
+def test_a_request_that_leaves_costs_its_client_nothing() -> None:
     gone = place("gone", client="a", work=9.0)
     line = line_of(gone, place("a1", client="a"), place("b0", client="b"))
     line.remove(gone)
     line.remove(gone)
-    assert len(line) == 2, "twice is once"
+    assert len(line) == 2, "removing twice has no further effect"
     assert served(line, 2) == ["a1", "b0"]
 
 
 @pytest.mark.parametrize(
     ("tier", "client", "before"),
     [
-        (0, "new", 2.0),  # the premium's own work, none of the others
-        (1, "a", 2.0 + 3.0 + 1.0),  # all that its client waits for, and as much of the other one
+        (0, "new", 2.0),  # the work of premium alone
+        (1, "a", 2.0 + 3.0 + 1.0),  # all the work of its client, and as much of the other one
         (1, "b", 2.0 + 1.0 + 2.0),
-        (1, "new", 2.0 + 2.0),  # one of each who stands in front
+        (1, "new", 2.0 + 2.0),  # one of each client in front
         (2, "new", 2.0 + 4.0),
     ],
 )
-def test_what_goes_before_is_the_better_tiers_and_a_fair_share_of_the_own(
+def test_work_before_a_request_is_the_better_tiers_and_a_fair_share_of_its_own(
     tier: int, client: str, before: float
 ) -> None:
     line = line_of(
@@ -165,7 +165,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_nobody_is_lost_or_served_twice_and_work_adds_up(steps: list[Step]) -> None:
+def test_no_request_is_lost_or_served_twice_and_the_work_adds_up(steps: list[Step]) -> None:
     line: Line = Line()
     waiting: dict[QueuedRequest, None] = {}
     for number, (what, tier, client, work) in enumerate(steps):
@@ -188,12 +188,14 @@ def test_nobody_is_lost_or_served_twice_and_work_adds_up(steps: list[Step]) -> N
         assert len(line) == len(waiting)
         assert set(line) == set(waiting)
         whole = sum(one.work for one in waiting)
-        assert line.before(3, "x") == pytest.approx(whole, abs=1e-6), "behind all tiers is all work"
+        assert line.before(3, "x") == pytest.approx(whole, abs=1e-6), "all work is before the last tier"
 
 
 @given(STEPS)
-def test_a_client_who_waits_is_never_behind_another_by_more_than_one_request(steps: list[Step]) -> None:
-    """Of two that wait all the time, what was taken for them differs by a request of each at most (start-time fair queueing)."""
+def test_a_waiting_client_is_never_behind_another_by_more_than_one_request(steps: list[Step]) -> None:
+    """For two clients that wait all the time, the work served differs by at most one request of each (start-time fair
+    queueing).
+    """
     line: Line = Line()
     had = dict.fromkeys(CLIENTS, 0.0)
     for client in CLIENTS:

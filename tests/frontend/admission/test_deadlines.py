@@ -1,6 +1,7 @@
-"""Admission by deadlines, through a whole frontend before simulated engines, in virtual time.
+"""Admission by deadlines, through a whole frontend with simulated engines, in virtual time.
 
-A worker runs two requests at once, reads 10,000 prompt tokens a second and says a token each 10 ms: 100 tokens take a second.
+A worker runs two requests at once, prefills 10,000 prompt tokens per second and generates a token every 10 ms: 100 tokens take
+a second.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from workers.engines.simulated.timing import ConstantTiming, StepPlan
 LOOP = VirtualLoop
 SHAPE = EngineShape(context_tokens=16_384, kv_blocks=4096, batch_max=2, waiting_max=64)
 TIMING = ConstantTiming(itl_s=0.01, prefill_tokens_per_s=10_000)
-SECOND = 100  # tokens that take one
+SECOND = 100  # tokens that take one second
 LONG = [300 + n * n % 1700 for n in range(12_000)]
 CONTROL: dict[str, Any] = {"admission_control": "deadline"}
 
@@ -64,14 +65,14 @@ def coming(
 
 
 async def asked(one: VirtualFrontend, *requests: Coming, retries: int = 0) -> list[Attempt]:
-    """Let requests come, and return what became of each, in the order of their coming."""
+    """Send these requests at their times, and return their outcomes in order of arrival."""
     clients = Clients([one], retries)
     await clients.run(requests)
     return sorted(clients.attempts, key=lambda attempt: (attempt.coming.key, attempt.number))
 
 
 async def answer(one: VirtualFrontend, **asked: Any) -> web.Response:
-    """Return the answer to one request that is not streamed."""
+    """Return the response to one request that is not streamed."""
     body = {"model": "sim", "prompt": [300, 301], "max_tokens": 4, "ignore_eos": True}
     body |= {name: asked.pop(name) for name in list(asked) if name in ("prompt", "max_tokens", "user")}
     id, tier = asked.pop("id", ""), asked.pop("tier", "standard")
@@ -84,7 +85,7 @@ async def answer(one: VirtualFrontend, **asked: Any) -> web.Response:
 async def busy(
     one: VirtualFrontend, places: int = 2, seconds: float = 100.0
 ) -> list["asyncio.Task[web.Response]"]:
-    """Fill a worker's places for so long."""
+    """Fill a worker's slots for this long."""
     tasks = [
         asyncio.create_task(answer(one, max_tokens=int(seconds * SECOND), deadline_s=60.0))
         for _ in range(places)
@@ -99,14 +100,14 @@ async def ended(tasks: "list[asyncio.Task[web.Response]]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_where_there_is_room_a_request_is_answered_at_once() -> None:
+async def test_a_request_is_answered_at_once_while_there_is_room() -> None:
     async with world(machines(), settings()) as (one,):
         (attempt,) = await asked(one, coming(0, deadline_s=0.5))
         assert attempt.status == 200 and attempt.good
         assert attempt.first_s is not None and attempt.first_s < 0.01
 
 
-async def test_who_would_be_served_in_time_waits_and_is() -> None:
+async def test_a_request_that_would_be_served_in_time_waits_and_is_served() -> None:
     async with world(machines(), settings()) as (one,):
         attempts = await asked(one, *(coming(key, deadline_s=10.0) for key in range(6)))
         assert [attempt.status for attempt in attempts] == [200] * 6
@@ -115,7 +116,7 @@ async def test_who_would_be_served_in_time_waits_and_is() -> None:
         assert waited == [0, 0, 1, 1, 2, 2]
 
 
-async def test_who_would_not_be_is_refused_at_once_and_told_when_to_come_back() -> None:
+async def test_a_request_that_would_be_late_is_refused_at_once_with_a_retry_time() -> None:
     async with world(machines(), settings()) as (one,):
         places = await busy(one)
         response = await answer(one, max_tokens=SECOND, deadline_s=0.2)
@@ -132,7 +133,7 @@ async def test_who_would_not_be_is_refused_at_once_and_told_when_to_come_back() 
         await ended(places)
 
 
-async def test_nothing_more_than_its_batch_is_ever_at_a_worker() -> None:
+async def test_no_worker_ever_has_more_requests_than_its_batch() -> None:
     async with world(machines(2), settings()) as (one,):
         clients = asyncio.create_task(asked(one, *(coming(key, deadline_s=50.0) for key in range(20))))
         for _ in range(50):
@@ -141,7 +142,7 @@ async def test_nothing_more_than_its_batch_is_ever_at_a_worker() -> None:
         assert [attempt.status for attempt in await clients] == [200] * 20
 
 
-async def test_premium_goes_before_all_others_and_the_others_by_their_tier() -> None:
+async def test_premium_is_served_first_and_the_others_by_their_tier() -> None:
     async with world(machines(), settings()) as (one,):
         tiers = ("best_effort", "standard", "premium")
         first = [coming(key, deadline_s=30.0) for key in range(2)]
@@ -152,7 +153,7 @@ async def test_premium_goes_before_all_others_and_the_others_by_their_tier() -> 
         assert max(waited["standard"]) < min(waited["best_effort"])
 
 
-async def test_within_a_tier_clients_share_whoever_has_more_requests() -> None:
+async def test_clients_of_a_tier_share_workers_regardless_of_their_number_of_requests() -> None:
     async with world(machines(), settings()) as (one,):
         greedy = [coming(key, client="greedy", deadline_s=30.0) for key in range(10)]
         modest = [coming(10 + n, 0.1, client="modest", deadline_s=30.0) for n in range(2)]
@@ -173,7 +174,7 @@ async def test_a_cancelled_request_costs_no_prefill() -> None:
         assert one.plane.own == {"w0": 0}
 
 
-async def test_who_becomes_late_in_line_is_refused_then_and_costs_no_prefill() -> None:
+async def test_a_request_that_times_out_in_the_queue_is_refused_and_costs_no_prefill() -> None:
     async with world(machines(), settings()) as (one,):
         loop = asyncio.get_running_loop()
         places = await busy(one, seconds=5.0)
@@ -185,16 +186,16 @@ async def test_who_becomes_late_in_line_is_refused_then_and_costs_no_prefill() -
         await ended(places)
 
 
-async def test_a_deadline_that_reading_the_prompt_alone_exceeds_is_refused_and_not_to_be_repeated() -> None:
+async def test_a_deadline_shorter_than_the_prefill_is_refused_without_retry() -> None:
     async with world(machines(), settings()) as (one,):
         response = await answer(one, prompt=LONG[:8000], deadline_s=0.3)
         assert (response.status, response.headers["X-Holdfast-Refused"]) == (422, "deadline_unattainable")
         assert response.headers["x-should-retry"] == "false" and "Retry-After" not in response.headers
         usual = await answer(one, prompt=LONG[:8000])
-        assert usual.status == 200, "the model's objective of 500 ms is no promise to a prompt that takes 800"
+        assert usual.status == 200, "the model's objective of 500 ms does not apply to a prefill of 800 ms"
 
 
-async def test_the_tiers_own_deadline_holds_where_the_request_says_none() -> None:
+async def test_the_tiers_deadline_applies_if_the_request_has_none() -> None:
     given = settings(ttft_deadlines="premium=100,standard=30000")
     async with world(machines(), given) as (one,):
         places = await busy(one, seconds=3.0)
@@ -204,7 +205,7 @@ async def test_the_tiers_own_deadline_holds_where_the_request_says_none() -> Non
         await ended(places)
 
 
-async def test_who_does_not_want_to_stand_in_line_does_not() -> None:
+async def test_a_request_that_does_not_want_to_queue_is_not_queued() -> None:
     async with world(machines(), settings()) as (one,):
         places = await busy(one, seconds=3.0)
         assert (await answer(one, deadline_s=30.0, line_s=0.01)).status == 429
@@ -212,7 +213,7 @@ async def test_who_does_not_want_to_stand_in_line_does_not() -> None:
         await ended(places)
 
 
-async def test_who_leaves_the_line_by_his_own_wish_makes_nobody_else_s_prediction_stricter() -> None:
+async def test_requests_that_leave_the_queue_by_choice_do_not_tighten_the_margin_of_others() -> None:
     async with world(machines(), settings()) as (one,):
         places = await busy(one)
         (endpoint,) = one.director.table.endpoints.values()
@@ -242,14 +243,14 @@ async def test_a_pool_is_forgotten_with_its_workers_but_not_while_requests_wait(
         assert admission.deadlines.pool(model, lineage) is not pool
 
 
-async def test_a_frontend_among_others_begins_with_its_part_of_the_workers() -> None:
+async def test_a_frontend_among_others_starts_with_its_share_of_the_workers() -> None:
     async with world(machines(), settings(), frontends=4) as (one, *_):
         await asyncio.sleep(0.5)
         pool = one.director.admission.deadlines.pool("sim", ("r", "t"))
         assert pool.wait_s(QueuedRequest("sim", tier=1, client="c", work=2.0), 0.0, 8.0) == pytest.approx(0.5)
 
 
-async def test_repeats_are_refused_first_where_there_are_too_many_and_told_not_to_come_back() -> None:
+async def test_repeats_are_refused_first_if_there_are_too_many_and_told_not_to_retry() -> None:
     async with world(machines(), settings()) as (one,):
         places = await busy(one)
         waiting = await busy(one, 1)
@@ -267,7 +268,7 @@ async def test_repeats_are_refused_first_where_there_are_too_many_and_told_not_t
         await ended([*places, *waiting, *repeats])
 
 
-async def test_the_retry_count_of_openais_client_makes_a_repeat() -> None:
+async def test_the_retry_count_of_openais_client_marks_a_repeat() -> None:
     async with world(machines(), settings()) as (one,):
         places = await busy(one)
         waiting = await busy(one, 1)
@@ -280,7 +281,7 @@ async def test_the_retry_count_of_openais_client_makes_a_repeat() -> None:
         await ended([*places, *waiting, *repeats])
 
 
-async def test_nobody_there_is_503_and_no_overload() -> None:
+async def test_a_model_without_workers_is_a_503_and_not_an_overload() -> None:
     async with world(machines(), settings()) as (one,):
         for endpoint in one.director.table.endpoints.values():
             endpoint.weight = 0.0
@@ -289,7 +290,7 @@ async def test_nobody_there_is_503_and_no_overload() -> None:
 
 
 def lived(policy: FleetPolicy, fleet: Fleet, *facts: Fact) -> Fleet:
-    """Return the fleet that has taken these facts in, and all that is decided on them."""
+    """Return the fleet after these facts and all decisions that follow from them."""
     for fact in facts:
         fleet = evolve(fleet, Recorded(0, EPOCH, fact, "id"))
     for decision in settle(policy, fleet, EPOCH):
@@ -297,8 +298,8 @@ def lived(policy: FleetPolicy, fleet: Fleet, *facts: Fact) -> Fleet:
     return fleet
 
 
-@pytest.mark.parametrize("before", [0, 1], ids=["nobody_in_line", "behind_another"])
-async def test_a_request_waits_for_a_suspect_that_is_to_serve_as_the_last_worker(before: int) -> None:
+@pytest.mark.parametrize("before", [0, 1], ids=["nothing_queued", "behind_another"])
+async def test_a_request_waits_for_a_suspect_about_to_serve_as_the_last_worker(before: int) -> None:
     policy, workers = FleetPolicy(), machines(2)
     canary: dict[str, Any] = {"canary_key": "", "canary": "c0", "check_type": "scheduled"}
     canary |= {"sent_under": 1000, "sent_at": EPOCH, "latency_ms": 1.0, "instance": LIFE}
@@ -311,7 +312,7 @@ async def test_a_request_waits_for_a_suspect_that_is_to_serve_as_the_last_worker
         fleet = lived(policy, fleet, wrong)
         one.director.absorb(fleet, ())
         assert [e.weight for e in one.director.table.endpoints.values()] == [0.0, 1.0]
-        workers.kill("w1")  # its server is replaced; no decision has been made yet
+        workers.kill("w1")  # its server is being replaced; no decision has been made yet
         asked = [asyncio.create_task(answer(one)) for _ in range(1 + before)]
         await asyncio.sleep(0.3)
         assert [task.done() for task in asked] == [False] * len(asked)
@@ -321,16 +322,18 @@ async def test_a_request_waits_for_a_suspect_that_is_to_serve_as_the_last_worker
         assert [response.status for response in await asyncio.gather(*asked)] == [200] * len(asked)
 
 
-async def test_a_worker_is_not_given_more_prompts_than_it_reads_in_a_moment() -> None:
+async def test_a_worker_gets_no_more_prompts_than_it_prefills_in_a_moment() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         long = Coming(0, 0.0, LONG, 4, "standard", "a", 60.0)
         short = Coming(1, 0.01, [5] * 8, 4, "standard", "b", 60.0)
         first, second = await asked(one, long, short)
         assert first.status == second.status == 200
-        assert AHEAD_S < 12_000 / 10_000 and (second.first_s or 0.0) > 0.5, "it waited here, and not there"
+        assert AHEAD_S < 12_000 / 10_000 and (second.first_s or 0.0) > 0.5, (
+            "it waited in the frontend, not at the worker"
+        )
 
 
-async def test_a_worker_that_dies_costs_no_admitted_stream() -> None:
+async def test_a_worker_that_dies_loses_no_admitted_stream() -> None:
     kit = machines(3)
     async with world(kit, settings()) as (one,):
         clients = asyncio.create_task(
@@ -346,7 +349,7 @@ async def test_a_worker_that_dies_costs_no_admitted_stream() -> None:
             assert not isinstance(fact, RequestAbandoned)
 
 
-async def test_two_frontends_share_the_workers_and_lose_nothing() -> None:
+async def test_two_frontends_share_the_workers_and_lose_no_request() -> None:
     async with world(machines(2), settings(), frontends=2) as both:
         clients = Clients(both)
         await clients.run([coming(key, key * 0.05, deadline_s=30.0) for key in range(24)])
@@ -355,7 +358,7 @@ async def test_two_frontends_share_the_workers_and_lose_nothing() -> None:
 
 
 class _FourTimesAsSlow(ConstantTiming):
-    """Steps take four times as long as it says, and in proportion to those that share them."""
+    """Steps take four times as long as registered, in proportion to the requests that share them."""
 
     def step_s(self, plan: StepPlan) -> float:
         return 0.001 * plan.decodes
@@ -365,7 +368,7 @@ class _FourTimesAsSlow(ConstantTiming):
         return replace(super().profile(shape), tpot_ms=((1, 0.25), (batch, batch / 4)))
 
 
-async def test_a_worker_whose_steps_are_late_gets_no_more_than_it_says_now() -> None:
+async def test_a_worker_with_slow_steps_gets_only_as_many_requests_as_it_can_serve_now() -> None:
     shape = replace(SHAPE, batch_max=64)
     async with world(Machines(shape, _FourTimesAsSlow(), 1, adaptive=True), settings()) as (one,):
         requests = [coming(key, key * 0.05, answer=200, deadline_s=300.0) for key in range(400)]
@@ -380,8 +383,8 @@ async def test_a_worker_whose_steps_are_late_gets_no_more_than_it_says_now() -> 
         assert [attempt.status for attempt in await clients] == [200] * 400
 
 
-async def test_premium_of_one_frontend_goes_before_everybody_of_the_other() -> None:
-    """Four places, of which premium wants three; the other frontend's clients would fill all of them twice."""
+async def test_premium_of_one_frontend_is_served_before_all_other_tiers_of_the_other() -> None:
+    """There are four slots: premium needs three, and the other frontend's clients would fill all of them twice."""
     async with world(machines(2), settings(), frontends=2) as both:
         clients = Clients(both)
         others = [
@@ -393,18 +396,20 @@ async def test_premium_of_one_frontend_goes_before_everybody_of_the_other() -> N
         ]
         await clients.run(sorted([*others, *premium], key=lambda one: one.at_s))
         good = [one.good for one in clients.attempts if one.coming.tier == "premium"]
-        assert len(good) == 50 and sum(good) >= 40, "37, where each frontend's tiers are its own"
+        assert len(good) == 50 and sum(good) >= 40, (
+            "it would be 37 if each frontend ordered only its own tiers"
+        )
         served = [one for one in clients.attempts if one.coming.tier == "best_effort" and one.good]
-        assert served, "what premium leaves is theirs"
+        assert served, "the other tiers get the remaining slots"
 
 
 @pytest.mark.parametrize("text", ["premium", "=5", "premium=soon", "premium=0", "premium=-1"])
-def test_deadlines_of_tiers_that_make_no_sense_are_refused(text: str) -> None:
+def test_invalid_deadlines_of_tiers_are_refused(text: str) -> None:
     with pytest.raises(BadSetting, match=r"frontend\.ttft_deadlines"):
         gather(FrontendSettings, "frontend", {"ttft_deadlines": text}, {})
 
 
-def test_deadlines_come_from_flags_and_variables_and_change_what_goes_with_them() -> None:
+def test_deadlines_are_set_by_flags_and_variables_and_change_dependent_defaults() -> None:
     environment = {
         "HOLDFAST_FRONTEND__ADMISSION_CONTROL": "deadline",
         "HOLDFAST_FRONTEND__TTFT_DEADLINES": '{"premium": 250}',

@@ -1,5 +1,7 @@
-"""Properties of the pure admission queue: FIFO is a plain list, its bound holds, no request starves, and a withdrawn request has
-no effect on the others.
+"""Properties of the pure admission queue: FIFO, bound, no starvation, no trace of withdrawals.
+
+With one tier and client it is a plain list. Its bound holds, no request starves, and a withdrawn request has no effect on the
+others.
 """
 
 from collections.abc import Iterable
@@ -26,7 +28,7 @@ def numbers(requests: Iterable[QueuedRequest]) -> list[int]:
 
 
 def state(line: Line) -> tuple[list[int], list[float]]:
-    """Return all that a line remembers of its requests, and what it answers."""
+    """Return everything that a line stores about its requests, and its query results."""
     kept = deepcopy(line)
     order = []
     while (head := kept.head(0.0)) is not None:
@@ -41,7 +43,9 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_with_one_tier_one_client_and_no_deadline_it_is_a_plain_list(steps: list[tuple[str, int]]) -> None:
+def test_with_one_tier_one_client_and_no_deadline_the_queue_is_a_plain_list(
+    steps: list[tuple[str, int]],
+) -> None:
     queue = Queue()
     line = queue.line("m")
     plain, back = list[int](), list[int]()
@@ -62,7 +66,7 @@ def test_with_one_tier_one_client_and_no_deadline_it_is_a_plain_list(steps: list
         assert numbers(line) == plain
         assert numbers(queue.sent_back("m")) == back, "in the order of their return"
         assert queue.length("m") == len(plain) + len(back)
-        assert queue.in_line("m") == len(plain), "the bound is not for those that were admitted before"
+        assert queue.in_line("m") == len(plain), "the bound does not apply to sent-back requests"
 
 
 PLACED = st.tuples(
@@ -83,7 +87,7 @@ def placed(number: int, given: tuple[Any, ...]) -> QueuedRequest:
 
 
 @given(st.lists(PLACED, max_size=40), st.integers(1, 6))
-def test_its_bound_holds_for_each_model_over_all_lines(given: list[tuple[Any, ...]], most: int) -> None:
+def test_the_bound_holds_for_each_model_over_all_lines(given: list[tuple[Any, ...]], most: int) -> None:
     queue = Queue(most)
     counts = dict.fromkeys(MODELS, 0)
     for number, one in enumerate(given):
@@ -101,10 +105,8 @@ def test_its_bound_holds_for_each_model_over_all_lines(given: list[tuple[Any, ..
 
 
 @given(st.lists(PLACED, min_size=1, max_size=30), st.data())
-def test_a_request_that_is_withdrawn_leaves_no_trace(
-    given: list[tuple[Any, ...]], data: st.DataObject
-) -> None:
-    """The queue answers as if it had never arrived, except for the turn among clients with equal accounts."""
+def test_a_withdrawn_request_leaves_no_trace(given: list[tuple[Any, ...]], data: st.DataObject) -> None:
+    """The queue answers as if the request had never arrived, except for the order of clients with equal accounts."""
     gone = data.draw(st.integers(0, len(given) - 1))
     queue, never = Queue(), Queue()
     made = [placed(number, one) for number, one in enumerate(given)]
@@ -113,7 +115,7 @@ def test_a_request_that_is_withdrawn_leaves_no_trace(
         if number != gone:
             other = placed(number, given[number])
             never.line_of(other).push(other)
-    for _ in range(2):  # twice is once
+    for _ in range(2):  # the second call has no further effect
         queue.line_of(made[gone]).remove(made[gone])
     assert queue.waiting() == never.waiting()
     for model in MODELS:
@@ -139,7 +141,7 @@ def test_no_request_of_a_tier_starves(others: list[tuple[str, float]]) -> None:
     served, rounds = 0, 0
     numbered = iter(range(10_000))
     while True:
-        for client, work in others:  # there is always more of the others
+        for client, work in others:  # other clients always have more requests
             line.push(request(next(numbered), client=client, work=work))
         head = line.head(0.0)
         assert head is not None
@@ -148,11 +150,13 @@ def test_no_request_of_a_tier_starves(others: list[tuple[str, float]]) -> None:
         if head.number == -1:
             break
         served += 1
-        assert served <= len(CLIENTS), "at most one of each other client, which were equal when it came"
+        assert served <= len(CLIENTS), (
+            "at most one request of each other client, all with equal accounts at its arrival"
+        )
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
-def test_with_tiers_each_line_is_by_tier_and_then_by_arrival(ranks: list[int]) -> None:
+def test_with_tiers_each_line_is_ordered_by_tier_then_arrival(ranks: list[int]) -> None:
     line = Line()
     for number, rank in enumerate(ranks):
         line.push(request(number, tier=rank, since=float(number)))
@@ -164,7 +168,7 @@ def test_with_tiers_each_line_is_by_tier_and_then_by_arrival(ranks: list[int]) -
     assert len(line) == 0 and [*line] == []
 
 
-def test_models_and_lineages_have_lines_of_their_own() -> None:
+def test_models_and_lineages_have_separate_lines() -> None:
     queue = Queue()
     assert queue.sent_back("m") == [] and queue.lines("m") == [] and queue.waiting() == {}
     one, other = request(1, lineage=LINEAGES[1]), request(2, lineage=LINEAGES[2])
@@ -175,6 +179,6 @@ def test_models_and_lineages_have_lines_of_their_own() -> None:
     assert queue.waiting() == {"m": 2} and queue.length("n") == 0
 
 
-def test_a_request_without_a_deadline_has_used_up_nothing() -> None:
+def test_a_request_without_a_deadline_has_used_up_no_time() -> None:
     assert request(1).used_up(1e9) == 0.0
     assert request(1, since=1.0, latest=3.0).used_up(2.0) == 0.5

@@ -1,5 +1,6 @@
-"""The queue before busy workers, through `Admission`: its order, its bound, its time limit, and how requests leave it. In virtual
-time. The pure queue alone: `test_pure_queue`.
+"""The queue of `Admission`, in virtual time: order, bound, time limit, and how requests leave it.
+
+The pure queue is tested in `test_pure_queue`.
 """
 
 import asyncio
@@ -25,12 +26,14 @@ from controller.router.load.monitor import NOTHING
 from controller.router.selection.filter import AllBusy, NoneRoutable
 
 LOOP = VirtualLoop
-ELSEWHERE = (("other", "1"),)  # a request that must not go there finds no room
+ELSEWHERE = (("other", "1"),)  # a request that must avoid this worker finds no room
 
 
 class Workers:
-    """A worker with so many places, and the admission before it. Implements what is asked of the router, the load monitor, the
-    traffic report and the metrics."""
+    """A worker with this many slots, and its admission queue.
+
+    Implements what `Admission` uses of the router, the load monitor, the traffic report and the metrics.
+    """
 
     asked = NOTHING
 
@@ -74,29 +77,31 @@ class Workers:
 
 
 async def turns(count: int = 4) -> None:
-    """Let the loop go round a few times."""
+    """Run a few turns of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 @contextmanager
-def nobody_left(workers: Workers, places: int) -> Iterator[None]:
-    """At the end nobody waits, and no place is lost."""
+def no_request_left(workers: Workers, places: int) -> Iterator[None]:
+    """Check that in the end no request waits and no slot is lost."""
     yield
     assert workers.queue.queued("m") == 0
     assert workers.free == places
 
 
-async def test_who_comes_first_is_served_first_also_where_places_become_free_at_once() -> None:
+async def test_requests_are_served_in_order_of_arrival_even_if_several_slots_become_free_at_once() -> None:
     w = Workers(2)
-    with nobody_left(w, 2):
+    with no_request_left(w, 2):
         one, two = await w.enter(), await w.enter()
         waiting = [w.enter() for _ in range(3)]
         await turns()
         assert w.queue.queued("m") == 3
         one.free()
         two.free()
-        assert not any(task.done() for task in waiting), "in this turn the room may still be taken over"
+        assert not any(task.done() for task in waiting), (
+            "in this turn the room may still be used by the admitted request"
+        )
         await turns()
         assert [task.done() for task in waiting] == [True, True, False]
         late = w.enter()
@@ -104,14 +109,14 @@ async def test_who_comes_first_is_served_first_also_where_places_become_free_at_
         waiting[0].result().free()
         await turns()
         assert waiting[2].done()
-        assert not late.done(), "nobody overtakes"
+        assert not late.done(), "no request overtakes"
         waiting[1].result().free()
         waiting[2].result().free()
         (await late).free()
     assert w.ended == [("m", "admitted")] * 4
 
 
-async def test_room_that_is_taken_over_in_the_same_turn_is_nobodys() -> None:
+async def test_room_used_in_the_same_turn_is_not_granted_again() -> None:
     w = Workers(1)
     one = await w.enter()
     waiting = w.enter()
@@ -125,40 +130,40 @@ async def test_room_that_is_taken_over_in_the_same_turn_is_nobodys() -> None:
     (await waiting).free()
 
 
-async def test_a_line_that_is_full_and_a_wait_that_is_over_are_refused() -> None:
+async def test_a_full_queue_and_an_expired_wait_are_refused() -> None:
     w = Workers(1, queue_s=0.01)
-    with nobody_left(w, 1):
+    with no_request_left(w, 1):
         one = await w.enter()
         waiting = [w.enter() for _ in range(3)]
         await turns()
-        with pytest.raises(ApiError, match="3 requests wait for a worker already") as full:
+        with pytest.raises(ApiError, match="3 requests are already waiting for a worker") as full:
             await w.enter()
         assert full.value.code == "queue_full"
         for task in waiting:
             with pytest.raises(ApiError, match=r"within 0\.01 s") as late:
                 await task
             assert late.value.code == "queue_timeout"
-        assert w.queue.queued("m") == 0, "who was refused does not stand in line any more"
+        assert w.queue.queued("m") == 0, "a refused request has left the queue"
         one.free()
     assert w.ended == [("m", "timeout")] * 3
 
 
-async def test_a_client_that_goes_leaves_the_line_even_where_its_turn_had_come() -> None:
+async def test_a_client_that_disconnects_leaves_the_queue_even_after_its_turn_has_come() -> None:
     w = Workers(1)
-    with nobody_left(w, 1):
+    with no_request_left(w, 1):
         one = await w.enter()
         first, second, third = (w.enter() for _ in range(3))
         await turns()
         second.cancel()
         one.free()
-        await asyncio.sleep(0)  # the first has its place and does not know it yet
+        await asyncio.sleep(0)  # the first has its slot but has not been notified yet
         first.cancel()
         (await third).free()
         await asyncio.gather(first, second, return_exceptions=True)
     assert sorted(w.ended) == [("m", "admitted"), ("m", "gone"), ("m", "gone")]
 
 
-async def test_a_line_whose_workers_are_gone_is_told_at_once() -> None:
+async def test_requests_in_a_queue_without_workers_are_refused_at_once() -> None:
     w = Workers(1)
     one = await w.enter()
     waiting = [w.enter(), w.enter()]
@@ -172,7 +177,7 @@ async def test_a_line_whose_workers_are_gone_is_told_at_once() -> None:
     one.free()
 
 
-async def test_models_do_not_wait_for_one_another() -> None:
+async def test_models_do_not_wait_for_each_other() -> None:
     w = Workers(0)
     busy = w.enter("a")
     await turns()
@@ -184,15 +189,15 @@ async def test_models_do_not_wait_for_one_another() -> None:
     (await busy).free()
 
 
-async def test_who_was_in_already_comes_before_the_others() -> None:
+async def test_a_sent_back_request_comes_before_the_others() -> None:
     w = Workers(1)
-    with nobody_left(w, 1):
+    with no_request_left(w, 1):
         one = await w.enter()
         waiting = w.enter()
         await turns()
         back = [w.again(), w.again()]
         late = w.enter()
-        assert w.queue.waiting() == {"m": 3}, "the last one has not begun to wait"
+        assert w.queue.waiting() == {"m": 3}, "the last one does not wait yet"
         for first in back:
             one.free()
             one = await first
@@ -204,7 +209,7 @@ async def test_who_was_in_already_comes_before_the_others() -> None:
     assert w.ended == [("m", "admitted")] * 4
 
 
-async def test_who_was_in_already_and_is_bound_to_a_busy_worker_holds_up_nobody() -> None:
+async def test_a_sent_back_request_bound_to_a_busy_worker_blocks_no_other() -> None:
     w = Workers(0)
     back, waiting = w.again(without=ELSEWHERE), w.enter()
     await turns()
@@ -219,9 +224,9 @@ async def test_who_was_in_already_and_is_bound_to_a_busy_worker_holds_up_nobody(
     assert w.ended == [("m", "admitted"), ("m", "admitted"), ("m", "gone")]
 
 
-async def test_a_second_wait_ends_by_its_deadline_by_the_workers_end_and_by_the_frontends() -> None:
+async def test_a_second_wait_ends_by_its_deadline_by_the_workers_end_and_by_the_frontends_shutdown() -> None:
     w = Workers(0)
-    with nobody_left(w, 0):
+    with no_request_left(w, 0):
         with pytest.raises(WaitedTooLong, match=r"within 0\.01 s"):
             await w.again(0.01)
         back = w.again()
@@ -237,7 +242,7 @@ async def test_a_second_wait_ends_by_its_deadline_by_the_workers_end_and_by_the_
     assert w.ended == [("m", "timeout"), ("m", "no_worker"), ("m", "timeout")]
 
 
-async def test_many_that_cannot_come_back_in_cost_little_at_a_time() -> None:
+async def test_many_sent_back_requests_without_room_cost_little_at_a_time() -> None:
     w = Workers(0)
     back = [w.again() for _ in range(100)]
     await turns()
@@ -250,7 +255,7 @@ async def test_many_that_cannot_come_back_in_cost_little_at_a_time() -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["enter", "free", "cancel", "turn"]), max_size=30))
-def test_places_are_kept_and_the_order_holds_whatever_happens(steps: list[str]) -> None:
+def test_slots_are_conserved_and_the_order_holds_for_any_sequence_of_events(steps: list[str]) -> None:
     asyncio.run(play(steps))
 
 
@@ -270,7 +275,7 @@ async def play(steps: list[str]) -> None:
         done = [task for task in tasks if task.done()]
         granted = [n for n, task in enumerate(tasks) if task in done and not failed(task)]
         waiting = [n for n, task in enumerate(tasks) if task not in done and not task.cancelling()]
-        assert not granted or not waiting or max(granted) < min(waiting), "somebody was overtaken"
+        assert not granted or not waiting or max(granted) < min(waiting), "a request was overtaken"
         held += [task.result() for task in done if not failed(task)]
         tasks = [task for task in tasks if task not in done]
     for task in tasks:
@@ -284,5 +289,5 @@ async def play(steps: list[str]) -> None:
 
 
 def failed(task: "asyncio.Task[Reservation]") -> bool:
-    """Return whether a task that is over has no place."""
+    """Return whether a finished task has no slot."""
     return task.cancelled() or task.exception() is not None

@@ -1,4 +1,4 @@
-"""Before its first token any request is retried on another worker, also constrained ones and n > 1."""
+"""Before its first token any request is retried on another worker, also with constraints or n > 1."""
 
 import asyncio
 from collections import deque
@@ -22,7 +22,7 @@ def failing_at_once(how: str, times: int) -> ScriptedWorker:
 
 
 async def ask(kit: Kit, *, stream: bool, **more: Any) -> int:
-    """Return how many choices of a request were answered to their end."""
+    """Return how many choices of a request were answered completely."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 6, **more}
     if not stream:
         status, answer, _ = await kit.post("/v1/completions", **body)
@@ -37,7 +37,7 @@ async def ask(kit: Kit, *, stream: bool, **more: Any) -> int:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constraint", [{"response_format": FORM}, {"guided_regex": "a+"}])
 async def test_a_constrained_request_is_retried(how: str, stream: bool, constraint: dict[str, Any]) -> None:
-    """The other worker is asked with the same constraint, and the client sees no error."""
+    """The other worker receives the same constraint, and the client sees no error."""
     first, other = failing_at_once(how, 1), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, first, other, engine="openai")
@@ -50,7 +50,7 @@ async def test_a_constrained_request_is_retried(how: str, stream: bool, constrai
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_choices_are_retried(how: str, stream: bool) -> None:
-    """Each choice that has no token yet is asked for elsewhere."""
+    """Each choice without a token is retried on another worker."""
     first, other = failing_at_once(how, 3), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -60,7 +60,7 @@ async def test_several_choices_are_retried(how: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("asked", [{"n": 2}, {"response_format": FORM}])
-async def test_an_answer_that_is_not_streamed_begins_anew(how: str, asked: dict[str, Any]) -> None:
+async def test_an_answer_that_is_not_streamed_restarts(how: str, asked: dict[str, Any]) -> None:
     """Its client has seen none of its tokens: they are dropped, and another worker answers from the start."""
     first = ScriptedWorker("w1", acts=deque([Act(3, how), Act(3, how)]), step_s=0.003)
     other = ScriptedWorker("w2")
@@ -77,8 +77,8 @@ async def test_an_answer_that_is_not_streamed_begins_anew(how: str, asked: dict[
         assert {moved.tokens for moved in kit.said(RequestMigrated)} == {0}
 
 
-def test_the_first_token_ends_it() -> None:
-    """A constraint cannot be continued from the middle: once its client may have a token such a request does not move."""
+def test_a_constrained_request_does_not_move_after_its_first_token() -> None:
+    """A constraint cannot be continued in the middle of an answer."""
     state = RequestState(RequestTerms(migration_limit=3, forbidden="guided_decoding"), 0.0, spent=1)
     assert refusal(state, AnswerProgress(accepted=10, reached=0)) == ""
     assert refusal(state, AnswerProgress(accepted=10, reached=1)) == "guided_decoding"
@@ -87,7 +87,7 @@ def test_the_first_token_ends_it() -> None:
 
 
 async def test_the_limit_for_the_first_token_grows_with_the_prompt() -> None:
-    """With 1 s per 1,000 tokens a prompt of 600 tokens has 0.6 s more."""
+    """With 1 s per 1,000 tokens, a prompt of 600 tokens gets 0.6 s more."""
     worker = ScriptedWorker("w1", always=Act(0, "error", hold=asyncio.Event()))
     limits = {"first_token_s": 0.1, "first_token_s_per_1k": 1.0}
     async with frontend(worker, admission=limits) as kit:

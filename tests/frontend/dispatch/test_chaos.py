@@ -1,4 +1,4 @@
-"""Some hundred streams under random faults: what `python -m benchmarks chaos` does with ten thousand."""
+"""Runs some hundred streams under random faults; `python -m benchmarks chaos` runs ten thousand."""
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ TIMING = ConstantTiming(itl_s=chaos.STEP_S, prefill_tokens_per_s=200_000)
 
 
 @pytest.mark.parametrize(("seed", "plane"), [(1, "tcp"), (3, "nats")])
-async def test_no_token_is_lost_doubled_or_altered_and_no_block_is_kept(
+async def test_no_token_is_lost_doubled_or_altered_and_no_block_leaks(
     seed: int, plane: str, request: pytest.FixtureRequest
 ) -> None:
     broker = request.getfixturevalue("nats_server").url if plane == "nats" else ""
@@ -23,7 +23,7 @@ async def test_no_token_is_lost_doubled_or_altered_and_no_block_is_kept(
     assert found["streams moved"] > 20 and sum(found["faults"].values()) >= 8
 
 
-def test_a_seed_names_the_faults_and_the_streams() -> None:
+def test_a_seed_determines_the_faults_and_the_streams() -> None:
     first, again, other = (list(chaos.faults(seed, 2000)) for seed in (1, 1, 2))
     assert first == again != other
     assert {fault.verb for fault in first} == {"kill", "hang", "drain", "error", "move"}
@@ -31,7 +31,7 @@ def test_a_seed_names_the_faults_and_the_streams() -> None:
 
 
 class Forgetful(SimulatedEngine):
-    """It misses the last token of what is replayed to it."""
+    """Drops the last token of what is replayed to it."""
 
     def submit(self, key: int, request: Generate) -> None:
         if len(request.tokens) > request.prompt_tokens:
@@ -40,7 +40,7 @@ class Forgetful(SimulatedEngine):
 
 
 class Hoarder(SimulatedEngine):
-    """It keeps a block of what nobody reads any more."""
+    """Leaks a block of each cancelled request."""
 
     def cancel(self, key: int) -> None:
         super().cancel(key)
@@ -49,7 +49,7 @@ class Hoarder(SimulatedEngine):
 
 
 @pytest.mark.parametrize(("made", "what"), [(Forgetful, "wrong"), (Hoarder, "leaks")])
-async def test_what_is_wrong_is_found(made: type[SimulatedEngine], what: str) -> None:
+async def test_errors_are_found(made: type[SimulatedEngine], what: str) -> None:
     def engine() -> Engine:
         return made(chaos.SHAPE, TIMING)
 

@@ -1,7 +1,7 @@
-"""KV caches that are damaged on their way between two real workers: the client, behind a whole frontend, notices nothing.
+"""KV caches damaged on their way between two real workers: the client of the frontend notices nothing.
 
-Whatever is refused says why in `request_migrated`, and the stream is computed again; chunks that come twice or in another
-order are no damage.
+The reason for a refused transfer is reported in `request_migrated`, and the stream is recomputed. Chunks that arrive twice or
+in another order are not damage.
 """
 
 import asyncio
@@ -36,11 +36,12 @@ from workers.kv_transfer.messages import (
 
 SHAPE = EngineShape(context_tokens=4096, kv_blocks=2048)
 COUNT = 300
-LENGTH = 500  # of a prompt: 128 KB of KV
+LENGTH = 500  # tokens of a prompt: 128 KB of KV cache
 LIMIT_MS = 1500.0
 
 Piece = tuple[Message, bytes]  # a message, and the bytes that follow it
-Damage = Callable[[list[Piece]], list[Piece]]  # done to what a source says before its ending, and to that
+# applied to everything that a source sends, up to and including its final message
+Damage = Callable[[list[Piece]], list[Piece]]
 decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
     Open | KvChunk | Ending | Accepted | TransferRefused
 )
@@ -92,12 +93,12 @@ HARMLESS: dict[str, Damage] = {
 
 @dataclass
 class Between:
-    """A line between the two workers. It takes a whole transfer in, and passes on what becomes of it."""
+    """A proxy between the two workers. It receives a whole transfer and forwards the damaged one."""
 
     damage: Damage = list
-    flip: int | None = None  # this byte of the whole, counted round
-    cut: int | None = None  # there
-    described: dict[str, Any] = field(default_factory=dict)  # how the target's grant is falsified
+    flip: int | None = None  # this byte of the whole transfer, modulo its length
+    cut: int | None = None  # at this byte
+    described: dict[str, Any] = field(default_factory=dict)  # changes to the target's grant
     port: int = 0
     to: TransferAddress = field(default_factory=lambda: TransferAddress("", 0))
     _server: asyncio.Server | None = None
@@ -109,7 +110,7 @@ class Between:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Leave nothing: what was damaged so that neither side ends it is still waited for."""
+        """Close both sides, also if the damage made neither side end the transfer."""
         assert self._server is not None
         self._server.close()
         for task in self._serving:
@@ -117,7 +118,7 @@ class Between:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     def grants(self, frame: Ship) -> Ship:
-        """Let a source come by this line."""
+        """Redirect a source to this proxy."""
         made = []
         for one in frame.grants:
             grant = msgspec.msgpack.decode(one, type=Grant)
@@ -155,7 +156,7 @@ class Between:
 
 
 async def _pieces(reader: asyncio.StreamReader) -> list[Piece]:
-    """Read until the ending."""
+    """Read up to and including the final message."""
     pieces: list[Piece] = []
     while not pieces or not isinstance(pieces[-1][0], Ending):
         length, _ = struct.unpack("<IQ", await reader.readexactly(12))
@@ -167,7 +168,7 @@ async def _pieces(reader: asyncio.StreamReader) -> list[Piece]:
 
 @dataclass
 class World:
-    """A frontend before two workers, and the line between these."""
+    """A frontend with two workers, and the proxy between these."""
 
     kit: Kit
     source: RealWorker
@@ -176,7 +177,7 @@ class World:
     asked: int = 0
 
     async def moved(self) -> RequestMigrated:
-        """Ask for an answer, have it moved, see that it is the undisturbed one, and return the fact of its move."""
+        """Move an answer, check that it equals the undisturbed one, and return the fact of its move."""
         self.asked += 1
         dice, before = Random(self.asked), len(self.kit.said(RequestMigrated))
         prompt = [dice.randint(300, 1500) for _ in range(LENGTH)]
@@ -222,7 +223,7 @@ async def world(**between: Any) -> AsyncIterator[World]:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-async def test_a_damaged_transfer_is_refused_with_its_reason_and_computed_again(what: str) -> None:
+async def test_a_damaged_transfer_is_refused_with_its_reason_and_recomputed(what: str) -> None:
     damage, why = REFUSED[what]
     async with world(damage=damage) as one:
         fact = await one.moved()
@@ -231,14 +232,14 @@ async def test_a_damaged_transfer_is_refused_with_its_reason_and_computed_again(
 
 
 @pytest.mark.parametrize("what", HARMLESS)
-async def test_chunks_that_come_twice_or_in_another_order_are_taken(what: str) -> None:
+async def test_chunks_that_arrive_twice_or_in_another_order_are_accepted(what: str) -> None:
     async with world(damage=HARMLESS[what]) as one:
         fact = await one.moved()
         assert (fact.method, fact.link, fact.refused) == ("transfer", "tcp", "")
 
 
 @pytest.mark.parametrize("field", ["model", "revision", "dtype"])
-async def test_a_target_of_another_model_is_sent_nothing(field: str) -> None:
+async def test_nothing_is_sent_to_a_target_of_another_model(field: str) -> None:
     async with world(described={field: "other"}) as one:
         fact = await one.moved()
         assert (fact.method, fact.bytes) == ("reprefill", 0)
@@ -246,7 +247,7 @@ async def test_a_target_of_another_model_is_sent_nothing(field: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])
-async def test_a_transfer_flipped_or_cut_at_any_byte_is_computed_again(how: str) -> None:
+async def test_a_transfer_flipped_or_cut_at_any_byte_is_recomputed(how: str) -> None:
     chance = Random(how)
     async with world() as one:
         for _ in range(5):

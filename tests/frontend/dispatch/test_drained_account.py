@@ -1,4 +1,4 @@
-"""A drain of which a frontend hears before the worker does: `drain_finished` says of every stream how it ended all the same."""
+"""A drain that a frontend learns of before the worker: `drain_finished` counts every stream."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ NOW = datetime.now(UTC)
 
 
 @pytest.mark.parametrize(("prefill_tokens_per_s", "method"), [(1.0, "transfer"), (1e9, "reprefill")])
-async def test_streams_that_left_before_the_worker_heard_are_in_its_account(
+async def test_streams_that_left_before_the_worker_learned_of_its_drain_are_in_its_account(
     prefill_tokens_per_s: float, method: str
 ) -> None:
     source, target = (
@@ -46,7 +46,7 @@ async def test_streams_that_left_before_the_worker_heard_are_in_its_account(
         source.drain()
         await until(lambda: source.drained)
         assert source.drained == [DrainFinished(**about, completed=0, migrated=STREAMS)]
-        await asyncio.gather(*asked)  # a move is said with the first token that it has brought
+        await asyncio.gather(*asked)  # a move is reported with its first token
         assert [move.method for move in kit.said(RequestMigrated)] == [method] * STREAMS
         for worker in (source, target):
             await worker.stop()

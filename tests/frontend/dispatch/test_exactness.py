@@ -1,6 +1,6 @@
-"""Whatever fails, whenever: what the client gets is what an undisturbed worker says, to the token.
+"""After any failure at any time, the client gets the same tokens as from an undisturbed worker.
 
-Random faults at random points, many requests at once, four workers. A seed that fails names itself.
+Random faults at random points, many requests at once, four workers. A failing seed is reported.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ def acts(dice: random.Random) -> deque[Act]:
         per_step = dice.choice((1, 1, 2, 5))
         if dice.random() < 0.7:
             after = dice.randrange(0, 20)
-            # Each in words of its own: a request that fails in the same way on two workers is taken to be the reason.
+            # Each error has its own text: a request that fails in the same way on two workers is considered the cause.
             error = f"{dice.choice(ERRORS)}: {''.join(dice.choices(ascii_lowercase, k=8))}"
             made.append(Act(after, dice.choice(FAULTS), error, per_step=per_step))
         else:
@@ -37,14 +37,14 @@ def acts(dice: random.Random) -> deque[Act]:
 
 
 async def ask(kit: Kit, dice: random.Random, number: int) -> tuple[str, str]:
-    """Return what came and what should have come."""
+    """Return the received and the expected text."""
     prompt = [300 + number, 301, 302 + dice.randrange(100)]
     count = dice.randrange(1, 30)
     whole = TOKENS.decode(undisturbed(prompt, count))
     body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": count}
     if dice.random() < 0.4 and len(whole) > 8:
         at = dice.randrange(len(whole) - 4)
-        body["stop"] = [whole[at : at + 4], "never said"]
+        body["stop"] = [whole[at : at + 4], "never generated"]
         whole = whole[: whole.index(body["stop"][0])]
     if dice.random() < 0.3:
         body["logprobs"] = 1
@@ -63,7 +63,8 @@ async def test_every_answer_is_exact(seed: int) -> None:
     workers = [ScriptedWorker(f"w{n}", acts=acts(dice), step_s=0.001) for n in range(4)]
     never = LocalBreakerSettings(failures_max=10_000)
     async with frontend(*workers, migration_limit=50, breaker=never, reroute_s=5.0) as kit:
-        steady = ScriptedWorker("w9", step_s=0.001)  # the last resort: a request excludes whom it saw fail
+        # the last resort: a request avoids workers that failed it
+        steady = ScriptedWorker("w9", step_s=0.001)
         await kit.add(steady)
         answers = await asyncio.gather(*(ask(kit, random.Random(seed * 100 + n), n) for n in range(REQUESTS)))
         for got, expected in answers:

@@ -1,4 +1,4 @@
-"""What an answer takes from what a worker says, besides the tokens."""
+"""The details of an answer that come from its worker, besides the tokens."""
 
 from frontend_kit import frontend
 from scripted_worker import ScriptedWorker
@@ -9,7 +9,7 @@ PROMPT = [300, 301, 302]
 
 
 class Belated(ScriptedWorker):
-    """Says only with its last token how much of the prompt it had cached."""
+    """Reports only with its last token how much of the prompt was cached."""
 
     def chunk_of(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
         chunk = super().chunk_of(request, new, finish)
@@ -18,7 +18,7 @@ class Belated(ScriptedWorker):
         return chunk
 
 
-async def test_how_much_was_cached_may_be_said_last() -> None:
+async def test_cached_tokens_may_be_reported_with_the_last_token() -> None:
     async with frontend(Belated(step_s=0.01)) as kit:
         _, body = await kit.complete(PROMPT, 3)
         assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}

@@ -1,10 +1,12 @@
-"""Whatever order frames, losses, refusals, timeouts and requests to move come in: the tokens are those of the
-undisturbed answer, every attempt is cancelled at most once, and nothing is left reserved anywhere."""
+"""Random orders of frames, losses, refusals, timeouts and move requests.
+
+The tokens are always those of the undisturbed answer, every attempt is cancelled at most once, and no reservation is left.
+"""
 
 from collections import Counter
 
 import pytest
-from frontend_kit import counted_are_there
+from frontend_kit import check_slot_counts
 from move_walk import NAMES, Walk
 from scripted_worker import undisturbed
 
@@ -15,7 +17,7 @@ STEPS = 900
 
 
 @pytest.mark.parametrize("block", range(5))
-async def test_a_random_walk_alters_nothing_and_leaves_nothing(block: int) -> None:
+async def test_a_random_walk_alters_no_token_and_leaks_nothing(block: int) -> None:
     methods: Counter[str] = Counter()
     orphans = cached = 0
     for seed in range(block * WALKS, (block + 1) * WALKS):
@@ -25,7 +27,7 @@ async def test_a_random_walk_alters_nothing_and_leaves_nothing(block: int) -> No
         for number in range(STEPS):
             await walk.step()
             if number % 10 == 0:
-                counted_are_there(walk.director)
+                check_slot_counts(walk.director)
         await walk.settle()
         for live, writer, prompt in walk.requests:
             exact = undisturbed(prompt, min(live.request.sampling.max_tokens, writer.stop))
@@ -47,6 +49,6 @@ async def test_a_random_walk_alters_nothing_and_leaves_nothing(block: int) -> No
         moves = [fact for fact in walk.facts if isinstance(fact, RequestMigrated)]
         methods.update(fact.method for fact in moves)
         cached += sum(f.method == "reprefill" and f.cause == "operator" and not f.refused for f in moves)
-    assert min(methods["transfer"], methods["reprefill"]) > WALKS  # both have happened, again and again
-    assert orphans > WALKS // 5  # a source, after the commit
-    assert cached > WALKS // 5  # computed again where next to nothing was missing
+    assert min(methods["transfer"], methods["reprefill"]) > WALKS  # both methods occurred many times
+    assert orphans > WALKS // 5  # a source was lost after the commit
+    assert cached > WALKS // 5  # recomputed because almost nothing was missing

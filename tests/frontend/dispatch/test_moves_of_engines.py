@@ -1,4 +1,7 @@
-"""Every feature over a move, on the simulated engine; on a real model they are seen in `tests/workers/transformers_engine`."""
+"""Every request feature across a move, on the simulated engine.
+
+Real models are tested in `tests/workers/transformers_engine`.
+"""
 
 import json
 from dataclasses import replace
@@ -17,7 +20,7 @@ SHAPE = EngineShape(context_tokens=2048, kv_blocks=512)
 
 
 class TestSimulated(MoveContract):
-    """Flat out. Each of its tokens is whole text by itself."""
+    """At full speed. Each token is a complete text."""
 
     @pytest.fixture
     def made(self) -> Made:
@@ -25,7 +28,7 @@ class TestSimulated(MoveContract):
 
 
 class TestDividedCharacters(Moving):
-    """The same engine with a vocabulary each of whose words begins and ends inside a character."""
+    """The same engine with a vocabulary in which each word begins and ends inside a character."""
 
     @pytest.fixture
     def made(self, tmp_path: Path) -> Made:
@@ -43,7 +46,7 @@ class TestDividedCharacters(Moving):
 
         return engine
 
-    async def test_they_survive_a_cut_inside_them(self, pair: Pair, tmp_path: Path) -> None:
+    async def test_characters_survive_a_cut_inside_them(self, pair: Pair, tmp_path: Path) -> None:
         tokens = await self.tokens(pair.kit)
         assert inside_characters(str(tmp_path), tokens) == [*range(1, COUNT + 1)]
         whole, events = await self.same(pair, (1, 9, COUNT - 1 - pair.late))

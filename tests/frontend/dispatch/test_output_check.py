@@ -1,4 +1,4 @@
-"""Nothing invalid that a worker sends reaches a client."""
+"""Invalid output of a worker never reaches a client."""
 
 from math import inf, nan
 from typing import Any
@@ -16,17 +16,17 @@ from events.wire import Chunk, Generate, Logprob
 PROMPT, COUNT = [300, 301], 9
 WAYS: dict[str, dict[str, Any]] = {
     "streamed by table": {"stream": True},
-    "streamed through a detokenizer": {"stream": True, "stop": ["never said"]},
+    "streamed through a detokenizer": {"stream": True, "stop": ["never generated"]},
     "streamed with logprobs": {"stream": True, "logprobs": 1},
     "streamed with token ids": {"stream": True, "return_token_ids": True},
     "whole": {},
-    "whole, with stop strings": {"stop": ["never said"]},
+    "whole, with stop strings": {"stop": ["never generated"]},
     "whole, with token ids": {"return_token_ids": True},
 }
 
 
 @pytest.mark.parametrize("tokens", [[], [0], [999], [0, 999, 3]])
-def test_what_a_vocabulary_has_is_valid(tokens: list[int]) -> None:
+def test_every_token_of_a_vocabulary_is_valid(tokens: list[int]) -> None:
     check_tokens(tokens, 1000)
 
 
@@ -36,7 +36,7 @@ def test_a_token_outside_the_vocabulary_is_invalid(tokens: list[int]) -> None:
         check_tokens(tokens, 1000)
 
 
-def test_what_an_engine_says_besides_its_tokens_is_valid() -> None:
+def test_details_that_engines_send_with_tokens_are_valid() -> None:
     check_logprobs([Logprob(-0.5, [(5, -0.5), (6, -inf)])], 1000)
 
 
@@ -58,7 +58,7 @@ def test_logprobs_that_no_engine_sends_are_invalid(bad: Logprob) -> None:
 
 
 @pytest.mark.parametrize("cached", [-1, 3])
-async def test_a_count_of_cached_tokens_that_a_prompt_does_not_have_is_invalid(cached: int) -> None:
+async def test_more_cached_tokens_than_the_prompt_has_are_invalid(cached: int) -> None:
     class Claiming(ScriptedWorker):
         def chunk_of(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
             return Chunk(request.stream, new, finish, cached_tokens=cached)
@@ -73,7 +73,7 @@ async def test_a_count_of_cached_tokens_that_a_prompt_does_not_have_is_invalid(c
 
 
 class Spoiling(ScriptedWorker):
-    """Says one token that its model does not have: as its first, in the middle, or as its last, as `spoils` says."""
+    """Sends one token outside its model's vocabulary: as the first, a middle or the last one, as `spoils` says."""
 
     spoils, by = 0, 0
 
@@ -87,9 +87,9 @@ class Spoiling(ScriptedWorker):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", [0, 4, COUNT - 1])
 @pytest.mark.parametrize("token", [-1, TOKENS.size, 1 << 40])
-async def test_an_answer_with_an_invalid_token_goes_on_elsewhere(way: str, place: int, token: int) -> None:
+async def test_an_answer_with_an_invalid_token_continues_elsewhere(way: str, place: int, token: int) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": COUNT} | WAYS[way]
-    spoiling = Spoiling("w1", step_s=0.003)  # each token by itself: what is gathered is checked as one
+    spoiling = Spoiling("w1", step_s=0.003)  # each token separately: gathered tokens are checked together
     spoiling.spoils, spoiling.by = place, token
     async with frontend() as kit:
         await first_goes_to(kit, spoiling, ScriptedWorker("w2"))
@@ -108,7 +108,7 @@ async def test_an_answer_with_an_invalid_token_goes_on_elsewhere(way: str, place
 def test_a_workers_error_text_reaches_no_client() -> None:
     planted = "engine_error: key sk-123 at http://10.0.0.1 <script>"
     failure = classify(planted)
-    assert "sk-123" in failure.detail, "the fact and the log may have it"
+    assert "sk-123" in failure.detail, "facts and logs may contain it"
     assert "sk-123" not in str(failure.error) and "script" not in str(failure.error)
     assert str(failure.error) == failure.kind.message
     assert "as we say" in str(Failure("disconnected", "as we say").error)

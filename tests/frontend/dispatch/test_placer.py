@@ -1,4 +1,4 @@
-"""Where the requests of a failed worker go: spread by tokens, by priority, and over frontends that plan side by side."""
+"""Placement of a failed worker's requests: spread by tokens, by priority, and over parallel frontends."""
 
 import asyncio
 import itertools
@@ -37,14 +37,14 @@ LLAMA = KvLayout(layers=80, kv_heads=8, head_size=128, element_bytes=2)
 
 
 class Silent:
-    """A writer whose answer nobody reads, and a plane on which everybody is reachable and idle."""
+    """A writer that discards its answer, and a plane on which all workers are reachable and idle."""
 
     stopped = False
     reached = 0
 
     def __init__(self) -> None:
         self.loads: dict[str, Load] = {}
-        self.asked: Counter[str] = Counter()  # whether a worker is reachable
+        self.asked: Counter[str] = Counter()  # number of reachability checks per worker
 
     def flush(self) -> None: ...
 
@@ -72,11 +72,11 @@ class Silent:
 
 SERIAL = itertools.count(
     301
-)  # each has a prompt of its own: of equal ones only one at a time goes to an unknown worker
+)  # each has its own prompt: of equal prompts only one at a time goes to an unknown worker
 
 
 def director_of(name: str = "f1", workers: int = 15, **changes: Any) -> tuple[Director, Silent]:
-    """Return a frontend's director before so many idle workers w0, w1 … of 8 GPUs each."""
+    """Return a frontend's director with idle workers w0, w1 … of 8 GPUs each."""
     plane = Silent()
     director = Director(World(name, plane, lambda *_, **__: None, SystemClock()), FrontendSettings())  # type: ignore[arg-type]
     one = joined(ScriptedWorker(), profile=ROOMY, tp=8, **changes)
@@ -113,7 +113,7 @@ def start(director: Director, live: RequestSink, endpoint: Endpoint | None = Non
 
 
 def lose(director: Director, lives: Sequence[RequestSink]) -> None:
-    """Let requests lose their workers in one turn of the loop, by no fault of the worker."""
+    """Let requests lose their workers in one turn of the event loop, through no fault of the workers."""
     for live in lives:
         start(director, live, director.table.endpoints["w0", "i0"])
     for live in lives:
@@ -128,7 +128,7 @@ def tokens_at(director: Director, generations: Sequence[RequestSink]) -> Counter
     return load
 
 
-def test_23_requests_of_2k_tokens_lie_within_one_and_a_half_times_the_even_spread() -> None:
+def test_23_requests_of_2k_tokens_stay_within_one_and_a_half_times_the_even_spread() -> None:
     director, _ = director_of()
     load = tokens_at(director, [generation_of(director, 2048) for _ in range(23)])
     assert len(load) == 15 and max(load.values()) <= 1.5 * 23 * 2048 / 15
@@ -140,8 +140,8 @@ def test_tokens_are_spread_not_requests() -> None:
     assert sorted(tokens_at(director, generations).values()) == [3000] * 4
 
 
-def test_frontends_that_know_one_another_do_not_all_begin_at_the_same_worker() -> None:
-    """Each plans alone, from the same reports: 23 requests that four frontends hold."""
+def test_frontends_that_know_each_other_do_not_all_start_at_the_same_worker() -> None:
+    """Each frontend plans alone, from the same reports: four frontends hold 23 requests."""
     names, load = ["fa", "fb", "fc", "fd"], Counter[str]()
     for name, count in zip(names, (6, 6, 6, 5), strict=True):
         director, _ = director_of(name)
@@ -151,7 +151,7 @@ def test_frontends_that_know_one_another_do_not_all_begin_at_the_same_worker() -
     assert max(load.values()) <= 1.5 * 23 * 2048 / 15
 
 
-def test_one_that_knows_of_no_other_begins_where_its_name_says() -> None:
+def test_a_frontend_that_knows_no_other_starts_where_its_name_says() -> None:
     begins = set()
     for n in range(40):
         director, _ = director_of(f"f{n}")
@@ -165,13 +165,13 @@ def test_a_fuller_worker_comes_later() -> None:
     assert set(tokens_at(director, [generation_of(director, 100)])) == {"w1"}
 
 
-def test_prompts_that_other_frontends_have_sent_there_come_first() -> None:
+def test_workers_with_prompts_from_other_frontends_come_later() -> None:
     director, _ = director_of(workers=2)
     director.routing.slots.add("theirs", WorkerRank("w0", "i0"), now=0.0, prefill_tokens=9000, owner="f2")
     assert tokens_at(director, [generation_of(director, 1000) for _ in range(4)]) == {"w1": 4000}
 
 
-def test_a_worker_that_may_serve_less_gets_less() -> None:
+def test_a_worker_with_less_weight_gets_less() -> None:
     director, _ = director_of(workers=2)
     director.table.endpoints["w0", "i0"].weight = 0.25
     load = tokens_at(director, [generation_of(director, 100) for _ in range(10)])
@@ -184,7 +184,7 @@ def test_blocks_are_counted_before_the_next_request_is_placed() -> None:
     assert set(tokens_at(director, [generation_of(director, 2048) for _ in range(20)])) == {"w2"}
 
 
-def test_nobody_goes_where_it_has_failed_already_but_to_another_life_of_it() -> None:
+def test_a_request_avoids_the_life_of_a_worker_that_failed_it_but_not_another_life() -> None:
     director, _ = director_of(workers=2)
     assert set(tokens_at(director, [generation_of(director, 100, tried=["w0"]) for _ in range(5)])) == {"w1"}
     stranger = generation_of(director, 100)
@@ -192,9 +192,7 @@ def test_nobody_goes_where_it_has_failed_already_but_to_another_life_of_it() -> 
     assert set(tokens_at(director, [stranger, generation_of(director, 100)])) == {"w0", "w1"}
 
 
-async def test_a_worker_that_declined_a_request_is_neither_planned_nor_chosen_for_it_before_its_first_token() -> (
-    None
-):
+async def test_a_worker_that_declined_a_request_is_not_chosen_again_before_its_first_token() -> None:
     director, plane = director_of(workers=2)
     plane.open, plane.cancel = lambda *_: 1, lambda *_: None  # type: ignore[attr-defined]
     declined = generation_of(director, 100)
@@ -224,7 +222,7 @@ def source(director: Director, **changes: Any) -> Endpoint:
     )
 
 
-def test_a_group_that_leaves_is_sent_to_one_group_that_takes_all_and_a_dead_one_is_not_sent() -> None:
+def test_a_group_that_leaves_is_sent_to_one_group_with_room_and_a_dead_one_is_not_sent() -> None:
     rail = Topology(host="h1", rail="r0", gpus=("g",) * 8)
     director, _ = director_of(kv=LLAMA, topology=rail)
     generations = [generation_of(director, 2048) for _ in range(23)]
@@ -234,7 +232,7 @@ def test_a_group_that_leaves_is_sent_to_one_group_that_takes_all_and_a_dead_one_
     assert {placement.method for _, placement, _ in director.placer.plan(generations)} == {"reprefill"}
 
 
-def test_nothing_is_sent_to_shards_of_another_kind() -> None:
+def test_nothing_is_sent_to_a_target_with_other_shards() -> None:
     rail = Topology(host="h1", rail="r0", gpus=("g",) * 8)
     director, _ = director_of(kv=LLAMA, topology=rail)
     for other in (
@@ -247,7 +245,7 @@ def test_nothing_is_sent_to_shards_of_another_kind() -> None:
         assert [placement.method for _, placement, _ in planned] == ["reprefill"], other
 
 
-def test_who_was_not_heard_lately_is_no_neighbour() -> None:
+def test_a_silent_frontend_is_no_peer() -> None:
     now = 100.0
     peers = Peers(lambda: now)
     peers.on_links("s", {"frontend": "fb", "workers": {}})
@@ -258,14 +256,14 @@ def test_who_was_not_heard_lately_is_no_neighbour() -> None:
     assert peers.names() == ["fa"]
     peers.on_links("s", {"frontend": "fa", "workers": {}})
     peers.on_links("s", {"frontend": "fc", "workers": {}})
-    assert peers.names() == ["fa", "fc"]  # at once
+    assert peers.names() == ["fa", "fc"]  # immediately
     now += HEARD_S + 0.1
     assert peers.names() == []
     peers.on_links("s", {"frontend": "fa", "workers": {}})
     assert peers.names() == ["fa"]
 
 
-def test_a_worker_that_registers_nonsense_keeps_nobody_from_being_planned_for() -> None:
+def test_a_worker_that_registers_nonsense_does_not_stop_planning_for_others() -> None:
     director, _ = director_of(workers=3)
     odd = director.table.endpoints["w0", "i0"]
     odd.joined = replace(
@@ -274,7 +272,7 @@ def test_a_worker_that_registers_nonsense_keeps_nobody_from_being_planned_for() 
     assert {"w1", "w2"} <= set(tokens_at(director, [generation_of(director, 100) for _ in range(9)]))
 
 
-async def test_one_that_cannot_be_sent_keeps_nobody_from_going_on() -> None:
+async def test_a_request_that_cannot_be_sent_does_not_stop_the_others() -> None:
     director, plane = director_of(workers=2)
     first, second = (generation_of(director, 100) for _ in range(2))
     opened: list[str] = []
@@ -282,7 +280,7 @@ async def test_one_that_cannot_be_sent_keeps_nobody_from_going_on() -> None:
     def open_(worker: str, *_: Any) -> int:
         opened.append(worker)
         if len(opened) == 3:
-            raise RuntimeError("a mistake of ours")
+            raise RuntimeError("an internal error")
         return len(opened)
 
     plane.open, plane.cancel = open_, lambda *_: None  # type: ignore[attr-defined]
@@ -293,23 +291,23 @@ async def test_one_that_cannot_be_sent_keeps_nobody_from_going_on() -> None:
     assert not second.over and second.endpoint is not None
 
 
-async def test_requests_that_cannot_be_planned_for_together_go_on_one_by_one() -> None:
+async def test_requests_that_cannot_be_planned_together_continue_separately() -> None:
     director, plane = director_of(workers=2)
     plane.open, plane.cancel = lambda *_: 1, lambda *_: None  # type: ignore[attr-defined]
     lives = [generation_of(director, 100) for _ in range(2)]
     lose(director, lives)
-    plane.load = dict[str, Load]().__getitem__  # type: ignore[assignment, method-assign]  # a mistake of ours, which only the plan makes
+    plane.load = dict[str, Load]().__getitem__  # type: ignore[assignment, method-assign]  # an internal error, only in the plan
     await asyncio.sleep(0)
     assert all(live.endpoint is not None for live in lives)
 
 
-async def test_one_whose_loss_is_mishandled_keeps_nobody_from_hearing_of_it() -> None:
+async def test_a_request_with_a_mishandled_loss_does_not_stop_others_from_being_notified() -> None:
     director, plane = director_of(workers=2)
     plane.open, plane.cancel = lambda *_: 1, lambda *_: None  # type: ignore[attr-defined]
     first, second = (generation_of(director, 100) for _ in range(2))
     for live in (first, second):
         start(director, live, director.table.endpoints["w0", "i0"])
-    first.state = structs.replace(first.state, tried=None)  # a mistake of ours
+    first.state = structs.replace(first.state, tried=None)  # an internal error
     for live in (first, second):
         live.lost("stalled", "")
     error = first.answer.error
@@ -318,7 +316,7 @@ async def test_one_whose_loss_is_mishandled_keeps_nobody_from_hearing_of_it() ->
     assert not second.over and second.endpoint is not None and second.endpoint.worker == "w1"
 
 
-async def test_whom_streams_of_an_unhealthy_worker_could_go_to_is_asked_once_not_per_stream() -> None:
+async def test_targets_for_streams_of_an_unhealthy_worker_are_looked_up_once_not_per_stream() -> None:
     director, plane = director_of(workers=20)
     opened: list[str] = []
 
@@ -338,7 +336,7 @@ async def test_whom_streams_of_an_unhealthy_worker_could_go_to_is_asked_once_not
     assert not director.running.at(endpoint) and set(Counter(opened[300:]).values()) <= {15, 16}
 
 
-async def test_a_stream_of_an_unhealthy_worker_stays_where_every_other_has_failed_it_already() -> None:
+async def test_a_stream_of_an_unhealthy_worker_stays_if_all_others_have_failed_it() -> None:
     director, plane = director_of(workers=3)
     plane.open, plane.cancel = lambda *_: 1, lambda *_: None  # type: ignore[attr-defined]
     endpoint = director.table.endpoints["w0", "i0"]
@@ -351,7 +349,7 @@ async def test_a_stream_of_an_unhealthy_worker_stays_where_every_other_has_faile
     assert stays.endpoint is endpoint and goes.endpoint is director.table.endpoints["w2", "i2"]
 
 
-async def test_frontends_hear_one_another_over_the_broker() -> None:
+async def test_frontends_learn_of_each_other_over_the_broker() -> None:
     bus, (director, _) = MemoryBus(), director_of("fa")
     await follow_peers(director, bus)
     await bus.publish(subjects.links("fb"), {"frontend": "fb", "workers": {}})
@@ -362,7 +360,7 @@ async def test_frontends_hear_one_another_over_the_broker() -> None:
 
 
 async def crash(kit: Kit, requests: int, survivors: int) -> tuple[list[ScriptedWorker], list[str]]:
-    """Let a worker with so many requests of different lengths die; return the survivors and the answers' texts."""
+    """Let a worker with this many requests of different lengths die. Return the survivors and the answers' texts."""
     dying = ScriptedWorker("w0", step_s=0.005, always=Act(per_step=1))
     await kit.add(dying)
     prompts = [[300 + n] * (20 + 40 * n) for n in range(requests)]
@@ -377,7 +375,7 @@ async def crash(kit: Kit, requests: int, survivors: int) -> tuple[list[ScriptedW
     return others, texts
 
 
-async def test_a_crash_is_spread_and_said_once_per_request() -> None:
+async def test_a_crash_is_spread_and_reported_once_per_request() -> None:
     async with frontend() as kit:
         others, texts = await crash(kit, 12, 3)
         expected = [undisturbed([300 + n] * (20 + 40 * n), 40) for n in range(12)]
@@ -390,7 +388,7 @@ async def test_a_crash_is_spread_and_said_once_per_request() -> None:
         assert len(moved) == len(set(moved)) == 12
 
 
-async def test_a_client_that_leaves_before_its_place_is_found_is_not_sent_anywhere() -> None:
+async def test_a_client_that_leaves_before_placement_is_not_sent_anywhere() -> None:
     async with frontend() as kit:
         dying, other = ScriptedWorker("w0", step_s=0.01), ScriptedWorker("w1", instance="i1")
         await kit.add(dying)

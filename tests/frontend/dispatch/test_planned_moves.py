@@ -1,5 +1,7 @@
-"""A stream moves with its KV cache though nothing has failed: who asks, what its client notices (nothing), and what becomes
-of it when either side fails at any point."""
+"""A stream moves with its KV cache although nothing has failed.
+
+The tests cover each cause of a move, that its client notices nothing, and failures of either side at any point.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -36,13 +38,14 @@ COUNT = 60
 EXACT = TOKENS.decode(undisturbed(PROMPT, COUNT))
 LONG = TOKENS.decode(undisturbed(PROMPT, 400))
 KV = KvLayout(layers=2, kv_heads=2, head_size=8, element_bytes=2)
-SLOW_PREFILL = replace(PROFILE, prefill_tokens_per_s=100.0)  # a transfer is worth it at any length
+# a transfer is faster than recomputing at any length
+SLOW_PREFILL = replace(PROFILE, prefill_tokens_per_s=100.0)
 NOW = datetime.now(UTC)
 
 
 @dataclass
 class Pair:
-    """A frontend before a source, which streams, and a target."""
+    """A frontend with a source, which streams, and a target."""
 
     kit: Kit
     source: MovingWorker
@@ -50,7 +53,7 @@ class Pair:
     asked: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def stream(self, count: int = COUNT, tier: str = "standard", **ask: Any) -> asyncio.Task[Any]:
-        """Begin one more stream on the source, and return it when some of it is there."""
+        """Start one more stream on the source, and return it when it has output."""
         endpoints = self.kit.director.table.endpoints
         endpoints[("w2", "i1")].begin(requests=100)
         begun = len(self.source.requests)
@@ -93,7 +96,7 @@ class Pair:
         return self.kit.said(RequestMigrated)
 
     async def nothing_is_left(self) -> None:
-        """See that no reservation, no stream and no promise has been left behind anywhere."""
+        """Check that no reservation, stream or promise is left anywhere."""
         await until(lambda: not any(w.reserved or w.running for w in (self.source, self.target)))
         for endpoint in self.kit.director.table.endpoints.values():
             assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
@@ -103,7 +106,7 @@ class Pair:
 
 
 def text(events: list[dict[str, Any]]) -> str:
-    """Return the text of a stream that has come to its own end: what else it ended by is no difference of texts."""
+    """Return the text of a stream that has ended by itself; its finish reason is not compared."""
     assert events[-1] == {"done": True}, events[-1]
     return text_of(events)
 
@@ -112,7 +115,7 @@ def text(events: list[dict[str, Any]]) -> str:
 async def pair(
     step_s: float = 0.004, more: tuple[MovingWorker, ...] = (), within_ms: float = 10_000, **settings: Any
 ) -> AsyncIterator[Pair]:
-    """Two workers; a move has all the time that a busy machine needs, unless the test is about that."""
+    """Two workers. A move has enough time for a busy machine, unless the test is about time."""
     settings["moving"] = {"max_migration_time_ms": within_ms, **settings.get("moving", {})}
     source, target = MovingWorker("w1", step_s=step_s), MovingWorker("w2", step_s=step_s)
     async with frontend(**settings) as kit:
@@ -121,7 +124,7 @@ async def pair(
         yield Pair(kit, source, target)
 
 
-# how far a move comes: what the source does, what the target does, and by what it is seen
+# progress of a move: the source's action, the target's action, and how it is observed
 POINTS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Pair], object]]] = {
     "reserved": ({}, {"answers": "nothing"}, lambda p: p.target.reserved),
     "shipping": ({"ships": "nothing"}, {}, lambda p: p.source.shipments),
@@ -131,7 +134,7 @@ POINTS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Pair], object]
 
 
 async def under_way(p: Pair, point: str) -> asyncio.Task[Any]:
-    """Begin a long stream and its move, and return it when the move has come to this point."""
+    """Start a long stream and its move, and return it when the move has reached this point."""
     source, target, there = POINTS[point]
     task = await p.stream(400)
     for worker, ways in ((p.source, source), (p.target, target)):
@@ -142,7 +145,7 @@ async def under_way(p: Pair, point: str) -> asyncio.Task[Any]:
     return task
 
 
-async def test_b16_a_crash_is_a_replay_of_the_tokens_that_the_frontend_has_itself() -> None:
+async def test_b16_a_crash_is_recovered_by_replaying_the_frontends_own_tokens() -> None:
     async with pair() as p:
         task = await p.stream()
         p.source.drop()
@@ -155,7 +158,7 @@ async def test_b16_a_crash_is_a_replay_of_the_tokens_that_the_frontend_has_itsel
         assert (p.target.reservations, p.source.shipments) == ([], []), "nothing is asked of a dead worker"
 
 
-async def test_a_wish_to_move_that_came_after_its_deadline_moves_nobody() -> None:
+async def test_a_move_request_after_its_deadline_moves_no_stream() -> None:
     async with pair() as p:
         task = await p.stream()
         over = datetime.now(UTC) - timedelta(seconds=1)
@@ -164,7 +167,7 @@ async def test_a_wish_to_move_that_came_after_its_deadline_moves_nobody() -> Non
         assert p.moves() == [] and p.target.reservations == []
 
 
-async def test_a_drained_workers_stream_goes_on_elsewhere_with_its_kv_cache() -> None:
+async def test_a_drained_workers_stream_continues_elsewhere_with_its_kv_cache() -> None:
     async with pair() as p:
         task = await p.stream()
         p.drain()
@@ -182,12 +185,14 @@ async def test_a_drained_workers_stream_goes_on_elsewhere_with_its_kv_cache() ->
         assert reserve.request.sampling.max_tokens == COUNT - said
         assert len(reserve.request.tokens) < reserve.room_tokens <= len(PROMPT) + COUNT
         assert p.source.cancelled == [p.source.requests[0].stream] and p.target.requests == []
-        assert p.source.why == ["drained"], "it has not failed, nor been given up, and may not have heard yet"
+        assert p.source.why == ["drained"], (
+            "the stream has neither failed nor been abandoned, and the worker may not know of its drain yet"
+        )
         await p.nothing_is_left()
         assert p.kit.counted("dynamo_frontend_model_migration_total", "model") == {}
 
 
-async def test_what_the_target_has_in_its_prefix_cache_makes_a_transfer_cheaper() -> None:
+async def test_the_targets_prefix_cache_makes_a_transfer_cheaper() -> None:
     slow = {"links": {"tcp": {"bytes_per_s": 40_960, "efficiency": 1.0}}}  # 50 ms for a block of 2 KiB
     async with pair(moving=slow) as p:
         p.target.cached_tokens = 32
@@ -202,7 +207,7 @@ async def test_what_the_target_has_in_its_prefix_cache_makes_a_transfer_cheaper(
 @pytest.mark.parametrize(
     ("tpot_ms", "step_ms"), [((), 0), (((1, 40.0), (8, 60.0)), 40), (((1, TPOT_MS_MAX),), 0)]
 )
-async def test_a_step_of_the_target_is_part_of_what_is_predicted(tpot_ms: Any, step_ms: float) -> None:
+async def test_a_step_of_the_target_is_part_of_the_prediction(tpot_ms: Any, step_ms: float) -> None:
     async with frontend() as kit:
         p = Pair(kit, MovingWorker("w1", step_s=0.004), MovingWorker("w2", step_s=0.004))
         for worker in (p.source, p.target):
@@ -214,7 +219,7 @@ async def test_a_step_of_the_target_is_part_of_what_is_predicted(tpot_ms: Any, s
         assert fact.predicted_ms == pytest.approx(5.1 + step_ms, abs=1), "the setup, and 100 us of latency"
 
 
-async def test_what_the_target_has_nearly_all_of_is_computed_again_there() -> None:
+async def test_a_stream_mostly_cached_at_the_target_is_recomputed_there() -> None:
     async with pair() as p:
         p.target.cached_tokens = 48
         task = await p.stream()
@@ -239,7 +244,7 @@ async def test_what_the_target_has_nearly_all_of_is_computed_again_there() -> No
         {"stream_options": {"include_usage": True}},
     ],
 )
-async def test_the_answer_is_the_undisturbed_one(ask: dict[str, Any]) -> None:
+async def test_the_answer_equals_the_undisturbed_one(ask: dict[str, Any]) -> None:
     def unnamed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{k: v for k, v in event.items() if k not in ("id", "created")} for event in events]
 
@@ -254,16 +259,16 @@ async def test_the_answer_is_the_undisturbed_one(ask: dict[str, Any]) -> None:
         await p.nothing_is_left()
 
 
-# --- who asks -------------------------------------------------------------------------------------------------
+# --- causes ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_says_it_leaves_is_emptied_before_the_fleet_has_heard_of_it() -> None:
+async def test_a_worker_that_announces_its_leave_is_emptied_before_the_fleet_knows() -> None:
     async with pair() as p:
         task = await p.stream()
         p.source.draining = True
         assert text(await task) == EXACT
         assert [(f.method, f.cause) for f in p.moves()] == [("transfer", "drain")]
-        p.drain()  # the same incident, as the fold tells of it
+        p.drain()  # the same incident, as seen in the fold
         await asyncio.sleep(0.1)
         assert len(p.moves()) == 1
 
@@ -284,7 +289,7 @@ async def test_a_device_moves_streams_once_per_incident(
         p.device(fault_class, max(0.0, weight - 0.1))  # the same incident
         p.kit.tell(DeviceRecovered(worker="w1", instance="i1", device="GPU-1", fault_class="other"))
         assert text(await again) == EXACT
-        assert len(p.moves()) == bool(cause) + (weight == 0.5)  # 0.4 begins one
+        assert len(p.moves()) == bool(cause) + (weight == 0.5)  # 0.4 starts one
         if not cause:
             return
         p.kit.tell(DeviceRecovered(worker="w1", instance="i1", device="GPU-1", fault_class=fault_class))
@@ -294,7 +299,7 @@ async def test_a_device_moves_streams_once_per_incident(
         assert len(p.moves()) == 2
 
 
-async def test_a_worker_that_is_repaired_keeps_what_has_not_moved_yet() -> None:
+async def test_a_repaired_worker_keeps_streams_that_have_not_moved_yet() -> None:
     async with pair(step_s=0.02, moving={"transfers_at_once": 1}) as p:
         p.target.answers = "nothing"
         tasks = [await p.stream(), await p.stream()]
@@ -314,7 +319,7 @@ async def test_a_suspicion_of_slowness_moves_nothing() -> None:
         assert p.moves() == [] and p.target.reservations == []
 
 
-async def test_an_operator_moves_what_runs_now_to_whom_he_names() -> None:
+async def test_an_operator_moves_running_streams_to_the_named_worker() -> None:
     third = MovingWorker("w3", step_s=0.004)
     async with pair(more=(third,)) as p:
         p.kit.director.table.endpoints[("w3", "i1")].begin(requests=100)
@@ -326,7 +331,7 @@ async def test_an_operator_moves_what_runs_now_to_whom_he_names() -> None:
         assert p.target.reservations == []
 
 
-async def test_what_was_asked_before_this_frontend_served_is_history() -> None:
+async def test_requests_to_move_from_before_this_frontend_served_are_history() -> None:
     async with pair(live=False) as p:
         task = await p.stream()
         p.request()
@@ -346,7 +351,7 @@ async def test_a_drain_may_also_let_streams_finish() -> None:
 @pytest.mark.parametrize(
     ("settings", "ask"), [({"migration_limit": 0}, {}), ({"migration_max_seq_len": 41}, {}), ({}, {"n": 2})]
 )
-async def test_what_may_not_migrate_does_not_move_on_purpose_either(
+async def test_streams_that_may_not_migrate_are_not_moved_on_purpose(
     settings: dict[str, Any], ask: dict[str, Any]
 ) -> None:
     async with pair(**settings) as p:
@@ -356,14 +361,14 @@ async def test_what_may_not_migrate_does_not_move_on_purpose_either(
         assert p.moves() == [] and p.target.reservations == []
 
 
-def test_a_used_up_budget_keeps_nobody_from_moving_on_purpose() -> None:
+def test_a_used_up_budget_does_not_prevent_a_move_on_purpose() -> None:
     assert not stays(RequestTerms(migration_limit=3), 100)
 
 
 # --- order, and how many at once --------------------------------------------------------------------------------
 
 
-async def test_the_most_important_move_first_and_only_so_many_at_once() -> None:
+async def test_streams_move_by_priority_and_only_a_few_at_once() -> None:
     async with pair(moving={"transfers_at_once": 1}, within_ms=1500) as p:
         for tier in ("best_effort", "standard", "premium", "standard"):
             await p.stream(900, tier)
@@ -396,7 +401,7 @@ async def test_streams_of_one_worker_are_spread_over_the_others() -> None:
 
 
 @pytest.mark.parametrize(("tp", "targets"), [(2, 1), (1, 3)])
-async def test_a_group_goes_to_one_group_that_takes_all_and_a_lone_worker_is_spread(
+async def test_a_group_moves_to_one_group_with_room_and_a_lone_worker_is_spread(
     tp: int, targets: int
 ) -> None:
     async with frontend() as kit:
@@ -416,7 +421,7 @@ async def test_a_group_goes_to_one_group_that_takes_all_and_a_lone_worker_is_spr
         assert len({move.target for move in p.moves()}) == targets
 
 
-async def test_what_cannot_be_sent_of_a_group_is_computed_again_spread_over_the_others() -> None:
+async def test_a_group_without_a_target_is_recomputed_spread_over_the_others() -> None:
     async with frontend() as kit:
         workers = [MovingWorker(f"w{n}", step_s=0.004) for n in range(1, 5)]
         group: dict[str, Any] = {"kv": KV, "profile": SLOW_PREFILL, "tp": 2}
@@ -427,7 +432,7 @@ async def test_what_cannot_be_sent_of_a_group_is_computed_again_spread_over_the_
             await p.stream(400)
         for worker in workers[2:]:
             await kit.add(worker, **group)
-            worker.step_s = 0.3  # until its first token, what was sent there waits to be computed
+            worker.step_s = 0.3  # until its first token, a request sent there waits to be computed
         workers[0].ships, workers[1].step_s = "no", 0.3
         p.device("xid_nvlink", 0.0)
         await until(lambda: sum(len(worker.requests) for worker in workers[1:]) == 6)
@@ -437,7 +442,7 @@ async def test_what_cannot_be_sent_of_a_group_is_computed_again_spread_over_the_
         await asyncio.gather(*p.asked, return_exceptions=True)
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cause", ["drain", "operator"])
@@ -451,7 +456,7 @@ async def test_what_cannot_be_sent_of_a_group_is_computed_again_spread_over_the_
         ("yes", "stops", "it took longer than 200 ms"),
     ],
 )
-async def test_a_refusal_keeps_the_stream_or_computes_it_again(
+async def test_a_refusal_keeps_the_stream_or_recomputes_it(
     cause: str, answers: Any, ships: Any, why: str
 ) -> None:
     async with pair(step_s=0.01, within_ms=200) as p:
@@ -471,7 +476,7 @@ async def test_a_refusal_keeps_the_stream_or_computes_it_again(
 
 
 @pytest.mark.parametrize("cause", ["drain", "operator"])
-async def test_where_nobody_has_room_a_stream_goes_on_where_it_is_until_somebody_has(cause: str) -> None:
+async def test_a_stream_stays_until_another_worker_has_room(cause: str) -> None:
     async with pair(step_s=0.01) as p:
         p.target.answers, p.target.refusal = "no", "overloaded: 9 of 9 KV blocks are in use"
         tasks = [await p.stream(200) for _ in range(3)]
@@ -487,7 +492,7 @@ async def test_where_nobody_has_room_a_stream_goes_on_where_it_is_until_somebody
         await p.nothing_is_left()
 
 
-async def test_a_transfer_that_was_refused_is_told_of_when_the_drain_ends_the_stream() -> None:
+async def test_a_refused_transfer_is_reported_when_the_drain_ends_the_stream() -> None:
     async with pair() as p:
         p.target.answers = "no"
         p.source.acts.append(Act(after=30, how="error", error="engine_shutdown: the grace is over"))
@@ -499,7 +504,7 @@ async def test_a_transfer_that_was_refused_is_told_of_when_the_drain_ends_the_st
 
 
 @pytest.mark.parametrize("told", [lambda tokens: [*tokens[:-1], 5], lambda tokens: tokens[:-1]])
-async def test_a_target_that_was_told_other_tokens_is_left_at_once(told: Any) -> None:
+async def test_a_target_that_commits_other_tokens_is_left_at_once(told: Any) -> None:
     async with pair() as p:
         p.target.told = told
         task = await p.stream()
@@ -509,7 +514,7 @@ async def test_a_target_that_was_told_other_tokens_is_left_at_once(told: Any) ->
         await p.nothing_is_left()
 
 
-async def test_a_target_that_knows_more_than_the_source_has_said_is_waited_for_and_left_in_the_end() -> None:
+async def test_a_target_with_more_tokens_than_the_source_has_sent_is_waited_for_and_finally_left() -> None:
     async with pair(within_ms=200) as p:
         task = await p.stream()
         p.target.told = lambda tokens: (
@@ -522,8 +527,8 @@ async def test_a_target_that_knows_more_than_the_source_has_said_is_waited_for_a
 
 
 @pytest.mark.parametrize("ships", ["yes", "nothing", "stops"])
-@pytest.mark.parametrize("who", ["source", "target"])
-async def test_either_side_may_be_lost_meanwhile(who: str, ships: Any) -> None:
+@pytest.mark.parametrize("side", ["source", "target"])
+async def test_either_side_may_be_lost_during_a_transfer(side: str, ships: Any) -> None:
     third = MovingWorker("w3", step_s=0.004)
     async with pair(more=(third,)) as p:
         p.kit.director.table.endpoints[("w3", "i1")].begin(requests=100)
@@ -532,11 +537,11 @@ async def test_either_side_may_be_lost_meanwhile(who: str, ships: Any) -> None:
         p.drain()
         await until(lambda: p.source.shipments)
         await asyncio.sleep(0.03)
-        p.source.ships = "nothing"  # should it go to another target then, it decodes on meanwhile
-        (p.source if who == "source" else p.target).drop()
+        p.source.ships = "nothing"  # if it moves to another target then, it keeps decoding meanwhile
+        (p.source if side == "source" else p.target).drop()
         assert text(await task) == EXACT
         assert p.kit.said(RequestAbandoned) == []
-        if who == "source":
+        if side == "source":
             (fact,) = p.moves()
             assert (fact.method, fact.cause, fact.refused) == (
                 "reprefill", "disconnected", "its source failed meanwhile",
@@ -549,11 +554,12 @@ async def test_either_side_may_be_lost_meanwhile(who: str, ships: Any) -> None:
     ("ask", "exact", "methods"),
     [
         ({}, LONG, ["transfer"]),
-        ({"stop": [LONG[1200:1210]]}, LONG[:1200], []),  # it comes among what the source has not said
-        ({"logprobs": 1}, LONG, ["reprefill"]),  # those of what has not come are not known
+        # the stop string is among the tokens that the source has not sent
+        ({"stop": [LONG[1200:1210]]}, LONG[:1200], []),
+        ({"logprobs": 1}, LONG, ["reprefill"]),  # the logprobs of missing tokens are unknown
     ],
 )
-async def test_what_a_lost_source_had_left_to_say_is_known_from_the_target(
+async def test_missing_tokens_of_a_lost_source_are_known_from_the_target(
     ask: dict[str, Any], exact: str, methods: list[str]
 ) -> None:
     async with pair() as p:
@@ -568,25 +574,25 @@ async def test_what_a_lost_source_had_left_to_say_is_known_from_the_target(
         await until(lambda: [f.reason for f in p.kit.said(RequestFailed)] == ["disconnected"])
 
 
-async def test_only_so_much_of_the_target_is_held_while_the_sources_last_tokens_have_not_come() -> None:
+async def test_only_a_limited_part_of_the_targets_stream_is_held() -> None:
     async with pair() as p:
         p.source.unsaid, p.target.step_s = 9, 0.0
         task = await p.stream(HELD_MAX + 200)
         p.request()
         assert text(await task) == TOKENS.decode(undisturbed(PROMPT, HELD_MAX + 200))
         (fact,) = p.moves()
-        assert (fact.method, fact.refused) == ("reprefill", "the source's last tokens have not come")
+        assert (fact.method, fact.refused) == ("reprefill", "the source's last tokens have not arrived")
         await p.nothing_is_left()
 
 
-@pytest.mark.parametrize("who", ["client", "frontend"])
+@pytest.mark.parametrize("side", ["client", "frontend"])
 @pytest.mark.parametrize("point", POINTS)
-async def test_whoever_leaves_meanwhile_leaves_nothing_behind(point: str, who: str) -> None:
+async def test_a_side_that_leaves_during_a_move_leaks_nothing(point: str, side: str) -> None:
     async with pair() as p:
         task = await under_way(p, point)
-        if who == "client":
+        if side == "client":
             task.cancel()
-        else:  # its grace is over
+        else:  # its grace period is over
             (exchange,) = p.kit.api.openai.completions
             exchange.finish(unavailable("this frontend is shutting down", "draining", 1))
             p.kit.director.driver.cancel(exchange.answers)
@@ -597,7 +603,7 @@ async def test_whoever_leaves_meanwhile_leaves_nothing_behind(point: str, who: s
 
 
 @pytest.mark.parametrize("ask", [{}, {"stop": ["STOP"]}])
-async def test_an_answer_that_ends_meanwhile_needs_no_move(ask: dict[str, Any]) -> None:
+async def test_an_answer_that_ends_during_its_move_needs_no_move(ask: dict[str, Any]) -> None:
     async with pair(step_s=0.012) as p:
         p.source.ships = "nothing"
         exact = EXACT
@@ -612,7 +618,7 @@ async def test_an_answer_that_ends_meanwhile_needs_no_move(ask: dict[str, Any]) 
         await p.nothing_is_left()
 
 
-async def test_the_target_fails_right_after_the_switch_and_the_budget_is_as_before() -> None:
+async def test_a_target_that_fails_right_after_the_switch_leaves_the_budget_unchanged() -> None:
     async with pair(migration_limit=1) as p:
         p.target.acts.append(Act(after=0, how="error", error="overloaded: after all"))
         task = await p.stream()
@@ -625,7 +631,7 @@ async def test_the_target_fails_right_after_the_switch_and_the_budget_is_as_befo
         assert [f.attempt for f in p.moves()] == [2, 3]
 
 
-async def test_what_is_quicker_computed_again_is_even_on_a_drain() -> None:
+async def test_a_stream_that_is_faster_to_recompute_is_recomputed_even_on_a_drain() -> None:
     quick = replace(PROFILE, prefill_tokens_per_s=1e6)
     source, target = MovingWorker("w1", step_s=0.004), MovingWorker("w2", step_s=0.004)
     async with frontend() as kit:
@@ -642,7 +648,7 @@ async def test_what_is_quicker_computed_again_is_even_on_a_drain() -> None:
 
 
 @pytest.mark.parametrize("cause", ["drain", "operator"])
-async def test_without_a_kv_cache_to_send_a_drained_stream_ends_where_it_is(cause: str) -> None:
+async def test_without_a_kv_cache_to_send_a_drained_stream_ends_at_its_worker(cause: str) -> None:
     source, target = MovingWorker("w1", step_s=0.004), MovingWorker("w2", step_s=0.004)
     async with frontend() as kit:
         for worker in (source, target):
@@ -655,7 +661,7 @@ async def test_without_a_kv_cache_to_send_a_drained_stream_ends_where_it_is(caus
         assert [(f.method, f.refused) for f in p.moves()] == moves
 
 
-async def test_many_streams_are_computed_again_a_few_in_each_turn_of_the_loop() -> None:
+async def test_many_streams_are_recomputed_a_few_per_turn_of_the_loop() -> None:
     quick = replace(PROFILE, prefill_tokens_per_s=1e6, max_batch=100)
     source, target = MovingWorker("w1", step_s=0.01), MovingWorker("w2", step_s=0.01)
     async with frontend(router={"mode": "least-loaded"}) as kit:
@@ -680,7 +686,7 @@ async def test_many_streams_are_computed_again_a_few_in_each_turn_of_the_loop() 
         await p.nothing_is_left()
 
 
-async def test_streams_wait_for_their_link_where_together_they_would_take_too_long() -> None:
+async def test_streams_wait_for_their_link_if_together_they_would_take_too_long() -> None:
     async with pair(within_ms=1000, moving={"setup_s": 0.4}) as p:  # three of them at once would take 1.2 s
         p.target.answers = "nothing"
         tasks = [await p.stream(500) for _ in range(4)]
@@ -691,12 +697,12 @@ async def test_streams_wait_for_their_link_where_together_they_would_take_too_lo
         p.target.answers = "yes"
         for task in tasks:
             assert text(await task) == TOKENS.decode(undisturbed(PROMPT, 500))
-        assert len(p.target.reservations) == 4  # the others came after those that had taken too long
+        assert len(p.target.reservations) == 4  # the others started after those that had taken too long
         await p.nothing_is_left()
 
 
 @pytest.mark.parametrize("fails", ["no room", "lost"])
-async def test_where_one_target_fails_another_is_asked(fails: str) -> None:
+async def test_if_one_target_fails_another_is_tried(fails: str) -> None:
     third = MovingWorker("w3", step_s=0.004)
     async with pair(more=(third,)) as p:
         endpoints = p.kit.director.table.endpoints
@@ -724,7 +730,7 @@ def convicted(canary: str = "c") -> CanaryFailed:
 
 
 @pytest.mark.parametrize("point", POINTS)
-async def test_nothing_is_taken_over_from_a_worker_that_is_convicted_meanwhile(point: str) -> None:
+async def test_nothing_is_accepted_from_a_worker_convicted_during_the_move(point: str) -> None:
     async with pair() as p:
         task = await under_way(p, point)
         p.kit.tell(convicted())
@@ -734,7 +740,7 @@ async def test_nothing_is_taken_over_from_a_worker_that_is_convicted_meanwhile(p
         await p.nothing_is_left()
 
 
-async def test_a_source_convicted_after_the_switch_is_held_for_what_the_target_said_with_its_cache() -> None:
+async def test_a_source_convicted_after_the_switch_is_blamed_for_the_targets_tokens_too() -> None:
     async with pair() as p:
         task = await p.stream(400)
         p.request()
@@ -744,9 +750,9 @@ async def test_a_source_convicted_after_the_switch_is_held_for_what_the_target_s
         assert text(await task) == TOKENS.decode(undisturbed(PROMPT, 400))
         (fact,) = p.kit.said(RequestExposed)
         assert (fact.worker, fact.first, fact.action) == ("w1", 0, "continue")
-        assert fact.last > p.moves()[0].tokens  # what the target said, too
+        assert fact.last > p.moves()[0].tokens  # including the target's tokens
         assert [(f.method, f.source, f.exact) for f in p.moves()] == [
             ("transfer", "w1", True), ("reprefill", "w2", False),
         ]  # fmt: skip
-        assert p.target.requests[0].tokens[: len(PROMPT)] == PROMPT  # computed again, there or elsewhere
+        assert p.target.requests[0].tokens[: len(PROMPT)] == PROMPT  # recomputed, there or elsewhere
         await p.nothing_is_left()

@@ -1,7 +1,7 @@
-"""The retry manager's promises, one by one, in the order in which NVIDIA Dynamo's own tests have them.
+"""The retry manager's guarantees, one by one, in the order of NVIDIA Dynamo's own tests.
 
-Every attempt is checked for the same request id, and for what it was asked: the prompt and all that had been accepted,
-and exactly the rest of `max_tokens`.
+Every attempt is checked for the same request id and for its input: the prompt, all accepted tokens, and exactly the remaining
+`max_tokens`.
 """
 
 import asyncio
@@ -35,25 +35,25 @@ REFUSED = "the engine failed"
 
 
 def broken(name: str, after: int) -> ScriptedWorker:
-    """Return a worker that fails every request after so many tokens."""
+    """Return a worker that fails every request after this many tokens."""
     return ScriptedWorker(name, always=Act(after=after, how="error", error="engine_error: E"))
 
 
 async def stream(kit: Kit, **more: Any) -> list[dict[str, Any]]:
-    """Ask for the answer as a stream."""
+    """Request a streamed answer and return its events."""
     ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, **more}
     return await kit.stream(**ask)
 
 
 async def failed(kit: Kit, **more: Any) -> tuple[int, dict[str, Any]]:
-    """Ask for an answer that cannot be given; return the status and the error."""
+    """Request an answer that fails; return the status and the error."""
     body: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "stream": True} | more
     status, body, _ = await kit.post("/v1/completions", **body)
     return status, body["error"]
 
 
 def check(requests: Sequence[Generate], begun: Sequence[int], wanted: int = COUNT) -> None:
-    """See that attempts were asked rightly; `begun`: how many tokens each of them was told."""
+    """Check the input of each attempt. `begun`: the number of accepted tokens that it received."""
     assert len({request.request for request in requests}) == 1
     assert [request.tokens for request in requests] == [PROMPT + undisturbed(PROMPT, n) for n in begun]
     assert [request.sampling.max_tokens for request in requests] == [wanted - n for n in begun]
@@ -61,19 +61,19 @@ def check(requests: Sequence[Generate], begun: Sequence[int], wanted: int = COUN
 
 
 def failures(kit: Kit) -> dict[str, float]:
-    """Return the failed attempts that were counted, by the kind of migration."""
+    """Return the counted failed attempts, by kind of migration."""
     found = kit.counted("dynamo_frontend_model_migration_total", "model", "migration_type")
     assert {model for model, _ in found} <= {"m"}
     return {kind: value for (_, kind), value in found.items()}
 
 
 def breakers(kit: Kit) -> dict[tuple[str, ...], float]:
-    """Return how many migrations ended how."""
+    """Return the number of migrations by outcome."""
     return kit.counted("dynamo_frontend_model_migration_duration_seconds_count", "migration_type", "outcome")
 
 
 class Unmade:
-    """A request plane on which connections to some workers turn out to be broken when they are needed."""
+    """A request plane on which connections to some workers turn out to be broken when used."""
 
     def __init__(self, inner: RequestPlane) -> None:
         self._inner, self.broken = inner, set[str]()
@@ -89,7 +89,7 @@ class Unmade:
         return self._inner.open(worker, instance, request, sink)
 
 
-# --- the unit tests, in their order -------------------------------------------------------------------------------
+# --- the unit tests, in Dynamo's order ----------------------------------------------------------------------------
 
 
 async def test_no_failure() -> None:
@@ -100,11 +100,9 @@ async def test_no_failure() -> None:
         assert (failures(kit), breakers(kit), kit.said(RequestMigrated)) == ({}, {}, [])
 
 
-async def test_the_first_dispatch_cannot_be_made_and_the_next_succeeds() -> None:
+async def test_the_first_dispatch_cannot_connect_and_the_next_succeeds() -> None:
     first, other = ScriptedWorker("w1"), ScriptedWorker("w2")
-    async with frontend(
-        between=Unmade, migration_limit=0
-    ) as kit:  # a connection that cannot be made is free of charge
+    async with frontend(between=Unmade, migration_limit=0) as kit:  # a failed connection costs no budget
         await first_goes_to(kit, first, other)
         plane = kit.world.plane
         assert isinstance(plane, Unmade)
@@ -137,7 +135,7 @@ async def test_a_stream_fails_after_k_tokens_and_the_next_succeeds(k: int) -> No
 
 
 async def test_a_stream_fails_and_no_dispatch_succeeds_after_it() -> None:
-    """The client sees k tokens, then the error with which the stream broke off."""
+    """The client receives k tokens, then the error that ended the stream."""
     first, others = (
         failing("w1", "error", 5, error="engine_error: E"),
         [broken(f"w{n}", 0) for n in (2, 3, 4, 5)],
@@ -158,7 +156,7 @@ async def test_a_stream_fails_and_no_dispatch_succeeds_after_it() -> None:
 
 
 async def test_a_stream_fails_and_every_next_one_fails_too() -> None:
-    """The error comes when the budget is spent: four attempts with a limit of three."""
+    """The error is returned when the budget is spent: four attempts with a limit of three."""
     workers = [broken(f"w{n}", 2) for n in range(6)]
     async with frontend(*workers, migration_limit=3) as kit:
         events = await stream(kit)
@@ -171,7 +169,7 @@ async def test_a_stream_fails_and_every_next_one_fails_too() -> None:
 
 
 async def test_every_dispatch_fails() -> None:
-    """Each in a way of its own: twice in the same way is the request's own fault."""
+    """Each fails with its own error: the same error twice is attributed to the request."""
     workers = [
         ScriptedWorker(f"w{n}", always=Act(after=0, how="error", error=f"engine_error: {word}"))
         for n, word in enumerate(("disk", "fan", "fuse", "bus", "rack", "host"))
@@ -185,7 +183,7 @@ async def test_every_dispatch_fails() -> None:
 
 @pytest.mark.parametrize(("after", "kind"), [(0, "new_request"), (5, "ongoing_request")])
 async def test_with_the_limit_0_a_failure_is_passed_on(after: int, kind: str) -> None:
-    """It is counted all the same: the counter counts failures, whatever the budget."""
+    """It is counted anyway: the counter counts failures, whatever the budget."""
     first, other = failing("w1", "disconnect", after), ScriptedWorker("w2")
     async with frontend(migration_limit=0) as kit:
         await first_goes_to(kit, first, other)
@@ -238,8 +236,8 @@ async def test_max_seq_len_at_and_over_the_boundary(cap: int, after: int, moves:
     ("limit", "cap", "ask", "times"),
     [
         (3, 2, {}, 1),  # the prompt alone
-        (3, 8, {}, 1),  # on the way, though nothing fails
-        (3, 15, {}, 0),  # exactly the whole
+        (3, 8, {}, 1),  # during the answer, although nothing fails
+        (3, 15, {}, 0),  # exactly the whole answer
         (0, 2, {}, 0),  # it could not have moved anyway
         (3, 2, {"n": 2}, 0),
     ],
@@ -257,19 +255,19 @@ async def test_stopped_before_the_next_stream_is_cancelled() -> None:
     first = failing("w1", "silence")
     async with frontend(first, reroute_s=5.0) as kit:
         asking = asyncio.create_task(stream(kit))
-        await until(lambda: kit.director.driver.waiting.parked)  # nobody is there to go on with it
+        await until(lambda: kit.director.driver.waiting.parked)  # no worker is there to continue it
         asking.cancel()
         await until(lambda: kit.said(RequestAbandoned))
         await kit.add(other := ScriptedWorker("w2"))
-        assert (text_of(await stream(kit)), len(other.requests)) == (EXACT, 1)  # its own request, no other
+        assert (text_of(await stream(kit)), len(other.requests)) == (EXACT, 1)  # its own request only
         assert (failures(kit), breakers(kit)) == (
             {"ongoing_request": 1},
             {("ongoing_request", "cancelled"): 1},
         )
 
 
-async def test_nobody_can_pin_a_worker_so_that_every_request_may_move() -> None:
-    """Dynamo's `nvext` names workers; here it is an unknown field, which passes and binds nothing."""
+async def test_a_client_cannot_pin_a_worker_so_every_request_may_move() -> None:
+    """Dynamo's `nvext` names workers; here it is an unknown field, which is accepted and ignored."""
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -287,7 +285,7 @@ async def test_nobody_can_pin_a_worker_so_that_every_request_may_move() -> None:
         ("error", "engine_shutdown: the worker leaves", "engine_shutdown"),
     ],
 )
-async def test_a_response_timeout_an_incomplete_stream_and_their_like_move(
+async def test_a_response_timeout_an_incomplete_stream_and_similar_failures_move(
     how: str, error: str, cause: str
 ) -> None:
     first, other = failing("w1", how, error=error), ScriptedWorker("w2")
@@ -298,8 +296,8 @@ async def test_a_response_timeout_an_incomplete_stream_and_their_like_move(
         assert [fact.cause for fact in kit.said(RequestMigrated)] == [cause]
 
 
-async def test_a_blocking_reason_blocks_whatever_stands_behind_it() -> None:
-    """Errors are one word of a fixed list on our wire, translated where they arise: there is no chain to search."""
+async def test_a_blocking_reason_blocks_whatever_follows_it() -> None:
+    """Errors are one word of a fixed list on the wire, translated at their source: there is no chain to search."""
     first = failing("w1", "error", 0, error="invalid_request: engine_shutdown: disconnected")
     async with frontend() as kit:
         await first_goes_to(kit, first, other := ScriptedWorker("w2"))
@@ -310,10 +308,8 @@ async def test_a_blocking_reason_blocks_whatever_stands_behind_it() -> None:
 
 @pytest.mark.parametrize("as_stream", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 3])
-async def test_what_is_held_back_as_the_beginning_of_a_stop_string_is_carried(
-    k: int, as_stream: bool
-) -> None:
-    """The tokens before the cut spell the beginning of a stop string, those after it the rest, or something else."""
+async def test_text_held_back_as_the_start_of_a_stop_string_is_carried_over(k: int, as_stream: bool) -> None:
+    """The tokens before the cut spell the start of a stop string; those after it spell the rest, or something else."""
     stop = TOKENS.decode(SAID[:4])
     for last, expected in ((stop, ""), (stop[:-1] + "\x07", EXACT)):
         first, other = failing("w1", "disconnect", k), ScriptedWorker("w2")
@@ -326,10 +322,10 @@ async def test_what_is_held_back_as_the_beginning_of_a_stop_string_is_carried(
             assert text == expected
 
 
-# --- the corrections of the seeds, by their numbers -----------------------------------------------------------------
+# --- the corrections of the seeds, by number -------------------------------------------------------------------------
 
 
-async def test_b31_where_an_engine_cannot_give_its_kv_cache_the_tokens_alone_are_replayed() -> None:
+async def test_b31_if_an_engine_cannot_send_its_kv_cache_only_the_tokens_are_replayed() -> None:
     source, other = ScriptedWorker("w1", step_s=0.01), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, source, other)  # neither registers `kv`
@@ -346,7 +342,7 @@ async def test_b31_where_an_engine_cannot_give_its_kv_cache_the_tokens_alone_are
         check([*source.requests, *other.requests], [0, fact.tokens])
 
 
-async def test_a_request_that_was_moved_on_purpose_and_finds_nobody_ends_with_an_error() -> None:
+async def test_a_request_moved_on_purpose_that_finds_no_worker_ends_with_an_error() -> None:
     source, other = ScriptedWorker("w1", step_s=0.01), ScriptedWorker("w2")
     async with frontend(between=Unmade, reroute_s=0.2) as kit:
         await first_goes_to(kit, source, other)
@@ -354,20 +350,20 @@ async def test_a_request_that_was_moved_on_purpose_and_finds_nobody_ends_with_an
         await until(lambda: any(g.state.has_output for g in kit.running("w1")))
         plane = kit.world.plane
         assert isinstance(plane, Unmade)
-        plane.broken |= {"w1", "w2"}  # no worker can be reached from now on
+        plane.broken |= {"w1", "w2"}  # no worker is reachable from now on
         kit.tell(MoveRequested(worker="w1", instance="i1", by="test"))
         events = await asyncio.wait_for(asking, 20)
         assert events[-1]["error"]["code"] == "no_worker"
         assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["no_worker"]
 
 
-def test_every_reason_to_move_has_an_error_for_the_client_whom_nobody_takes() -> None:
+def test_every_reason_to_move_has_an_error_for_a_client_without_a_worker() -> None:
     assert {Failure(reason, "").error.code for reason in [*KINDS, *PLANNED]} <= CODES
 
 
-async def test_b32_the_continuation_is_sampled_as_the_beginning_was() -> None:
+async def test_b32_a_continuation_is_sampled_like_the_beginning() -> None:
     ask = {
-        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7, "stop": ["never said"], "stop_token_ids": [2],
+        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7, "stop": ["never generated"], "stop_token_ids": [2],
         "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.25, "logprobs": 2,
     }  # fmt: skip
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
@@ -385,14 +381,14 @@ async def test_b32_the_continuation_is_sampled_as_the_beginning_was() -> None:
 @pytest.mark.parametrize(
     "ask", [{"allowed_token_ids": [300]}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}]
 )
-async def test_b32_what_no_continuation_could_carry_is_refused_by_name(ask: dict[str, Any]) -> None:
+async def test_b32_fields_that_no_continuation_could_carry_are_refused_by_name(ask: dict[str, Any]) -> None:
     async with frontend(ScriptedWorker()) as kit:
         messages = [{"role": "user", "content": "hello"}]
         status, body, _ = await kit.post("/v1/chat/completions", model="m", messages=messages, **ask)
         assert (status, body["error"]["param"]) == (400, next(iter(ask)))
 
 
-async def test_b33_token_ids_are_replayed_though_their_text_would_be_read_otherwise() -> None:
+async def test_b33_token_ids_are_replayed_although_their_text_would_be_tokenized_differently() -> None:
     said = [next(i for i in range(3, 259) if TOKENS.bytes_of(i) == bytes([b])) for b in b"hello, world"]
     assert TOKENS.encode("hello", special=False) != said[:5]
     first, other = failing("w1", "disconnect", 5), ScriptedWorker("w2")
@@ -436,7 +432,7 @@ def test_the_largest_limit_does_not_overflow() -> None:
 
 
 def test_a_workers_first_refusal_is_free_and_its_next_is_not() -> None:
-    """One that cannot be connected to is asked again when nobody else is left: it must not be so for ever."""
+    """A worker that cannot be connected to is asked again if no other is left, but not forever."""
     state = RequestState(RequestTerms(migration_limit=9), 0.0)
     for spent in (0, 1, 2):
         state, _ = step(state, Launched() if state.phase == "new" else Resumed(), 0.0)
@@ -448,7 +444,7 @@ def test_a_workers_first_refusal_is_free_and_its_next_is_not() -> None:
         state, _ = step(state, Woken(), 10.0)
 
 
-async def test_the_limit_is_shown_as_it_holds_for_the_model() -> None:
+async def test_the_effective_limit_of_a_model_is_exposed() -> None:
     async with frontend(migration_limit=5) as kit:
         await kit.add(ScriptedWorker("w1"))
         assert kit.counted("dynamo_frontend_model_migration_limit", "model") == {("m",): 5}
@@ -465,8 +461,8 @@ async def test_max_tokens_and_min_tokens_fall_to_zero_and_not_below() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 5])
-async def test_what_the_client_waited_is_what_is_told_and_measured(after: int) -> None:
-    """From its last token before the failure to the next; from the failure where none had come."""
+async def test_the_clients_wait_is_reported_and_measured(after: int) -> None:
+    """From its last token before the failure to the next one; from the failure if there was none."""
     first, other = failing("w1", "error", after), ScriptedWorker("w2", step_s=0.1)
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -479,8 +475,8 @@ async def test_what_the_client_waited_is_what_is_told_and_measured(after: int) -
             assert 0.09 <= gap_s <= waited_s
 
 
-async def test_with_no_token_left_the_answer_is_whole() -> None:
-    """Only the worker's last word was missing: nobody else is asked, and the failure is made good at once."""
+async def test_with_no_token_left_the_answer_is_complete() -> None:
+    """Only the final frame was missing: no other worker is asked, and the failure is recovered at once."""
     first, other = failing("w1", "disconnect", COUNT), ScriptedWorker("w2")
     async with frontend(migration_limit=0) as kit:
         await first_goes_to(kit, first, other)
@@ -489,7 +485,7 @@ async def test_with_no_token_left_the_answer_is_whole() -> None:
         assert (failures(kit), breakers(kit)) == ({"ongoing_request": 1}, {("ongoing_request", "success"): 1})
 
 
-async def test_the_booking_of_a_failed_attempt_is_released_before_the_next_dispatch() -> None:
+async def test_the_slot_of_a_failed_attempt_is_released_before_the_next_dispatch() -> None:
     first, booked = failing("w1", "error"), list[tuple[float, float, int]]()
 
     def follow(tokens: Sequence[int]) -> int:
@@ -503,7 +499,7 @@ async def test_the_booking_of_a_failed_attempt_is_released_before_the_next_dispa
         assert set(booked) == {(0, 0, 0)}
 
 
-async def test_who_failed_a_request_is_excluded_for_it_and_for_no_other() -> None:
+async def test_a_worker_that_failed_a_request_is_excluded_for_that_request_only() -> None:
     first, other = failing("w1", "error"), failing("w2", "error", after=2)
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -514,8 +510,8 @@ async def test_who_failed_a_request_is_excluded_for_it_and_for_no_other() -> Non
         assert len(first.requests) == 2
 
 
-async def test_streams_of_a_life_that_is_over_for_the_fleet_move() -> None:
-    """Its next life registers while the connection to the last one stands: who waits there is sent on."""
+async def test_streams_of_a_life_that_has_ended_for_the_fleet_move() -> None:
+    """The next life registers while the connection to the previous one still stands: its streams are sent elsewhere."""
     first, other = failing("w1", "stall", hold=asyncio.Event()), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -526,8 +522,8 @@ async def test_streams_of_a_life_that_is_over_for_the_fleet_move() -> None:
         assert [fact.cause for fact in kit.said(RequestMigrated)] == ["disconnected"]
 
 
-async def test_what_comes_after_the_end_is_not_said() -> None:
-    """The output is fused: an engine that goes on after its finish, or after its error, is not heard."""
+async def test_output_after_the_end_is_ignored() -> None:
+    """Output of an engine after its finish or its error is dropped."""
     first = ScriptedWorker("w1", step_s=0.01)
     async with frontend(first) as kit:
         asking = asyncio.create_task(stream(kit))
@@ -564,7 +560,7 @@ def content(choice: dict[str, Any]) -> str:
 @pytest.mark.parametrize("cap", [None, 1_000_000, 1])
 @pytest.mark.parametrize("limit", [3, 0])
 async def test_the_matrix(limit: int, cap: int | None, end: str, chat: bool, as_stream: bool) -> None:
-    """With the limit 0, or grown over the cap, a request fails with its worker; else its client notices nothing."""
+    """With limit 0, or above the length cap, a request fails with its worker; otherwise its client notices nothing."""
     how = (
         {"how": "disconnect"}
         if end == "killed"
@@ -579,7 +575,7 @@ async def test_the_matrix(limit: int, cap: int | None, end: str, chat: bool, as_
         ask = kit.stream if as_stream else kit.post
         asking: asyncio.Task[Any] = asyncio.create_task(ask(path, max_tokens=COUNT, **body))
         await until(lambda: any(one.stats.counted == 5 for one in kit.running("w1")))
-        goes_on.set()  # the beginning is with the client when the end comes
+        goes_on.set()  # the client has the beginning when the failure occurs
         if as_stream:
             events = await asking
             text, error = text_of(events), events[-1].get("error")

@@ -1,6 +1,6 @@
-"""A stream that brings no token moves although its worker goes on, with reason `stalled`; a stream that waits for a reason stays.
+"""A stream without tokens moves with reason `stalled` although its worker runs.
 
-Times are virtual here, but for the whole frontends at the end.
+An excused stream stays. Times are virtual here, except for the whole frontends at the end.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ FLOOR, CEILING = 10.0, 60.0
 
 @dataclass(eq=False)
 class Stream:
-    """One stream, as the watch sees it."""
+    """One stream, as the stall watch sees it."""
 
     stats: SimpleNamespace
     dispatch: SimpleNamespace | None
@@ -49,7 +49,7 @@ class Stream:
 
 
 class Bench:
-    """A watch over streams of one worker, with a clock that a test turns."""
+    """A watch over the streams of one worker, with a clock controlled by the test."""
 
     def __init__(self, **settings: Any) -> None:
         self.now, self.latency, self.load, self.reads = 100.0, 1.0, Load(running=2), False
@@ -71,14 +71,14 @@ class Bench:
         return "before" if self.reads else "beside"
 
     def tick(self) -> None:
-        """Look once, and note what has stalled."""
+        """Sweep once, and note what has stalled."""
         for live, dispatch, failure in self.watch.tick(self.now):
             assert dispatch is live.dispatch
             cast(Stream, live).failure = failure
             self.counted += 1
 
     def stream(self, pace_s: float = 0.03, tokens: int = 50, **changes: Any) -> Stream:
-        """Add a stream whose last token has just come."""
+        """Add a stream that has just received a token."""
         first = self.now - pace_s * (tokens - 1)
         stats = SimpleNamespace(
             first_at=first, last_at=self.now, attempt_at=first, counted=tokens, began_at=first
@@ -89,12 +89,12 @@ class Bench:
         return one
 
     def run(self, seconds: float, *going: Stream) -> float | None:
-        """Let time pass, in which the `going` streams get tokens; return after how long a stream had stalled."""
+        """Let time pass; the `going` streams get tokens. Return the time after which a stream had stalled."""
         began = self.now
         while self.now < began + seconds:
             self.now += 0.1
             for one in going:
-                one.stats.first_at += self.now - one.stats.last_at  # its pace stays
+                one.stats.first_at += self.now - one.stats.last_at  # its pace stays the same
                 one.stats.last_at = self.now
             self.tick()
             if self.counted:
@@ -121,7 +121,7 @@ def test_the_limit_is_a_multiple_of_the_streams_own_pace_between_floor_and_ceili
     assert after is not None and limit_s < after < limit_s + 1
 
 
-def test_a_stream_whose_own_pace_is_not_known_yet_is_held_to_the_slowest_of_its_worker() -> None:
+def test_a_stream_without_a_known_pace_is_held_to_the_slowest_of_its_worker() -> None:
     bench = Bench()
     young, slow = bench.stream(tokens=1), bench.stream(pace_s=1.0)
     after = bench.run(200, slow)
@@ -145,11 +145,11 @@ def test_a_worker_that_reads_a_long_prompt_for_all_is_not_stalled() -> None:
     one, other = bench.stream(), bench.stream()
     bench.reads = True
     assert bench.run(600) is None and one.failure is other.failure is None
-    bench.reads = False  # what has read a prompt brings tokens, or is stuck
+    bench.reads = False  # a stream after its prefill produces tokens, or is stuck
     assert bench.run(3) is not None
 
 
-def test_a_prompt_that_keeps_no_peer_from_its_tokens_excuses_nothing() -> None:
+def test_a_prefill_that_does_not_delay_other_streams_excuses_nothing() -> None:
     bench = Bench()
     bench.stream()
     bench.reads = True
@@ -164,13 +164,13 @@ def test_a_stream_that_may_not_move_has_until_the_ceiling() -> None:
     assert after is not None and CEILING < after < CEILING + 1
 
 
-def test_a_stream_on_its_way_to_another_worker_is_left_to_that_move() -> None:
+def test_a_stream_moving_to_another_worker_is_left_to_that_move() -> None:
     bench = Bench()
     bench.stream(transfer=Transfer())
     assert bench.run(200, bench.stream()) is None
 
 
-def test_a_first_token_has_a_limit_of_its_own_and_so_has_that_after_a_move() -> None:
+def test_a_first_token_has_its_own_limit_also_after_a_move() -> None:
     bench = Bench()
     first = bench.stream(has_output=False, begun=False)
     moved = bench.stream(has_output=False)
@@ -180,22 +180,22 @@ def test_a_first_token_has_a_limit_of_its_own_and_so_has_that_after_a_move() -> 
     assert (first.failure, moved.failure is not None) == (None, True)
 
 
-def test_our_own_late_loop_accuses_no_stream() -> None:
+def test_our_own_late_loop_blames_no_stream() -> None:
     bench = Bench()
     one = bench.stream()
-    bench.now += 100.0  # the loop stood still; its sockets are full of tokens
+    bench.now += 100.0  # the loop was blocked; its sockets are full of tokens
     bench.tick()
     one.stats.last_at = bench.now
     assert bench.run(FLOOR - 1) is None and one.failure is None
 
 
-def test_a_stream_that_has_no_worker_now_is_not_stalled() -> None:
+def test_a_stream_without_a_worker_is_not_stalled() -> None:
     bench = Bench()
     bench.stream().dispatch = None
     assert bench.run(200) is None
 
 
-def test_limits_grow_with_the_latency_that_a_degradation_level_grants() -> None:
+def test_limits_scale_with_the_latency_factor_of_the_degradation_level() -> None:
     bench = Bench()
     bench.latency = 2.0
     bench.stream()
@@ -206,7 +206,7 @@ def test_limits_grow_with_the_latency_that_a_degradation_level_grants() -> None:
 SOON = {"floor_s": 0.5, "ceiling_s": 30.0, "sweep_s": 0.05}
 
 
-async def test_one_stuck_stream_goes_on_elsewhere_exactly_while_its_worker_serves_others() -> None:
+async def test_one_stuck_stream_continues_elsewhere_exactly_while_its_worker_serves_others() -> None:
     first = ScriptedWorker("w1", step_s=0.02, acts=deque([Act(after=6, how="quiet"), Act()]))
     other = ScriptedWorker("w2", step_s=0.02)
     async with frontend(stall=SOON) as kit:
@@ -222,7 +222,7 @@ async def test_one_stuck_stream_goes_on_elsewhere_exactly_while_its_worker_serve
         assert (failed.worker, failed.reason) == ("w1", "stalled")
 
 
-async def test_an_attempt_after_a_move_that_brings_no_token_moves_again() -> None:
+async def test_an_attempt_after_a_move_without_tokens_moves_again() -> None:
     first = ScriptedWorker("w1", acts=deque([Act(after=6, how="error")]))
     mute = ScriptedWorker("w2", always=Act(after=0, how="quiet"))
     third = ScriptedWorker("w3")

@@ -1,4 +1,4 @@
-"""A group has lost its link, and can still be read: what runs there goes, with its KV cache, to the spare in its place."""
+"""A group lost its link but is still readable: its streams move, with their KV cache, to its spare."""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Lost:
         self.asked: list[asyncio.Task[Any]] = []
 
     async def stream(self, count: int) -> None:
-        """Begin so many streams, and return when all of them have tokens."""
+        """Start this many streams, and return when all of them have tokens."""
         for _ in range(count):
             ask: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 400}
             self.asked.append(asyncio.create_task(self.kit.stream(**ask)))
@@ -44,7 +44,7 @@ class Lost:
         )
 
     def decided(self) -> None:
-        """Let the controller have given the worker's place to the spare."""
+        """Let the controller activate the spare in the worker's place."""
         self.kit.health(self.source, HealthStatus.HEALTHY, 0.0, "device_limit")
         self.kit.tell(
             SpareActivated(
@@ -64,7 +64,7 @@ class Lost:
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-async def test_what_runs_on_a_lost_group_goes_to_the_spare_in_its_place(tp: int) -> None:
+async def test_streams_of_a_lost_group_move_to_its_spare(tp: int) -> None:
     async with frontend(moving={"max_migration_time_ms": 10_000}) as kit:
         source, other, spare = (MovingWorker(name, step_s=0.004) for name in ("w1", "w2", "s1"))
         await kit.add(source, tp=tp, **GROUP)
@@ -74,7 +74,7 @@ async def test_what_runs_on_a_lost_group_goes_to_the_spare_in_its_place(tp: int)
         await kit.add(spare, tp=tp, spare=True, **GROUP)
         lost.device()
         await asyncio.sleep(0)
-        assert not other.reservations and not spare.reservations, "the spare was to be waited for"
+        assert not other.reservations and not spare.reservations, "the streams must wait for the spare"
         lost.decided()
         moves = await lost.moved()
         assert {(move.method, move.target, move.cause) for move in moves} == {
@@ -95,7 +95,7 @@ async def test_a_lost_worker_without_a_stream_leaves_nothing_to_move() -> None:
         assert (status, headers["X-Holdfast-Worker"]) == (200, "s1")
 
 
-async def test_without_a_spare_it_goes_to_the_others_at_once() -> None:
+async def test_without_a_spare_streams_move_to_the_others_at_once() -> None:
     async with frontend(moving={"max_migration_time_ms": 10_000}) as kit:
         source, other = MovingWorker("w1", step_s=0.004), MovingWorker("w2", step_s=0.004)
         await kit.add(source, **GROUP)
@@ -106,7 +106,7 @@ async def test_without_a_spare_it_goes_to_the_others_at_once() -> None:
         assert {(move.method, move.target) for move in await lost.moved()} == {("transfer", "w2")}
 
 
-async def test_a_spare_gets_no_request_before_it_has_a_place() -> None:
+async def test_a_spare_gets_no_request_before_it_is_activated() -> None:
     async with frontend() as kit:
         worker, spare = MovingWorker("w1"), MovingWorker("s1")
         await kit.add(spare, spare=True, **GROUP)

@@ -1,4 +1,4 @@
-"""Of a worker's refusal a client gets a sentence of ours, with field names and sizes that are on a list."""
+"""A worker's refusal reaches the client as a sentence of ours, with listed field names and sizes only."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from controller.frontend.dispatch.worker_refusal import as_api_error
 from events.refusal import RequestRefusal
 
-NOT_PASSED_ON = ". Its own words are not passed on"
+NOT_PASSED_ON = ". Its own text is not passed on"
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ NOT_PASSED_ON = ". Its own words are not passed on"
         "guided_json is not supported: this model's server does not constrain its answers by it",
     ],
 )
-def test_a_sentence_of_our_own_engines_stays(ours: str) -> None:
+def test_a_sentence_of_our_own_engines_is_passed_on(ours: str) -> None:
     assert str(as_api_error(RequestRefusal(ours))) == ours
 
 
@@ -46,12 +46,12 @@ def test_a_sentence_of_our_own_engines_stays(ours: str) -> None:
         ),
     ],
 )
-def test_a_servers_words_become_a_sentence_of_ours(said: RequestRefusal, sentence: str) -> None:
+def test_a_servers_text_is_replaced_by_a_sentence_of_ours(said: RequestRefusal, sentence: str) -> None:
     assert str(as_api_error(said)) == sentence
 
 
-def test_a_status_that_speaks_of_something_else_is_a_400() -> None:
-    """401 would have a client throw its key away, 429 have it ask again."""
+def test_an_unlisted_status_becomes_a_400() -> None:
+    """401 would make a client discard its key, 429 would make it retry."""
     assert [as_api_error(RequestRefusal("no", status)).status for status in (401, 429, 451, 413)] == [
         400, 400, 400, 413,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""While a worker that canaries keep out of service can stand in, a request waits for it when the last other worker fails."""
+"""A request waits for a convicted worker about to stand in when the last other worker fails."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ LOST = Act(after=5, how="error", error="upstream_lost: connection refused")
 
 
 async def fleet(kit: Kit, *workers: ScriptedWorker, keep_last: bool = True) -> None:
-    """The first worker is convicted, and out of service as long as the others serve."""
+    """Convict the first worker, which is out of service while the others serve."""
     adopt(kit, keep_last=keep_last)
     for worker in workers:
         await kit.add(worker)
@@ -27,7 +27,7 @@ async def parked(kit: Kit) -> None:
     await until(lambda: kit.director.driver.waiting.parked)
 
 
-async def test_a_stream_whose_last_worker_fails_waits_until_the_suspect_serves() -> None:
+async def test_a_stream_that_loses_its_last_worker_waits_until_the_suspect_serves() -> None:
     suspect, last = ScriptedWorker("w1"), ScriptedWorker("w2", always=LOST)
     async with frontend() as kit:
         await fleet(kit, suspect, last)
@@ -39,7 +39,7 @@ async def test_a_stream_whose_last_worker_fails_waits_until_the_suspect_serves()
         assert not kit.said(RequestAbandoned)
 
 
-async def test_a_new_request_waits_in_line_until_the_suspect_serves() -> None:
+async def test_a_new_request_waits_in_the_queue_until_the_suspect_serves() -> None:
     suspect, last = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend() as kit:
         await fleet(kit, suspect, last)
@@ -52,7 +52,7 @@ async def test_a_new_request_waits_in_line_until_the_suspect_serves() -> None:
 
 
 @pytest.mark.parametrize("keep_last", [False, True])
-async def test_without_a_suspect_or_without_the_setting_none_waits(keep_last: bool) -> None:
+async def test_without_a_suspect_or_the_setting_no_request_waits(keep_last: bool) -> None:
     suspect, last = ScriptedWorker("w1"), ScriptedWorker("w2", always=LOST)
     async with frontend() as kit:
         await fleet(kit, suspect, last, keep_last=keep_last)
@@ -66,7 +66,7 @@ async def test_without_a_suspect_or_without_the_setting_none_waits(keep_last: bo
         assert "no_routable_worker" in str(said)
 
 
-async def test_a_request_that_the_suspect_has_failed_as_well_is_not_kept_waiting() -> None:
+async def test_a_request_that_the_suspect_has_failed_too_does_not_wait() -> None:
     suspect, last = ScriptedWorker("w1", always=LOST), ScriptedWorker("w2", always=LOST)
     async with frontend() as kit:
         await fleet(kit, suspect, last)

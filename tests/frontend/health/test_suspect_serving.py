@@ -1,4 +1,7 @@
-"""The last serving worker of a model stays in service although canaries convict it: its answers are marked and reported."""
+"""The last serving worker of a model stays in service although canaries convict it.
+
+Its answers are marked and reported.
+"""
 
 import asyncio
 from datetime import UTC, datetime
@@ -27,7 +30,7 @@ def evidence(worker: ScriptedWorker) -> CanaryFailed:
 
 
 def keep(kit: Kit, worker: ScriptedWorker, weight: float | None = 1.0) -> None:
-    """Let the controller have decided what follows from the conviction of the last worker."""
+    """Let the controller decide on the conviction of the last worker."""
     kit.health(worker, HealthStatus.UNHEALTHY, 0.0, "token_mismatch")
     kit.tell(
         WeightCapped(
@@ -58,7 +61,7 @@ async def test_a_stream_of_the_last_serving_worker_is_not_disturbed_by_its_convi
         assert {fact.action for fact in kit.said(RequestExposed)} == {"continue"}
 
 
-async def test_answers_of_the_last_serving_worker_carry_the_header_and_each_token_is_reported_once() -> None:
+async def test_answers_of_the_last_serving_worker_have_the_header_and_each_token_is_reported_once() -> None:
     worker = ScriptedWorker("w1")
     async with frontend() as kit:
         adopt(kit)
@@ -74,7 +77,7 @@ async def test_answers_of_the_last_serving_worker_carry_the_header_and_each_toke
                 assert (response.status, response.headers[HEADER]) == (200, "token_mismatch")
                 await response.read()
         await until(lambda: len(kit.said(RequestExposed)) >= before + 2)
-        await asyncio.sleep(1.2)  # another report is due, and has nothing to add
+        await asyncio.sleep(1.2)  # another report is due and has nothing to add
         facts = kit.said(RequestExposed)[before:]
         assert [(fact.first, fact.last, fact.finished) for fact in facts] == [(0, 4, True)] * 2
 
@@ -93,7 +96,7 @@ async def test_the_mark_ends_when_another_worker_serves_again() -> None:
         assert HEADER not in headers
 
 
-async def test_a_convicted_worker_that_is_not_the_last_gets_nothing_from_the_moment_of_the_evidence() -> None:
+async def test_a_convicted_worker_that_is_not_the_last_gets_no_request_from_the_evidence_on() -> None:
     bad, good = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend() as kit:
         adopt(kit)
@@ -103,7 +106,7 @@ async def test_a_convicted_worker_that_is_not_the_last_gets_nothing_from_the_mom
         assert not kit.director.table.endpoints["w1", "i1"].routable
 
 
-async def test_without_the_setting_the_last_worker_leaves_with_the_evidence() -> None:
+async def test_without_the_setting_the_last_worker_leaves_service_with_the_evidence() -> None:
     worker = ScriptedWorker("w1")
     async with frontend() as kit:
         adopt(kit, keep_last=False)

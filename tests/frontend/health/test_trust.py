@@ -1,4 +1,4 @@
-"""Whose KV cache may be sent on: nobody's whose answers are in doubt, by construction."""
+"""Trusted sources of a KV cache: a worker in doubt can never be one, by construction."""
 
 import inspect
 from datetime import UTC, datetime
@@ -25,15 +25,15 @@ from events.observations import (
 )
 
 NOW = datetime.now(UTC)
-WHO: dict[str, Any] = {"worker": "w1", "instance": "i1"}
+LIFE: dict[str, Any] = {"worker": "w1", "instance": "i1"}
 CANARY: dict[str, Any] = {
-    **WHO, "canary_key": "k", "canary": "c", "check_type": "scheduled", "sent_under": 9, "sent_at": NOW, "latency_ms": 1.0,
+    **LIFE, "canary_key": "k", "canary": "c", "check_type": "scheduled", "sent_under": 9, "sent_at": NOW, "latency_ms": 1.0,
 }  # fmt: skip
 
 
 def health(after: HealthStatus, weight: float, reason: str = "test") -> HealthChanged:
     return HealthChanged(
-        **WHO,
+        **LIFE,
         number=1,
         before=HealthStatus.HEALTHY,
         after=after,
@@ -51,15 +51,15 @@ WELL = health(HealthStatus.HEALTHY, 1.0)
 FINE: dict[str, list[Fact]] = {
     "healthy": [],
     "draining": [
-        DrainStarted(**WHO, number=2, deadline=NOW, reason="operator", decided_at=NOW),
+        DrainStarted(**LIFE, number=2, deadline=NOW, reason="operator", decided_at=NOW),
         health(HealthStatus.DRAINING, 0.0, "operator"),
     ],
-    "throttled": [DeviceFaulted(**WHO, device="GPU-1", fault_class="throttle", fatal=False, weight=0.2)],
+    "throttled": [DeviceFaulted(**LIFE, device="GPU-1", fault_class="throttle", fatal=False, weight=0.2)],
     "its NVLink is lost": [
-        DeviceFaulted(**WHO, device="GPU-1", fault_class="nvlink_down", fatal=False, weight=0.0)
+        DeviceFaulted(**LIFE, device="GPU-1", fault_class="nvlink_down", fatal=False, weight=0.0)
     ],
     "slow": [
-        WorkerSlow(**WHO, frontend="f", latency_ms=9.0, baseline_ms=1.0),
+        WorkerSlow(**LIFE, frontend="f", latency_ms=9.0, baseline_ms=1.0),
         CanarySlow(**CANARY, baseline_ms=0.1),
         health(HealthStatus.SUSPICIOUS, 0.5, "slow"),
     ],
@@ -67,16 +67,16 @@ FINE: dict[str, list[Fact]] = {
 }
 DOUBTFUL: dict[str, list[Fact]] = {
     "unhealthy": [health(HealthStatus.UNHEALTHY, 0.0)],
-    "dead": [WorkerLeft(**WHO, mode="immediate"), health(HealthStatus.DEAD, 0.0)],
+    "dead": [WorkerLeft(**LIFE, mode="immediate"), health(HealthStatus.DEAD, 0.0)],
     "convicted, and no decision yet": [fails("token_mismatch", confirmed=True)],
     "convicted": [fails("token_mismatch", confirmed=True), health(HealthStatus.UNHEALTHY, 0.0, "token_mismatch")],
     "convicted, and told to drain": [
         fails("logit_drift", confirmed=True), health(HealthStatus.DRAINING, 0.0, "operator")
     ],
     "one wrong answer, not confirmed": [fails("token_mismatch"), health(HealthStatus.SUSPICIOUS, 0.5, "token_mismatch")],
-    "fatal device fault": [DeviceFaulted(**WHO, device="GPU-1", fault_class="ecc")],
-    "fatal engine fault": [EngineFaulted(**WHO, reason="CUDA error", fatal=True)],
-    "silent": [WorkerSilent(**WHO, silent_s=9.0, observer="c")],
+    "fatal device fault": [DeviceFaulted(**LIFE, device="GPU-1", fault_class="ecc")],
+    "fatal engine fault": [EngineFaulted(**LIFE, reason="CUDA error", fatal=True)],
+    "silent": [WorkerSilent(**LIFE, silent_s=9.0, observer="c")],
     "given up after failed trials": [
         health(HealthStatus.UNHEALTHY, 0.0), health(HealthStatus.DRAINING, 0.0, "trials_failed")
     ],
@@ -91,12 +91,12 @@ def fold(*facts: Fact) -> Fleet:
 
 
 @pytest.mark.parametrize("why", FINE)
-def test_who_computes_rightly_is_trusted_however_slow(why: str) -> None:
+def test_a_healthy_worker_is_trusted_however_slow_it_is(why: str) -> None:
     assert TrustedSource(fold(WELL, *FINE[why]).workers["w1"]).key == ("w1", "i1")
 
 
 @pytest.mark.parametrize("why", DOUBTFUL)
-def test_there_is_no_trusted_of_a_worker_in_doubt(why: str) -> None:
+def test_a_worker_in_doubt_is_not_trusted(why: str) -> None:
     with pytest.raises(SourceDistrusted, match="the source is not trusted"):
         TrustedSource(fold(WELL, *DOUBTFUL[why]).workers["w1"])
 
@@ -108,8 +108,8 @@ def test_a_worker_that_has_never_been_healthy_or_is_unknown_is_not_trusted() -> 
         TrustedSource(None)
 
 
-def test_a_shipment_can_be_asked_for_with_a_trusted_only() -> None:
-    """The type is the only way in, and it has no other maker than its constructor, which looks."""
+def test_a_transfer_can_be_requested_only_with_a_trusted_source() -> None:
+    """The type is required for a transfer, and only its constructor, which checks the worker, creates it."""
     for ship in (RequestPlane.ship, RequestPlaneClient.ship):
         assert inspect.signature(ship).parameters["source"].annotation is TrustedSource
     assert [

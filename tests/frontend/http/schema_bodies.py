@@ -1,7 +1,7 @@
-"""Makes values of a JSON schema, of the kind that /openapi.json has: seeded, so that what fails fails again.
+"""Generates values for the JSON schemas of /openapi.json. Seeded, so that failures can be reproduced.
 
-It knows `$ref`, `anyOf`, `enum`, `type` and the bounds beside it. What it does not know it says, so that no schema is only
-seemingly tried.
+It supports `$ref`, `anyOf`, `enum`, `type` and their bounds. It rejects unknown keywords, so that no schema is tested only in
+part.
 """
 
 import random
@@ -16,22 +16,22 @@ KNOWN = {
 }
 NAMES = ("a", "role", "type", "content", "choice", "json", "regex", "schema", "7", "300")
 WORDS = ("", "a", "hi", "user", "text", "none", "é😀", "\0", "stop stop", "{", "json_object", "m" * 40)
-MANY = 3  # entries that are made where more are allowed
+MANY = 3  # generated entries if more are allowed
 DEEP = 3
 AT = "#/components/schemas/"
 
 
 class Maker:
-    """Values of the schemas of one document."""
+    """Generates values for the schemas of one document."""
 
     def __init__(self, document: Mapping[str, Any], seed: int) -> None:
         self._schemas = document["components"]["schemas"]
         self.dice = random.Random(seed)
 
     def value(self, schema: Mapping[str, Any], depth: int = 0) -> Any:
-        """Return a value that this schema allows."""
+        """Return a value allowed by this schema."""
         unknown = schema.keys() - KNOWN
-        assert not unknown, f"a schema has {unknown}, of which this knows nothing"
+        assert not unknown, f"a schema has {unknown}, which are not supported here"
         if "$ref" in schema:
             return self.value(self._schemas[schema["$ref"].removeprefix(AT)], depth)
         if "enum" in schema:
@@ -42,7 +42,7 @@ class Maker:
         return getattr(self, f"_{kind}")(schema, depth)
 
     def body(self, schema: Mapping[str, Any], fields: int) -> dict[str, Any]:
-        """Return a body with all that it must have, and so many other fields at most."""
+        """Return a body with all required fields and at most this many optional ones."""
         properties = schema["properties"]
         chosen = self.dice.sample(sorted(properties), min(fields, len(properties)))
         return {

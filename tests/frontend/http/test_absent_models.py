@@ -1,4 +1,4 @@
-"""What a client is told of a model that has no worker: 503 where one is to be expected, 404 where nobody serves it nor will."""
+"""Errors for models without a worker: 503 if one is expected, 404 if no worker serves it or will."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +12,7 @@ from events.observations import WorkerAwaited, WorkerJoined, WorkerLeft
 
 
 async def asked(kit: Kit, model: str) -> set[tuple[int, str, bool]]:
-    """Ask for a model on every path that takes one; return status, code, and whether it is said when to come back."""
+    """Request a model on every path that accepts one. Return status, code, and whether there is a Retry-After."""
     found = set()
     chat = {"messages": [{"role": "user", "content": "a"}]}
     for path, body in (
@@ -36,7 +36,7 @@ def awaited(worker: str = "w7", instance: str = "i7", **more: Any) -> WorkerAwai
     return WorkerAwaited(worker=worker, instance=instance, reason="cannot connect to http://u", **more)
 
 
-async def test_a_model_that_is_awaited_is_not_unknown_and_others_are() -> None:
+async def test_an_awaited_model_is_a_503_and_unknown_ones_are_a_404() -> None:
     async with frontend(ScriptedWorker()) as kit:
         assert await asked(kit, "llama") == UNKNOWN
         kit.tell(awaited(model="llama"))
@@ -48,14 +48,12 @@ async def test_a_model_that_is_awaited_is_not_unknown_and_others_are() -> None:
         assert await asked(kit, "llama") == UNKNOWN
 
 
-async def test_where_one_is_awaited_that_does_not_know_its_model_nobody_can_say_that_it_does_not_exist() -> (
-    None
-):
+async def test_no_model_is_unknown_while_an_awaited_worker_has_not_reported_its_models() -> None:
     async with frontend() as kit:
         kit.tell(awaited())
         status, answer, headers = await kit.post("/v1/completions", model="llama", prompt="a")
         assert (status, headers["Retry-After"]) == (503, str(kit.director.settings.retry_after_s))
-        said = "nobody serves the model 'llama' now, and w7 is awaited, which cannot say yet what it serves"
+        said = "no worker serves the model 'llama'; w7 is starting and has not reported its models yet"
         assert answer["error"]["message"] == said
         assert await asked(kit, "llama") == ABSENT
         await kit.add(ScriptedWorker("w7", "i8"))
@@ -63,7 +61,7 @@ async def test_where_one_is_awaited_that_does_not_know_its_model_nobody_can_say_
 
 
 @pytest.mark.parametrize("while_awaited", [False, True])
-async def test_a_model_of_workers_that_have_died_is_absent_until_they_are_forgotten(
+async def test_a_model_of_dead_workers_is_a_503_until_they_are_forgotten(
     while_awaited: bool,
 ) -> None:
     worker = ScriptedWorker()
@@ -82,13 +80,13 @@ async def test_a_model_of_workers_that_have_died_is_absent_until_they_are_forgot
         assert [f'{one}{{model="m"}}' in shown for one in gauges] == [while_awaited] * 2
 
 
-async def test_of_a_fleet_that_has_only_begun_nobody_says_that_a_model_does_not_exist() -> None:
+async def test_no_model_is_unknown_while_a_fleet_is_starting() -> None:
     async with frontend() as kit:
         assert await asked(kit, "llama") == {(503, "starting", True)}
 
 
-async def test_a_frontend_that_begins_later_knows_as_much() -> None:
-    """It is in the fold, and in nobody's memory."""
+async def test_a_frontend_that_starts_later_knows_the_same() -> None:
+    """The knowledge is in the fold, not in the memory of a process."""
     async with frontend() as kit:
         kit.tell(awaited(model="llama"))
         fleet = kit.fleet

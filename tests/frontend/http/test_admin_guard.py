@@ -1,4 +1,4 @@
-"""The whole admin port is guarded: against other sites' pages, other names for this host, and changes from other hosts."""
+"""The admin port is guarded against other sites' pages, other host names and other hosts."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ EVIL = [
 
 
 @pytest.mark.parametrize("headers", EVIL)
-async def test_nothing_on_a_frontends_admin_port_is_done_for_another_sites_page(
+async def test_a_frontends_admin_port_refuses_requests_of_other_sites_pages(
     headers: dict[str, str],
 ) -> None:
     async with frontend(ScriptedWorker()) as kit:
@@ -46,7 +46,7 @@ async def test_nothing_on_a_frontends_admin_port_is_done_for_another_sites_page(
         assert not kit.said(BusyThresholdsSet)
 
 
-async def test_this_hosts_operator_and_prometheus_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_operator_on_this_host_and_prometheus_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "holdfast, .internal.example")
     async with frontend(ScriptedWorker()) as kit:
         async with kit.http.post(kit.admin + "/busy_threshold", json=THRESHOLD) as answer:
@@ -65,7 +65,7 @@ async def test_this_hosts_operator_and_prometheus_are_answered(monkeypatch: pyte
             assert answer.status == 403
 
 
-async def test_another_host_may_look_but_needs_an_admin_key_to_change_anything(tmp_path: Path) -> None:
+async def test_another_host_may_read_but_needs_an_admin_key_for_changes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("ops:sk-admin-0123456789\n")
 
@@ -89,7 +89,7 @@ async def test_another_host_may_look_but_needs_an_admin_key_to_change_anything(t
             assert (await kit.api.admin(asked("GET", "/live"))).status == 200
     async with frontend(ScriptedWorker(), admin_key_file=str(path)) as kit:
         answer: Any = await kit.api.admin(asked("POST", "/busy_threshold", "sk-admin-0123456789"))
-        assert answer.status == 415, "it was let in, and has no JSON"
+        assert answer.status == 415, "it passed the guard, but has no JSON body"
         assert (await kit.api.admin(asked("POST", "/busy_threshold", peer="10.0.0.7"))).status == 415
 
 
@@ -106,12 +106,12 @@ async def test_another_host_may_look_but_needs_an_admin_key_to_change_anything(t
         ("", "", False),
     ],
 )
-def test_which_connections_come_from_this_host(peer: object, own: object, local: bool) -> None:
+def test_connections_from_this_host_are_recognized(peer: object, own: object, local: bool) -> None:
     assert is_local(peer, own) is local
 
 
 @pytest.mark.parametrize("headers", EVIL)
-async def test_controllers_and_workers_ports_are_guarded_alike(headers: dict[str, str]) -> None:
+async def test_ports_of_controllers_and_workers_are_guarded_the_same_way(headers: dict[str, str]) -> None:
     runner = await serve(lambda: b"metrics", lambda: {"ready": True}, "127.0.0.1", 0)
     pages = Pages({"/metrics": lambda: PageAnswer(b"metrics")})
     port = await pages.start("127.0.0.1", 0)
@@ -127,5 +127,5 @@ async def test_controllers_and_workers_ports_are_guarded_alike(headers: dict[str
         await runner.cleanup()
 
 
-def test_a_request_without_a_host_comes_from_no_browser() -> None:
+def test_a_request_without_a_host_is_not_from_a_browser() -> None:
     assert refusal({}, own_hosts({})) == ""

@@ -1,4 +1,7 @@
-"""With a file of API keys a client needs one of them; with a certificate the ports speak TLS; and neither costs a connection."""
+"""API keys and TLS: a client needs a key of the file.
+
+Reloading keys or certificates closes no connection.
+"""
 
 import argparse
 import asyncio
@@ -30,7 +33,7 @@ KEY, OTHER = "sk-first-0123456789", "sk-second-0123456789"
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    """A file of two keys."""
+    """A file with two keys."""
     path = tmp_path / "keys"
     path.write_text(f"# clients\n\nteam-a:{KEY}\n{OTHER}\n")
     return path
@@ -54,7 +57,7 @@ async def status_of(kit: Kit, path: str, headers: dict[str, str] | None = None, 
         return answer.status
 
 
-async def test_a_client_needs_one_of_the_keys_on_every_path_but_probes(keys: Path) -> None:
+async def test_a_client_needs_a_key_on_every_path_except_probes(keys: Path) -> None:
     async with frontend(ScriptedWorker(), api_key_file=str(keys)) as kit:
         for key in (KEY, OTHER):
             assert await status_of(kit, "/v1/chat/completions", bearer(key), **CHAT) == 200
@@ -76,11 +79,11 @@ async def test_a_client_needs_one_of_the_keys_on_every_path_but_probes(keys: Pat
             await status_of(kit, "/v1/chat/completions", {"Authorization": f"bearer  {KEY}"}, **CHAT) == 200
         )
         async with kit.http.get(kit.admin + "/metrics") as answer:
-            assert answer.status == 200, "the admin port needs none"
+            assert answer.status == 200, "the admin port needs no key"
         assert kit.counted("holdfast_bound_refusals_total", "bound") == {("api_key",): 35}
 
 
-async def test_the_refusal_has_openais_shape_and_never_the_key(keys: Path) -> None:
+async def test_the_refusal_has_openais_format_and_never_contains_the_key(keys: Path) -> None:
     async with frontend(ScriptedWorker(), api_key_file=str(keys)) as kit:
         status, body, headers = await kit.post("/v1/chat/completions", bearer("sk-wrong-key"), **CHAT)
         error = body["error"]
@@ -95,8 +98,8 @@ async def test_the_refusal_has_openais_shape_and_never_the_key(keys: Path) -> No
         await right.close()
 
 
-async def test_the_file_is_read_again_when_it_changes(keys: Path) -> None:
-    """A rotated key holds within a second; a file that is invalid or missing changes nothing."""
+async def test_the_file_is_reloaded_when_it_changes(keys: Path) -> None:
+    """A rotated key is valid within a second; an invalid or missing file is ignored."""
     async with frontend(ScriptedWorker(), api_key_file=str(keys)) as kit:
         replaced(keys, f"fresh:{'sk-third-0123456789'}\n")
         kit.api.openai.check(0.0)
@@ -139,7 +142,9 @@ async def test_no_key_is_in_logs_facts_metrics_or_settings(
         ("sk-ö123456789\n", "not ASCII"),
     ],
 )
-def test_a_file_that_holds_no_keys_says_why_without_quoting_one(tmp_path: Path, text: str, why: str) -> None:
+def test_a_file_without_valid_keys_is_refused_with_a_reason_that_quotes_none(
+    tmp_path: Path, text: str, why: str
+) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(BadSetting, match=why) as raised:
@@ -147,11 +152,11 @@ def test_a_file_that_holds_no_keys_says_why_without_quoting_one(tmp_path: Path, 
     assert "sk-" not in str(raised.value)
 
 
-def test_keys_without_a_name_are_called_by_their_line(keys: Path) -> None:
+def test_keys_without_a_name_are_named_by_their_line(keys: Path) -> None:
     assert [name for name, _ in read_keys(keys)] == ["team-a", "key-4"]
 
 
-def test_the_name_of_the_key_is_known_whichever_it_is(keys: Path) -> None:
+def test_the_name_of_each_key_is_found(keys: Path) -> None:
     found = ApiKeys(keys)
     assert [found.named(f"Bearer {key}") for key in (KEY, OTHER, "no")] == ["team-a", "key-4", ""]
 
@@ -172,7 +177,7 @@ def test_the_name_of_the_key_is_known_whichever_it_is(keys: Path) -> None:
         ({"host": "0.0.0.0", "api_key_file": "keys"}, False),
     ],
 )
-def test_other_hosts_are_not_served_without_keys_unless_the_operator_says_so(
+def test_other_hosts_are_not_served_without_keys_unless_the_operator_allows_it(
     settings: dict[str, Any], refused: bool
 ) -> None:
     if refused:
@@ -194,7 +199,7 @@ def test_other_hosts_are_not_served_without_keys_unless_the_operator_says_so(
         ([], {}, ""),
     ],
 )
-def test_up_refuses_before_anything_starts(
+def test_up_refuses_bad_settings_before_anything_starts(
     flags: list[str], variables: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -213,7 +218,7 @@ def test_up_refuses_before_anything_starts(
 
 
 async def with_tls(kit: Kit, folder: Path, name: str = "localhost") -> tuple[Listeners, ssl.SSLContext]:
-    """Open ports with TLS before a frontend, and return them with what a client trusts."""
+    """Open a frontend's ports with TLS. Return them with the client's trust store."""
     cert, key = certificate(folder, name)
     listeners = Listeners(
         kit.api, kit.director.settings.model_copy(update={"tls_cert": str(cert), "tls_key": str(key)})
@@ -223,7 +228,7 @@ async def with_tls(kit: Kit, folder: Path, name: str = "localhost") -> tuple[Lis
     return listeners, ssl.create_default_context(cafile=cert)
 
 
-async def test_the_ports_speak_tls_and_the_fast_path_answers_behind_it(tmp_path: Path) -> None:
+async def test_the_ports_speak_tls_and_the_fast_path_works_with_it(tmp_path: Path) -> None:
     async with frontend(ScriptedWorker()) as kit:
         listeners, trusted = await with_tls(kit, tmp_path)
         assert listeners.url.startswith("https://") and listeners.admin_url.startswith("https://")
@@ -232,8 +237,8 @@ async def test_the_ports_speak_tls_and_the_fast_path_answers_behind_it(tmp_path:
                 f"{listeners.url}/v1/chat/completions", json=CHAT | {"stream": stream}, ssl=trusted
             ) as answer:
                 assert answer.status == 200 and await answer.text()
-                assert len(listeners.fast_path) == 1, "aiohttp has not taken it over"
-        async with kit.http.get(f"{listeners.url}/v1/models", ssl=trusted) as answer:  # which is aiohttp's
+                assert len(listeners.fast_path) == 1, "it was not handed over to aiohttp"
+        async with kit.http.get(f"{listeners.url}/v1/models", ssl=trusted) as answer:  # served by aiohttp
             assert answer.status == 200
         async with kit.http.get(f"{listeners.admin_url}/metrics", ssl=trusted) as answer:
             assert answer.status == 200
@@ -243,7 +248,7 @@ async def test_the_ports_speak_tls_and_the_fast_path_answers_behind_it(tmp_path:
         await listeners.close()
 
 
-async def test_a_renewed_certificate_is_used_without_closing_a_connection(tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used_without_closing_connections(tmp_path: Path) -> None:
     async with frontend(ScriptedWorker()) as kit:
         listeners, trusted = await with_tls(kit, tmp_path)
         port = int(listeners.url.rpartition(":")[2])
@@ -251,7 +256,7 @@ async def test_a_renewed_certificate_is_used_without_closing_a_connection(tmp_pa
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
         cert, key = certificate(tmp_path, "renewed")
         os.replace(cert, tmp_path / "localhost.crt")
-        listeners.check()  # between the two files they do not match
+        listeners.check()  # between the two replacements the files do not match
         os.replace(key, tmp_path / "localhost.key")
         listeners.check()
         writer.write(live)
@@ -270,14 +275,12 @@ async def test_a_renewed_certificate_is_used_without_closing_a_connection(tmp_pa
     [
         ("missing", "No such file"),
         ("mismatched", "the private key does not belong to the certificate"),
-        ("text", "has no certificate, or the key file no private key"),
-        ("swapped", "has no certificate, or the key file no private key"),
+        ("text", "contains no PEM certificate, or the key file no PEM private key"),
+        ("swapped", "contains no PEM certificate, or the key file no PEM private key"),
         ("half", "needed together"),
     ],
 )
-def test_a_certificate_that_cannot_be_used_is_refused_at_the_start(
-    tmp_path: Path, wrong: str, why: str
-) -> None:
+def test_an_unusable_certificate_is_refused_at_startup(tmp_path: Path, wrong: str, why: str) -> None:
     cert, key = certificate(tmp_path)
     other = certificate(tmp_path, "other")[1]
     (text := tmp_path / "text").write_text("no certificate")

@@ -1,4 +1,4 @@
-"""docs/api.md names every error code that a client can get, and no other."""
+"""docs/api.md lists exactly the error codes that a client can get."""
 
 import re
 from pathlib import Path
@@ -8,16 +8,16 @@ from controller.frontend.request.failures import KINDS
 from controller.router.selection import filter as pick
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
-NEVER_SENT = {"cancelled", "no_worker"}  # nobody is left to read it; the base of the others
+NEVER_SENT = {"cancelled", "no_worker"}  # the client has left; the base class of the others
 
 
-def test_every_code_stands_on_the_page_and_no_other() -> None:
+def test_the_page_lists_exactly_the_codes() -> None:
     rows = [line.split("|")[2] for line in PAGE.split("## Errors")[1].splitlines() if line.startswith("| ")]
     shown = {code for cell in rows for code in re.findall(r"`([a-z_]+)(?:: tier=…)?`", cell)}
     assert shown == CODES - NEVER_SENT
 
 
-def test_every_failure_and_every_refusal_of_the_router_has_a_declared_code() -> None:
+def test_every_failure_and_router_refusal_has_a_declared_code() -> None:
     refusals = {
         error.code for error in vars(pick).values() if isinstance(error, type) and hasattr(error, "code")
     }

@@ -1,6 +1,6 @@
-"""A body that lies there whole when its request begins is held to the limit, like one that is waited for.
+"""A body that arrived completely with its head is subject to the size limit too.
 
-Before a real frontend aiohttp stops reading far below the smallest limit, so here the limit is a thousand bytes.
+In a real frontend aiohttp stops reading far below the smallest limit, so the limit here is a thousand bytes.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ MOST = 1000
 
 
 @pytest.mark.parametrize(("size", "found"), [(MOST, "its text"), (MOST + 1, "body_too_large")])
-async def test_a_body_that_came_with_its_head_is_measured_too(size: int, found: str) -> None:
+async def test_a_body_that_arrived_with_its_head_is_measured_too(size: int, found: str) -> None:
     seen: list[tuple[bool, object]] = []
 
     async def handle(request: web.BaseRequest) -> web.Response:

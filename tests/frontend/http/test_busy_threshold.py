@@ -1,4 +1,4 @@
-"""`/busy_threshold` has Dynamo's shapes; what is set holds on every frontend, by way of the journal."""
+"""`/busy_threshold` has Dynamo's format; new values apply on every frontend, through the journal."""
 
 from typing import Any
 
@@ -28,14 +28,14 @@ async def listed(kit: Kit) -> Any:
 
 
 def fold(kit: Kit) -> None:
-    """Let the journal bring back what this frontend has said."""
+    """Let the journal return what this frontend has published."""
     kit.tell(*kit.said(BusyThresholdsSet))
 
 
-async def test_they_are_seen_set_merged_and_said_on_the_journal() -> None:
+async def test_thresholds_are_listed_set_merged_and_published() -> None:
     async with frontend(ScriptedWorker("w1"), admission_control="token-capacity") as kit:
         assert await listed(kit) == [{"model": "m", **USUAL}]
-        assert await post(kit, model="m") == (200, {"model": "m", **USUAL}), "all null: what there is"
+        assert await post(kit, model="m") == (200, {"model": "m", **USUAL}), "all null: the current values"
         expected = {"model": "m", **USUAL, "active_decode_blocks_threshold": 0.5}
         assert await post(kit, model="m", active_decode_blocks_threshold=0.5) == (200, expected)
         (said,) = kit.said(BusyThresholdsSet)
@@ -48,7 +48,7 @@ async def test_they_are_seen_set_merged_and_said_on_the_journal() -> None:
         assert await post(kit, model="m", **NONE) == (200, both)
 
 
-async def test_what_is_set_holds_for_the_next_request() -> None:
+async def test_a_new_threshold_applies_to_the_next_request() -> None:
     worker = ScriptedWorker("w1", kv_used=60)
     async with frontend(worker, admission_control="token-capacity") as kit:
         await until(lambda: (load := kit.plane.load("w1")) is not None and load.kv_used == 60)
@@ -59,9 +59,7 @@ async def test_what_is_set_holds_for_the_next_request() -> None:
         assert (await kit.post("/v1/completions", **ask))[0] == 503
 
 
-async def test_what_is_set_holds_here_before_the_journal_has_brought_it_back_and_where_there_is_none() -> (
-    None
-):
+async def test_a_new_threshold_applies_locally_before_the_journal_returns_it_and_without_a_journal() -> None:
     async with frontend(ScriptedWorker("w1"), admission_control="token-capacity") as kit:
         await post(kit, model="m", active_decode_blocks_threshold=0.5)
         await post(kit, model="m", active_prefill_tokens_threshold=7)
@@ -72,7 +70,7 @@ async def test_what_is_set_holds_here_before_the_journal_has_brought_it_back_and
         assert await listed(kit) == [now]
 
 
-async def test_without_admission_control_nobody_is_refused_whatever_is_set() -> None:
+async def test_without_admission_control_no_request_is_refused_whatever_is_set() -> None:
     worker = ScriptedWorker("w1", kv_used=60)
     async with frontend(worker) as kit:
         assert await listed(kit) == []
@@ -83,7 +81,7 @@ async def test_without_admission_control_nobody_is_refused_whatever_is_set() -> 
         assert (await kit.post("/v1/completions", model="m", prompt=[300], max_tokens=2))[0] == 200
 
 
-async def test_an_unknown_model_has_none_and_cannot_have_any() -> None:
+async def test_an_unknown_model_has_no_thresholds_and_cannot_get_any() -> None:
     async with frontend(ScriptedWorker("w1")) as kit:
         assert await post(kit, model="x") == (200, {"model": "x", **NONE})
         assert await post(kit, model="x", active_prefill_tokens_threshold=1) == (
@@ -106,7 +104,7 @@ async def test_an_unknown_model_has_none_and_cannot_have_any() -> None:
         (["m"], 422, "dictionary"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_in_dynamos_envelope(body: Any, status: int, says: str) -> None:
+async def test_invalid_values_are_refused_in_dynamos_format(body: Any, status: int, says: str) -> None:
     async with (
         frontend(ScriptedWorker("w1")) as kit,
         kit.http.post(kit.admin + "/busy_threshold", json=body) as answer,
@@ -116,7 +114,7 @@ async def test_what_makes_no_sense_is_refused_in_dynamos_envelope(body: Any, sta
         assert not kit.said(BusyThresholdsSet)
 
 
-async def test_a_body_that_is_no_json_or_is_not_called_so() -> None:
+async def test_a_body_that_is_not_json_or_not_declared_as_json_is_refused() -> None:
     async with frontend(ScriptedWorker("w1")) as kit:
         url = kit.admin + "/busy_threshold"
         async with kit.http.post(url, data=b"{", headers={"Content-Type": "application/json"}) as answer:
@@ -127,8 +125,8 @@ async def test_a_body_that_is_no_json_or_is_not_called_so() -> None:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-async def test_clients_have_it_only_where_it_is_opened_to_them(opened: bool) -> None:
-    """Whoever may set thresholds may have everybody refused."""
+async def test_clients_can_use_it_only_if_enabled(opened: bool) -> None:
+    """Setting thresholds can reject all traffic, so it is disabled for clients by default."""
     async with frontend(ScriptedWorker("w1"), admin_api=opened) as kit:
         for ask in (kit.http.get, kit.http.post):
             async with ask(kit.url + "/busy_threshold") as answer:

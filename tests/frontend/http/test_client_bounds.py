@@ -1,4 +1,4 @@
-"""What a client may cost before his request is worth anything: connections, heads, bodies, texts, and words in errors."""
+"""Limits on a client's cost before its request is valid: connections, heads, bodies, texts."""
 
 import asyncio
 import gzip
@@ -30,7 +30,7 @@ def port_of(kit: Kit) -> int:
 
 @asynccontextmanager
 async def client(port: int, said: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
-    """A connection on which this was said."""
+    """A connection on which these bytes were sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(said)
     try:
@@ -43,10 +43,10 @@ async def client(port: int, said: bytes = b"") -> AsyncIterator[asyncio.StreamRe
 # --- texts
 
 
-async def test_a_text_that_cannot_fit_is_never_tokenised() -> None:
+async def test_a_text_that_cannot_fit_is_never_tokenized() -> None:
     class Unread(Tokens):
         async def encode_soon(self, *given: Any, **more: Any) -> list[int]:
-            raise AssertionError("it takes a second for each megabyte")
+            raise AssertionError("tokenizing takes a second per megabyte")
 
     unread = Unread(load_tokenizer(BUILTIN), TOKENS.template)
 
@@ -72,8 +72,8 @@ async def test_a_text_that_cannot_fit_is_never_tokenised() -> None:
 # --- bodies
 
 
-async def test_a_body_is_inflated_up_to_the_bound_and_no_further() -> None:
-    """A gigabyte in a megabyte: nobody has it, and nobody waits for it."""
+async def test_a_body_is_decompressed_up_to_the_limit_only() -> None:
+    """A gigabyte compressed into a megabyte is neither decompressed nor waited for."""
     bomb = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     packed = b"".join(bomb.compress(b" " * 2**20) for _ in range(32)) + bomb.flush()
     async with frontend(ScriptedWorker(), admission={"body_mb_max": 4}) as kit:
@@ -117,14 +117,14 @@ async def test_bodies_may_be_compressed(encoding: str, packed: bytes) -> None:
 @pytest.mark.parametrize(
     ("encoding", "packed", "why"),
     [
-        ("br", BODY, "it is compressed by 'br': send it as it is, or by gzip or deflate"),
-        ("gzip", GZIPPED[:-9], "its gzip ends too early"),
-        ("gzip", b"no gzip", "its gzip cannot be read"),
-        ("deflate", b"x no deflate", "its deflate cannot be read"),
+        ("br", BODY, "unsupported encoding 'br': send the body uncompressed, or use gzip or deflate"),
+        ("gzip", GZIPPED[:-9], "the gzip data is truncated"),
+        ("gzip", b"no gzip", "invalid gzip data"),
+        ("deflate", b"x no deflate", "invalid deflate data"),
     ],
     ids=["unknown", "cut off", "no gzip", "no deflate"],
 )
-async def test_a_body_that_cannot_be_inflated_is_refused_with_the_reason(
+async def test_a_body_that_cannot_be_decompressed_is_refused_with_the_reason(
     encoding: str, packed: bytes, why: str
 ) -> None:
     async with frontend(ScriptedWorker()) as kit:
@@ -134,7 +134,7 @@ async def test_a_body_that_cannot_be_inflated_is_refused_with_the_reason(
             assert (answer.status, error["code"]) == (400, "invalid_json") and why in error["message"]
 
 
-async def test_bodies_have_a_bound_together() -> None:
+async def test_all_bodies_together_have_a_limit() -> None:
     async with frontend(ScriptedWorker(), admission={"bodies_mb_max": 1}) as kit:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
         async with client(port_of(kit), head % 2_000_000 + b" " * 900_000):
@@ -143,7 +143,7 @@ async def test_bodies_have_a_bound_together() -> None:
                 assert b" 503 " in await second.readline()
                 assert b"queue_full" in await second.readuntil(b"}}")
         status, _, _ = await kit.post("/v1/chat/completions", **CHAT)
-        assert status == 200, "what was taken of it is free again"
+        assert status == 200, "the bytes of the refused body are released"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ async def test_bodies_have_a_bound_together() -> None:
     ],
     ids=["lists", "numbers", "texts"],
 )
-async def test_a_body_of_too_many_values_is_refused_before_they_are_made(body: bytes, why: str) -> None:
+async def test_a_body_of_too_many_values_is_refused_before_they_are_created(body: bytes, why: str) -> None:
     async with frontend(ScriptedWorker()) as kit:
         async with kit.http.post(kit.url + "/v1/completions", data=io.BytesIO(body)) as answer:
             assert answer.status == 400
@@ -163,7 +163,7 @@ async def test_a_body_of_too_many_values_is_refused_before_they_are_made(body: b
         assert kit.counted(REFUSED, "bound") == {("body_values",): 1}
 
 
-async def test_a_text_may_have_any_number_of_commas_and_brackets() -> None:
+async def test_a_text_may_contain_any_number_of_commas_and_brackets() -> None:
     text = '[],{}\\"' * 300_000
     async with frontend(ScriptedWorker()) as kit:
         body = io.BytesIO(json.dumps({"model": "m", "prompt": text}).encode())
@@ -175,7 +175,7 @@ async def test_a_text_may_have_any_number_of_commas_and_brackets() -> None:
 # --- connections
 
 
-async def test_a_head_that_does_not_end_is_ended() -> None:
+async def test_an_endless_head_times_out() -> None:
     beginnings = (b"P", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", LIVE + b"GET")
     async with frontend(ScriptedWorker(), connections={"head_s": 0.2, "idle_s": 600}) as kit:
         for port in (port_of(kit), int(kit.admin.rpartition(":")[2])):
@@ -187,7 +187,7 @@ async def test_a_head_that_does_not_end_is_ended() -> None:
         assert kit.counted(REFUSED, "bound")[("head_wait",)] == 6
 
 
-async def test_a_head_may_come_in_pieces() -> None:
+async def test_a_head_may_arrive_in_pieces() -> None:
     async with frontend(ScriptedWorker(), connections={"head_s": 30, "idle_s": 30}) as kit:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(kit))
         for _ in range(2):
@@ -199,7 +199,7 @@ async def test_a_head_may_come_in_pieces() -> None:
         writer.close()
 
 
-async def test_who_says_nothing_is_left_after_the_setting() -> None:
+async def test_an_idle_connection_is_closed_after_the_setting() -> None:
     async with frontend(ScriptedWorker(), connections={"idle_s": 0.1}) as kit:
         for port in (port_of(kit), int(kit.admin.rpartition(":")[2])):
             async with client(port) as reader:
@@ -209,18 +209,18 @@ async def test_who_says_nothing_is_left_after_the_setting() -> None:
 @pytest.mark.parametrize(
     ("bound", "why"), [("per_address_max", "connections_of_address"), ("total_max", "connections")]
 )
-async def test_connections_are_bounded_whoever_has_them(bound: str, why: str) -> None:
+async def test_connections_are_limited_in_total_and_per_address(bound: str, why: str) -> None:
     async with frontend(ScriptedWorker(), connections={bound: 3}) as kit:
         port, admin = port_of(kit), int(kit.admin.rpartition(":")[2])
         async with client(port), client(port, LIVE) as second, client(port, LIVE) as third:
-            for reader in (second, third):  # aiohttp has these
+            for reader in (second, third):  # these are served by aiohttp
                 assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
             async with client(port, LIVE) as fourth:
                 assert b" 503 " in await fourth.readline()
                 assert b"too_many_connections" in await fourth.read()
             assert kit.counted(REFUSED, "bound") == {(why,): 1}
             async with client(admin, LIVE) as other:
-                assert b" 200 " in await other.readline(), "the admin port has its own"
+                assert b" 200 " in await other.readline(), "the admin port has its own limit"
         await free_again(port)
 
 
@@ -230,16 +230,16 @@ async def free_again(port: int) -> None:
             return b" 200 " in await reader.readline()
 
     async with asyncio.timeout(SECONDS):
-        while not await answered():  # noqa: ASYNC110 (those who have gone are noticed in a moment)
+        while not await answered():  # noqa: ASYNC110 (closed connections are noticed after a moment)
             await asyncio.sleep(0.01)
 
 
-async def test_without_bounds_any_number_is_let_in() -> None:
+async def test_without_limits_any_number_of_connections_is_accepted() -> None:
     async with frontend(ScriptedWorker(), connections={"per_address_max": 0, "total_max": 0}) as kit:
         await free_again(port_of(kit))
 
 
-# --- words
+# --- quoted input
 
 WORDS = "w" * 20_000
 LONG: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
@@ -263,7 +263,7 @@ LONG: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", LONG)
-async def test_errors_repeat_few_of_a_clients_words(name: str) -> None:
+async def test_errors_quote_only_a_part_of_client_input(name: str) -> None:
     path, body = LONG[name]()
     async with frontend(ScriptedWorker()) as kit, kit.http.post(kit.url + path, json=body) as answer:
         said = await answer.text()
@@ -271,7 +271,7 @@ async def test_errors_repeat_few_of_a_clients_words(name: str) -> None:
         assert "w" * 201 not in said and len(said) < 1200, said[:2000]
 
 
-async def test_what_is_no_request_is_repeated_in_few_words() -> None:
+async def test_an_invalid_http_request_is_quoted_only_in_part() -> None:
     async with frontend(ScriptedWorker()) as kit:
         for said in (WORDS[:7000].encode() + b"\r\n\r\n", LIVE[:-2] + WORDS[:7000].encode() + b"\r\n\r\n"):
             async with client(port_of(kit), said) as reader:
@@ -279,10 +279,10 @@ async def test_what_is_no_request_is_repeated_in_few_words() -> None:
                 assert b" 400 " in answer and b"w" * 201 not in answer
 
 
-# --- the reading of long texts
+# --- tokenizing long texts
 
 
-async def test_long_texts_are_read_a_few_at_a_time_and_no_more_than_so_many_wait() -> None:
+async def test_long_texts_are_tokenized_a_few_at_a_time_and_a_limited_number_waits() -> None:
     text = "a b " * (LONG_TEXT // 4)
     bounds = {"long_at_once": 1, "waiting_mb_max": 1, "wait_s": 60}
     async with frontend(ScriptedWorker(), tokenizing=bounds) as kit:

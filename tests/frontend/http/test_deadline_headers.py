@@ -1,4 +1,4 @@
-"""Admission by deadlines as a client meets it: through both ways in, and with OpenAI's own client."""
+"""Admission by deadlines as clients see it: on both paths, and with OpenAI's own client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +22,7 @@ async def ask(kit: Kit, headers: dict[str, str], count: int = 12) -> tuple[int, 
 
 @asynccontextmanager
 async def full(**settings: Any) -> AsyncIterator[tuple[Kit, ScriptedWorker, Callable[[], None]]]:
-    """Run a frontend before a worker whose eight places are taken, until what is yielded with it is called."""
+    """Run a frontend with a worker with eight occupied slots, and yield a function that frees them."""
     worker = ScriptedWorker("w1", step_s=0.05)
     async with frontend(worker, **ON, **settings) as kit:
         taken = [asyncio.create_task(ask(kit, {}, 4000)) for _ in range(8)]
@@ -41,7 +41,7 @@ async def full(**settings: Any) -> AsyncIterator[tuple[Kit, ScriptedWorker, Call
 
 
 @WAYS
-async def test_a_deadline_that_can_be_kept_is_heeded_and_nobody_notices(way: dict[str, str]) -> None:
+async def test_a_deadline_that_can_be_met_is_applied_silently(way: dict[str, str]) -> None:
     async with frontend(ScriptedWorker("w1"), **ON) as kit:
         code, body, headers = await ask(kit, way | {"X-Holdfast-TTFT-Deadline-Ms": "5000"})
         assert (code, body["choices"][0]["text"]) == (200, EXACT)
@@ -49,7 +49,7 @@ async def test_a_deadline_that_can_be_kept_is_heeded_and_nobody_notices(way: dic
 
 
 @WAYS
-async def test_who_is_refused_is_told_why_and_when_to_come_back(way: dict[str, str]) -> None:
+async def test_a_refused_request_gets_the_reason_and_a_retry_time(way: dict[str, str]) -> None:
     async with full() as (kit, worker, _):
         asked = way | {"X-Holdfast-TTFT-Deadline-Ms": "5000", "X-Holdfast-Queue-TTL-Ms": "0.001"}
         code, body, headers = await ask(kit, asked, 2000)
@@ -62,19 +62,19 @@ async def test_who_is_refused_is_told_why_and_when_to_come_back(way: dict[str, s
 
 
 @WAYS
-async def test_a_header_that_makes_no_sense_is_named(way: dict[str, str]) -> None:
+async def test_an_invalid_header_is_refused_by_name(way: dict[str, str]) -> None:
     async with frontend(ScriptedWorker("w1"), **ON) as kit:
         code, body, _ = await ask(kit, way | {"X-Holdfast-TTFT-Deadline-Ms": "soon"})
         assert (code, body["error"]["param"]) == (400, "X-Holdfast-TTFT-Deadline-Ms")
 
 
 @WAYS
-async def test_without_admission_by_deadlines_nothing_of_it_is_read(way: dict[str, str]) -> None:
+async def test_without_admission_by_deadlines_the_headers_are_not_read(way: dict[str, str]) -> None:
     async with frontend(ScriptedWorker("w1")) as kit:
         assert (await ask(kit, way | {"X-Holdfast-TTFT-Deadline-Ms": "soon"}))[0] == 200
 
 
-async def test_the_official_client_comes_back_when_it_is_told_to_and_is_served() -> None:
+async def test_the_official_client_retries_when_told_to_and_is_served() -> None:
     loop, asked, answered = asyncio.get_running_loop(), list[float](), list[float]()
     async with full() as (kit, _, free):
 

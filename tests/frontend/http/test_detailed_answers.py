@@ -1,4 +1,4 @@
-"""What an answer says besides its text: the prompt before it, token ids, the usage so far, logprobs of it all."""
+"""Details of an answer besides its text: echo, token ids, running usage, and logprobs of all of it."""
 
 import itertools
 import json
@@ -28,21 +28,21 @@ async def whole(kit: Kit, path: str = "/v1/completions", **ask: Any) -> dict[str
 
 
 async def refused(kit: Kit, path: str = "/v1/completions", **ask: Any) -> tuple[str, str, str]:
-    """Return what is said against a request: the code, the field, the sentence."""
+    """Return the code, field and message of a refusal."""
     status, body, _ = await kit.post(path, **USUAL | ask)
     assert status == 400, body
     return body["error"]["code"], body["error"]["param"], body["error"]["message"]
 
 
 def choices_of(events: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
-    """Return what a stream's events say of one answer."""
+    """Return one answer's choices from a stream's events."""
     return [choice for event in events for choice in event.get("choices", ()) if choice["index"] == index]
 
 
 # --- an echo
 
 
-async def test_an_echo_is_the_prompt_and_the_answer() -> None:
+async def test_an_echo_is_the_prompt_followed_by_the_answer() -> None:
     async with simulated() as kit:
         answer = (await whole(kit, prompt=PROMPT))["choices"][0]["text"]
         echoed = await whole(kit, prompt=PROMPT, echo=True)
@@ -54,10 +54,10 @@ async def test_an_echo_is_the_prompt_and_the_answer() -> None:
         }
         assert echoed["usage"]["prompt_tokens"] == 4 and echoed["usage"]["completion_tokens"] == 6
         said = (await whole(kit, prompt="once  upon", echo=True))["choices"][0]["text"]
-        assert said.startswith("once  upon") and len(said) > len("once  upon")  # to the letter
+        assert said.startswith("once  upon") and len(said) > len("once  upon")  # exactly, including spaces
 
 
-async def test_an_echo_comes_in_one_event_with_the_first_token() -> None:
+async def test_an_echo_is_sent_in_one_event_with_the_first_token() -> None:
     async with simulated() as kit:
         answer = (await whole(kit, prompt=PROMPT))["choices"][0]["text"]
         events = await kit.stream(**USUAL, prompt=PROMPT, echo=True)
@@ -81,7 +81,7 @@ async def test_an_echo_of_every_prompt_and_choice(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
-async def test_nothing_but_the_prompt_is_generated_where_nothing_else_is_wanted(
+async def test_only_the_prompt_is_returned_if_nothing_else_is_wanted(
     stream: bool, logprobs: int | None
 ) -> None:
     async with simulated() as kit:
@@ -105,7 +105,7 @@ async def test_nothing_but_the_prompt_is_generated_where_nothing_else_is_wanted(
             assert [len(shown[name]) for name in ("tokens", "token_logprobs", "top_logprobs")] == [4, 4, 4]
 
 
-async def test_an_answer_that_needs_no_generation_ends_well_although_its_first_token_ends_it() -> None:
+async def test_an_answer_without_generation_ends_well_although_its_first_token_ends_it() -> None:
     async with simulated() as kit:
         ask: dict[str, Any] = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "logprobs": 1}
         body = await whole(kit, **ask, ignore_eos=False, logit_bias={str(EOS): 100})
@@ -113,7 +113,7 @@ async def test_an_answer_that_needs_no_generation_ends_well_although_its_first_t
         assert body["choices"][0]["finish_reason"] == "length"
 
 
-async def test_logprobs_of_an_echo_are_of_the_prompt_too() -> None:
+async def test_logprobs_of_an_echo_include_the_prompt() -> None:
     async with simulated() as kit:
         said = (await whole(kit, prompt=PROMPT, logprobs=2, return_token_ids=True))["choices"][0]
         prompt = PROMPT + said["token_ids"]
@@ -123,13 +123,14 @@ async def test_logprobs_of_an_echo_are_of_the_prompt_too() -> None:
         assert len(shown["tokens"]) == len(prompt) + 3
         assert shown["token_logprobs"][0] is None and shown["top_logprobs"][0] is None
         assert None not in shown["token_logprobs"][1:]
-        assert shown["token_logprobs"][4:10] == said["logprobs"]["token_logprobs"]  # as when it was an answer
+        # the same as for an answer
+        assert shown["token_logprobs"][4:10] == said["logprobs"]["token_logprobs"]
         assert shown["top_logprobs"][4:10] == said["logprobs"]["top_logprobs"]
         at = [body["choices"][0]["text"][offset:] for offset in shown["text_offset"]]
         assert all(rest.startswith(token) for rest, token in zip(at, shown["tokens"], strict=True))
 
 
-async def test_logprobs_that_would_be_too_many_are_refused_with_a_sentence() -> None:
+async def test_too_many_logprobs_are_refused_with_a_message() -> None:
     async with simulated() as kit:
         most = ECHOED_LOGPROBS_MAX // 21
         code, param, message = await refused(kit, prompt=[300] * (most + 1), echo=True, logprobs=20)
@@ -139,21 +140,21 @@ async def test_logprobs_that_would_be_too_many_are_refused_with_a_sentence() -> 
         assert kit.facts == []
 
 
-async def test_a_server_without_logprobs_of_a_prompt_says_so() -> None:
+async def test_a_server_without_prompt_logprobs_is_reported() -> None:
     why = unsupported("echo", "this model's server gives no logprobs of a prompt")
     async with frontend(ScriptedWorker(always=Act(after=0, how="error", error=why.error))) as kit:
         said = await refused(kit, prompt=PROMPT, echo=True, logprobs=1)
         assert said == ("unsupported_parameter", "echo", why.message)
 
 
-async def test_a_worker_of_the_release_before_gives_no_logprobs_of_a_prompt() -> None:
-    async with frontend(ScriptedWorker()) as kit:  # it does not know that they are wanted
+async def test_a_worker_of_the_previous_release_returns_no_prompt_logprobs() -> None:
+    async with frontend(ScriptedWorker()) as kit:  # it does not know the option
         body = await whole(kit, prompt=PROMPT, echo=True, logprobs=1, max_tokens=2)
         shown = body["choices"][0]["logprobs"]
         assert shown["token_logprobs"] == [None] * 4 + [-0.5] * 2
 
 
-async def test_no_tokens_are_no_answer_without_an_echo() -> None:
+async def test_zero_tokens_are_refused_without_an_echo() -> None:
     async with simulated() as kit:
         assert (await refused(kit, prompt=PROMPT, max_tokens=0))[1] == "max_tokens"
 
@@ -161,7 +162,7 @@ async def test_no_tokens_are_no_answer_without_an_echo() -> None:
 # --- token ids
 
 
-async def test_token_ids_of_prompt_and_answer() -> None:
+async def test_token_ids_of_prompt_and_answer_are_returned() -> None:
     async with simulated() as kit:
         choice = (await whole(kit, prompt="hello", return_token_ids=True))["choices"][0]
         assert choice["prompt_token_ids"] == TOKENS.encode("hello", special=True)
@@ -175,7 +176,7 @@ async def test_token_ids_of_prompt_and_answer() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_streamed_token_ids_come_with_their_tokens_and_the_prompts_with_the_first(path: str) -> None:
+async def test_streamed_token_ids_arrive_with_their_tokens_and_the_prompts_with_the_first(path: str) -> None:
     async with simulated() as kit:
         chat = path.startswith("/v1/chat")
         asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": PROMPT}
@@ -192,7 +193,7 @@ async def test_streamed_token_ids_come_with_their_tokens_and_the_prompts_with_th
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_token_is_among_the_ids_although_it_is_no_text(stream: bool) -> None:
+async def test_a_stop_token_is_among_the_ids_although_it_has_no_text(stream: bool) -> None:
     ids = undisturbed(PROMPT, 4)
     async with frontend(ScriptedWorker(always=Act(after=4, finish="stop"))) as kit:
         ask = USUAL | {"prompt": PROMPT, "stop_token_ids": [ids[-1]], "return_token_ids": True}
@@ -205,7 +206,7 @@ async def test_a_stop_token_is_among_the_ids_although_it_is_no_text(stream: bool
         assert (said, text) == (ids, TOKENS.decode(ids[:-1]))
 
 
-async def test_a_token_without_text_is_an_event_of_its_own() -> None:
+async def test_a_token_without_text_is_a_separate_event() -> None:
     half = [TOKENS.encode("é", special=False)[0]]
     assert TOKENS.decode(half) == "\ufffd"
     worker = ScriptedWorker(follow=lambda tokens: half[0] if len(tokens) % 2 == 0 else 300)
@@ -214,7 +215,7 @@ async def test_a_token_without_text_is_an_event_of_its_own() -> None:
         assert [choice["token_ids"] for choice in choices_of(events)[:-1]] == [[half[0]], [300]] * 3
 
 
-async def test_who_gives_text_only_has_no_token_ids() -> None:
+async def test_a_text_engine_has_no_token_ids() -> None:
     async with frontend() as kit:
         await kit.add(ScriptedWorker(), engine="openai", exact=False)
         said = await refused(kit, prompt=PROMPT, return_token_ids=True)
@@ -225,7 +226,7 @@ async def test_who_gives_text_only_has_no_token_ids() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_usage_goes_along_with_each_event(path: str) -> None:
+async def test_usage_is_sent_with_each_event(path: str) -> None:
     async with simulated() as kit:
         chat = path.startswith("/v1/chat")
         asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": PROMPT}
@@ -243,7 +244,7 @@ async def test_usage_goes_along_with_each_event(path: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_0_are_those_of_the_chosen_tokens(stream: bool) -> None:
+async def test_logprobs_0_returns_those_of_the_chosen_tokens(stream: bool) -> None:
     async with simulated() as kit:
         ask = USUAL | {"prompt": PROMPT, "temperature": 1.5, "seed": 4}
         parts = []
@@ -281,7 +282,7 @@ async def test_logprobs_may_name_tokens_by_their_ids() -> None:
             assert item["token"].startswith("token_id:") and item["top_logprobs"][0]["token"] == item["token"]
 
 
-# --- all of it together
+# --- combinations
 
 
 WANTED: dict[str, dict[str, Any]] = {
@@ -294,7 +295,7 @@ WANTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("names", [c for k in (1, 2, 3, 4, 5) for c in itertools.combinations(WANTED, k)])
-async def test_a_stream_says_what_a_whole_answer_says(names: tuple[str, ...]) -> None:
+async def test_a_stream_has_the_same_content_as_a_whole_answer(names: tuple[str, ...]) -> None:
     ask = USUAL | {"prompt": "some prompt", "max_tokens": 12}
     for name in names:
         ask |= WANTED[name]
@@ -315,7 +316,7 @@ async def test_a_stream_says_what_a_whole_answer_says(names: tuple[str, ...]) ->
                     assert [value for one in shown for value in one[name]] == values, name
 
 
-async def test_the_official_client_is_pleased() -> None:
+async def test_the_official_client_accepts_the_details() -> None:
     async with (
         simulated() as kit,
         openai.AsyncOpenAI(base_url=kit.url + "/v1", api_key="none", max_retries=0) as client,

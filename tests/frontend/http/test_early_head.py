@@ -1,4 +1,7 @@
-"""A streaming client that waits long for its first token gets the head and SSE comments, so that no proxy cuts the connection."""
+"""A streaming client that waits long for its first token gets the head and SSE comments.
+
+They keep proxies from closing the connection.
+"""
 
 import asyncio
 import json
@@ -18,14 +21,14 @@ BODY: dict[str, Any] = {"model": "m", "prompt": [300, 301], "max_tokens": 3}
 
 
 def held(how: str = "finish", after: int = 0) -> tuple[ScriptedWorker, asyncio.Event]:
-    """Return a worker that says nothing until the event, and the event."""
+    """Return a worker that sends nothing until the event is set, and the event."""
     hold = asyncio.Event()
     return ScriptedWorker("w1", always=Act(after, "error", hold=hold, error="engine_error: it broke")), hold
 
 
 @asynccontextmanager
 async def asking(kit: Kit, worker: ScriptedWorker) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Yield the response to a streamed request whose head has come before any token."""
+    """Yield the response to a streamed request that received its head before any token."""
     request = asyncio.ensure_future(kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True}))
     await until(lambda: worker.active)
     kit.api.openai.check(kit.director.now())
@@ -38,8 +41,8 @@ async def asking(kit: Kit, worker: ScriptedWorker) -> AsyncIterator[aiohttp.Clie
     response.close()
 
 
-async def test_the_head_and_comments_come_while_no_token_does() -> None:
-    """After 15 s, and again every 15 s; the token events follow as usual, and no comment comes behind them."""
+async def test_the_head_and_comments_are_sent_while_no_token_arrives() -> None:
+    """After 15 s, and again every 15 s. The token events follow as usual, and no comment after them."""
     worker = ScriptedWorker("w1", step_s=0.3)
     async with frontend(worker) as kit, asking(kit, worker) as response:
         assert response.status == 200
@@ -55,7 +58,7 @@ async def test_the_head_and_comments_come_while_no_token_does() -> None:
 
 
 async def test_an_error_after_the_head_is_an_event_of_the_stream() -> None:
-    """The status is 200 by then: the error has the same body as it would have had, as an event."""
+    """The status is already 200: the error is an event with the body that it would otherwise have had."""
     worker, hold = held()
     async with frontend(worker, migration_limit=0) as kit, asking(kit, worker) as response:
         assert await response.content.readline() == COMMENT
@@ -66,7 +69,7 @@ async def test_an_error_after_the_head_is_an_event_of_the_stream() -> None:
 
 @pytest.mark.parametrize(("every_s", "comments"), [(15.0, 3), (0.0, 0)])
 async def test_comments_are_repeated_and_can_be_turned_off(every_s: float, comments: int) -> None:
-    """`--early-head 0`: nothing is sent before the first token, and an error keeps its status."""
+    """With `--early-head 0` nothing is sent before the first token, and an error keeps its status."""
     worker, hold = held()
     async with frontend(worker, migration_limit=0, stream={"early_head_s": every_s}) as kit:
         asked = kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True})
@@ -93,7 +96,7 @@ async def queued(kit: Kit) -> AsyncIterator[aiohttp.ClientResponse]:
     response.close()
 
 
-async def test_a_request_in_the_admission_queue_gets_them_and_then_its_answer() -> None:
+async def test_a_queued_request_gets_the_head_and_comments_and_then_its_answer() -> None:
     first, hold = held(after=1)
     async with frontend(migration_limit=0, admission={"inflight_max": 1}) as kit:
         await kit.add(first)
@@ -110,7 +113,7 @@ async def test_a_request_in_the_admission_queue_gets_them_and_then_its_answer() 
         assert kit.director.admission.queued("m") == 0
 
 
-async def test_a_request_that_is_refused_in_the_queue_after_its_head_ends_with_an_error_event() -> None:
+async def test_a_request_refused_in_the_queue_after_its_head_ends_with_an_error_event() -> None:
     first, hold = held(after=1)
     settings = {"inflight_max": 1, "queue_s": 1.0}
     async with frontend(first, migration_limit=0, admission=settings) as kit:
@@ -123,7 +126,7 @@ async def test_a_request_that_is_refused_in_the_queue_after_its_head_ends_with_a
         await busy
 
 
-async def test_a_client_that_leaves_the_queue_after_its_head_is_forgotten() -> None:
+async def test_a_client_that_leaves_the_queue_after_its_head_is_removed() -> None:
     first, hold = held(after=1)
     async with frontend(first, migration_limit=0, admission={"inflight_max": 1}) as kit:
         busy = asyncio.ensure_future(kit.post("/v1/completions", **BODY))
@@ -136,7 +139,7 @@ async def test_a_client_that_leaves_the_queue_after_its_head_is_forgotten() -> N
         await busy
 
 
-async def test_a_request_whose_prompt_is_tokenised_gets_them() -> None:
+async def test_a_request_being_tokenized_gets_the_head_and_comments() -> None:
     ready, asked = asyncio.Event(), asyncio.Event()
 
     async def slowly(name: str) -> Tokens:
@@ -156,8 +159,8 @@ async def test_a_request_whose_prompt_is_tokenised_gets_them() -> None:
         assert (await response.read()).rstrip().endswith(b"data: [DONE]")
 
 
-async def test_answers_that_are_not_streamed_get_nothing_early() -> None:
-    """A whole answer has one status, which is known at its end."""
+async def test_an_answer_that_is_not_streamed_gets_no_early_head() -> None:
+    """A whole response has one status, which is known only at its end."""
     worker, hold = held()
     async with frontend(worker, migration_limit=0) as kit:
         asking = asyncio.ensure_future(kit.post("/v1/completions", **BODY))

@@ -1,4 +1,4 @@
-"""The fast path answers, byte for byte, what aiohttp answers; and what is not plain is handed over to aiohttp."""
+"""The fast path responds byte for byte like aiohttp; requests that are not plain are handed over."""
 
 import asyncio
 import gzip
@@ -44,7 +44,7 @@ def request(
     version: str = "1.1",
     length: bool = True,
 ) -> bytes:
-    """Return a request's bytes."""
+    """Return the bytes of a request."""
     raw = body if isinstance(body, bytes) else json.dumps(CHAT if body is None else body).encode()
     lines = [f"{method} {path} HTTP/{version}", "Host: x", *headers]
     lines += [f"Content-Length: {len(raw)}"] if length else []
@@ -52,7 +52,7 @@ def request(
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    """Read one response, all of it."""
+    """Read one complete response."""
     head = await reader.readuntil(b"\r\n\r\n")
     if b" 100 Continue" in head:
         return head + await answer(reader)
@@ -64,7 +64,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 
 def alike(said: bytes) -> bytes:
-    """Return what was said without what is never the same twice, and without the chunks that it came in."""
+    """Return the bytes without parts that always differ, and without chunk sizes."""
     said = re.sub(rb"Date: [^\r]*", b"Date", said)
     said = re.sub(rb"\b[0-9a-f]{32}\b", b"ID", said)
     said = re.sub(rb'"created": ?\d+', b'"created"', said)
@@ -75,7 +75,7 @@ REFUSED = b"the prompt is empty"
 
 
 def pausing() -> tuple[ScriptedWorker, asyncio.Event]:
-    """Return a worker that says one token, and goes on, to an error, when it is told to."""
+    """Return a worker that sends one token, and an error after the event is set."""
     goes_on = asyncio.Event()
     act = Act(after=1, how="error", error=f"invalid_request: {REFUSED.decode()}", hold=goes_on)
     return ScriptedWorker("w1", acts=deque([act])), goes_on
@@ -83,7 +83,7 @@ def pausing() -> tuple[ScriptedWorker, asyncio.Event]:
 
 @dataclass
 class Paths:
-    """One frontend: its listeners' port, and another one that aiohttp alone answers."""
+    """One frontend: its listeners' port, and another port served by aiohttp alone."""
 
     kit: Kit
     listeners: Listeners
@@ -91,7 +91,7 @@ class Paths:
     aiohttp: int
 
     async def ask(self, port: int, *pieces: bytes, answers: int = 1) -> tuple[list[bytes], bool]:
-        """Return what is answered to these pieces on one connection, and whether that is still on the fast path then."""
+        """Return the responses to these pieces on one connection, and whether it is still on the fast path."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             async with asyncio.timeout(SECONDS):
@@ -112,7 +112,7 @@ class Paths:
 
 @asynccontextmanager
 async def both_paths(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[Paths]:
-    """A frontend that answers on both paths."""
+    """A frontend that serves both paths."""
     async with frontend(*workers, **settings) as kit:
         listeners = Listeners(kit.api, kit.director.settings)
         await listeners.open()
@@ -192,7 +192,7 @@ NOT_PLAIN = {
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *NOT_PLAIN])
-async def test_both_paths_answer_the_same(name: str) -> None:
+async def test_both_paths_respond_the_same(name: str) -> None:
     plain = name in PLAIN
     raw = PLAIN[name] if plain else NOT_PLAIN[name]
     async with both_paths(ScriptedWorker("w1")) as paths:
@@ -205,8 +205,8 @@ async def test_both_paths_answer_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("loops", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_connection_says_the_same_however_its_bytes_come(seed: int, loops: Any) -> None:
-    """Requests in a row, cut anywhere, some of them ahead of their turn, and not all of them plain."""
+def test_a_connection_gets_the_same_responses_however_its_bytes_are_split(seed: int, loops: Any) -> None:
+    """Consecutive requests, split anywhere, some of them ahead of their turn, and not all of them plain."""
     dice = random.Random(seed)
     kinds = [
         "unary",
@@ -236,7 +236,7 @@ def test_a_connection_says_the_same_however_its_bytes_come(seed: int, loops: Any
         runner.run(said())
 
 
-async def test_requests_in_turn_stay_on_the_fast_path() -> None:
+async def test_consecutive_plain_requests_stay_on_the_fast_path() -> None:
     async with both_paths(ScriptedWorker("w1")) as paths:
         kinds = ["unary", "streamed", "no json", "streamed", "unusable id", "no such model", "unary"]
         said, fast = await paths.ask(paths.fast, *(PLAIN[kind] for kind in kinds), answers=len(kinds))
@@ -255,7 +255,7 @@ async def test_requests_in_turn_stay_on_the_fast_path() -> None:
         assert [one.split(b" ", 2)[1] for one in said] == [b"200"] * 3
 
 
-async def test_a_body_may_come_behind_its_head() -> None:
+async def test_a_body_may_arrive_after_its_head() -> None:
     raw = PLAIN["streamed"]
     end = raw.index(b"\r\n\r\n") + 4
     async with both_paths(ScriptedWorker("w1")) as paths:
@@ -271,7 +271,7 @@ async def test_a_body_may_come_behind_its_head() -> None:
             await until(lambda: not paths.listeners.fast_path)
 
 
-async def test_a_body_that_lags_behind_its_head_is_waited_for_by_aiohttp() -> None:
+async def test_a_body_that_lags_behind_its_head_is_awaited_by_aiohttp() -> None:
     async with both_paths(ScriptedWorker("w1"), admission={"body_s": 0.2}) as paths:
         reader, writer = await asyncio.open_connection("127.0.0.1", paths.fast)
         writer.write(PLAIN["unary"][:-1])
@@ -291,8 +291,8 @@ async def test_a_large_body_is_handed_over(size: int) -> None:
         assert not fast
 
 
-async def test_much_that_is_sent_ahead_waits_at_the_client_and_is_answered() -> None:
-    """More than is kept: reading pauses until the answer under way has ended."""
+async def test_much_data_sent_ahead_waits_at_the_client_and_is_answered() -> None:
+    """More than is buffered: reading pauses until the current response has ended."""
     worker, goes_on = pausing()
     filler = request({"model": "none", "messages": [{"role": "user", "content": "a" * 100_000}]})
     async with both_paths(worker) as paths:
@@ -309,9 +309,9 @@ async def test_much_that_is_sent_ahead_waits_at_the_client_and_is_answered() -> 
         writer.close()
 
 
-async def test_a_mistake_of_ours_is_told_as_by_aiohttp() -> None:
+async def test_an_internal_error_is_reported_like_by_aiohttp() -> None:
     async def mistaken(model: str, tier: str) -> Any:
-        raise ValueError("we are wrong")
+        raise ValueError("an internal error")
 
     async with both_paths(ScriptedWorker("w1")) as paths:
         paths.kit.director.admission.admit = mistaken  # type: ignore[method-assign]
@@ -323,7 +323,7 @@ async def test_a_mistake_of_ours_is_told_as_by_aiohttp() -> None:
 
 
 @pytest.mark.parametrize("name", ["unary", "streamed"])
-async def test_who_is_cancelled_by_another_than_the_client_leaves_no_silent_connection(name: str) -> None:
+async def test_a_request_cancelled_internally_leaves_no_silent_connection(name: str) -> None:
     async def cancelled(model: str, tier: str) -> Any:
         raise asyncio.CancelledError
 
@@ -338,7 +338,7 @@ async def test_who_is_cancelled_by_another_than_the_client_leaves_no_silent_conn
         assert not paths.listeners.fast_path
 
 
-async def test_nothing_follows_a_stream_that_a_mistake_of_ours_cut_off() -> None:
+async def test_nothing_follows_a_stream_cut_off_by_an_internal_error() -> None:
     worker, goes_on = pausing()
 
     async with both_paths(worker) as paths:
@@ -346,16 +346,16 @@ async def test_nothing_follows_a_stream_that_a_mistake_of_ours_cut_off() -> None
         writer.write(PLAIN["streamed"])
         await reader.readuntil(b"data: ")
         (completion,) = paths.kit.api.openai.completions
-        completion.over.set_exception(ValueError("we are wrong"))
+        completion.over.set_exception(ValueError("an internal error"))
         with pytest.raises(ConnectionResetError):
             async with asyncio.timeout(SECONDS):
                 assert b"HTTP/1.1" not in await reader.read()
-                raise ConnectionResetError  # or it ended without one
+                raise ConnectionResetError  # or it ended without an error
         goes_on.set()
         writer.close()
 
 
-async def test_a_workers_name_cannot_become_a_header() -> None:
+async def test_a_workers_name_cannot_inject_a_header() -> None:
     async with both_paths(ScriptedWorker("w1\r\nSet-Cookie: a=b")) as paths:
         for name in ("unary", "streamed"):
             for port in (paths.fast, paths.aiohttp):
@@ -364,7 +364,7 @@ async def test_a_workers_name_cannot_become_a_header() -> None:
 
 
 async def unread(port: int, raw: bytes, count: int) -> tuple[socket.socket, int]:
-    """Send so many requests to this port, at most, without reading an answer; return how many it took."""
+    """Send at most this many requests to this port without reading responses. Return how many were accepted."""
     loop = asyncio.get_running_loop()
     client, sent = socket.socket(), 0
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -392,8 +392,8 @@ ECHO = {
 ECHO_BYTES = 12 * 3000 * 8
 
 
-async def test_who_reads_no_answers_is_read_no_further() -> None:
-    """Each answer repeats what was asked for: they must not pile up in our buffers."""
+async def test_a_client_that_reads_no_responses_is_read_no_further() -> None:
+    """Each response echoes its request: responses must not pile up in our buffers."""
     raw = request(ECHO, path="/v1/completions")
     async with both_paths(ScriptedWorker("w1")) as paths:
         client, sent = await unread(paths.fast, raw, 150)
@@ -404,7 +404,7 @@ async def test_who_reads_no_answers_is_read_no_further() -> None:
         client.close()
 
 
-async def test_listeners_that_close_let_what_was_said_leave() -> None:
+async def test_closing_listeners_still_send_written_responses() -> None:
     raw = request(ECHO, path="/v1/completions")
     async with both_paths(ScriptedWorker("w1")) as paths:
         for listening in paths.listeners.sockets:
@@ -422,7 +422,7 @@ async def test_listeners_that_close_let_what_was_said_leave() -> None:
         client.close()
 
 
-async def test_a_client_that_goes_takes_his_request_with_him() -> None:
+async def test_a_client_that_disconnects_cancels_its_request() -> None:
     worker, _ = pausing()
     async with both_paths(worker) as paths:
         reader, writer = await asyncio.open_connection("127.0.0.1", paths.fast)
@@ -434,7 +434,7 @@ async def test_a_client_that_goes_takes_his_request_with_him() -> None:
         assert not paths.listeners.fast_path
 
 
-async def test_who_asks_nothing_for_long_is_left() -> None:
+async def test_an_idle_connection_is_closed() -> None:
     async with both_paths(ScriptedWorker("w1", step_s=0.05)) as paths:
         loop, open = asyncio.get_running_loop(), set[FastPathConnection]()
         heads = HeadCache(paths.kit.director.settings.router, paths.kit.director.table)
@@ -446,7 +446,7 @@ async def test_who_asks_nothing_for_long_is_left() -> None:
         async with asyncio.timeout(SECONDS):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             began = loop.time()
-            writer.write(request(CHAT | {"max_tokens": 10}))  # takes longer than one may be idle
+            writer.write(request(CHAT | {"max_tokens": 10}))  # takes longer than the idle timeout
             assert b" 200 OK" in await answer(reader)
             told = loop.time()
             assert await reader.read() == b""
@@ -456,7 +456,7 @@ async def test_who_asks_nothing_for_long_is_left() -> None:
             late, behind = await asyncio.open_connection("127.0.0.1", port)
             behind.write(PLAIN["unary"][:-1])
             began = loop.time()
-            await until(lambda: loop.time() - began > 0.3)  # longer than one may be idle
+            await until(lambda: loop.time() - began > 0.3)  # longer than the idle timeout
             behind.write(PLAIN["unary"][-1:])
             assert b" 200 OK" in await answer(late)
             assert await late.read() == b""
@@ -467,7 +467,7 @@ async def test_who_asks_nothing_for_long_is_left() -> None:
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-async def test_listeners_that_close_let_answers_end_for_a_moment(in_time: bool) -> None:
+async def test_closing_listeners_let_responses_finish_for_a_moment(in_time: bool) -> None:
     worker, goes_on = pausing()
     async with both_paths(worker) as paths:
         idle, other = await asyncio.open_connection("127.0.0.1", paths.fast)
@@ -488,7 +488,7 @@ async def test_listeners_that_close_let_answers_end_for_a_moment(in_time: bool) 
 
 
 def table_of(tiers: Tiers) -> Any:
-    """Return what a head cache reads of a table."""
+    """Return the part of a table that a head cache reads."""
     return SimpleNamespace(tiers=tiers)
 
 
@@ -500,7 +500,7 @@ def test_a_head_with_a_bare_newline_is_not_plain() -> None:
     )
 
 
-def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
+def test_a_head_is_parsed_once_and_a_limited_number_is_cached() -> None:
     heads = HeadCache(RouterSettings(), table_of(Tiers())).read
     raw = PLAIN["override"][: PLAIN["override"].index(b"\r\n\r\n") + 4]
     head = heads(raw)
@@ -513,7 +513,7 @@ def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
     assert again == head and again is not head
 
 
-def test_a_head_is_read_anew_when_there_are_other_tiers() -> None:
+def test_a_head_is_parsed_again_after_a_change_of_tiers() -> None:
     table = table_of(Tiers())
     heads = HeadCache(RouterSettings(), table).read
     raw = PLAIN["unary"][: PLAIN["unary"].index(b"\r\n\r\n") + 4]

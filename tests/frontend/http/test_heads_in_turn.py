@@ -1,4 +1,4 @@
-"""Every head has the same time, the first on a connection and any later one; and what waits for its turn is not late."""
+"""Every head on a connection has the same time limit; data that waits for its turn is not late."""
 
 import asyncio
 import json
@@ -39,13 +39,13 @@ BEFORE = {
 
 
 class Client:
-    """One connection, as its client has it."""
+    """One connection, from the client's side."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     async def statuses(self, count: int) -> list[int]:
-        """Read so many answers, and return their statuses."""
+        """Read this many responses, and return their statuses."""
         found = []
         for _ in range(count):
             head = await self.reader.readuntil(b"\r\n\r\n")
@@ -58,7 +58,7 @@ class Client:
         return found
 
     async def rest(self) -> bytes:
-        """Return what comes until the connection is closed."""
+        """Return everything received until the connection is closed."""
         return await self.reader.read()
 
 
@@ -73,13 +73,13 @@ async def client(url: str) -> AsyncIterator[Client]:
 
 
 def served(*workers: ScriptedWorker, head_s: float = HEAD_S) -> Any:
-    """A frontend that leaves an idle client alone for longer than any test waits."""
+    """A frontend with an idle timeout longer than any test."""
     return frontend(*workers, connections={"head_s": head_s, "idle_s": 600})
 
 
 @pytest.mark.parametrize("head", [b"G", b"POST /v1/chat", POST, LIVE[:-1]])
 @pytest.mark.parametrize("before", BEFORE)
-async def test_a_head_that_does_not_end_behind_an_answer_is_ended(before: str, head: bytes) -> None:
+async def test_an_endless_head_after_a_response_times_out(before: str, head: bytes) -> None:
     requests = BEFORE[before].count(b" HTTP/1.1")
     async with served(ScriptedWorker()) as kit, client(kit.url) as one:
         one.writer.write(BEFORE[before] + head)
@@ -89,7 +89,7 @@ async def test_a_head_that_does_not_end_behind_an_answer_is_ended(before: str, h
 
 
 @pytest.mark.parametrize("before", BEFORE)
-async def test_a_head_that_begins_after_the_answer_is_ended_as_well(before: str) -> None:
+async def test_a_head_that_begins_after_the_response_times_out_too(before: str) -> None:
     requests = BEFORE[before].count(b" HTTP/1.1")
     async with served(ScriptedWorker()) as kit, client(kit.url) as one:
         one.writer.write(BEFORE[before])
@@ -99,7 +99,7 @@ async def test_a_head_that_begins_after_the_answer_is_ended_as_well(before: str)
 
 
 @pytest.mark.parametrize("before", BEFORE)
-async def test_who_has_begun_no_other_head_is_not_late(before: str) -> None:
+async def test_a_connection_without_a_new_head_does_not_time_out(before: str) -> None:
     requests = BEFORE[before].count(b" HTTP/1.1")
     async with served(ScriptedWorker()) as kit, client(kit.url) as one:
         for _ in range(2):
@@ -111,21 +111,21 @@ async def test_who_has_begun_no_other_head_is_not_late(before: str) -> None:
 
 
 def pausing() -> tuple[ScriptedWorker, asyncio.Event]:
-    """A worker that says one token, and ends when it is told to."""
+    """Return a worker that sends one token, and ends after the event is set."""
     goes_on = asyncio.Event()
     act = Act(after=1, how="error", error="invalid_request: no more", hold=goes_on)
     return ScriptedWorker("w1", acts=deque([act])), goes_on
 
 
 async def begin(kit: Kit, one: Client) -> None:
-    """Ask for what is answered only when the worker is told to, on a connection that aiohttp has."""
+    """Send a request that is answered only after the worker's event, on a connection served by aiohttp."""
     one.writer.write(LIVE)
     await one.statuses(1)
     one.writer.write(SIZED)
     await until(lambda: kit.api.openai.completions)
 
 
-async def test_a_head_that_came_ahead_of_its_turn_has_its_time_from_then_on() -> None:
+async def test_a_head_sent_ahead_of_its_turn_has_its_time_limit_from_its_turn_on() -> None:
     worker, goes_on = pausing()
     async with served(worker) as kit, client(kit.url) as one:
         await begin(kit, one)
@@ -137,21 +137,21 @@ async def test_a_head_that_came_ahead_of_its_turn_has_its_time_from_then_on() ->
         assert b"head_timeout" in await one.rest()
 
 
-async def test_much_that_is_sent_ahead_waits_at_the_client_and_is_answered() -> None:
+async def test_much_data_sent_ahead_waits_at_the_client_and_is_answered() -> None:
     worker, goes_on = pausing()
     filler = POST + b"Content-Length: 100000\r\n\r\n" + b" " * 100_000
     async with served(worker, head_s=60) as kit, client(kit.url) as one:
         await begin(kit, one)
         one.writer.write(filler * 300 + LIVE * 5000)
         await asyncio.sleep(0.3)
-        assert one.writer.transport.get_write_buffer_size() > 15_000_000, "it is read no further"
+        assert one.writer.transport.get_write_buffer_size() > 15_000_000, "reading has stopped"
         goes_on.set()
         assert await one.statuses(301) == [400] * 301
         assert await one.statuses(5000) == [200] * 5000
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_requests_are_answered_in_turn_however_their_bytes_come(seed: int) -> None:
+async def test_requests_are_answered_in_turn_however_their_bytes_are_split(seed: int) -> None:
     r = random.Random(seed)
     asked = [r.choice(list(BEFORE.values())[:7]) for _ in range(r.randint(1, 12))]
     said, at = b"".join(asked), 0
@@ -177,7 +177,7 @@ async def test_requests_are_answered_in_turn_however_their_bytes_come(seed: int)
         (None, b"1\r\nx\r\n" * 50 + b"000\r\n\r\n"),
     ],
 )
-def test_a_body_ends_where_it_ends(length: int | None, body: bytes, behind: bytes) -> None:
+def test_the_end_of_a_body_is_found(length: int | None, body: bytes, behind: bytes) -> None:
     said = body + behind
     for piece in (1, 2, 3, 10, len(said)):
         made, taken = BodyEnd(length or 0, length is None), 0
@@ -188,6 +188,6 @@ def test_a_body_ends_where_it_ends(length: int | None, body: bytes, behind: byte
 
 
 @pytest.mark.parametrize("size", [b"x", b"", b"-1", b"0x0", b"+0", b"0_0", b"1" * 16])
-def test_a_body_that_is_none_has_no_end(size: bytes) -> None:
+def test_an_invalid_body_has_no_end(size: bytes) -> None:
     body, said = BodyEnd(0, chunked=True), size + b"\r\n0\r\n\r\n" + LIVE
     assert body.take(said) == len(said) and not body.whole

@@ -1,4 +1,4 @@
-"""Large bodies are parsed beside the event loop: in bounded steps, and in processes that can be killed."""
+"""Large bodies are parsed outside the event loop, in bounded steps and killable processes."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ def parsers() -> list[psutil.Process]:
 
 
 def bodies(dice: random.Random) -> dict[str, bytes]:
-    """Return a mix of bodies: ordinary ones, and such as cost much to decode."""
+    """Return a mix of bodies: ordinary ones, and ones that are expensive to decode."""
     count = dice.randrange(1000, 200_000)
     names = b"".join(b',"a%d":1' % n for n in range(count))
     return {
@@ -53,9 +53,11 @@ def bodies(dice: random.Random) -> dict[str, bytes]:
     }
 
 
-async def test_whatever_a_body_holds_other_tasks_have_their_turn_every_64_kib() -> None:
-    """Over 1,000 seeded bodies: between two turns of the event loop at most 64 KiB and a slice are scanned, and only bodies
-    within the limits of cheap ones are decoded on the loop."""
+async def test_other_tasks_run_every_64_kib_whatever_a_body_contains() -> None:
+    """Over 1,000 seeded bodies, at most 64 KiB and a slice are scanned between two turns of the event loop.
+
+    Only bodies within the limits of cheap ones are decoded on the event loop.
+    """
     dice, turns = random.Random(18), 0
 
     async def others() -> None:
@@ -85,7 +87,7 @@ async def test_whatever_a_body_holds_other_tasks_have_their_turn_every_64_kib() 
 
 
 async def test_a_body_is_refused_while_it_arrives() -> None:
-    """The answer comes with the part that exceeds the limit; the rest of the body is never awaited."""
+    """The response is sent with the part that exceeds the limit; the rest of the body is not awaited."""
     async with frontend(ScriptedWorker()) as kit:
         port = int(kit.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -100,7 +102,7 @@ async def test_a_body_is_refused_while_it_arrives() -> None:
 
 
 @pytest.mark.parametrize("count", [10, 3000])
-async def test_a_chat_of_many_messages_means_the_same_in_a_process_of_its_own(count: int) -> None:
+async def test_a_chat_of_many_messages_is_parsed_the_same_in_a_process(count: int) -> None:
     async with frontend(ScriptedWorker()) as kit:
         body: dict[str, Any] = {
             **CHAT,
@@ -134,7 +136,7 @@ async def test_an_invalid_large_body_is_refused_like_a_small_one() -> None:
 
 @pytest.mark.parametrize("name", ["chat_completions", "completions", "tokenize", "detokenize", "json"])
 async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
-    """What a body asks for does not depend on where it is parsed."""
+    """The parsed request does not depend on where it is parsed."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "é"}], "more": {"a": [1, None, 2.5]}}
     ] * 1500
@@ -160,7 +162,7 @@ async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
         await intake.close()
 
 
-async def test_a_parser_that_dies_is_replaced_and_one_that_is_too_slow_is_killed() -> None:
+async def test_a_dead_parser_is_replaced_and_a_slow_one_is_killed() -> None:
     body = json.dumps({"model": "m", "prompt": list(range(40_000))}).encode()
     intake = Intake(FrontendSettings(admission={"body_parse_s": 20.0}))
     hurried = Intake(FrontendSettings(admission={"body_parse_s": 0.01}))
@@ -174,7 +176,8 @@ async def test_a_parser_that_dies_is_replaced_and_one_that_is_too_slow_is_killed
             assert parsers() != [process]
         process = intake._parsers._processes[0]._process
         assert process is not None and process.stdin is not None
-        process.stdin.transport.close()  # as uvloop closes it where the process has died and is not waited for yet
+        # as uvloop closes it if the process has died and has not been waited for
+        process.stdin.transport.close()
         assert (await intake.parsed("completions", body)).model == "m"
         with pytest.raises(Exception, match=r"not parsed within 0\.01 s"):
             await hurried.parsed("completions", body)
@@ -184,7 +187,7 @@ async def test_a_parser_that_dies_is_replaced_and_one_that_is_too_slow_is_killed
         await hurried.close()
 
 
-async def test_a_client_that_disconnects_does_not_end_the_parser() -> None:
+async def test_a_client_that_disconnects_does_not_stop_the_parser() -> None:
     body = json.dumps({"model": "m", "prompt": list(range(400_000))}).encode()
     intake = Intake(FrontendSettings())
     try:

@@ -1,4 +1,7 @@
-"""Heads may be as large as the setting says; a larger or invalid one gets an error in OpenAI's shape that quotes nothing."""
+"""The setting limits the size of heads.
+
+A larger or invalid one gets an OpenAI error without quoted input.
+"""
 
 import asyncio
 import json
@@ -12,7 +15,7 @@ SECRET = "sk-planted-secret"
 
 
 async def answered(port: int, raw: bytes) -> tuple[int, Any, bytes]:
-    """Return status, JSON body and all bytes of the answer to these bytes."""
+    """Return status, JSON body and all bytes of the response to these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(raw)
     async with asyncio.timeout(20):
@@ -28,7 +31,7 @@ def head(*lines: str) -> bytes:
     ).encode()
 
 
-async def test_a_head_up_to_the_setting_is_read_and_a_larger_one_gets_431() -> None:
+async def test_a_head_up_to_the_setting_is_accepted_and_a_larger_one_gets_431() -> None:
     async with frontend(ScriptedWorker(), connections={"head_bytes_max": 20_000}) as kit:
         for where in (kit.url, kit.admin):
             port = int(where.rpartition(":")[2])
@@ -59,7 +62,7 @@ async def test_a_head_up_to_the_setting_is_read_and_a_larger_one_gets_431() -> N
         head("Content-Length: x"),
     ],
 )
-async def test_what_is_no_http_is_refused_in_the_same_shape_without_a_word_of_it(raw: bytes) -> None:
+async def test_an_invalid_http_request_is_refused_in_the_same_format_without_quoting_it(raw: bytes) -> None:
     async with frontend(ScriptedWorker()) as kit:
         status, body, said = await answered(int(kit.url.rpartition(":")[2]), raw)
         assert (status, body["error"]["code"]) == (400, "invalid_http") and SECRET.encode() not in said

@@ -1,4 +1,4 @@
-"""The port that frontends share: it is held from the beginning, and taken into use later."""
+"""The port shared by frontends: bound at startup, and listened on later."""
 
 import asyncio
 import socket
@@ -18,29 +18,29 @@ from controller.frontend.settings import FrontendSettings
 from events.fact import Observation
 
 
-def say_nothing(fact: Observation, *, traceparent: str = "") -> None:
-    """Nobody listens."""
+def discard(fact: Observation, *, traceparent: str = "") -> None:
+    """Discard a fact."""
 
 
 LOOPS = pytest.mark.parametrize("loops", [asyncio.new_event_loop, uvloop.new_event_loop])
 
 
 def closed_listeners(port: int) -> Listeners:
-    """A frontend's listeners that are not opened yet."""
+    """The listeners of a frontend, not opened yet."""
     return api_behind(port)[1]
 
 
 def api_behind(port: int) -> tuple[Api, Listeners]:
-    """What a frontend answers, and its listeners that are not opened yet."""
-    world = World("f0", RequestPlaneClient("f0"), say_nothing, SystemClock())
+    """The API of a frontend and its listeners, not opened yet."""
+    world = World("f0", RequestPlaneClient("f0"), discard, SystemClock())
     settings = FrontendSettings(host="127.0.0.1", port=port)
     api = Api(Director(world, settings))
     return api, Listeners(api, settings)
 
 
 @contextmanager
-def somebody_else(port: int) -> Iterator[None]:
-    """Another program that listens there."""
+def other_program(port: int) -> Iterator[None]:
+    """Another program that listens on the port."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
@@ -49,11 +49,11 @@ def somebody_else(port: int) -> Iterator[None]:
 
 
 @LOOPS
-def test_a_port_that_somebody_else_has_cannot_be_held(loops: type) -> None:
+def test_a_port_used_by_another_program_cannot_be_bound(loops: type) -> None:
     async def taken() -> None:
         port = free_port()
         listeners = closed_listeners(port)
-        with somebody_else(port), pytest.raises(SharedPortTaken, match=f"port {port}"):
+        with other_program(port), pytest.raises(SharedPortTaken, match=f"port {port}"):
             await listeners.open()
         await listeners.close()
 
@@ -62,13 +62,13 @@ def test_a_port_that_somebody_else_has_cannot_be_held(loops: type) -> None:
 
 
 @LOOPS
-def test_a_port_on_which_somebody_else_began_to_listen_while_it_was_held_is_taken(loops: type) -> None:
+def test_a_port_on_which_another_program_started_to_listen_meanwhile_is_refused(loops: type) -> None:
     async def held() -> None:
         port = free_port()
         listeners = closed_listeners(port)
         await listeners.open()
         try:
-            with somebody_else(port), pytest.raises(SharedPortTaken, match=f"port {port}"):
+            with other_program(port), pytest.raises(SharedPortTaken, match=f"port {port}"):
                 await listeners.accept()
         finally:
             await listeners.close()
@@ -77,7 +77,7 @@ def test_a_port_on_which_somebody_else_began_to_listen_while_it_was_held_is_take
         runner.run(held())
 
 
-async def test_a_frontend_listens_from_when_it_lets_in_until_it_shuts() -> None:
+async def test_a_frontend_listens_from_accept_until_it_shuts_down() -> None:
     api, listeners = api_behind(free_port())
     found = []
     for step in (listeners.open, listeners.accept, listeners.refuse):

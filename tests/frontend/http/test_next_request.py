@@ -1,4 +1,4 @@
-"""What is kept from one request to the next hides nothing: whatever a frontend learns holds for the very next request."""
+"""State cached between requests is never stale: every change applies to the very next request."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ BUSY = Load(running=100, active_tokens=100_000)
 
 
 class Plane:
-    """Everybody can be reached and idles, but for those of whom a test says something else."""
+    """A plane on which all workers are reachable and idle, unless a test changes that."""
 
     def __init__(self) -> None:
         self.gone: set[str] = set()
@@ -57,7 +57,7 @@ class Plane:
 
 
 class Frontend:
-    """One frontend before workers a and b; requests stay where they were sent unless a test ends them."""
+    """One frontend with workers a and b; requests stay where they were sent unless a test ends them."""
 
     def __init__(self, *, live: bool = True) -> None:
         self.plane = Plane()
@@ -75,14 +75,14 @@ class Frontend:
         return self.director.table.endpoints[name, "i1"]
 
     def fail(self, name: str) -> None:
-        """Let our own breaker for a worker open."""
+        """Open the local breaker of a worker."""
         breakers, key = self.director.breakers, self.endpoint(name).key
         for _ in range(3):
             breakers.failed(key, "engine_error", 0, breakers.routed(key))
         breakers.tick([key])
 
     def asked(self) -> tuple[str, str]:
-        """Return where the next request finds room, and where it goes; an error's name where it does not."""
+        """Return where the next request finds room, and where it is sent; or the name of the error."""
         found = []
         for find in (self._room, self._route):
             try:
@@ -133,15 +133,15 @@ FACTS: dict[str, tuple[Callable[[Frontend], Any], str]] = {
     "it is full": (lambda world: setattr(world.endpoint("a").kept, "requests", 10_000), "b"),
     "it leaves": (lambda world: world.join("b"), "b"),
     "another one joins": (another_joins, "a c"),
-    "everybody has failed": (panic, "a"),
-    "nobody is left": (lambda world: world.plane.gone.update("ab"), "NoneReachable"),
+    "all workers have failed": (panic, "a"),
+    "no worker is left": (lambda world: world.plane.gone.update("ab"), "NoneReachable"),
 }
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_what_is_learned_holds_for_the_very_next_request(fact: str) -> None:
+def test_a_change_applies_to_the_very_next_request(fact: str) -> None:
     world = Frontend()
-    for _ in range(4):  # whatever is kept is kept now
+    for _ in range(4):  # fill all caches
         assert set(world.asked()) <= {"a", "b"}
     learn, expected = FACTS[fact]
     learn(world)
@@ -149,7 +149,7 @@ def test_what_is_learned_holds_for_the_very_next_request(fact: str) -> None:
         assert set(world.asked()) <= set(expected.split()), fact
 
 
-def test_a_level_that_halves_the_caps_holds_for_the_very_next_request_and_so_does_its_end() -> None:
+def test_a_level_that_halves_the_caps_applies_to_the_very_next_request_and_so_does_its_end() -> None:
     world = Frontend()
     world.plane.gone.add("b")
     whole = world.director.routing.monitor.cap(world.endpoint("a"))
@@ -161,7 +161,7 @@ def test_a_level_that_halves_the_caps_holds_for_the_very_next_request_and_so_doe
     assert world.asked() == ("a", "a")
 
 
-def test_a_breaker_that_closes_again_holds_nothing_against_the_very_next_request() -> None:
+def test_a_breaker_that_closes_again_applies_to_the_very_next_request() -> None:
     world = Frontend(live=False)  # no panic
     world.plane.gone.add("b")
     world.fail("a")
@@ -170,7 +170,7 @@ def test_a_breaker_that_closes_again_holds_nothing_against_the_very_next_request
     assert world.asked() == ("a", "a")
 
 
-def test_whose_blocks_get_another_size_is_asked_for_blocks_of_that_size() -> None:
+def test_a_worker_with_a_new_block_size_gets_blocks_of_that_size() -> None:
     world = Frontend()
     world.asked()
     profile = replace(world.endpoint("a").joined.profile, block_tokens=8)

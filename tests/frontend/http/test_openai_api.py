@@ -1,4 +1,4 @@
-"""The API, as plain HTTP sees it: bad input, ids, tiers and knobs, clients that go away or do not read."""
+"""The HTTP API: bad input, ids, tiers, knobs of degradation levels, clients that leave or stall."""
 
 import asyncio
 import gzip
@@ -41,7 +41,7 @@ PROMPT = [300, 301, 302]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_a_completion_is_what_the_worker_said() -> None:
+async def test_a_completion_is_the_workers_output() -> None:
     async with frontend(ScriptedWorker()) as kit:
         text, body = await kit.complete(PROMPT, 8)
         assert text == TOKENS.decode(undisturbed(PROMPT, 8))
@@ -49,7 +49,7 @@ async def test_a_completion_is_what_the_worker_said() -> None:
         assert body["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_stream_says_the_same_token_by_token() -> None:
+async def test_a_stream_returns_the_same_token_by_token() -> None:
     async with frontend(ScriptedWorker(always=Act(per_step=3))) as kit:
         events = await kit.stream(model="m", prompt=PROMPT, max_tokens=8)
         assert text_of(events) == TOKENS.decode(undisturbed(PROMPT, 8))
@@ -86,7 +86,7 @@ async def test_a_stream_says_the_same_token_by_token() -> None:
         (CHAT | {"logit_bias": {"2048": 1}}, "logit_bias", "the token 2048 is not below 2048"),
         (CHAT | {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "at most 1024 tokens"),
         (CHAT | {"min_p": 1.1}, "min_p", "less than or equal to 1"),
-        (CHAT | {"tools": [{}]}, "tools", 'with tool_choice: "none" tools pass'),
+        (CHAT | {"tools": [{}]}, "tools", 'tools are accepted with tool_choice: "none"'),
         (CHAT | {"tools": [{}], "tool_choice": "auto"}, "tools", "not supported"),
         (CHAT | {"tools": [{}] * 129, "tool_choice": "none"}, "tools", "at most 128"),
         (CHAT | {"tool_choice": "required"}, "tool_choice", "no tools"),
@@ -137,7 +137,7 @@ async def test_bad_input_gets_one_clear_sentence(body: dict[str, Any], param: st
 
 
 @pytest.mark.parametrize("prompt", [[], "", [[]], [-1], [99999], [[1], ["a"]], {"a": 1}, [1.5]])
-async def test_bad_prompts(prompt: Any) -> None:
+async def test_bad_prompts_are_refused(prompt: Any) -> None:
     async with frontend(ScriptedWorker()) as kit:
         status, answer, _ = await kit.post("/v1/completions", model="m", prompt=prompt, max_tokens=1)
         assert (status, answer["error"]["param"]) == (400, "prompt"), answer
@@ -146,7 +146,7 @@ async def test_bad_prompts(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 30_000, b"[" * 30_000 + b"]" * 30_000]
 )
-async def test_bodies_that_are_no_json_objects(raw: bytes) -> None:
+async def test_bodies_that_are_not_json_objects_are_refused(raw: bytes) -> None:
     async with (
         frontend(ScriptedWorker()) as kit,
         kit.http.post(kit.url + "/v1/chat/completions", data=raw) as answer,
@@ -155,7 +155,7 @@ async def test_bodies_that_are_no_json_objects(raw: bytes) -> None:
         assert (await answer.json())["error"]["code"] == "invalid_json"
 
 
-async def test_too_large_unknown_paths_and_methods() -> None:
+async def test_large_bodies_unknown_paths_and_methods_are_refused() -> None:
     named = {"X-Request-Id": "mine"}
     async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_mb_max=1)) as kit:
 
@@ -181,7 +181,7 @@ async def test_head_is_get_without_a_body() -> None:
                 assert (answer.status, await answer.read()) == (200, b""), path
 
 
-async def test_a_body_that_cannot_be_unpacked_is_the_clients_mistake() -> None:
+async def test_a_body_that_cannot_be_decompressed_is_the_clients_error() -> None:
     packed = {"Content-Encoding": "gzip"}
     async with (
         frontend(ScriptedWorker()) as kit,
@@ -192,7 +192,7 @@ async def test_a_body_that_cannot_be_unpacked_is_the_clients_mistake() -> None:
             assert next_one.status == 200
 
 
-async def test_a_body_may_come_long_after_its_head_and_in_pieces() -> None:
+async def test_a_body_may_arrive_long_after_its_head_and_in_pieces() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2}).encode()
@@ -209,7 +209,7 @@ async def test_a_body_may_come_long_after_its_head_and_in_pieces() -> None:
         writer.close()
 
 
-async def test_a_body_is_too_large_however_small_it_was_packed() -> None:
+async def test_a_body_is_too_large_however_small_it_is_compressed() -> None:
     packed = {"Content-Encoding": "gzip"}
     async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_mb_max=1)) as kit:
         for large, status in ((b" " * 1_000_000, 400), (b" " * 2_000_000, 413)):
@@ -218,7 +218,7 @@ async def test_a_body_is_too_large_however_small_it_was_packed() -> None:
                 assert answer.status == status
 
 
-async def test_a_body_that_never_comes_is_not_waited_for_for_ever() -> None:
+async def test_a_body_that_never_arrives_times_out() -> None:
     async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_s=0.1)) as kit:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(kit.url.rpartition(":")[2]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
@@ -239,7 +239,7 @@ async def test_a_body_that_never_comes_is_not_waited_for_for_ever() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}] * 300_000}]}),
     ],
 )
-async def test_what_comes_by_the_million_is_refused_before_it_is_read(
+async def test_huge_numbers_of_values_are_refused_before_they_are_read(
     path: str, body: dict[str, Any]
 ) -> None:
     async with frontend(ScriptedWorker()) as kit:
@@ -253,7 +253,7 @@ async def test_what_comes_by_the_million_is_refused_before_it_is_read(
 async def test_token_ids_beyond_the_context_are_refused_unread() -> None:
     class Unread(list[int]):
         def __iter__(self) -> Any:
-            raise AssertionError("millions of them would hold up everybody's streams")
+            raise AssertionError("reading millions would delay all streams")
 
     for prompt in (Unread([1] * 101), [Unread([1] * 100)]):
         ask = parse_completion({"model": "m", "prompt": prompt})
@@ -261,7 +261,7 @@ async def test_token_ids_beyond_the_context_are_refused_unread() -> None:
             await read_prompts(ask, TOKENS, 100, Intake(FrontendSettings()))
 
 
-async def test_token_ids_are_put_into_words_only_for_engines_that_take_text() -> None:
+async def test_token_ids_are_decoded_only_for_engines_that_accept_text() -> None:
     for engine, text in (("simulated", ""), ("openai", TOKENS.decode(PROMPT))):
         worker = ScriptedWorker()
         async with frontend() as kit:
@@ -270,7 +270,7 @@ async def test_token_ids_are_put_into_words_only_for_engines_that_take_text() ->
             assert worker.requests[0].prompt_text == text
 
 
-async def test_harmless_unknown_fields_pass() -> None:
+async def test_harmless_unknown_fields_are_accepted() -> None:
     async with frontend(ScriptedWorker()) as kit:
         extra = {"user": "me", "store": False, "metadata": {"a": "b"}, "tool_choice": "none", "odd": [1]}
         text, _ = await kit.complete(PROMPT, 3, **extra)
@@ -314,7 +314,7 @@ async def test_a_stop_token_ends_the_answer_and_is_not_shown() -> None:
         assert body["usage"]["completion_tokens"] == 4
 
 
-async def test_a_stop_string_before_a_stop_token_counts_no_token_behind_it() -> None:
+async def test_a_stop_string_before_a_stop_token_counts_no_later_token() -> None:
     ids = undisturbed(PROMPT, 6)
     async with frontend(ScriptedWorker(always=Act(per_step=6, finish="stop"))) as kit:
         ask = {"stop": [TOKENS.decode(ids[:1])], "stop_token_ids": [ids[5]]}
@@ -323,7 +323,7 @@ async def test_a_stop_string_before_a_stop_token_counts_no_token_behind_it() -> 
 
 
 class Miserly(ScriptedWorker):
-    """Gives logprobs for the first token of a step only."""
+    """Returns logprobs only for the first token of a step."""
 
     def chunk_of(self, *about: Any) -> Chunk:
         chunk = super().chunk_of(*about)
@@ -331,7 +331,7 @@ class Miserly(ScriptedWorker):
         return chunk
 
 
-async def test_missing_logprobs_cost_nobody_his_connection() -> None:
+async def test_missing_logprobs_do_not_break_the_connection() -> None:
     async with frontend(Miserly(always=Act(per_step=2))) as kit:
         events = await kit.stream(model="m", prompt=PROMPT, max_tokens=6, logprobs=2)
         assert text_of(events) == TOKENS.decode(undisturbed(PROMPT, 6))
@@ -340,7 +340,7 @@ async def test_missing_logprobs_cost_nobody_his_connection() -> None:
 
 
 class Nonsense(ScriptedWorker):
-    """Names a token that there cannot be to whoever asks for seven."""
+    """Sends a token outside the vocabulary to requests for seven tokens."""
 
     def chunk_of(self, request: Any, new: list[int], finish: str | None) -> Chunk:
         odd = request.sampling.max_tokens == 7
@@ -349,10 +349,10 @@ class Nonsense(ScriptedWorker):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("checked", [True, False])
-async def test_what_cannot_be_said_is_nobody_elses_trouble(
+async def test_output_that_cannot_be_decoded_affects_no_other_request(
     checked: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where the check of a worker's output has missed it."""
+    """Not even if the check of a worker's output has missed it."""
     if not checked:
         for module, check in (
             (driver, "check_tokens"),
@@ -372,14 +372,14 @@ async def test_what_cannot_be_said_is_nobody_elses_trouble(
         assert kit.plane.connected and not kit.said(RequestMigrated)
 
 
-async def test_min_tokens_holds_stop_strings_off() -> None:
-    worker = ScriptedWorker(step_s=0.01)  # not all in one read: there is still something to call off
+async def test_stop_strings_do_not_apply_before_min_tokens() -> None:
+    worker = ScriptedWorker(step_s=0.01)  # slowly, so that a part remains to cancel
     async with frontend(worker) as kit:
         whole = TOKENS.decode(undisturbed(PROMPT, 8))
         stop = TOKENS.decode(undisturbed(PROMPT, 1))
         text, _ = await kit.complete(PROMPT, 8, stop=[stop])
         assert text == ""
-        await until(lambda: worker.why == ["complete"])  # its answer, not one that nobody wanted
+        await until(lambda: worker.why == ["complete"])  # the completed answer, not a cancelled one
         text, _ = await kit.complete(PROMPT, 8, stop=[stop], min_tokens=4)
         assert text == whole
 
@@ -428,7 +428,7 @@ async def test_knob_shed_tier(shed: str | None, served: set[str | None]) -> None
         await until(lambda: sum(f.count for f in kit.said(RequestsRejected)) == 5 - len(served))
 
 
-async def test_b25_an_unknown_tier_is_the_lowest_and_warned_of() -> None:
+async def test_b25_an_unknown_tier_is_the_lowest_and_causes_a_warning() -> None:
     async with frontend(ScriptedWorker()) as kit:
         status, _, headers = await ask_as(kit, 'gold"\t')
         assert (status, headers["Warning"]) == (200, '299 - "unknown X-Priority gold: served as best_effort"')
@@ -443,7 +443,7 @@ async def test_knob_accept_new() -> None:
         assert (await ask_as(kit, "best_effort"))[0] == 200
 
 
-async def test_knob_batch_size_scales_the_cap_and_the_rest_waits_in_line() -> None:
+async def test_knob_batch_size_scales_the_cap_and_the_rest_is_queued() -> None:
     hold = asyncio.Event()
     worker = ScriptedWorker(always=Act(after=1, how="error", error="invalid_request: over", hold=hold))
     async with frontend(worker, admission=AdmissionSettings(inflight_max=4)) as kit:
@@ -458,7 +458,7 @@ async def test_knob_batch_size_scales_the_cap_and_the_rest_waits_in_line() -> No
         assert len(worker.requests) == 6
 
 
-async def test_who_waits_gets_in_when_another_frontends_requests_end() -> None:
+async def test_a_queued_request_is_admitted_when_another_frontends_requests_end() -> None:
     hold = asyncio.Event()
     worker = ScriptedWorker(always=Act(after=1, how="error", error="invalid_request: over", hold=hold))
     worker.others = 2
@@ -473,14 +473,14 @@ async def test_who_waits_gets_in_when_another_frontends_requests_end() -> None:
         await asyncio.wait_for(asyncio.gather(*asking), 20)
 
 
-async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -> None:
+async def test_the_cap_includes_requests_that_are_still_being_tokenized() -> None:
     hold = asyncio.Event()
     busy = Act(after=1, how="error", error="invalid_request: over", hold=hold)
     workers = [ScriptedWorker(name, always=busy) for name in ("w1", "w2")]
     async with frontend(admission=AdmissionSettings(inflight_max=2)) as kit:
         for worker in workers:
             await kit.add(worker, context_tokens=32_768)
-        text = "word " * (LONG_TEXT // 5 + 1)  # so long that it is tokenised beside the loop
+        text = "word " * (LONG_TEXT // 5 + 1)  # so long that it is tokenized outside the event loop
         asking = [
             asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=2))
             for _ in range(12)
@@ -493,8 +493,8 @@ async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -
         assert [endpoint.kept.requests for endpoint in kit.director.table.endpoints.values()] == [0, 0]
 
 
-async def test_copies_of_an_unknown_prompt_keep_the_room_that_they_were_let_in_with() -> None:
-    """They follow the first one, and wait where there is no room for them: nobody else is let in meanwhile."""
+async def test_copies_of_an_unknown_prompt_keep_their_room_while_they_wait() -> None:
+    """They follow the first one, and wait if there is no room for them; no other request gets their room meanwhile."""
     hold = asyncio.Event()
     unread = Act(after=0, how="error", error="invalid_request: over", hold=hold)
     workers = [ScriptedWorker(name, always=unread) for name in ("w1", "w2")]
@@ -512,7 +512,7 @@ async def test_copies_of_an_unknown_prompt_keep_the_room_that_they_were_let_in_w
         assert [endpoint.kept.requests for endpoint in endpoints.values()] == [0, 0]
 
 
-async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
+async def test_unused_room_goes_to_a_queued_request() -> None:
     worker, read = ScriptedWorker("w1"), asyncio.Event()
 
     async def tokens_when_told(name: str) -> Tokens:
@@ -522,7 +522,7 @@ async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
 
     async with frontend(tokens=tokens_when_told, admission=AdmissionSettings(inflight_max=1)) as kit:
         await kit.add(worker, context_tokens=1000)
-        text = "word " * (LONG_TEXT // 5 + 1)  # more than the context: refused when it has been read
+        text = "word " * (LONG_TEXT // 5 + 1)  # more than the context: refused after tokenizing
         refused = asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=2))
         await until(lambda: kit.director.table.endpoints[("w1", "i1")].kept.requests == 1)
         waiting = asyncio.create_task(ask_as(kit, None))
@@ -531,7 +531,7 @@ async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
         assert ((await waiting)[0], (await refused)[0], len(worker.requests)) == (200, 400, 1)
 
 
-async def test_a_frontend_that_ends_waits_for_those_who_wait_for_a_worker(tmp_path: Path) -> None:
+async def test_a_frontend_that_shuts_down_waits_for_its_queued_requests(tmp_path: Path) -> None:
     worker = ScriptedWorker()
     async with frontend(worker, admission=AdmissionSettings(inflight_max=1)) as kit:
         kit.director.table.endpoints[("w1", "i1")].begin()
@@ -546,7 +546,7 @@ async def test_a_frontend_that_ends_waits_for_those_who_wait_for_a_worker(tmp_pa
         assert kit.api.openai.answering == 0
 
 
-async def test_a_frontend_whose_grace_ends_refuses_those_who_wait_for_a_worker(tmp_path: Path) -> None:
+async def test_a_frontend_refuses_queued_requests_at_the_end_of_its_grace_period(tmp_path: Path) -> None:
     worker = ScriptedWorker()
     async with frontend(worker, admission=AdmissionSettings(inflight_max=1), grace_s=0.05) as kit:
         kit.director.table.endpoints[("w1", "i1")].begin()
@@ -580,7 +580,7 @@ async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None
             await until(lambda: worker.active == 0)
 
 
-async def test_a_request_that_moved_and_gets_no_token_in_time_was_not_continued() -> None:
+async def test_a_moved_request_without_a_token_in_time_was_not_continued() -> None:
     hold = asyncio.Event()
     first = ScriptedWorker("w1", always=Act(after=0, how="error"))
     other = ScriptedWorker("w2", always=Act(after=0, how="error", hold=hold))
@@ -592,7 +592,7 @@ async def test_a_request_that_moved_and_gets_no_token_in_time_was_not_continued(
         assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["first_token_timeout"]
 
 
-async def test_who_came_first_is_served_first() -> None:
+async def test_requests_are_served_in_order_of_arrival() -> None:
     hold = asyncio.Event()
     worker = ScriptedWorker(acts=deque([Act(after=0, how="error", error="invalid_request: x", hold=hold)]))
     async with frontend(worker, admission=AdmissionSettings(inflight_max=1)) as kit:
@@ -611,7 +611,7 @@ async def test_who_came_first_is_served_first() -> None:
         assert kit.director.admission.queued("m") == 0
 
 
-async def test_a_client_that_leaves_the_line_holds_nobody_up() -> None:
+async def test_a_client_that_leaves_the_queue_blocks_no_other() -> None:
     worker = ScriptedWorker(step_s=0.01)
     async with frontend(worker, admission=AdmissionSettings(inflight_max=1)) as kit:
         first = asyncio.create_task(kit.complete(PROMPT, 20))
@@ -626,7 +626,7 @@ async def test_a_client_that_leaves_the_line_holds_nobody_up() -> None:
         await asyncio.wait_for(asyncio.gather(first, last), 20)
 
 
-async def test_a_full_queue_says_so() -> None:
+async def test_a_full_queue_is_reported() -> None:
     worker = ScriptedWorker(always=Act(after=0, how="error", hold=asyncio.Event()))
     limits = AdmissionSettings(inflight_max=1, queue_max=0)
     async with frontend(worker, admission=limits) as kit:
@@ -637,7 +637,7 @@ async def test_a_full_queue_says_so() -> None:
         first.cancel()
 
 
-# --- nobody there -----------------------------------------------------------------------------------------
+# --- no worker --------------------------------------------------------------------------------------------
 
 
 async def test_a_frontend_that_does_not_know_the_fleet_yet_denies_no_model() -> None:
@@ -652,7 +652,7 @@ async def test_a_frontend_that_does_not_know_the_fleet_yet_denies_no_model() -> 
         )
 
 
-async def test_unknown_model_and_nobody_in_service_are_told_apart() -> None:
+async def test_an_unknown_model_and_one_without_a_worker_get_different_errors() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         status, body, _ = await kit.post("/v1/completions", model="other", prompt="a")
@@ -678,7 +678,7 @@ async def test_unknown_model_and_nobody_in_service_are_told_apart() -> None:
         assert (status, body["error"]["code"]) == (503, "no_reachable_worker")
 
 
-async def test_a_model_whose_workers_have_all_died_is_not_unknown() -> None:
+async def test_a_model_with_only_dead_workers_is_not_unknown() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=-9))
@@ -690,7 +690,7 @@ async def test_a_model_whose_workers_have_all_died_is_not_unknown() -> None:
             assert (await answer.json())["data"] == []
 
 
-async def test_a_models_requests_are_counted_on_when_its_workers_have_been_away() -> None:
+async def test_counts_of_a_models_requests_continue_after_its_workers_were_away() -> None:
     ends = ("model", "endpoint", "request_type", "status", "error_type")
     async with frontend(ScriptedWorker()) as kit:
         await kit.complete(PROMPT, 2)
@@ -706,7 +706,7 @@ async def test_a_models_requests_are_counted_on_when_its_workers_have_been_away(
         assert kit.counted("dynamo_frontend_active_requests", "model") == {}
 
 
-async def test_the_last_worker_dies_while_the_prompt_is_read() -> None:
+async def test_the_last_worker_dies_while_the_prompt_is_tokenized() -> None:
     worker = ScriptedWorker()
     async with frontend() as kit:
         await kit.add(worker, context_tokens=1_000_000)
@@ -718,7 +718,7 @@ async def test_the_last_worker_dies_while_the_prompt_is_read() -> None:
         assert (status, body["error"]["code"]) == (503, "no_routable_worker")
 
 
-async def test_metrics_show_nothing_of_workers_that_are_gone() -> None:
+async def test_metrics_show_no_workers_that_have_left() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         await kit.complete(PROMPT, 4)
@@ -731,7 +731,7 @@ async def test_metrics_show_nothing_of_workers_that_are_gone() -> None:
         assert 'worker_id="w1"' not in kit.director.render_metrics().decode()
 
 
-async def test_health_ready_live_metrics_models() -> None:
+async def test_health_ready_live_metrics_and_models_respond() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         await kit.complete(PROMPT, 4)
@@ -751,7 +751,7 @@ async def test_health_ready_live_metrics_models() -> None:
         assert 'dynamo_frontend_worker_last_inter_token_latency_seconds{worker_id="w1"} ' in text
         kit.api.openai.listening = False  # as before the port is open
         async with kit.http.get(kit.admin + "/health") as answer:
-            assert (answer.status, (await answer.json())["message"]) == (503, "its port is about to open")
+            assert (answer.status, (await answer.json())["message"]) == (503, "the port is about to open")
         kit.api.openai.listening = True
         kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
         async with kit.http.get(kit.url + "/health") as answer:
@@ -763,7 +763,7 @@ async def test_health_ready_live_metrics_models() -> None:
 # --- clients ----------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_goes_away_is_gone_from_the_worker() -> None:
+async def test_a_client_that_disconnects_is_cancelled_at_the_worker() -> None:
     worker = ScriptedWorker(step_s=0.01)
     async with frontend(worker) as kit:
         for stream in (True, False):
@@ -784,7 +784,7 @@ async def test_a_client_that_goes_away_is_gone_from_the_worker() -> None:
 
 
 async def unread(kit: Kit) -> socket.socket:
-    """Ask for a long stream and read nothing of it."""
+    """Request a long stream and read nothing of it."""
     host, port = kit.url.removeprefix("http://").split(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -800,11 +800,11 @@ async def unread(kit: Kit) -> socket.socket:
     [StreamSettings(buffer_bytes_max=65536), StreamSettings(write_deadline_s=0.2)],
     ids=["too many bytes", "too long"],
 )
-async def test_a_client_that_does_not_read_is_cut_off(limits: StreamSettings) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(limits: StreamSettings) -> None:
     worker = ScriptedWorker(always=Act(per_step=50), step_s=0.001)
     worker.follow = lambda tokens: 300
     async with frontend(worker, stream=limits) as kit:
-        # Shrink what the kernel takes, so that the test does not depend on its buffers.
+        # Shrink the kernel's buffers, so that the test does not depend on them.
         client = await unread(kit)
         try:
             await until(lambda: kit.api.openai.completions)
@@ -834,14 +834,14 @@ async def test_http_1_0_gets_an_unchunked_stream() -> None:
         writer.close()
 
 
-async def test_a_client_that_expects_100_continue_is_told_so() -> None:
+async def test_a_client_that_expects_100_continue_gets_it() -> None:
     async with frontend(ScriptedWorker()) as kit:
         body = {"model": "m", "prompt": PROMPT, "max_tokens": 2}
         async with kit.http.post(kit.url + "/v1/completions", json=body, expect100=True) as answer:
             assert answer.status == 200
 
 
-async def test_accepted_sockets_send_at_once() -> None:
+async def test_accepted_sockets_send_without_delay() -> None:
     worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
     async with frontend(worker) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=9))
@@ -853,7 +853,7 @@ async def test_accepted_sockets_send_at_once() -> None:
         asking.cancel()
 
 
-async def test_keep_alive_carries_one_stream_after_another() -> None:
+async def test_a_keep_alive_connection_serves_several_streams() -> None:
     async with frontend(ScriptedWorker()) as kit:
         host, port = kit.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -866,7 +866,7 @@ async def test_keep_alive_carries_one_stream_after_another() -> None:
         writer.close()
 
 
-async def test_what_was_served_is_reported() -> None:
+async def test_served_requests_are_reported() -> None:
     async with frontend(ScriptedWorker()) as kit:
         for _ in range(3):
             await kit.complete(PROMPT, 4)

@@ -1,4 +1,4 @@
-"""The official `openai` client is pleased with every call."""
+"""The official `openai` client works with every call."""
 
 from collections import deque
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""/openapi.json says what is served: every path, every field, and nothing else; and what it allows never breaks anything."""
+"""/openapi.json describes exactly what is served, and no body that it allows causes an internal error."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ REFUSED = {
     "TokenizeChatBody": REFUSED_BY_TOKENIZE,
     "DetokenizeBody": {},
 }
-# A value of each field that a simulated worker serves, where it changes nothing that others would need
+# A value of each field that a simulated worker supports, without side effects on other fields.
 GOOD: dict[str, Any] = {
     "model": "m", "messages": MESSAGES, "prompt": "hi", "tokens": [300, 301], "stream": False, "stream_options": None,
     "max_tokens": 3, "max_completion_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
@@ -60,7 +60,7 @@ GOOD: dict[str, Any] = {
     "top_logprobs": None, "chat_template_kwargs": {"a": 1}, "tools": [], "tool_choice": "none", "reasoning_effort": None,
     "echo": True, "add_special_tokens": False, "add_generation_prompt": False, "return_token_strs": True,
 }  # fmt: skip
-# Fields that only workers of another kind serve: a simulated one refuses them by name
+# Fields that only other kinds of workers support: a simulated one refuses them by name.
 NOT_HERE: dict[str, Any] = {
     "structured_outputs": {"choice": ["a"]}, "guided_json": {"type": "object"}, "guided_regex": "a",
     "guided_choice": ["a"], "guided_grammar": "root ::= a",
@@ -68,7 +68,7 @@ NOT_HERE: dict[str, Any] = {
 
 
 async def said(kit: Kit, path: str, body: Any) -> tuple[int, Any]:
-    """Return the status and the error of an answer, if it is one."""
+    """Return the status of a response, and its error if it has one."""
     async with kit.http.post(kit.url + path, data=json.dumps(body).encode()) as answer:
         text = await answer.text()
         return answer.status, json.loads(text)["error"] if answer.status != 200 else text
@@ -82,13 +82,13 @@ def schemas() -> dict[str, Any]:
 # --- the document
 
 
-async def test_it_is_served_as_it_is_made() -> None:
+async def test_the_document_is_served_as_generated() -> None:
     async with frontend() as kit, kit.http.get(kit.url + "/openapi.json") as answer:
         assert answer.content_type == "application/json"
         assert await answer.json() == json.loads(json.dumps(document(ROUTES)))
 
 
-def test_it_is_openapi_31_and_every_reference_leads_somewhere() -> None:
+def test_it_is_openapi_3_1_and_every_reference_resolves() -> None:
     made = document(ROUTES)
     assert made["openapi"] == "3.1.0" and made["info"]["title"] and made["info"]["version"]
 
@@ -116,12 +116,12 @@ def test_it_is_openapi_31_and_every_reference_leads_somewhere() -> None:
     assert all(one["summary"] and one["responses"]["200"]["description"] for one in operations)
 
 
-async def test_every_documented_route_is_served_and_every_served_one_documented() -> None:
+async def test_the_documented_routes_are_exactly_the_served_ones() -> None:
     async with frontend(admin_api=True) as kit:
         documented = {(m.upper(), path) for path, ways in document(ROUTES)["paths"].items() for m in ways}
         assert documented == {(route.method, route.path) for route in ROUTES}
         assert all(route_of(route.method, route.path) is route for route in ROUTES)
-        assert {("POST", path) for path in ENDPOINTS} < documented  # the fast path's
+        assert {("POST", path) for path in ENDPOINTS} < documented  # those of the fast path
         for method, path in documented:
             async with kit.http.request(method, kit.url + path.replace(MODEL, "m")) as answer:
                 assert answer.status not in (404, 405) or (method, MODEL in path) == ("GET", True), path
@@ -130,7 +130,7 @@ async def test_every_documented_route_is_served_and_every_served_one_documented(
                 assert answer.status == 405 and answer.headers["Allow"]
 
 
-def test_it_names_every_field_and_no_other() -> None:
+def test_it_lists_exactly_the_fields() -> None:
     for name, schema in schemas().items():
         if name not in MODELS:
             continue
@@ -140,7 +140,7 @@ def test_it_names_every_field_and_no_other() -> None:
     assert "include_obfuscation" in schemas()["StreamOptions"]["properties"]
 
 
-def test_every_error_that_it_speaks_of_has_a_code_of_ours() -> None:
+def test_every_listed_error_code_exists() -> None:
     described = schemas()["Error"]["properties"]["error"]["properties"]["code"]["description"]
     assert set(described.removeprefix("one of ").split(", ")) == CODES
 
@@ -149,7 +149,7 @@ def test_every_error_that_it_speaks_of_has_a_code_of_ours() -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_every_field_that_it_names_is_served_or_refused_as_it_says(name: str) -> None:
+async def test_every_listed_field_is_served_or_refused_as_documented(name: str) -> None:
     path, usual = BODIES[name]
     properties = schemas()[name]["properties"]
     async with simulated() as kit:
@@ -169,19 +169,19 @@ async def test_every_field_that_it_names_is_served_or_refused_as_it_says(name: s
                 assert status == 200, (field, error)
 
 
-def test_no_field_was_forgotten() -> None:
+def test_no_field_is_missing_from_the_tests() -> None:
     named = {field for name in BODIES for field in schemas()[name]["properties"]}
     refused = {field for fields in REFUSED.values() for field in fields}
     assert named <= set(GOOD) | set(NOT_HERE) | refused | set(IGNORED)
 
 
-# --- whatever it allows
+# --- random bodies
 
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("seed", range(4))
-async def test_no_body_that_it_allows_breaks_anything(name: str, seed: int) -> None:
-    """Nor one that it does not allow: in every third body a field has a value of another kind."""
+async def test_no_allowed_body_causes_an_internal_error(name: str, seed: int) -> None:
+    """Nor one that is not allowed: in every third body a field has a value of another type."""
     maker = Maker(document(ROUTES), seed)
     path, usual = BODIES[name]
     served = 0
@@ -203,7 +203,7 @@ async def test_no_body_that_it_allows_breaks_anything(name: str, seed: int) -> N
             served += status == 200
             if status != 200:
                 assert error["code"] in CODES and len(error["message"]) < 1000, body
-        assert await said(kit, *BODIES["CompletionBody"]), "it goes on"
+        assert await said(kit, *BODIES["CompletionBody"]), "it still serves requests"
         blames = [fact for fact in kit.facts if not isinstance(fact, RequestsServed | TrafficReported)]
         assert blames == [], "no worker is blamed"
     assert served > 10, "too few of them were served"
@@ -213,14 +213,14 @@ def is_int(body: dict[str, Any]) -> bool:
     return isinstance(body.get("max_tokens"), int)
 
 
-def test_the_fields_of_a_chat_that_is_understood_quickly_are_among_them() -> None:
-    """What the fast path reads by itself must not be more than the document says."""
+def test_the_fields_of_a_plain_chat_are_documented() -> None:
+    """The fast path must not accept more than the document allows."""
     known = schemas()
     assert set(PlainChat.__struct_fields__) <= set(known["ChatBody"]["properties"])
     assert set(PlainOptions.__struct_fields__) <= set(known["StreamOptions"]["properties"])
     assert set(PlainMessage.__struct_fields__) <= set(known["ChatMessage"]["properties"])
 
 
-def test_the_same_seed_makes_the_same_bodies() -> None:
+def test_the_same_seed_generates_the_same_bodies() -> None:
     made = [Maker(document(ROUTES), 5).body(schemas()["ChatBody"], 9) for _ in "ab"]
     assert made[0] == made[1] != Maker(document(ROUTES), 6).body(schemas()["ChatBody"], 9)

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize, /version, /ping and /v1/models: what vLLM's clients ask beside answers, whatever the engine is."""
+"""vLLM's small endpoints for any engine: /tokenize, /detokenize, /version, /ping and /v1/models."""
 
 import io
 import json
@@ -32,7 +32,7 @@ async def refused(kit: Kit, path: str, **body: Any) -> tuple[int, str, str | Non
 
 
 @pytest.mark.parametrize("engine", ["simulated", "transformers", "openai"])
-async def test_tokens_of_a_text_and_back(engine: str) -> None:
+async def test_a_text_is_tokenized_and_detokenized(engine: str) -> None:
     async with frontend() as kit:
         await kit.add(ScriptedWorker(), engine=engine, context_tokens=777)
         text = "héllo  wörld 😀\n"
@@ -43,7 +43,7 @@ async def test_tokens_of_a_text_and_back(engine: str) -> None:
         assert await ask(kit, "/tokenize", prompt=text) == found, "there is only one model"
 
 
-async def test_a_conversation_is_tokenised_as_it_would_be_read() -> None:
+async def test_a_conversation_is_tokenized_with_its_chat_template() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         found = await ask(kit, "/tokenize", model="m", messages=MESSAGES)
@@ -55,7 +55,7 @@ async def test_a_conversation_is_tokenised_as_it_would_be_read() -> None:
         assert await ask(kit, "/tokenize", model="m", messages=parts) == found
 
 
-async def test_tokens_are_called_what_the_vocabulary_calls_them() -> None:
+async def test_token_strings_are_the_vocabularys_names() -> None:
     async with frontend(ScriptedWorker()) as kit:
         found = await ask(kit, "/tokenize", model="m", prompt="to be", return_token_strs=True)
         raw = json.loads(BUILTIN_FILE.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ async def test_tokens_are_called_what_the_vocabulary_calls_them() -> None:
         assert found["token_strs"] == [names[token] for token in found["tokens"]]
 
 
-async def test_special_tokens_are_put_around_a_text_where_they_are_wanted_and_shown(tmp_path: Path) -> None:
+async def test_special_tokens_are_added_and_shown_on_request(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like()
     tokenizer.add_special_tokens(["<s>"])
     begin = tokenizer.token_to_id("<s>")
@@ -78,14 +78,14 @@ async def test_special_tokens_are_put_around_a_text_where_they_are_wanted_and_sh
         assert await refused(kit, "/tokenize", messages=MESSAGES) == (400, "no_chat_template", "messages")
 
 
-async def test_nothing_has_no_tokens() -> None:
+async def test_an_empty_text_has_no_tokens() -> None:
     async with frontend(ScriptedWorker()) as kit:
         found = await ask(kit, "/tokenize", prompt="")
         assert (found["count"], found["tokens"]) == (0, [])
         assert await ask(kit, "/detokenize", tokens=[]) == {"prompt": ""}
 
 
-async def test_long_texts_and_lists_are_answered_and_too_long_ones_refused_unread() -> None:
+async def test_long_texts_are_served_and_too_long_ones_refused_untokenized() -> None:
     async with frontend(ScriptedWorker()) as kit:
 
         async def large(path: str, **body: Any) -> tuple[int, Any]:
@@ -132,29 +132,27 @@ async def test_long_texts_and_lists_are_answered_and_too_long_ones_refused_unrea
         ("/detokenize", {"tokens": [5], "model": "none"}, (404, "model_not_found", "model")),
     ],
 )
-async def test_what_is_wrong_is_said_in_a_sentence(
+async def test_bad_input_gets_one_clear_sentence(
     path: str, body: dict[str, Any], said: tuple[int, str, str]
 ) -> None:
     async with frontend(ScriptedWorker()) as kit:
         assert await refused(kit, path, **body) == said
 
 
-async def test_what_nobody_knows_is_told_of() -> None:
+async def test_unknown_fields_cause_a_warning() -> None:
     async with frontend(ScriptedWorker()) as kit:
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [300]})):
             status, _, headers = await kit.post(path, **body, odd=1)
-            assert (status, headers["Warning"]) == (200, '299 - "not known here, and not obeyed: odd"')
+            assert (status, headers["Warning"]) == (200, '299 - "unknown fields, ignored: odd"')
 
 
-async def test_a_model_must_be_named_where_there_are_several() -> None:
+async def test_a_model_must_be_named_if_there_are_several() -> None:
     async with frontend(ScriptedWorker(), ScriptedWorker("w2", model="other")) as kit:
         assert await refused(kit, "/tokenize", prompt="a") == (400, "invalid_value", "model")
         assert (await ask(kit, "/tokenize", prompt="a", model="other"))["count"] == 1
 
 
-async def test_a_model_whose_workers_are_busy_or_out_of_service_is_tokenised_and_one_without_any_is_not() -> (
-    None
-):
+async def test_a_model_with_busy_or_failed_workers_is_tokenized_and_one_without_workers_is_not() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
@@ -164,13 +162,13 @@ async def test_a_model_whose_workers_are_busy_or_out_of_service_is_tokenised_and
         assert (await refused(kit, "/tokenize", prompt="a", model="m"))[:2] == (503, "no_routable_worker")
 
 
-async def test_a_tokenizer_that_cannot_be_read_is_said_so() -> None:
+async def test_a_tokenizer_that_cannot_be_loaded_is_reported() -> None:
     async with frontend() as kit:
         await kit.add(ScriptedWorker(), tokenizer="/nowhere")
         assert (await refused(kit, "/tokenize", prompt="a"))[:2] == (503, "tokenizer_missing")
 
 
-async def test_they_belong_to_the_api_and_not_to_the_admin_port() -> None:
+async def test_tokenizing_is_served_on_the_api_port_but_not_on_the_admin_port() -> None:
     async with frontend(ScriptedWorker()) as kit:
         for path in ("/tokenize", "/detokenize", "/v1/models", "/v1/models/m"):
             async with kit.http.get(kit.admin + path) as answer:
@@ -180,12 +178,12 @@ async def test_they_belong_to_the_api_and_not_to_the_admin_port() -> None:
                 assert answer.status == 200
 
 
-async def test_the_version_is_the_packages() -> None:
+async def test_the_version_is_that_of_the_package() -> None:
     async with frontend(ScriptedWorker()) as kit, kit.http.get(kit.url + "/version") as answer:
         assert await answer.json() == {"version": version("holdfast")}
 
 
-async def test_a_ping_says_whether_a_request_could_be_served() -> None:
+async def test_ping_returns_whether_a_request_could_be_served() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
 
@@ -201,14 +199,14 @@ async def test_a_ping_says_whether_a_request_could_be_served() -> None:
         assert await pings() == {(503, b"")}
 
 
-async def test_models_say_how_long_a_context_may_be() -> None:
+async def test_models_report_the_length_of_their_context() -> None:
     async with frontend() as kit:
         await kit.add(ScriptedWorker(), context_tokens=5000)
         await kit.add(ScriptedWorker("w2"), context_tokens=4000)
         await kit.add(ScriptedWorker("w3", model="other"), context_tokens=3000)
         async with openai.AsyncOpenAI(base_url=kit.url + "/v1", api_key="none", max_retries=0) as client:
             listed = {model.id: model.model_extra async for model in client.models.list()}
-            # the largest that two workers have: one alone may claim anything
+            # the largest that two workers have: a single worker could claim any length
             assert listed == {"m": {"max_model_len": 4000}, "other": {"max_model_len": 3000}}
             one = await client.models.retrieve("other")
             assert (one.id, one.object, one.owned_by) == ("other", "model", "holdfast")

@@ -1,4 +1,4 @@
-"""What a head says of how a request wants to be let in: ours, llm-d's, and OpenAI's own client's."""
+"""Admission headers: Holdfast's, llm-d's, and those of OpenAI's client."""
 
 from typing import Any
 
@@ -41,11 +41,11 @@ def read(**headers: str) -> AdmissionHeaders:
         ({"X_Stainless_Retry_Count": "2"}, AdmissionHeaders(retries=2)),
     ],
 )
-def test_what_a_head_says(headers: dict[str, str], says: AdmissionHeaders) -> None:
+def test_headers_are_parsed(headers: dict[str, str], says: AdmissionHeaders) -> None:
     assert read(**headers) == says
 
 
-def test_a_key_is_kept_as_a_digest_only() -> None:
+def test_a_key_is_kept_only_as_a_digest() -> None:
     one, same, other = (read(Authorization=f"Bearer {key}") for key in ("sk-1", "sk-1", "sk-2"))
     assert one == same != other
     assert "sk-1" not in repr(one) and one.api_key
@@ -56,26 +56,26 @@ def test_a_key_is_kept_as_a_digest_only() -> None:
     [
         (
             {"X_Holdfast_TTFT_Deadline_Ms": "soon"},
-            "X-Holdfast-TTFT-Deadline-Ms is 'soon': a number of milliseconds",
+            "X-Holdfast-TTFT-Deadline-Ms is 'soon': expected milliseconds",
         ),
         ({"X_Holdfast_TTFT_Deadline_Ms": "0"}, "X-Holdfast-TTFT-Deadline-Ms"),
         ({"X_Holdfast_TTFT_Deadline_Ms": "-5"}, "X-Holdfast-TTFT-Deadline-Ms"),
         ({"X_Holdfast_TTFT_Deadline_Ms": "nan"}, "X-Holdfast-TTFT-Deadline-Ms"),
         ({"x_llm_d_slo_ttft_ms": "inf"}, "x-llm-d-slo-ttft-ms"),
         ({"X_Holdfast_Queue_TTL_Ms": "1s"}, "X-Holdfast-Queue-TTL-Ms"),
-        ({"x_llm_d_inference_ttl": "1.5"}, "x-llm-d-inference-ttl is '1.5': a duration such as"),
+        ({"x_llm_d_inference_ttl": "1.5"}, "x-llm-d-inference-ttl is '1.5': expected a duration such as"),
         ({"x_llm_d_inference_ttl": "9999h"}, "x-llm-d-inference-ttl"),
         ({"X_Holdfast_Client": "x" * (CLIENT_CHARS_MAX + 1)}, "X-Holdfast-Client"),
-        ({"X_Stainless_Retry_Count": "-1"}, "X-Stainless-Retry-Count is '-1': a number"),
+        ({"X_Stainless_Retry_Count": "-1"}, "X-Stainless-Retry-Count is '-1': expected a number"),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused_by_its_name(headers: dict[str, str], named: str) -> None:
+def test_an_invalid_header_is_refused_by_its_name(headers: dict[str, str], named: str) -> None:
     with pytest.raises(ApiError, match=named.replace("(", r"\(")) as refused:
         read(**headers)
     assert refused.value.status == 400
 
 
-def test_a_header_that_is_given_twice_is_refused() -> None:
+def test_a_repeated_header_is_refused() -> None:
     with pytest.raises(ApiError, match="X-Holdfast-Client is given more than once"):
         read_admission([(b"X-Holdfast-Client", b"a"), (b"x-holdfast-client", b"b")])
 
@@ -89,7 +89,7 @@ def test_a_header_that_is_given_twice_is_refused() -> None:
         ((), ""),
     ],
 )
-def test_whose_a_request_is_by_the_first_key_that_it_has(by: Any, client: str) -> None:
+def test_the_client_of_a_request_is_its_first_available_key(by: Any, client: str) -> None:
     assert AdmissionHeaders(header="h", api_key="k").client(by, "u") == client
     assert NOTHING.client(by, "") == ""
 
@@ -112,7 +112,7 @@ def test_whose_a_request_is_by_the_first_key_that_it_has(by: Any, client: str) -
         ("1s1", None),
     ],
 )
-def test_durations_as_go_writes_them(text: str, seconds: float | None) -> None:
+def test_durations_are_parsed_in_gos_format(text: str, seconds: float | None) -> None:
     found = go_duration(text)
     assert found == (seconds if seconds is None else pytest.approx(seconds))
 
@@ -121,7 +121,7 @@ HEADERS = st.sampled_from((b"x-holdfast-ttft-deadline-ms", b"x-llm-d-inference-t
 
 
 @given(st.dictionaries(HEADERS, st.binary()))
-def test_any_bytes_are_read_or_refused(headers: dict[bytes, bytes]) -> None:
+def test_any_bytes_are_parsed_or_refused(headers: dict[bytes, bytes]) -> None:
     try:
         read_admission(headers.items())
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""What becomes of every field that a body may have: it is obeyed, refused by name, known to change nothing, or told of."""
+"""Every field of a body is applied, refused by name, ignored as harmless, or listed in a warning."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 
 @pytest.mark.parametrize(("parse", "body", "refused"), KINDS)
-def test_what_would_change_the_answer_is_refused_by_name_and_its_harmless_values_pass(
+def test_fields_that_would_change_the_answer_are_refused_except_for_harmless_values(
     parse: Any, body: dict[str, Any], refused: dict[str, tuple[Any, ...]]
 ) -> None:
     for name, harmless in refused.items():
@@ -45,7 +45,7 @@ def test_what_would_change_the_answer_is_refused_by_name_and_its_harmless_values
 
 
 @pytest.mark.parametrize(("parse", "body", "refused"), KINDS)
-def test_what_changes_nothing_passes_and_what_nobody_knows_is_told_of(
+def test_ignored_fields_are_accepted_and_unknown_ones_cause_a_warning(
     parse: Any, body: dict[str, Any], refused: dict[str, tuple[Any, ...]]
 ) -> None:
     options = {"stream": True, "stream_options": {"include_obfuscation": True}}
@@ -58,14 +58,14 @@ def test_what_changes_nothing_passes_and_what_nobody_knows_is_told_of(
     assert parse(body | odd).unknown == ("odd", "temprature", "stream_options.odd")
 
 
-def test_no_field_has_two_fates() -> None:
+def test_no_field_is_in_two_tables() -> None:
     for model, refused in ((ChatBody, REFUSED_BY_CHAT), (CompletionBody, REFUSED_BY_COMPLETIONS)):
         obeyed = set(model.model_fields)
         assert not obeyed & set(refused) and not obeyed & set(IGNORED) and not set(refused) & set(IGNORED)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_says_which_fields_nobody_knows(stream: bool) -> None:
+async def test_an_answer_lists_unknown_fields_in_a_warning(stream: bool) -> None:
     async with frontend(ScriptedWorker()) as kit:
         ask = CHAT | {"max_tokens": 2, "stream": stream, "temprature": 0, 'o"dd\n\\é': 1}
         for headers, before in (({}, ""), ({"X-Priority": "gold"}, "unknown X-Priority gold")):
@@ -73,13 +73,13 @@ async def test_an_answer_says_which_fields_nobody_knows(stream: bool) -> None:
             async with kit.http.post(url, json=ask, headers=headers) as answer:
                 assert answer.status == 200
                 told = answer.headers["Warning"]
-            assert told.endswith('299 - "not known here, and not obeyed: temprature, odd"')
+            assert told.endswith('299 - "unknown fields, ignored: temprature, odd"')
             assert before in told
         async with kit.http.post(kit.url + "/v1/chat/completions", json=CHAT | {"user": "me"}) as answer:
             assert "Warning" not in answer.headers
 
 
-def test_however_many_are_unknown_the_warning_stays_short() -> None:
+def test_the_warning_stays_short_however_many_fields_are_unknown() -> None:
     told = unknown_fields([f"{n}-{'x' * 500}" for n in range(5000)])
     assert len(told) < 600 and "and 4992 more" in told
 
@@ -105,7 +105,7 @@ def test_a_message_with_an_empty_text_has_content() -> None:
     assert parsed.messages == [{"role": "user", "content": ""}]
 
 
-# --- what a chat template reads
+# --- fields for the chat template
 
 
 def tokens_of(template: str) -> Tokens:
@@ -117,7 +117,7 @@ async def prompt_of(tokens: Tokens, **ask: Any) -> str:
     return text
 
 
-async def test_tools_that_are_not_to_be_called_are_the_templates_to_read() -> None:
+async def test_tools_that_may_not_be_called_are_passed_to_the_template() -> None:
     telling = tokens_of(
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
     )
@@ -142,7 +142,7 @@ async def test_reasoning_effort_is_for_templates_that_read_it() -> None:
         await prompt_of(plain, reasoning_effort="low")
 
 
-def test_a_template_knows_what_it_reads() -> None:
+def test_a_template_knows_which_variables_it_reads() -> None:
     for folder in ("", "{% set x = 1 %}{{ x }}{{ y }}{% for z in messages %}{{ z }}{% endfor %}"):
         template = ChatTemplate(folder, {"bos_token": "<s>"})
         assert [name for name in ("x", "y", "z", "messages") if template.reads(name)] == (
@@ -153,7 +153,7 @@ def test_a_template_knows_what_it_reads() -> None:
 # --- biases and min_p
 
 
-def test_biases_become_numbers_and_those_of_nothing_are_none() -> None:
+def test_logit_biases_are_parsed_and_zeros_are_dropped() -> None:
     sampling = parse_completion(
         COMPLETION | {"logit_bias": {"7": 1, "8": 0, "9": -2.5}, "min_p": 0.1}
     ).sampling
@@ -163,7 +163,7 @@ def test_biases_become_numbers_and_those_of_nothing_are_none() -> None:
         assert (sampling.logit_bias, sampling.min_p) == ({}, 0.0)
 
 
-async def test_biases_and_min_p_are_what_the_worker_is_asked_for() -> None:
+async def test_biases_and_min_p_reach_the_worker() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         await kit.complete("hi", 2, logit_bias={"300": -3}, min_p=0.25, temperature=0.5)
@@ -174,12 +174,12 @@ async def test_biases_and_min_p_are_what_the_worker_is_asked_for() -> None:
         ]
 
 
-async def test_every_id_that_the_tokenizer_knows_may_be_biased() -> None:
+async def test_every_id_of_the_tokenizer_may_be_biased() -> None:
     async with frontend(ScriptedWorker()) as kit:
         await kit.complete("hi", 2, logit_bias={str(TOKENS.size - 1): 1})
 
 
-def test_constraints_may_come_under_any_name_but_only_one() -> None:
+def test_a_constraint_may_have_any_name_but_only_one_is_allowed() -> None:
     for name, value in (
         ("guided_choice", ["a"]),
         ("guided_regex", "a"),

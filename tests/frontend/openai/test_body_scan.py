@@ -1,4 +1,4 @@
-"""A body's structure is counted in small, bounded steps, and a body of too much is refused before anything is decoded."""
+"""The structure of a body is counted in small, bounded steps, before anything is decoded."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from controller.frontend.settings import AdmissionSettings
 
 
 def limits_of(names: int, lists: int, texts: int, values: int) -> AdmissionSettings:
-    """Return limits that are not validated: settings may not be as low."""
+    """Return limits without validation: settings may not be this low."""
     return AdmissionSettings.model_construct(
         body_names_max=names, body_lists_max=lists, body_texts_max=texts, body_values_max=values
     )
@@ -33,7 +33,7 @@ def fed(body: bytes, limits: AdmissionSettings, dice: random.Random | None = Non
 
 
 def counts(value: Any) -> tuple[int, int]:
-    """Return how many names, and how many lists and objects, a value has."""
+    """Return the number of names, and of lists and objects, in a value."""
     if isinstance(value, dict):
         inner = [counts(one) for one in value.values()]
         return len(value) + sum(n for n, _ in inner), 1 + sum(m for _, m in inner)
@@ -54,8 +54,8 @@ def made(dice: random.Random, depth: int = 0) -> Any:
     return (text, dice.randrange(1000), None)[kind]
 
 
-def test_what_strings_contain_is_not_counted_wherever_a_body_is_cut() -> None:
-    """The counts of 1,000 random bodies, cut at random places, are those of what they decode to."""
+def test_contents_of_strings_are_not_counted_wherever_a_body_is_cut() -> None:
+    """The counts of 1,000 random bodies, cut at random places, equal those of the decoded values."""
     dice = random.Random(18)
     limits = limits_of(10**6, 10**6, 10**6, 10**6)
     for _ in range(1000):
@@ -79,7 +79,7 @@ def test_each_limit_is_reported_by_its_name(body: bytes, excess: str) -> None:
 
 
 def test_a_million_unknown_names_are_refused_after_a_twelfth_of_the_body() -> None:
-    """The reported body of 11 MB: before, all of it was decoded, which held every other client for seconds."""
+    """The reported body of 11 MB used to be decoded completely, which delayed all other clients for seconds."""
     excess, scan = fed(NAMES, AdmissionSettings())
     assert excess == "65536 names" and scan.size < len(NAMES) / 12
 

@@ -1,4 +1,4 @@
-"""Pages of other sites may use the API from a browser only where their origins are set."""
+"""Pages of other sites may use the API from a browser only if their origins are configured."""
 
 from typing import Any
 
@@ -29,11 +29,13 @@ async def test_it_is_off_by_default() -> None:
 
 
 @pytest.mark.parametrize(("origins", "found"), [((APP,), APP), (("*",), "*")])
-async def test_a_page_of_a_set_origin_may_use_every_path(origins: tuple[str, ...], found: str) -> None:
+async def test_page_of_a_configured_origin_may_use_every_path(origins: tuple[str, ...], found: str) -> None:
     async with frontend(ScriptedWorker(), cors_origins=origins, api_key_file="") as kit:
         assert await allowed(kit, APP) == found, "on the fast path"
         assert await allowed(kit, APP, "GET", "/v1/models") == found
-        assert await allowed(kit, APP, "GET", "/nowhere") == found, "errors too: the page shall read them"
+        assert await allowed(kit, APP, "GET", "/nowhere") == found, (
+            "errors too: the page must be able to read them"
+        )
         other = await allowed(kit, "https://evil.example")
         assert other == ("*" if found == "*" else None)
         events = {"Origin": APP}
@@ -45,7 +47,7 @@ async def test_a_page_of_a_set_origin_may_use_every_path(origins: tuple[str, ...
             await answer.read()
 
 
-async def test_a_browser_that_asks_first_is_answered_without_a_key(tmp_path: Any) -> None:
+async def test_a_preflight_request_is_answered_without_a_key(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-0123456789\n")
     asks = {

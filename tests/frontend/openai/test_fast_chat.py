@@ -1,4 +1,4 @@
-"""A plain chat is understood without pydantic, and means the same as with it."""
+"""A plain chat is parsed without pydantic, with the same result."""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +65,7 @@ BODIES = USUAL | st.builds(
 
 
 def understood(parse: Callable[[bytes], ParsedRequest], body: bytes) -> str:
-    """Return all that was understood, types included, or what is said against it."""
+    """Return the parsed request, types included, or the error."""
     try:
         return repr(parse(body))
     except ApiError as error:
@@ -73,13 +73,13 @@ def understood(parse: Callable[[bytes], ParsedRequest], body: bytes) -> str:
 
 
 def read_any_chat(body: bytes) -> ParsedRequest:
-    """Understand a body as if none were plain."""
+    """Parse a body as if none were plain."""
     return parse_any_chat(read_json(body))
 
 
 @given(BODIES)
 @settings(max_examples=600, deadline=None)
-def test_a_body_means_the_same_read_either_way(body: dict[str, Any]) -> None:
+def test_a_body_is_parsed_the_same_either_way(body: dict[str, Any]) -> None:
     raw = msgspec.json.encode(body)
     event("plain" if plain_chat(raw) is not None else "not plain")
     assert understood(read_chat, raw) == understood(read_any_chat, raw)
@@ -94,7 +94,7 @@ def test_a_body_means_the_same_read_either_way(body: dict[str, Any]) -> None:
         {"messages": [{"content": "be kind", "role": "system"}, {"role": "user", "content": ""}]},
     ],
 )  # fmt: skip
-def test_what_most_send_is_plain(more: dict[str, Any]) -> None:
+def test_common_bodies_are_plain(more: dict[str, Any]) -> None:
     body = msgspec.json.encode(PLAIN | more)
     assert plain_chat(body) is not None
     assert understood(read_chat, body) == understood(read_any_chat, body)
@@ -110,14 +110,14 @@ def test_what_most_send_is_plain(more: dict[str, Any]) -> None:
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, {"messages": PLAIN["messages"] * 1001},
     ],
 )  # fmt: skip
-def test_anything_else_is_left_to_pydantic(more: dict[str, Any]) -> None:
+def test_all_other_bodies_are_left_to_pydantic(more: dict[str, Any]) -> None:
     body = msgspec.json.encode(PLAIN | more)
     assert plain_chat(body) is None
     assert understood(read_chat, body) == understood(read_any_chat, body)
 
 
 @pytest.mark.parametrize("given", [None, [], "x", 1, {}, {"model": "m"}])
-def test_what_is_no_chat_is_refused_as_before(given: Any) -> None:
+def test_a_body_that_is_not_a_chat_is_refused_as_before(given: Any) -> None:
     body = msgspec.json.encode(given)
     assert understood(read_chat, body) == understood(read_any_chat, body)
     assert understood(read_chat, body).startswith("400")
@@ -146,6 +146,6 @@ MESSAGE = b'"messages": [{"role": "user", "content": "hello"}]'
         (b"", False),
     ],
 )
-def test_what_only_bytes_can_say_means_the_same_read_either_way(body: bytes, well: bool) -> None:
+def test_special_bytes_are_parsed_the_same_either_way(body: bytes, well: bool) -> None:
     assert understood(read_chat, body) == understood(read_any_chat, body)
     assert understood(read_chat, body).startswith("ParsedRequest(" if well else "400")

@@ -1,4 +1,4 @@
-"""An engine's own `finish_reason` reaches the client as it is."""
+"""An engine's own `finish_reason` reaches the client unchanged."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ PROMPT: dict[str, Any] = {"prompt": [300, 301, 302]}
     [
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", PROMPT),
-        ("/v1/chat/completions", CHAT | {"logprobs": True}),  # details have writers of their own
+        ("/v1/chat/completions", CHAT | {"logprobs": True}),  # details use other writers
         ("/v1/completions", PROMPT | {"logprobs": 1}),
     ],
 )
-async def test_an_engines_own_finish_reason_passes_through_the_frontend(
+async def test_an_engines_own_finish_reason_reaches_the_client(
     path: str, body: dict[str, Any], reason: str
 ) -> None:
     worker = ScriptedWorker(always=Act(finish=reason))

@@ -1,4 +1,4 @@
-"""A compressed body is what was compressed, or is refused; and no more is made of it than may be."""
+"""Decompression returns the original body or refuses it, and never exceeds its limit."""
 
 import gzip
 import tracemalloc
@@ -12,13 +12,13 @@ from controller.frontend.openai.intake import InflatesTooFar, inflated
 
 
 def bare(data: bytes) -> bytes:
-    """Return what many call deflate."""
+    """Return data in the format that many clients call deflate."""
     stream = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     return stream.compress(data) + stream.flush()
 
 
 @given(st.binary(max_size=100), st.integers(1, 9000), st.integers(1, 3))
-def test_it_is_what_was_compressed(data: bytes, times: int, files: int) -> None:
+def test_the_original_data_is_returned(data: bytes, times: int, files: int) -> None:
     data *= times
     for encoding, packed in (("gzip", gzip.compress(data)), ("deflate", zlib.compress(data))):
         assert inflated(packed, encoding, len(data)) == data
@@ -31,7 +31,7 @@ def test_it_is_what_was_compressed(data: bytes, times: int, files: int) -> None:
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_what_is_cut_off_is_refused(data: bytes, draw: st.DataObject) -> None:
+def test_truncated_data_is_refused(data: bytes, draw: st.DataObject) -> None:
     packed = gzip.compress(data)
     cut = packed[: draw.draw(st.integers(1, len(packed) - 1))]
     with pytest.raises((ValueError, InflatesTooFar)):
@@ -39,7 +39,7 @@ def test_what_is_cut_off_is_refused(data: bytes, draw: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("lies", [True, False])
-def test_a_bomb_costs_no_more_than_the_bound(lies: bool) -> None:
+def test_a_decompression_bomb_costs_no_more_than_the_limit(lies: bool) -> None:
     packed = gzip.compress(bytes(200 * 2**20), 9)
     if lies:
         packed = packed[:-4] + bytes(4)

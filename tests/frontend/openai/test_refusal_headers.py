@@ -1,4 +1,4 @@
-"""What the head of a refusal says: why, when to come back, and whether to."""
+"""The headers of a refusal: reason, retry time, and whether to retry."""
 
 import pytest
 
@@ -22,7 +22,7 @@ from controller.frontend.errors import ApiError, shed, unavailable, unknown_mode
             },
         ),
         (
-            unavailable("nobody", "no_worker", 30),
+            unavailable("no worker", "no_worker", 30),
             {"Retry-After": "30", "retry-after-ms": "30000", "X-Holdfast-Refused": "no_worker"},
         ),
         (
@@ -37,16 +37,16 @@ from controller.frontend.errors import ApiError, shed, unavailable, unknown_mode
         (ApiError(405, "no", code="method_not_allowed", allow="GET"), {"Allow": "GET"}),
     ],
 )
-def test_the_head_of_a_refusal(error: ApiError, headers: dict[str, str]) -> None:
+def test_the_headers_of_a_refusal(error: ApiError, headers: dict[str, str]) -> None:
     assert error.headers == headers
 
 
 @pytest.mark.parametrize("code", ["deadline", "retry_budget"])
-def test_who_is_late_is_an_overload_and_no_failure(code: str) -> None:
+def test_a_refusal_by_deadline_counts_as_overload_and_not_as_failure(code: str) -> None:
     error = ApiError(429, "late", code=code)
     assert (error.refusal, error.error_type) == ("overload", "overload")
 
 
-def test_who_asks_for_what_nobody_can_do_is_none() -> None:
+def test_a_request_that_no_worker_can_serve_is_not_an_overload() -> None:
     error = ApiError(422, "never", code="deadline_unattainable")
     assert error.refusal == error.error_type == "deadline_unattainable"

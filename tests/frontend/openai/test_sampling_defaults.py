@@ -1,4 +1,7 @@
-"""What a client leaves out of its sampling is decided by the model: the server's own defaults, or those of the model's folder."""
+"""Sampling parameters left out by a client have the model's defaults.
+
+These are the server's, or those of the model's folder.
+"""
 
 import json
 import shutil
@@ -42,8 +45,8 @@ def folder(path: Path, config: Any) -> Path:
         ({"temperature": None}, DEFAULTED),
     ],
 )
-def test_a_request_remembers_what_its_client_left_out(given: dict[str, Any], left: tuple[str, ...]) -> None:
-    """A value equal to the usual one was still given. The fast path for plain chats agrees with the other one."""
+def test_a_request_records_what_its_client_left_out(given: dict[str, Any], left: tuple[str, ...]) -> None:
+    """A value equal to the default still counts as given. The fast path for plain chats agrees with the other one."""
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **given}
     assert read_chat(json.dumps(chat).encode()).sampling.unset == list(left)
     assert read_chat(json.dumps(chat | {"user": "u"}).encode()).sampling.unset == list(left)
@@ -51,8 +54,8 @@ def test_a_request_remembers_what_its_client_left_out(given: dict[str, Any], lef
     assert parse_body("completions", json.dumps(plain).encode()).sampling.unset == list(left)
 
 
-async def test_an_upstreams_worker_is_told_what_was_left_out() -> None:
-    """No seed of ours either: another server's random numbers start anew after a migration in any case."""
+async def test_an_upstreams_worker_receives_the_fields_left_out() -> None:
+    """It gets no seed of ours: another server's random numbers restart after a migration in any case."""
     worker = ScriptedWorker("w1")
     async with frontend() as kit:
         await kit.add(worker, engine="openai")
@@ -64,7 +67,7 @@ async def test_an_upstreams_worker_is_told_what_was_left_out() -> None:
 
 
 async def test_our_own_engines_use_the_folders_generation_config(tmp_path: Path) -> None:
-    """What the client gives goes before it, also where that is the usual value."""
+    """The client's values have precedence, also if they equal the default."""
     worker = ScriptedWorker("w1")
     async with frontend() as kit:
         await kit.add(worker, tokenizer=str(folder(tmp_path / "m", CONFIG)))
@@ -108,8 +111,10 @@ def test_a_generation_config_is_read_within_bounds(tmp_path: Path, config: Any, 
 async def test_a_move_is_exact_only_between_equal_models(
     one: dict[str, str], other: dict[str, str], given: dict[str, float], exact: bool
 ) -> None:
-    """Other weights, or other defaults for what the client left out, continue another answer. Where neither server names its
-    weights, nothing is known of its defaults."""
+    """Other weights, or other defaults for what the client left out, continue a different answer.
+
+    If neither server names its weights, its defaults are unknown.
+    """
     first = ScriptedWorker("w1", always=Act(2, "disconnect"))
     second = ScriptedWorker("w2")
     async with frontend() as kit:
@@ -122,8 +127,7 @@ async def test_a_move_is_exact_only_between_equal_models(
 
 
 def test_workers_and_frontends_of_0_2_0_read_the_longer_frames() -> None:
-    """Fields at the end of a frame's arrays are ignored by readers that do not know them, and have defaults for senders that do
-    not."""
+    """Readers ignore unknown fields at the end of a frame's arrays, and use defaults if senders omit them."""
     for longer, added in ((Sampling(max_tokens=3, unset=["top_p"]), 1), (Load(running=2, closed_s=3.0), 1)):
         names = type(longer).__struct_fields__
         fields = [(name, Any) for name in names[:-added]]

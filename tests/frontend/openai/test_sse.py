@@ -1,4 +1,4 @@
-"""The head of a stream of events, byte by byte."""
+"""The response head of an event stream, byte by byte."""
 
 import time
 from email.utils import parsedate_to_datetime
@@ -16,7 +16,7 @@ def head(version: tuple[int, int], *, chunked: bool, keep: bool) -> Head:
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_head_says_what_it_is_told(chunked: bool, keep: bool) -> None:
+def test_a_response_head_has_the_requested_properties(chunked: bool, keep: bool) -> None:
     version = (1, 1) if chunked else (1, 0)
     lines = sse.response_head(
         head(version, chunked=chunked, keep=keep), {"X-Request-Id": "a", "X-Word": "\u20ac"}
@@ -34,14 +34,14 @@ def test_a_head_says_what_it_is_told(chunked: bool, keep: bool) -> None:
     ]
 
 
-def test_a_head_is_dated_in_the_second_in_which_it_is_made() -> None:
+def test_a_response_head_has_the_date_of_its_second() -> None:
     def dated() -> float:
         said = sse.response_head(head((1, 1), chunked=True, keep=True), {}).decode()
         return parsedate_to_datetime(said.split("Date: ")[1].split("\r\n")[0]).timestamp()
 
     before = int(time.time())
     assert before <= dated() <= time.time()
-    sse.head_beginning((1, 1), before - 3600)  # what a head said an hour ago
+    sse.head_beginning((1, 1), before - 3600)  # the cached head of an hour ago
     assert before <= dated() <= time.time()
     assert [sse.head_beginning((1, 1), second)[-14:] for second in (0, 1, 0)] == [
         "00:00:00 GMT\r\n",

@@ -1,4 +1,7 @@
-"""Servers that say when to retry: their workers get no new requests until then, and the client is told the least of the times."""
+"""Servers that say when to retry: their workers get no new requests until then.
+
+The client gets the shortest of the times.
+"""
 
 import asyncio
 from collections import deque
@@ -12,7 +15,7 @@ PROMPT = list(range(300, 340))
 
 
 def closing(name: str, seconds: float, times: int | None = None) -> ScriptedWorker:
-    """Return a worker whose server answers 429 to all requests, or to the first `times`."""
+    """Return a worker with a server that answers 429 to all requests, or to the first `times`."""
     act = Act(0, "close", closes_s=seconds)
     if times is None:
         return ScriptedWorker(name, always=act)
@@ -24,19 +27,19 @@ def attempts(*workers: ScriptedWorker) -> list[int]:
 
 
 async def ask(kit: Kit) -> tuple[int, str, str | None]:
-    """Return status, code and Retry-After of one answer."""
+    """Return status, code and Retry-After of one response."""
     status, body, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
     return status, body.get("error", {}).get("code", ""), headers.get("Retry-After")
 
 
 def closed(kit: Kit, worker: str) -> bool:
-    """Return whether the frontend has heard that a worker is closed."""
+    """Return whether the frontend knows that a worker is closed."""
     load = kit.plane.external_load(worker)
     return load is not None and load.closed_s > 0
 
 
-async def test_a_request_is_tried_once_at_each_worker_and_the_client_gets_the_least_time() -> None:
-    """One request made 24 attempts in 10 s before. Now it is one per worker, and nothing counts against the workers' health."""
+async def test_a_request_is_tried_once_per_worker_and_the_client_gets_the_shortest_time() -> None:
+    """One request used to make 24 attempts in 10 s. Now it makes one per worker, and none counts against a worker's health."""
     workers = [closing("w0", 45.0), closing("w1", 17.0), closing("w2", 33.0)]
     async with frontend(*workers) as kit:
         assert await ask(kit) == (503, "upstream_overloaded", "17")
@@ -46,8 +49,8 @@ async def test_a_request_is_tried_once_at_each_worker_and_the_client_gets_the_le
         assert not kit.said(RequestFailed) and not kit.director.breakers.open
 
 
-async def test_the_status_is_the_one_for_overload() -> None:
-    """`--overload-status-code` holds here, too."""
+async def test_the_status_is_that_of_an_overload() -> None:
+    """`--overload-status-code` applies here, too."""
     async with frontend(closing("w0", 60.0), overload_status_code=429) as kit:
         assert await ask(kit) == (429, "upstream_overloaded", "60")
 
@@ -62,8 +65,8 @@ async def test_other_workers_serve_meanwhile() -> None:
         assert len(open_.requests) == 6
 
 
-async def test_a_worker_is_asked_again_when_its_time_is_over() -> None:
-    """A short time is waited for in the queue instead of refusing the next request."""
+async def test_a_worker_is_asked_again_after_its_time() -> None:
+    """Requests wait for a short time in the queue instead of being refused."""
     worker = closing("w0", 3.0, times=1)
     async with frontend(worker) as kit:
         assert (await ask(kit))[1] == "upstream_overloaded"
@@ -74,8 +77,8 @@ async def test_a_worker_is_asked_again_when_its_time_is_over() -> None:
         assert attempts(worker) == [2]
 
 
-async def test_a_request_that_waits_in_line_is_not_sent_to_the_worker_that_declined_it() -> None:
-    """Where another worker is only busy, the request waits for that one."""
+async def test_a_queued_request_is_not_sent_to_the_worker_that_declined_it() -> None:
+    """If another worker is only busy, the request waits for that one."""
     refusing, busy = closing("w0", 60.0), ScriptedWorker("w1", always=Act(None, "finish"))
     async with frontend(refusing, busy, admission={"inflight_max": 1}) as kit:
         endpoint = kit.director.table.endpoints["w1", "i1"]
@@ -84,7 +87,7 @@ async def test_a_request_that_waits_in_line_is_not_sent_to_the_worker_that_decli
         answer = kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
         asking = asyncio.ensure_future(answer)
         await until(lambda: refusing.requests)
-        refusing.closed_s = 0.0  # open again, and not to be asked a second time
+        refusing.closed_s = 0.0  # open again, but not to be asked a second time
         await asyncio.sleep(0.3)
         assert attempts(refusing) == [1] and kit.director.admission.queued("m") == 1
         endpoint.end(requests=100)
@@ -93,7 +96,7 @@ async def test_a_request_that_waits_in_line_is_not_sent_to_the_worker_that_decli
 
 
 async def test_a_worker_that_declined_is_not_asked_again_after_another_workers_failure() -> None:
-    """A request that a third worker failed afterwards was sent again to the first one whenever its server reopened."""
+    """A request that a third worker failed afterwards used to be sent again to the first one whenever its server reopened."""
     declining, failing = closing("w0", 60.0), ScriptedWorker("w1", always=Act(0, "error"))
     busy = ScriptedWorker("w2")
     async with frontend(declining, failing, busy) as kit:
@@ -107,7 +110,7 @@ async def test_a_worker_that_declined_is_not_asked_again_after_another_workers_f
         declining.closed_s = 0.0
         await until(lambda: not closed(kit, "w0"))
         for _ in range(3):
-            kit.director.tick()  # a parked request tries again at each
+            kit.director.tick()  # a parked request retries with each tick
             await asyncio.sleep(0.01)
         assert attempts(declining, failing, busy) == [1, 1, 0]
         endpoint.end(requests=100)
@@ -115,8 +118,8 @@ async def test_a_worker_that_declined_is_not_asked_again_after_another_workers_f
         assert attempts(declining, failing, busy) == [1, 1, 1]
 
 
-async def test_before_the_first_token_a_request_that_failed_is_told_the_time_of_the_closed_workers() -> None:
-    """The client waited 10 s, and got the failed worker's error without Retry-After. w2 is closed before it was asked."""
+async def test_before_the_first_token_a_failed_request_gets_the_time_of_the_closed_workers() -> None:
+    """The client used to wait 10 s and get the failed worker's error without Retry-After. w2 is closed before it is asked."""
     failing = ScriptedWorker("w0", always=Act(0, "error"))
     declining, closed_ = closing("w1", 30.0), ScriptedWorker("w2", closed_s=45.0)
     async with frontend() as kit:
@@ -129,7 +132,7 @@ async def test_before_the_first_token_a_request_that_failed_is_told_the_time_of_
         assert abandoned.reason == "upstream_overloaded"
 
 
-async def test_before_the_first_token_a_request_that_failed_waits_for_a_worker_that_reopens_soon() -> None:
+async def test_before_the_first_token_a_failed_request_waits_for_a_worker_that_reopens_soon() -> None:
     failing, soon = ScriptedWorker("w0", always=Act(0, "error")), ScriptedWorker("w1", closed_s=5.0)
     async with frontend() as kit:
         await first_goes_to(kit, failing, soon)
@@ -142,7 +145,7 @@ async def test_before_the_first_token_a_request_that_failed_waits_for_a_worker_t
 
 
 async def test_a_stream_that_has_begun_waits_for_a_closed_worker() -> None:
-    """A stream that lost its worker is parked while the other one is closed, and continues there when its time is over."""
+    """A stream that lost its worker is parked while the other one is closed, and continues there after its time."""
     first = ScriptedWorker("w0", acts=deque([Act(3, "disconnect")]), always=Act(0, "error"))
     second = ScriptedWorker("w1")
     async with frontend(first) as kit:
@@ -157,8 +160,8 @@ async def test_a_stream_that_has_begun_waits_for_a_closed_worker() -> None:
         assert text and len(second.requests) == 1
 
 
-async def test_a_request_that_waited_in_vain_for_closed_workers_is_told_their_time() -> None:
-    """A worker that closes again and again leaves its queue without a place: the answer has its time, not the queue's guess."""
+async def test_a_request_that_waited_without_success_for_closed_workers_gets_their_time() -> None:
+    """A worker that closes repeatedly leaves its queue without a slot: the response has its time, not the queue's estimate."""
     worker = ScriptedWorker("w0")
     async with frontend(worker, admission={"queue_s": 0.5}) as kit:
         worker.closed_s = 0.4

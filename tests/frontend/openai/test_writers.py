@@ -1,4 +1,4 @@
-"""Response writers take back tokens that no client has seen, with what belongs to them."""
+"""Response writers drop tokens that no client has received, with everything that belongs to them."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from events.wire import Logprob
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_an_echo_that_begins_again_has_the_logprobs_of_its_own_tokens(kept: int) -> None:
-    """An attempt from the beginning gives the prompt's logprobs anew; one that goes on behind a token does not."""
+def test_a_restarted_echo_has_the_logprobs_of_its_own_tokens(kept: int) -> None:
+    """An attempt from the beginning returns the prompt's logprobs again; one that continues after a token does not."""
     tokens, prompt = load_tokens(BUILTIN), [300, 301, 302]
     parsed = parse_completion({"model": "m", "prompt": prompt, "echo": True, "logprobs": 0})
     format = ResponseFormat(parsed, tokens, "1", 5)

@@ -1,6 +1,6 @@
-"""The request plane of the transcripts: records what a frontend sends to workers, and delivers what the script lets them answer.
+"""The request plane of the transcripts: records frames to workers and delivers scripted replies.
 
-It drops and ignores what the TCP plane drops and ignores, so that the record holds exactly the frames that would be sent.
+It drops and ignores what the TCP plane drops and ignores, so the record contains exactly the frames that would be sent.
 """
 
 import itertools
@@ -14,20 +14,20 @@ from controller.ports import LostCause, OthersWork, Sink, TransferSink, WorkerUn
 from controller.router.trust import TrustedSource
 from events.wire import Chunk, Committed, Declined, Generate, Load, Reserved, Why
 
-SEED = 100  # of the first choice of a request with several; the others have the seeds behind it
+SEED = 100  # of the first choice of a request with several; the others have the following seeds
 
 
 class ScriptError(Exception):
-    """A command of a transcript cannot be carried out."""
+    """A command of a transcript cannot be executed."""
 
 
 def follow(tokens: Sequence[int], seed: int | None) -> int:
-    """Return the token that a healthy worker generates behind `tokens`. Choices with other seeds get other tokens."""
+    """Return the token that a healthy worker generates after `tokens`. Choices with other seeds get other tokens."""
     return next_token(tokens if seed is None else [*tokens, seed])
 
 
 def continuation(tokens: Sequence[int], count: int, seed: int | None) -> list[int]:
-    """Return the `count` tokens that healthy workers generate behind `tokens`."""
+    """Return the `count` tokens that healthy workers generate after `tokens`."""
     whole = list(tokens)
     for _ in range(count):
         whole.append(follow(whole, seed))
@@ -42,11 +42,11 @@ class Stream:
     name: str  # of its request, with the index of the choice if there are several
     request: Generate
     sink: Sink
-    tokens: list[int]  # the sequence as the worker knows it: what was sent to it, and what it generated
-    carrier: TransferSink | None = None  # of a reservation, or of a shipment from here
+    tokens: list[int]  # the sequence as the worker knows it: received and generated tokens
+    carrier: TransferSink | None = None  # of a reservation, or of a transfer from this worker
 
     def next(self, count: int, *, wrong: bool = False) -> list[int]:
-        """Generate tokens; `wrong`: others than a healthy worker."""
+        """Generate tokens. `wrong`: different ones than a healthy worker."""
         new = []
         for _ in range(count):
             token = follow(self.tokens, self.request.sampling.seed)
@@ -57,15 +57,15 @@ class Stream:
 
 @dataclass(eq=False)
 class PlaneWorker:
-    """What the plane knows of one worker."""
+    """The state of one worker in the plane."""
 
     instance: str
     connected: bool = True
-    stuck: bool = False  # its engine: the connection is alive
-    refuses: bool = False  # requests: each attempt to send one fails, which is seen only then
+    stuck: bool = False  # its engine hangs while the connection is alive
+    refuses: bool = False  # each attempt to send a request fails, which is noticed only then
     draining: bool = False
     others_work: OthersWork = ""
-    load: Load = field(default_factory=Load)  # what it reported last, without our requests
+    load: Load = field(default_factory=Load)  # as last reported, without our requests
     open: dict[int, Stream] = field(default_factory=dict)
     reserved: dict[int, Stream] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class ScriptedPlane:
         self.workers: dict[str, PlaneWorker] = {}
         self.choices: dict[str, int] = {}  # by request
 
-    # --- what the frontend asks ---------------------------------------------------------------------------
+    # --- queries of the frontend --------------------------------------------------------------------------
 
     def _connection(self, worker: str, instance: str | None = None) -> PlaneWorker | None:
         found = self.workers.get(worker)
@@ -117,7 +117,7 @@ class ScriptedPlane:
         found = self._connection(worker, instance)
         return found is not None and found.draining
 
-    # --- what the frontend sends --------------------------------------------------------------------------
+    # --- frames of the frontend ---------------------------------------------------------------------------
 
     def _standing(self, worker: str, instance: str) -> PlaneWorker:
         found = self._connection(worker, instance)
@@ -179,14 +179,14 @@ class ScriptedPlane:
         if there is not None and (found := there.open.get(stream)) is not None:
             found.sink = sink
 
-    # --- what the script lets workers do ------------------------------------------------------------------
+    # --- replies of workers -------------------------------------------------------------------------------
 
     def opened(self, worker: str, name: str) -> Stream:
         """Return a request's stream at a worker. Raise ScriptError if there is none."""
         return _named(self.workers[worker].open, name, f"{worker} has no open stream of {name}")
 
     def chunk(self, worker: str, name: str, chunk: Chunk) -> None:
-        """Let a worker send the output of one engine step for one stream."""
+        """Send the output of one engine step for one stream."""
         there, stream = self.workers[worker], self.opened(worker, name)
         chunk.stream = stream.number
         if chunk.finish is not None or chunk.error is not None:
@@ -195,13 +195,13 @@ class ScriptedPlane:
         stream.sink.flush()
 
     def reserves(self, worker: str, name: str, cached: int) -> None:
-        """Let a target keep the room that it was asked for."""
+        """Confirm a reservation at a target."""
         stream = self._reserved(worker, name)
         assert stream.carrier is not None
         stream.carrier.reserved(Reserved(stream.number, [worker.encode()], cached))
 
     def declines(self, worker: str, name: str, why: str) -> None:
-        """Let a target decline a reservation, or a source decline to ship."""
+        """Decline a reservation at a target, or a transfer at a source."""
         there = self.workers[worker]
         found = next((one for one in there.reserved.values() if one.name == name), None)
         if found is not None:
@@ -214,8 +214,10 @@ class ScriptedPlane:
         carrier.declined(*msgspec.structs.astuple(Declined(found.number, why)))
 
     def commits(self, worker: str, name: str, source: str, unsaid: int, *, differs: bool) -> None:
-        """Let a target begin to decode. The source has generated `unsaid` tokens more than it has sent; `differs`: the target
-        was sent other tokens."""
+        """Let a target start to decode.
+
+        The source has generated `unsaid` tokens more than it has sent. `differs`: the target received other tokens.
+        """
         there, stream = self.workers[worker], self._reserved(worker, name)
         whole = list(self.opened(source, name).tokens)
         whole += continuation(whole, unsaid, stream.request.sampling.seed)
@@ -230,7 +232,7 @@ class ScriptedPlane:
         carrier.committed(Committed(stream.number, more, bytes=1000, blocks=2, link="shm", stopped_ms=1.0))
 
     def lose(self, worker: str, cause: LostCause, detail: str) -> None:
-        """Let all streams of a worker be lost at once."""
+        """Lose all streams of a worker at once."""
         there = self.workers[worker]
         lost = [*there.open.values(), *there.reserved.values()]
         there.open, there.reserved = {}, {}
@@ -252,7 +254,7 @@ def _named(streams: dict[int, Stream], name: str, otherwise: str) -> Stream:
 
 
 def _shown(request: Generate) -> str:
-    """Return what a transcript shows of a request to a worker: prompt and replayed tokens, and what is left to generate."""
+    """Return the transcript's form of a request to a worker: prompt and replayed tokens, and the rest to generate."""
     prompt, sampling = request.tokens[: request.prompt_tokens], request.sampling
     replayed = request.tokens[request.prompt_tokens :]
     shown = [f"tokens={len(prompt)}+{len(replayed)}", f"max_tokens={sampling.max_tokens}"]

@@ -1,8 +1,7 @@
-"""A request goes on elsewhere, exactly where it was: every way to fail, at every point, over the whole
-frontend.
+"""A failed request continues exactly elsewhere: every kind of failure, at every point.
 
-The answers are compared with the undisturbed one: the scripted worker's next token depends on the whole
-sequence.
+The tests use a whole frontend. The answers are compared with the undisturbed one: the scripted worker's next token depends on
+the whole sequence.
 """
 
 import asyncio
@@ -39,10 +38,10 @@ async def test_no_failure_needs_no_migration() -> None:
 
 
 @pytest.mark.parametrize("how", ["finish", "disconnect", "error", "stall"])
-async def test_what_is_over_is_freed_at_once_and_not_by_the_collector_of_cycles(how: str) -> None:
+async def test_a_finished_request_is_freed_at_once_and_not_by_the_garbage_collector(how: str) -> None:
     async with frontend() as kit:
         first = failing("w1", how, None if how == "finish" else 5, error="overloaded")
-        gc.collect()  # what other tests left is not ours
+        gc.collect()  # garbage of other tests does not count
         gc.disable()
         try:
             assert text_of(await migrate(kit, first, ScriptedWorker("w2"))) == EXACT
@@ -74,10 +73,10 @@ ENDS = [
             "overloaded",
             "overloaded",
             5,
-        ),  # before a token it is no failure: see scheduling/test_room.py
+        ),  # before a token this is no failure: see scheduling/test_room.py
     ],
 )
-async def test_a_stream_goes_on_where_it_was(how: str, error: str, cause: str, after: int) -> None:
+async def test_a_stream_continues_at_the_same_position(how: str, error: str, cause: str, after: int) -> None:
     first, other = failing("w1", how, after, error=error), ScriptedWorker("w2")
     async with frontend() as kit:
         events = await migrate(kit, first, other)
@@ -89,7 +88,7 @@ async def test_a_stream_goes_on_where_it_was(how: str, error: str, cause: str, a
         assert fact.kind_of_move == ("ongoing_request" if after else "new_request")
 
 
-async def test_the_continuation_asks_for_what_is_left_under_the_same_id() -> None:
+async def test_the_continuation_requests_the_rest_under_the_same_id() -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -115,7 +114,7 @@ async def test_the_continuation_asks_for_what_is_left_under_the_same_id() -> Non
         assert headers["X-Holdfast-Worker"] == "w2"
 
 
-async def test_a_connection_that_cannot_be_made_costs_no_budget() -> None:
+async def test_a_connection_that_cannot_be_established_costs_no_budget() -> None:
     async with frontend(ScriptedWorker("w9"), migration_limit=1) as kit:
         gone = [ScriptedWorker(f"w{n}") for n in range(3)]
         for worker in gone:
@@ -125,7 +124,7 @@ async def test_a_connection_that_cannot_be_made_costs_no_budget() -> None:
         assert text == EXACT
 
 
-async def test_the_last_word_missing_is_no_reason_to_move() -> None:
+async def test_a_missing_final_frame_is_no_reason_to_move() -> None:
     first, other = failing("w1", "disconnect", after=12), ScriptedWorker("w2")
     async with frontend() as kit:
         events = await migrate(kit, first, other)
@@ -134,7 +133,7 @@ async def test_the_last_word_missing_is_no_reason_to_move() -> None:
         assert other.requests == []
 
 
-async def test_budget_exhausted_the_client_gets_the_original_error() -> None:
+async def test_with_an_exhausted_budget_the_client_gets_the_original_error() -> None:
     workers = [
         ScriptedWorker(f"w{n}", always=Act(after=2, how="error", error="engine_error: E")) for n in range(6)
     ]
@@ -157,8 +156,8 @@ async def test_budget_exhausted_the_client_gets_the_original_error() -> None:
         assert 'dynamo_frontend_active_requests{model="m"} 0.0' in metrics
 
 
-async def test_what_alerts_go_by_is_there_at_0_with_a_models_first_request() -> None:
-    """The increase of a series that is born at 1 is lost (B26)."""
+async def test_series_used_by_alerts_exist_at_0_from_a_models_first_request() -> None:
+    """The increase of a series that first appears at 1 is lost (B26)."""
     async with frontend(ScriptedWorker("w1")) as kit:
         await kit.complete(PROMPT, 4)
         shown = kit.director.render_metrics().decode()
@@ -178,19 +177,19 @@ async def test_what_alerts_go_by_is_there_at_0_with_a_models_first_request() -> 
         assert f"dynamo_frontend_model_migration_duration_seconds_count{{{labels}}} 0.0" in shown
 
 
-async def test_the_original_error_is_that_of_the_answer_and_not_of_the_attempts_to_save_it() -> None:
+async def test_the_original_error_is_the_answers_and_not_that_of_recovery_attempts() -> None:
     first = failing("w1", "error", error="engine_error: E")
     full = ScriptedWorker("w2", always=Act(after=0, how="error", error="overloaded: full"))
     async with frontend(reroute_s=1.0) as kit:
         events = await migrate(kit, first, full)
         assert events[-1]["error"]["message"] == "the engine failed"
-        assert kit.said(RequestMigrated) == [], "it was never begun at the other one"
+        assert kit.said(RequestMigrated) == [], "it never started on the other worker"
         (fact,) = kit.said(RequestAbandoned)
         assert (fact.reason, fact.worker) == ("no_worker", "w1")
 
 
 async def hold_on(kit: Kit, good: ScriptedWorker) -> asyncio.Task[Any]:
-    """Let a healthy worker have a stream, so that not everyone is silent, and look the busiest of all."""
+    """Start a stream on a healthy worker, so that not all are silent, and make it look the busiest."""
     await kit.add(good)
     asking = asyncio.create_task(kit.complete([400], 400))
     await until(lambda: good.active)
@@ -198,7 +197,7 @@ async def hold_on(kit: Kit, good: ScriptedWorker) -> asyncio.Task[Any]:
     return asking
 
 
-async def test_streams_of_workers_that_fall_silent_together_do_not_move_among_these() -> None:
+async def test_streams_of_workers_that_fall_silent_together_do_not_move_among_them() -> None:
     good = ScriptedWorker("w0", step_s=0.01)
     dead = [ScriptedWorker(f"w{n}", step_s=0.02) for n in range(1, 7)]
     async with frontend(migration_limit=3) as kit:
@@ -207,7 +206,7 @@ async def test_streams_of_workers_that_fall_silent_together_do_not_move_among_th
             await kit.add(worker)
         asking = [asyncio.create_task(kit.complete([*PROMPT, n], 60)) for n in range(6)]
         await until(lambda: all(worker.active for worker in dead))
-        for worker in dead:  # one host: its power has failed
+        for worker in dead:  # one host, which lost power
             worker.silent = True
         texts = [text for text, _ in await asyncio.gather(*asking)]
         assert texts == [TOKENS.decode(undisturbed([*PROMPT, n], 60)) for n in range(6)]
@@ -215,7 +214,7 @@ async def test_streams_of_workers_that_fall_silent_together_do_not_move_among_th
         other.cancel()
 
 
-async def test_a_move_into_a_connection_that_breaks_too_waits_for_more_to_break() -> None:
+async def test_a_move_to_a_connection_that_breaks_too_waits_for_more_to_break() -> None:
     first, second = failing("w1", "disconnect"), failing("w2", "disconnect", after=0)
     dying = [ScriptedWorker(f"w{n}", always=Act(after=0, how="disconnect")) for n in (3, 4)]
     async with frontend(migration_limit=3) as kit:
@@ -233,7 +232,7 @@ async def test_a_move_into_a_connection_that_breaks_too_waits_for_more_to_break(
         assert [fact.target for fact in kit.said(RequestMigrated)] == ["w2", "w5"]
 
 
-async def test_who_has_not_been_heard_for_long_is_asked_last() -> None:
+async def test_workers_that_have_been_silent_for_long_are_asked_last() -> None:
     good = ScriptedWorker("w0", step_s=0.01)
     dead = [ScriptedWorker(f"w{n}") for n in range(1, 7)]
     async with frontend(migration_limit=3) as kit:
@@ -253,7 +252,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     ("given", "carried"),
     [
         (TRACE, TRACE),
-        ("cc" + TRACE[2:] + "-more", TRACE),  # of a later version: what we know of it
+        ("cc" + TRACE[2:] + "-more", TRACE),  # of a later version: only the known part
         (None, ""),
         ("", ""),
         (TRACE.upper(), ""),
@@ -264,7 +263,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         (TRACE[:36] + "0" * 16 + "-01", ""),
     ],
 )
-async def test_the_clients_trace_goes_along(given: str | None, carried: str) -> None:
+async def test_the_clients_trace_is_passed_on(given: str | None, carried: str) -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     headers = {} if given is None else {"traceparent": given}
     async with frontend() as kit:
@@ -278,7 +277,7 @@ async def test_the_clients_trace_goes_along(given: str | None, carried: str) -> 
         assert [r.traceparent for worker in (first, other) for r in worker.requests] == [carried, carried]
 
 
-async def test_two_traces_are_none() -> None:
+async def test_two_trace_headers_count_as_none() -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -289,14 +288,14 @@ async def test_two_traces_are_none() -> None:
         assert kit.said(RequestMigrated) and set(kit.traces) == {""}
 
 
-async def test_who_gives_up_a_traced_request_says_so_in_its_trace() -> None:
+async def test_an_abandoned_traced_request_is_reported_in_its_trace() -> None:
     async with frontend(ScriptedWorker("w1", always=Act(after=2, how="error"))) as kit:
         await kit.post("/v1/completions", {"traceparent": TRACE}, model="m", prompt=PROMPT, max_tokens=9)
         (place,) = [n for n, fact in enumerate(kit.facts) if isinstance(fact, RequestAbandoned)]
         assert kit.traces[place] == TRACE
 
 
-async def test_always_failing_before_the_first_token_is_an_http_error() -> None:
+async def test_repeated_failures_before_the_first_token_are_an_http_error() -> None:
     workers = [
         ScriptedWorker(word, always=Act(after=0, how="error", error=f"engine_error: {word}"))
         for word in ("disk", "fan")
@@ -310,7 +309,7 @@ async def test_always_failing_before_the_first_token_is_an_http_error() -> None:
         assert {fact.reason for fact in kit.said(RequestAbandoned)} == {"all_workers_failed"}
 
 
-async def test_limit_zero_is_off() -> None:
+async def test_a_limit_of_zero_disables_migration() -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend(migration_limit=0) as kit:
         events = await migrate(kit, first, other)
@@ -319,7 +318,7 @@ async def test_limit_zero_is_off() -> None:
         assert other.requests == []
 
 
-async def test_n27_the_smallest_limit_holds() -> None:
+async def test_n27_the_smallest_limit_applies() -> None:
     assert smallest_limit(3, [None, 5, 2]) == 2
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
@@ -331,7 +330,7 @@ async def test_n27_the_smallest_limit_holds() -> None:
 
 
 @pytest.mark.parametrize(("cap", "moves"), [(8, True), (7, False), (3, False)])
-async def test_exactly_at_the_cap_still_moves(cap: int, moves: bool) -> None:
+async def test_a_request_exactly_at_the_cap_still_moves(cap: int, moves: bool) -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend(migration_max_seq_len=cap) as kit:
         events = await migrate(kit, first, other)
@@ -349,7 +348,7 @@ async def test_a_prompt_over_the_cap_still_runs() -> None:
         assert text == EXACT
 
 
-async def test_n_over_one_does_not_move() -> None:
+async def test_a_request_with_n_over_one_does_not_move() -> None:
     first, other = failing("w1", "disconnect"), failing("w2", "disconnect")
     first.always = other.always = Act(after=5, how="disconnect")
     async with frontend(first, other) as kit:
@@ -358,7 +357,7 @@ async def test_n_over_one_does_not_move() -> None:
         assert "n_over_1" in {fact.reason for fact in kit.said(RequestAbandoned)}
 
 
-async def test_several_prompts_move_each_for_itself() -> None:
+async def test_several_prompts_move_independently() -> None:
     first, other = ScriptedWorker("w1", always=Act(after=5, how="disconnect")), ScriptedWorker("w2")
     async with frontend(first, other) as kit:
         status, body, _ = await kit.post(
@@ -383,7 +382,7 @@ async def test_guided_decoding_does_not_move() -> None:
         assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["guided_decoding"]
 
 
-async def test_the_clients_own_mistake_does_not_move_and_blames_nobody() -> None:
+async def test_a_client_error_does_not_move_and_blames_no_worker() -> None:
     workers = [
         ScriptedWorker(n, always=Act(after=0, how="error", error="invalid_request: top_k is too large"))
         for n in ("w1", "w2")
@@ -397,8 +396,8 @@ async def test_the_clients_own_mistake_does_not_move_and_blames_nobody() -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_a_server_refuses_is_told_without_its_words_and_blames_nobody(stream: bool) -> None:
-    """A grammar that vLLM cannot compile, six times: both breakers had opened, and the client was told 500."""
+async def test_a_servers_refusal_is_reported_without_its_text_and_blames_no_worker(stream: bool) -> None:
+    """A grammar that vLLM cannot compile, sent six times, used to open both breakers and give the client a 500."""
     refusal = RequestRefusal('"bogus" is not a type', 422, "UnprocessableEntityError", "response_format")
     workers = [ScriptedWorker(n, always=Act(after=0, how="error", error=refusal.error)) for n in ("w1", "w2")]
     async with frontend(*workers) as kit:
@@ -410,7 +409,7 @@ async def test_what_a_server_refuses_is_told_without_its_words_and_blames_nobody
                 422,
                 {
                     "message": "the model server refused the request (HTTP 422; it names response_format). "
-                    "Its own words are not passed on",
+                    "Its own text is not passed on",
                     "type": "UnprocessableEntityError",
                     "param": "response_format",
                     "code": "invalid_request",
@@ -423,11 +422,11 @@ async def test_what_a_server_refuses_is_told_without_its_words_and_blames_nobody
 
 
 async def test_failed_workers_are_excluded_and_a_new_life_is_not() -> None:
-    """The only worker dies mid-stream; its next instance goes on."""
+    """The only worker dies mid-stream, and its next instance continues."""
     first = failing("w1", "disconnect")
     async with frontend(first, reroute_s=5.0) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
-        await until(lambda: first.requests and not first.active)  # it has said its five tokens and hung up
+        await until(lambda: first.requests and not first.active)  # it has sent its five tokens and closed
         await first.stop()
         second = ScriptedWorker("w1", instance="i2")
         await kit.add(second)
@@ -436,11 +435,11 @@ async def test_failed_workers_are_excluded_and_a_new_life_is_not() -> None:
 
 
 def answering(kit: Kit, worker: ScriptedWorker) -> bool:
-    """Say whether tokens have come from this worker for a stream that is still with it."""
+    """Return whether a stream that still runs on this worker has received tokens from it."""
     return any(live.state.has_output for live in kit.running(worker.name, worker.instance))
 
 
-async def test_nobody_comes_in_time() -> None:
+async def test_a_request_without_a_worker_in_time_fails() -> None:
     only = ScriptedWorker("w1", step_s=0.02)
     async with frontend(only, reroute_s=0.2) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=40))
@@ -453,7 +452,7 @@ async def test_nobody_comes_in_time() -> None:
 
 @pytest.mark.parametrize("how", ["disconnect", "silence"])
 @pytest.mark.parametrize("after", [0, 5])
-async def test_the_only_worker_goes_on_when_its_connection_is_back(how: str, after: int) -> None:
+async def test_the_only_worker_continues_when_its_connection_is_restored(how: str, after: int) -> None:
     only = failing("w1", how, after)
     async with frontend(only, reroute_s=5.0) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
@@ -466,7 +465,7 @@ async def test_the_only_worker_goes_on_when_its_connection_is_back(how: str, aft
         assert (fact.source, fact.target, fact.tokens, fact.attempt) == ("w1", "w1", after, 2)
 
 
-async def test_a_worker_that_could_not_be_reached_is_asked_again_when_all_others_have_failed() -> None:
+async def test_an_unreachable_worker_is_asked_again_when_all_others_have_failed() -> None:
     first, other = failing("w1", "disconnect", after=2), failing("w2", "error")
     async with frontend(reroute_s=5.0) as kit:
         assert text_of(await migrate(kit, first, other)) == EXACT
@@ -484,7 +483,7 @@ async def test_the_only_worker_is_asked_again_within_the_limit() -> None:
         assert (fact.reason, len(only.requests)) == ("budget_exhausted", 3)
 
 
-async def test_a_worker_out_of_service_is_not_asked_again_though_it_is_the_only_one() -> None:
+async def test_a_worker_out_of_service_is_not_asked_again_even_as_the_only_one() -> None:
     only = ScriptedWorker("w1", step_s=0.02)
     async with frontend(only, reroute_s=0.3) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=40))
@@ -495,7 +494,7 @@ async def test_a_worker_out_of_service_is_not_asked_again_though_it_is_the_only_
         assert len(only.requests) == 1
 
 
-async def test_workers_that_have_no_room_cost_no_budget() -> None:
+async def test_workers_without_room_cost_no_budget() -> None:
     wait = Act(after=0, how="error", error="overloaded: 256 wait")
     full, last = [ScriptedWorker(f"w{n}", always=wait) for n in range(4)], ScriptedWorker("w9")
     async with frontend(*full, migration_limit=1) as kit:
@@ -506,7 +505,7 @@ async def test_workers_that_have_no_room_cost_no_budget() -> None:
         assert all(worker.requests for worker in full) and len(last.requests) == 1
 
 
-async def test_a_worker_that_runs_out_of_room_in_the_middle_costs_budget() -> None:
+async def test_a_worker_that_runs_out_of_room_mid_stream_costs_budget() -> None:
     first, other = failing("w1", "error", 5, error="overloaded"), ScriptedWorker("w2")
     async with frontend(migration_limit=0) as kit:
         await first_goes_to(kit, first, other)
@@ -514,7 +513,7 @@ async def test_a_worker_that_runs_out_of_room_in_the_middle_costs_budget() -> No
         assert (status, body["error"]["code"], other.requests) == (503, "overloaded", [])
 
 
-async def test_never_across_a_revision() -> None:
+async def test_a_request_never_moves_across_revisions() -> None:
     first, other = failing("w1", "error"), ScriptedWorker("w2")
     async with frontend(first, reroute_s=0.2) as kit:
         kit.director.table.endpoints[("w1", "i1")].end()  # the first request goes to w1
@@ -524,7 +523,7 @@ async def test_never_across_a_revision() -> None:
         assert other.requests == []
 
 
-async def test_two_failures_one_stream() -> None:
+async def test_one_stream_survives_two_failures() -> None:
     workers = [failing(f"w{n}", how) for n, how in enumerate(("disconnect", "error", "disconnect"))]
     async with frontend(*workers) as kit:
         good = ScriptedWorker("w9")
@@ -535,7 +534,7 @@ async def test_two_failures_one_stream() -> None:
         assert [fact.attempt for fact in kit.said(RequestMigrated)] == [2, 3, 4]
 
 
-async def test_a_client_that_goes_while_nobody_can_go_on() -> None:
+async def test_a_client_that_leaves_while_no_worker_can_continue() -> None:
     async with frontend(failing("w1", "silence"), reroute_s=5.0) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
         await until(lambda: kit.director.driver.waiting.parked)
@@ -546,7 +545,7 @@ async def test_a_client_that_goes_while_nobody_can_go_on() -> None:
         assert not kit.director.driver.waiting.parked
 
 
-async def test_unhealthy_moves_at_once_and_draining_waits_for_the_worker() -> None:
+async def test_an_unhealthy_worker_is_left_at_once_and_a_draining_one_waits() -> None:
     first, other = ScriptedWorker("w1", step_s=0.02), ScriptedWorker("w2", step_s=0.02)
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -562,7 +561,7 @@ async def test_unhealthy_moves_at_once_and_draining_waits_for_the_worker() -> No
         await until(lambda: first.active == 0)
 
 
-async def test_a_slow_worker_is_not_left_for_nowhere() -> None:
+async def test_a_slow_worker_is_not_left_without_a_target() -> None:
     only = ScriptedWorker("w1", step_s=0.02)
     async with frontend(only) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
@@ -571,16 +570,16 @@ async def test_a_slow_worker_is_not_left_for_nowhere() -> None:
         assert text_of(await asking) == EXACT
 
 
-# --- what is carried over the cut -------------------------------------------------------------------------
+# --- state carried across the cut -------------------------------------------------------------------------
 
 
 def bytes_of(text: str) -> list[int]:
-    """Return the tokens of a text's single bytes: every character is cut."""
+    """Return one token per byte of a text: every character is cut."""
     return [next(i for i in range(3, 259) if TOKENS.bytes_of(i) == bytes([b])) for b in text.encode()]
 
 
 def reciting(tokens: Sequence[int]) -> Any:
-    """Return a `follow` that recites `tokens` after the prompt, whoever goes on with it."""
+    """Return a `follow` that recites `tokens` after the prompt, on any worker."""
     return lambda sequence: tokens[len(sequence) - len(PROMPT)]
 
 
@@ -598,7 +597,7 @@ async def test_characters_survive_a_cut_inside_them(cut: int) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("cut", [1, 3, 5, 7])
-async def test_a_stop_string_is_seen_over_the_cut(cut: int, stream: bool) -> None:
+async def test_a_stop_string_is_detected_across_the_cut(cut: int, stream: bool) -> None:
     tokens = bytes_of("abc STOP def")
     first, other = failing("w1", "disconnect", cut), ScriptedWorker("w2")
     first.follow = other.follow = reciting(tokens)
@@ -619,7 +618,7 @@ async def test_a_stop_string_is_seen_over_the_cut(cut: int, stream: bool) -> Non
         await until(lambda: other.active == 0)
 
 
-async def test_logprobs_continue_over_the_cut() -> None:
+async def test_logprobs_continue_across_the_cut() -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
         await first_goes_to(kit, first, other)
@@ -629,7 +628,7 @@ async def test_logprobs_continue_over_the_cut() -> None:
         assert "".join(shown["tokens"]) == EXACT
 
 
-# --- the arithmetic ---------------------------------------------------------------------------------------
+# --- classification ---------------------------------------------------------------------------------------
 
 
 def test_errors_are_classified_by_their_first_word() -> None:

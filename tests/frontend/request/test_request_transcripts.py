@@ -1,22 +1,22 @@
-"""How a frontend treats each failure, as transcripts: commands, and the effects that were recorded behind them.
+"""Transcripts of a frontend's handling of each failure: commands with their recorded effects.
 
 A transcript is a text file in `transcripts/`. A command is followed by its effects, which are indented:
 
     # What this step shows.
     w1 disconnects
         w2 <- generate r1 tokens=3+2 …      what a worker was sent: prompt + replayed tokens
-        r1 -> tokens 3                      what the client got; a token that no undisturbed answer has there is marked
+        r1 -> tokens 3                      what the client received; a token that no undisturbed answer has there is marked
         fact request_migrated r1 …          what was observed, without fields that have their default
         counted attempt_failed …            counters that were increased
         now parked=1                        gauges that have changed
 
-`case` begins a new frontend, `frontend` sets its settings, `worker` lets a worker join, `request` lets a client ask, `journal`
-lets the frontend read a fact. Only `wait` lets (virtual) time pass; its effects say when they came. `Script` in `transcript.py`
-has all commands. If the requests of a case leave anything behind, that is recorded, too.
+`case` starts a new frontend, `frontend` sets its settings, `worker` adds a worker, `request` sends a client's request, `journal`
+makes the frontend read a fact. Only `wait` advances (virtual) time; its effects have their times. `Script` in `transcript.py`
+lists all commands. If the requests of a case leave anything behind, that is recorded, too.
 
     pytest tests/frontend/request/test_request_transcripts.py --rewrite-transcripts
 
-records all effects anew. Review the difference as you review code: the transcripts are the specification.
+records all effects again. Review the difference like code: the transcripts are the specification.
 """
 
 from difflib import unified_diff
@@ -27,13 +27,13 @@ from transcript import CANNOT, play, transcripts
 
 
 def difference(path: Path, recorded: str, found: str) -> str:
-    """Return how what was found differs from what is recorded; empty if it does not."""
+    """Return the difference between the recorded and the found transcript; empty if there is none."""
     lines = unified_diff(recorded.splitlines(), found.splitlines(), path.name, "now", lineterm="", n=8)
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("path", transcripts(), ids=lambda path: path.stem)
-def test_a_transcript_holds(path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_transcript_matches(path: Path, request: pytest.FixtureRequest) -> None:
     recorded = path.read_text()
     found = play(recorded)
     if request.config.getoption("rewrite_transcripts"):
@@ -46,13 +46,13 @@ def test_a_transcript_holds(path: Path, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("path", transcripts(), ids=lambda path: path.stem)
-def test_a_transcript_begins_with_what_it_shows(path: Path) -> None:
+def test_a_transcript_starts_with_its_description(path: Path) -> None:
     first, _, _ = path.read_text().partition("\n\n")
     assert all(line.startswith("# ") for line in first.splitlines())
 
 
 @pytest.mark.parametrize("path", transcripts(), ids=lambda path: path.stem)
-def test_a_transcript_has_no_mistakes(path: Path) -> None:
+def test_a_transcript_has_no_errors(path: Path) -> None:
     assert CANNOT not in path.read_text() and "LEFT BEHIND" not in path.read_text()
 
 
@@ -76,6 +76,6 @@ def test_a_damaged_transcript_fails(was: str, becomes: str) -> None:
     assert difference(path, damaged, play(damaged))
 
 
-def test_playing_twice_gives_the_same() -> None:
+def test_playing_twice_gives_the_same_result() -> None:
     (path,) = (path for path in transcripts() if path.stem == "connection_broken")
     assert play(path.read_text()) == play(path.read_text())

@@ -1,4 +1,4 @@
-"""What a client may override for the choice of its worker, in headers."""
+"""Routing overrides: router settings in a client's headers."""
 
 import pytest
 
@@ -19,20 +19,20 @@ def override(**headers: str) -> RouterSettings | None:
     return read_overrides([(b"Host", b"x"), *given, (b"X-Request-Id", b"1")], OURS).router
 
 
-def test_without_a_wish_the_frontends_own_settings_hold() -> None:
+def test_without_overrides_the_frontends_own_settings_apply() -> None:
     assert read_overrides([(b"Host", b"x"), (b"X-Holdfast-Worker", b"w1")], OURS) == RoutingOverrides(
         None, False
     )
 
 
-def test_an_explanation_may_be_wished_for() -> None:
+def test_an_explanation_can_be_requested() -> None:
     assert read_overrides([(b"X-Holdfast-Explain", b"1")], OURS) == RoutingOverrides(None, True)
     assert read_overrides([(b"X-Holdfast-Explain", b"0")], OURS) == RoutingOverrides(None, False)
-    with pytest.raises(ApiError, match="the header X-Holdfast-Explain is 'yes': it must be 1, or 0"):
+    with pytest.raises(ApiError, match="the header X-Holdfast-Explain is 'yes': it must be 0 or 1"):
         read_overrides([(b"X-Holdfast-Explain", b"yes")], OURS)
 
 
-def test_a_wish_lies_over_them_and_is_named_as_its_flag() -> None:
+def test_an_override_replaces_a_setting_and_is_named_like_its_flag() -> None:
     assert header("kv_overlap_score_credit") == "X-Holdfast-Router-Kv-Overlap-Score-Credit"
     got = override(mode="random", temperature="0.5", track_prefill_tokens="false")
     assert got == OURS.model_copy(
@@ -54,11 +54,11 @@ def test_a_wish_lies_over_them_and_is_named_as_its_flag() -> None:
             "Prefill-Load-Scale is '1e308': input should be less than or equal to",
         ),
         ("prefill_load_scale", "much", "Prefill-Load-Scale is 'much': input should be a valid number"),
-        ("ttl_secs", "1", "X-Holdfast-Router-Ttl-Secs is not known; there are X-Holdfast-Router-Mode"),
-        ("moode", "kv", "X-Holdfast-Router-Moode is not known"),
+        ("ttl_secs", "1", "X-Holdfast-Router-Ttl-Secs is unknown; available are X-Holdfast-Router-Mode"),
+        ("moode", "kv", "X-Holdfast-Router-Moode is unknown"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused_with_a_sentence(name: str, value: str, says: str) -> None:
+def test_an_invalid_override_is_refused_with_a_message(name: str, value: str, says: str) -> None:
     with pytest.raises(ApiError, match=says.replace(".", r"\.")) as caught:
         override(**{name: value})
     assert (caught.value.status, caught.value.code, caught.value.param) == (
@@ -69,12 +69,12 @@ def test_a_wish_that_makes_no_sense_is_refused_with_a_sentence(name: str, value:
 
 
 @pytest.mark.parametrize("name", ["X-Holdfast-Router-Temperature", "X-Holdfast-Explain"])
-def test_a_wish_that_is_said_twice_is_refused(name: str) -> None:
+def test_a_repeated_override_is_refused(name: str) -> None:
     twice = [(name.encode(), b"1"), (name.lower().encode(), b"0")]
     with pytest.raises(ApiError, match=f"the header {name} is given more than once"):
         read_overrides(twice, OURS)
     read_overrides([(b"X-Holdfast-Worker", b"w1"), (b"X-Holdfast-Worker", b"w2")], OURS)
 
 
-def test_every_wish_is_a_setting() -> None:
+def test_every_override_is_a_setting() -> None:
     assert set(OVERRIDABLE) <= set(RouterSettings.model_fields)

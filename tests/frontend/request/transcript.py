@@ -1,4 +1,7 @@
-"""Plays transcripts: files of commands with their recorded effects. `test_request_transcripts` describes the format."""
+"""Plays transcripts: files of commands with recorded effects.
+
+`test_request_transcripts` describes the format.
+"""
 
 import asyncio
 import json
@@ -19,13 +22,13 @@ from events.fact import Decision, Fact
 from events.wire import Chunk, Load, Logprob
 
 INDENT = "    "  # of effects, below their command
-CANNOT = "CANNOT: "  # before the reason why a command cannot be carried out
+CANNOT = "CANNOT: "  # before the reason why a command cannot be executed
 CANARY = {"canary_key": "k", "canary": "c1", "check_type": "scheduled", "sent_under": 99, "latency_ms": 1.0}
-OUTSIDE = 10**6  # no token of any vocabulary
+OUTSIDE = 10**6  # a token outside any vocabulary
 
 
 def play(text: str) -> str:
-    """Return a transcript with the effects that its commands have now. Each case has a loop of its own, which begins anew."""
+    """Return a transcript with the current effects of its commands. Each case has its own event loop, starting at time 0."""
     cases: list[list[str]] = [[]]
     for line in text.splitlines():
         if line.startswith("case "):
@@ -40,7 +43,7 @@ def play(text: str) -> str:
 
 
 async def _play(lines: Sequence[str]) -> list[str]:
-    """Play one case. Whatever its requests leave behind is recorded below its last command."""
+    """Play one case. Anything that its requests leave behind is recorded after its last command."""
     script = Script()
     played: list[str] = []
     end = 0
@@ -58,17 +61,17 @@ async def _play(lines: Sequence[str]) -> list[str]:
 
 
 class Script:
-    """Carries out the commands of one case.
+    """Executes the commands of one case.
 
-    frontend SETTING=… | drains | ends      settings, before all else; the frontend shuts down
-    worker W FIELD=…                        a worker joins (fields of `WorkerJoined` and `Profile`; kv=true)
-    request R FIELD=…                       a client asks (fields of the body, and what `TranscriptFrontend.ask` has)
-    R leaves                                its client closes the connection
-    wait SECONDS                            time passes, with the frontend's ticks
-    journal FACT [W] FIELD=…                the frontend reads a fact
-    W sends R tokens=2 | wrong=2 | invalid=1 | text=… | finish=… | error=… | cached=… | logprob=…
-    W reserves R cached=… | declines R why=… | commits R source=W2 unsaid=… [differs]
-    W disconnects | hangs | connects | refuses | drains | reports FIELD=… (fields of `Load`)
+        frontend SETTING=… | drains | ends      settings, before all else; the frontend shuts down
+        worker W FIELD=…                        a worker joins (fields of `WorkerJoined` and `Profile`; kv=true)
+        request R FIELD=…                       a client's request (fields of the body, and those of `TranscriptFrontend.ask`)
+        R leaves                                its client closes the connection
+        wait SECONDS                            time passes, with the frontend's ticks
+        journal FACT [W] FIELD=…                the frontend reads a fact
+        W sends R tokens=2 | wrong=2 | invalid=1 | text=… | finish=… | error=… | cached=… | logprob=…
+        W reserves R cached=… | declines R why=… | commits R source=W2 unsaid=… [differs]
+        W disconnects | hangs | connects | refuses | drains | reports FIELD=… (fields of `Load`)
 
     R[1] is a choice of a request with several. `wrong` tokens are those of a corrupt worker.
     """
@@ -81,7 +84,7 @@ class Script:
         self._requests: set[str] = set()
 
     def recorded(self) -> list[str]:
-        """Return what has been recorded since the last time."""
+        """Return the lines recorded since the last call."""
         lines, self._lines = self._lines, []
         return [INDENT + line for line in lines]
 
@@ -99,13 +102,13 @@ class Script:
         return self._made
 
     async def end(self) -> None:
-        """End the case. Whatever its requests leave behind is recorded."""
+        """End the case, and record anything that its requests leave behind."""
         if self._made is not None:
             await self._made.close()
             self._lines = [f"LEFT BEHIND: {what}" for what in self._made.leftovers()]
 
     async def carry_out(self, command: str) -> None:
-        """Carry out one command, and all that follows from it at once."""
+        """Execute one command, and record its immediate effects."""
         if command.startswith("case "):
             return
         verb, *rest = shlex.split(command)
@@ -218,7 +221,7 @@ def _fact(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str
 
 
 def _canary(frontend: TranscriptFrontend, name: str, worker: str, fields: dict[str, Any]) -> Fact:
-    """Return the result of a canary; one that failed is confirmed against an agreed golden."""
+    """Return the result of a canary; a failed one is confirmed against an agreed golden."""
     fields = {"sent_at": frontend.now(), **CANARY, **fields}
     if name == "canary_failed":
         found = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed", "attempts": 2}
@@ -281,7 +284,7 @@ FACTS: dict[str, Callable[[TranscriptFrontend, str, str, dict[str, Any]], Fact]]
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    """Return the values of `name=value` words: JSON where they are that, else text."""
+    """Return the values of `name=value` words: JSON if valid, otherwise text."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -295,7 +298,7 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their groups: `stall.floor_s` is `floor_s` of `stall`."""
+    """Return settings by group: `stall.floor_s` is `floor_s` of `stall`."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         *groups, last = name.split(".")

@@ -1,6 +1,7 @@
-"""A whole frontend in virtual time, before a scripted request plane: all of the transcripts that touches the frontend's classes.
+"""A whole frontend in virtual time, with a scripted request plane.
 
-A rewrite of the frontend changes this module and leaves the transcripts as they are.
+It is the only part of the transcripts that depends on the frontend's classes. A rewrite of the frontend changes this module and
+leaves the transcripts unchanged.
 """
 
 import asyncio
@@ -26,17 +27,17 @@ from events.observations import KvLayout, TrafficReported
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 TICK_S = 0.1
-CHECKS = 10  # ticks from one look at silent clients to the next
-TURNS = 15  # of the loop, in which everything that one command has caused is done
+CHECKS = 10  # ticks between two checks for silent clients
+TURNS = 15  # of the event loop, enough to complete everything caused by one command
 KV = KvLayout(layers=2, kv_heads=2, head_size=8, element_bytes=2)
 TOKEN_OF = {TOKENS.decode([token]): token for token in range(FIRST, LAST + 1)}
 HIDDEN = {
     "frontend", "instance", "source_instance", "target_instance", "routed_under", "window_s", "sampling",
     "fingerprint", "since", "until",
 }  # fmt: skip
-UNREMARKABLE = (("model", "m"), ("dropped", 0))  # values that are left out, too
+UNREMARKABLE = (("model", "m"), ("dropped", 0))  # values that are omitted, too
 RETRY_HEADERS = ("Retry-After", "retry-after-ms", "x-should-retry")
-COUNTERS = {  # metrics whose changes are shown, by the name that a transcript gives them
+COUNTERS = {  # metrics with recorded changes, and their names in a transcript
     "dynamo_frontend_requests_total": "ended",
     "dynamo_frontend_model_cancellation_total": "cancelled",
     "dynamo_frontend_model_rejection_total": "rejected",
@@ -67,7 +68,7 @@ class LoopClock:
 
 
 class Client(asyncio.Transport):
-    """A client's connection: it reads at once, and compares each token with the one of an undisturbed answer."""
+    """A client's connection: it reads at once, and compares each token with that of an undisturbed answer."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Client(asyncio.Transport):
         *,
         texts: bool,
     ) -> None:
-        """`texts`: texts are recorded as they are, since the engines give text and no tokens."""
+        """Start without output. `texts`: record text unchanged, because the engines return text without tokens."""
         super().__init__()
         self._name, self._prompt, self._seeds, self._record = name, prompt, seeds, record
         self._texts = texts
@@ -90,7 +91,7 @@ class Client(asyncio.Transport):
         if text.startswith("HTTP/"):
             head, _, text = text.partition("\r\n\r\n")
             self._record(f"{self._name} -> {head.split()[1]}{_worker(_headers(head))}")
-        words: dict[int, list[str]] = {}  # tokens of one choice that follow one another
+        words: dict[int, list[str]] = {}  # consecutive tokens of each choice
         for line in text.splitlines():
             if line.startswith(":"):
                 self._flush(words)
@@ -119,7 +120,7 @@ class Client(asyncio.Transport):
         words.clear()
 
     def answered(self, choice: int, texts: Sequence[str]) -> None:
-        """Record tokens that have come, by their texts."""
+        """Record arrived tokens, by their texts."""
         got, said = self._got[choice], self._of(choice)
         if self._texts:
             self._record(f"{said} -> text {''.join(texts)!r}")
@@ -139,7 +140,7 @@ class Client(asyncio.Transport):
                 first = last + 1
 
     def _kind(self, choice: int, token: int) -> str:
-        """Return how a token compares with what had to follow."""
+        """Return how a token compares with the expected one."""
         got, seed = self._got[choice], self._seeds[choice]
         if continuation(self._prompt, len(got) + 1, seed) == [*got, token]:
             return ""
@@ -149,7 +150,7 @@ class Client(asyncio.Transport):
         return f"{self._name}[{choice}]" if len(self._seeds) > 1 else self._name
 
     def whole(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-        """Record an answer that came in one piece."""
+        """Record an answer that is not streamed."""
         self._record(f"{self._name} -> 200{_worker(headers)}")
         for choice in body["choices"]:
             self.answered(choice["index"], _pieces(choice["text"]))
@@ -167,10 +168,10 @@ class Client(asyncio.Transport):
 
 
 class TranscriptFrontend:
-    """One frontend. Everything that can be seen of it from outside goes to `record`."""
+    """One frontend. Everything visible from outside is passed to `record`."""
 
     def __init__(self, settings: Mapping[str, Any], record: Callable[[str], None]) -> None:
-        """Start on the loop that runs, with no workers."""
+        """Start on the running loop, without workers."""
         self._record = record
         self.plane = ScriptedPlane(record)
         self._clock = LoopClock()
@@ -198,7 +199,8 @@ class TranscriptFrontend:
         profile = PROFILE
         if kv:
             changes["kv"] = KV
-            profile = replace(profile, prefill_tokens_per_s=100.0)  # a transfer is worth it at any length
+            # a transfer is faster than recomputing at any length
+            profile = replace(profile, prefill_tokens_per_s=100.0)
         profile = replace(profile, **{name: changes.pop(name) for name in known & changes.keys()})
         instance = changes.pop("instance", "i1")
         fact = joined(ScriptedWorker(worker, instance), tp=tp, profile=profile, url="virtual:", **changes)
@@ -206,15 +208,15 @@ class TranscriptFrontend:
         self.read_journal(fact)
 
     def instance(self, worker: str) -> str:
-        """Return the present instance of a worker."""
+        """Return the current instance of a worker."""
         return self._fleet.workers[worker].joined.instance
 
     def health(self, worker: str) -> Any:
-        """Return the status that the journal has of a worker's health."""
+        """Return a worker's health status in the journal."""
         return self._fleet.workers[worker].health.status
 
     def now(self) -> datetime:
-        """Return the instant."""
+        """Return the current time."""
         return self._clock.now()
 
     def read_journal(self, *facts: Fact) -> None:
@@ -229,7 +231,7 @@ class TranscriptFrontend:
         self._director.absorb(self._fleet, batch)
 
     def changed(self) -> None:
-        """Let the frontend notice that a connection has come or gone, or what a worker has reported."""
+        """Notify the frontend of a changed connection or a worker's report."""
         self._director.changed()
 
     # --- clients ------------------------------------------------------------------------------------------
@@ -239,8 +241,11 @@ class TranscriptFrontend:
         queue_ttl_ms: float = 0.0, retries: int = 0, stream: bool = True, n: int = 1, shown: str = "tokens",
         stop_text: int = 0, stop_token: int = 0, **body: Any,
     ) -> None:  # fmt: skip
-        """Let a client send a completion request. `like`: a request whose prompt it shares; `shown`: tokens or text; `stop_text`
-        and `stop_token`: the number of the answer's token that ends it, by its text or by its id."""
+        """Send a completion request of a client.
+
+        `like`: a request with the same prompt. `shown`: tokens or text. `stop_text` and `stop_token`: the number of the
+        answer's token that ends it, by its text or by its id.
+        """
         tokens = self._prompts.get(like)
         if tokens is None:
             tokens = [FIRST + (100 * len(self._prompts) + place) % (LAST - FIRST) for place in range(prompt)]
@@ -276,13 +281,13 @@ class TranscriptFrontend:
         self._record(" ".join([f"{name} -> {response.status} {answer['error']['code']}", *hints]))
 
     def leave(self, name: str) -> None:
-        """Let a client close its connection."""
+        """Close a client's connection."""
         self._asking[name].cancel()
 
     # --- time ---------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Let everything happen that is due now."""
+        """Run everything that is due now."""
         for _ in range(TURNS):
             await asyncio.sleep(0)
 
@@ -306,14 +311,14 @@ class TranscriptFrontend:
         return asyncio.get_running_loop().time() - self._began
 
     def shut_down(self, *, at_once: bool) -> None:
-        """Let no new request in; `at_once`: end everything with an error."""
+        """Stop admitting requests; `at_once`: end everything with an error."""
         if at_once:
             self._endpoints.cut_off()
         else:
             self._endpoints.drain()
 
     async def close(self) -> None:
-        """Let all clients go."""
+        """Disconnect all clients."""
         for task in self._asking.values():
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
@@ -321,7 +326,7 @@ class TranscriptFrontend:
         await self._endpoints.close()
 
     def leftovers(self) -> list[str]:
-        """Return what is still there of requests that are over: there must be nothing."""
+        """Return what is left of ended requests: there must be nothing."""
         found = []
         for name, there in self.plane.workers.items():
             found += [f"stream {stream.name} at {name}" for stream in there.open.values()]
@@ -335,10 +340,10 @@ class TranscriptFrontend:
         found += [f"slot {name}" for name, _ in self._director.routing.slots.requests()]
         return found
 
-    # --- what is counted ----------------------------------------------------------------------------------
+    # --- counters and gauges ------------------------------------------------------------------------------
 
     def record_counts(self) -> None:
-        """Record the metrics that have changed since the last time."""
+        """Record the metrics that have changed since the last call."""
         before, self._counts = self._counts, self._read_counts()
         counted, gauges = [], []
         for name in sorted(self._counts.keys() | before.keys()):
@@ -380,7 +385,7 @@ class TranscriptFrontend:
 
 
 def _pieces(text: str) -> list[str]:
-    """Return the texts of the tokens that make a text; the text itself if it is none of theirs."""
+    """Return the texts of a text's tokens; the text itself if it does not consist of tokens."""
     tokens = TOKENS.encode(text, special=False)
     pieces = [TOKENS.decode([token]) for token in tokens]
     return pieces if all(piece in TOKEN_OF for piece in pieces) else [text]
@@ -392,7 +397,7 @@ def _headers(head: str) -> dict[str, str]:
 
 
 def _worker(headers: Mapping[str, str]) -> str:
-    """Return what a response's headers say of its worker."""
+    """Return the part of a response's headers about its worker."""
     shown = {"worker": headers.get("X-Holdfast-Worker"), "suspect": headers.get("X-Holdfast-Suspect")}
     return "".join(f" {name}={value}" for name, value in shown.items() if value)
 

@@ -1,4 +1,4 @@
-"""What a busy turn of the loop says to a worker over its port leaves together, in order, and nothing of it is lost."""
+"""Frames to a worker's port from one busy turn of the loop leave together, in order, and none is lost."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from events.wire import Cancel, Chunk, Generate, Hello, Proof, Sampling, Stay, W
 
 
 class Socket(asyncio.Transport):
-    """A connection whose writes are kept."""
+    """A connection that records its writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Socket(asyncio.Transport):
 
     @property
     def frames(self) -> list[list[wire.ToWorker]]:
-        """What each write said."""
+        """The frames of each write."""
         return [[wire.to_worker.decode(body) for body in wire.Splitter().feed(data)] for data in self.writes]
 
 
 class Ear:
-    """A sink that hears only of the end."""
+    """A sink that records only the end."""
 
     def __init__(self) -> None:
         self.end = ""
@@ -56,7 +56,7 @@ class Ear:
 
 
 async def connected() -> tuple[TcpConnection, Socket]:
-    """Return a connection that has been welcomed and whose last turn was busy, and its socket, whose writes are forgotten."""
+    """Return a welcomed connection after a busy turn, and its socket, without the writes so far."""
     connection, socket = TcpConnection("f0", HangPolicy(), lambda: None), Socket()
     connection.connection_made(socket)
     assert socket.frames == [[Hello("f0")]]
@@ -72,7 +72,7 @@ def question(tokens: int = 1) -> Generate:
     return Generate(0, "r", [1] * tokens, tokens, Sampling(max_tokens=64))
 
 
-async def test_what_one_turn_says_is_one_write_in_its_order() -> None:
+async def test_frames_of_one_turn_are_one_write_in_order() -> None:
     connection, socket = await connected()
     for stream in (1, 2, 3):
         connection.open(stream, question(), Ear())
@@ -85,7 +85,7 @@ async def test_what_one_turn_says_is_one_write_in_its_order() -> None:
     assert [frame.stream for frame in said if not isinstance(frame, Hello | Proof)] == [1, 2, 3, 2, 3]
 
 
-async def test_where_turns_say_one_thing_each_nothing_waits_for_their_end() -> None:
+async def test_with_one_frame_per_turn_none_waits_for_the_end_of_the_turn() -> None:
     connection, socket = await connected()
     written = []
     for stream in (1, 2, 3):
@@ -93,10 +93,10 @@ async def test_where_turns_say_one_thing_each_nothing_waits_for_their_end() -> N
         written.append(len(socket.writes))
         await asyncio.sleep(0)
         assert len(socket.writes) == stream
-    assert written == [0, 2, 3], "only the first one waited: the turn before had been busy"
+    assert written == [0, 2, 3], "only the first one waited, because the turn before was busy"
 
 
-async def test_the_first_of_a_burst_leaves_at_once_and_before_the_others() -> None:
+async def test_the_first_frame_of_a_burst_leaves_at_once_and_before_the_others() -> None:
     connection, socket = await connected()
     connection.open(1, question(), Ear())
     await asyncio.sleep(0)
@@ -108,7 +108,7 @@ async def test_the_first_of_a_burst_leaves_at_once_and_before_the_others() -> No
     assert streams == [[1], [2], [3, 4]]
 
 
-async def test_what_has_gathered_counts_as_not_read_by_the_worker() -> None:
+async def test_gathered_frames_count_as_not_read_by_the_worker() -> None:
     connection, socket = await connected()
     socket.unsent = WRITE_BYTES_MAX - 100
     connection.open(1, question(), Ear())
@@ -119,7 +119,7 @@ async def test_what_has_gathered_counts_as_not_read_by_the_worker() -> None:
     assert [frame.stream for frame in socket.frames[0] if isinstance(frame, Generate)] == [1, 2]
 
 
-async def test_what_was_said_before_a_connection_is_let_go_of_still_leaves() -> None:
+async def test_frames_sent_before_a_connection_is_closed_still_leave() -> None:
     connection, socket = await connected()
     connection.open(1, question(), Ear())
     connection.cancel(1, "gone")
@@ -129,7 +129,7 @@ async def test_what_was_said_before_a_connection_is_let_go_of_still_leaves() -> 
     assert len(socket.writes) == 1
 
 
-async def test_a_connection_that_breaks_before_the_turn_is_over_takes_its_requests_with_it() -> None:
+async def test_a_connection_that_breaks_before_the_end_of_the_turn_loses_its_requests() -> None:
     connection, socket = await connected()
     ear = Ear()
     connection.open(1, question(), ear)
@@ -140,7 +140,7 @@ async def test_a_connection_that_breaks_before_the_turn_is_over_takes_its_reques
     assert not socket.writes
 
 
-async def test_a_connection_that_is_dropped_says_nothing_more() -> None:
+async def test_an_aborted_connection_sends_nothing_more() -> None:
     connection, socket = await connected()
     ear = Ear()
     connection.open(1, question(), ear)

@@ -1,4 +1,4 @@
-"""Who does not know the fleet's key gets neither prompts nor answers, on whichever side of a connection he is."""
+"""A peer without the fleet key gets neither prompts nor answers, on either side of a connection."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ ASKED = Generate(0, "r", [300, 301, 302], 3, Sampling(max_tokens=4))
 
 
 class Ear:
-    """Who waits for a stream."""
+    """A sink that records the answer and its end."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -70,7 +70,7 @@ async def frontend(key: FleetKey | None, url: str) -> AsyncIterator[RequestPlane
 
 
 @pytest.mark.parametrize("key", [OURS, None])
-async def test_who_knows_the_key_is_served(key: FleetKey | None) -> None:
+async def test_a_peer_with_the_key_is_served(key: FleetKey | None) -> None:
     async with worker(key) as (server, url), frontend(key, url) as plane:
         await until(lambda: plane.reachable("w1", "i1"))
         ear = Ear()
@@ -80,8 +80,8 @@ async def test_who_knows_the_key_is_served(key: FleetKey | None) -> None:
         assert len(ear.tokens) == 4 and server.counters.strangers == 0
 
 
-async def test_the_key_is_asked_for_behind_the_broker_too(road: Road) -> None:
-    """What travels is the same on both roads; here the whole exchange goes over each."""
+async def test_the_key_is_required_over_the_broker_too(road: Road) -> None:
+    """The frames are the same on both roads; here the whole exchange uses each."""
     engine = SimulatedEngine(EngineShape())
     server = WorkerServer(worker="w1", instance="i1", engine=engine, key=OURS)
     await engine.start(server.deliver)
@@ -112,7 +112,7 @@ async def test_the_key_is_asked_for_behind_the_broker_too(road: Road) -> None:
         (OURS, OTHERS, "knows another one"),
     ],
 )
-async def test_whom_one_does_not_know_is_told_nothing(
+async def test_a_peer_without_the_key_receives_nothing(
     workers: FleetKey | None, frontends: FleetKey | None, why: str
 ) -> None:
     async with worker(workers) as (server, url), frontend(frontends, url) as plane:
@@ -123,7 +123,7 @@ async def test_whom_one_does_not_know_is_told_nothing(
 
 
 async def said_to(url: str, *frames: wire.ToWorker) -> list[wire.ToFrontend]:
-    """Say these to a worker without waiting for its answers; return all that it says until it closes."""
+    """Send these frames to a worker without waiting for its replies. Return all that it sends until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     writer.write(b"".join(wire.encode(frame) for frame in frames))
     async with asyncio.timeout(20):
@@ -142,7 +142,7 @@ async def said_to(url: str, *frames: wire.ToWorker) -> list[wire.ToFrontend]:
         (Proof(b"p" * 32), ASKED),
     ],
 )
-async def test_who_does_not_wait_for_the_answer_is_not_served_either(
+async def test_a_peer_that_does_not_wait_for_the_challenge_is_not_served_either(
     frames: tuple[wire.ToWorker, ...],
 ) -> None:
     async with worker(OURS) as (server, url):
@@ -151,8 +151,8 @@ async def test_who_does_not_wait_for_the_answer_is_not_served_either(
         assert server.counters.requests == 0 and not server.connections.any_greeted
 
 
-async def test_what_was_said_once_proves_nothing_again() -> None:
-    """Somebody who has seen a frontend connect says all that it said."""
+async def test_recorded_frames_prove_nothing_again() -> None:
+    """An observer of a frontend's handshake replays all its frames."""
     async with worker(OURS) as (server, url):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         ours = FrontendHandshake(OURS)
@@ -173,8 +173,8 @@ async def test_what_was_said_once_proves_nothing_again() -> None:
         assert server.counters.strangers == 1 and server.counters.requests == 0
 
 
-def test_a_workers_proof_is_none_of_a_frontend() -> None:
-    """Who asks a worker to prove itself cannot hand that on as his own proof, to it or to another one."""
+def test_a_workers_proof_is_not_valid_as_a_frontends() -> None:
+    """A proof requested from a worker cannot be passed on as one's own, to that worker or to another one."""
     first, second = WorkerHandshake(OURS), WorkerHandshake(OURS)
     asked = second.challenge(Hello("f1", nonce=b"n" * 16))
     assert asked is not None
@@ -186,7 +186,7 @@ def test_a_workers_proof_is_none_of_a_frontend() -> None:
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
-def test_nothing_but_the_proof_is_one(nonce: bytes, proof: bytes) -> None:
+def test_no_other_bytes_are_a_valid_proof(nonce: bytes, proof: bytes) -> None:
     side = FrontendHandshake(OURS)
     side.hello("f1")
     with pytest.raises(Stranger):
@@ -194,7 +194,7 @@ def test_nothing_but_the_proof_is_one(nonce: bytes, proof: bytes) -> None:
     assert not side.proven
 
 
-def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_key_is_created_once_and_readable_only_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "secrets" / "fleet.key"
     first, again = FleetKey.kept(path), FleetKey.kept(path)
     assert (
@@ -209,7 +209,7 @@ def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"), [(b"short\n", "holds 5 bytes"), (b"x" * 5000, "holds 4097 bytes")]
 )
-def test_what_is_no_key_is_refused_with_a_sentence(tmp_path: Path, content: bytes, why: str) -> None:
+def test_an_invalid_key_file_is_refused_with_a_message(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "key"
     with pytest.raises(BadSetting, match="No such file"):
         FleetKey.read(path)

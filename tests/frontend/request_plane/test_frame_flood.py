@@ -1,4 +1,7 @@
-"""A worker that sends more frames than an engine can compute loses its connection, and its streams go elsewhere at once."""
+"""A worker that sends more frames than an engine can compute loses its connection.
+
+Its streams move elsewhere at once.
+"""
 
 import asyncio
 
@@ -10,7 +13,7 @@ from events.intrusion.send_budget import Rate, TrafficLimit
 from events.wire import Beat, Chunk, Load, Step
 
 
-def test_an_honest_worker_is_far_below_its_budget() -> None:
+def test_a_real_engine_is_far_below_the_budget() -> None:
     budget = FrameBudget(0.0)
     for turn in range(2000):  # 1,000 steps and 10 MB in a second
         budget.frames, budget.size = budget.frames + 10, budget.size + 100_000
@@ -26,8 +29,8 @@ async def test_a_flood_ends_the_connection() -> None:
     assert (1, "disconnected") in heard
 
 
-async def test_the_budget_is_asked_in_time_however_small_it_is() -> None:
-    """What is counted before the budget is asked is a hundredth of the burst, also of a small one."""
+async def test_the_budget_is_checked_in_time_however_small_it_is() -> None:
+    """At most a hundredth of the burst is counted before the budget is checked, also of a small one."""
     limit = TrafficLimit(messages=Rate(per_s=1.0, burst=50.0), size=Rate(per_s=1e9, burst=1e9))
     connection, heard = connection_with(1)
     connection.budget = FrameBudget(asyncio.get_running_loop().time(), limit)

@@ -1,4 +1,4 @@
-"""A frontend before workers that are behind a real broker: what is otherwise there than at a worker's own port."""
+"""A frontend with workers behind a real broker: differences from a worker's own port."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ EXACT = load_tokens(BUILTIN).decode(undisturbed(PROMPT, COUNT))
 
 
 class Ear:
-    """A sink that keeps what it hears."""
+    """A sink that records the answer and its end."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -54,12 +54,12 @@ def question(count: int = 8) -> Generate:
 
 
 async def behind(broker: EmbeddedServer, name: str, **script: Any) -> ScriptedWorker:
-    """Return a worker with a connection to the broker of its own, which can be cut."""
+    """Return a worker with its own connection to the broker, which can be cut."""
     return ScriptedWorker(name, channels=await Channels.open(broker.url, name), **script)
 
 
 async def vanish(worker: ScriptedWorker) -> None:
-    """Let a worker's connection to the broker end as that of a killed process does."""
+    """End a worker's connection to the broker like that of a killed process."""
     assert worker.channels is not None
     await worker.channels.close()
 
@@ -71,7 +71,7 @@ async def stream(kit: Kit, **more: Any) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def before(broker: EmbeddedServer, *workers: ScriptedWorker, **settings: Any) -> AsyncIterator[Kit]:
-    """Run a frontend before workers of which the first gets the first request."""
+    """Run a frontend with workers, of which the first gets the first request."""
     async with through(broker) as road, frontend(road=road, **settings) as kit:
         await first_goes_to(kit, *workers)
         yield kit
@@ -81,7 +81,7 @@ def failures(kit: Kit) -> dict[tuple[str, ...], float]:
     return kit.counted("dynamo_frontend_model_migration_total", "migration_type")
 
 
-async def test_a_request_that_finds_no_responder_is_sent_elsewhere_and_costs_no_budget(
+async def test_a_request_without_a_responder_is_sent_elsewhere_and_costs_no_budget(
     nats_server: EmbeddedServer,
 ) -> None:
     first, other = await behind(nats_server, "w1"), await behind(nats_server, "w2")
@@ -93,12 +93,12 @@ async def test_a_request_that_finds_no_responder_is_sent_elsewhere_and_costs_no_
         assert (first.requests, len(other.requests)) == ([], 1)
         causes = [fact.cause for fact in kit.said(RequestMigrated)]
         asked = {("new_request",): 1}
-        # that it has gone may be noticed while it is asked, or before
+        # its end may be noticed during the request, or before
         assert (causes, failures(kit)) in ((["cannot_connect"], asked), ([], asked), ([], {}))
     await vanish(other)
 
 
-async def test_a_stream_whose_worker_vanishes_goes_on_elsewhere(nats_server: EmbeddedServer) -> None:
+async def test_a_stream_of_a_vanished_worker_continues_elsewhere(nats_server: EmbeddedServer) -> None:
     first, other = await behind(nats_server, "w1", step_s=0.01), await behind(nats_server, "w2")
     async with before(nats_server, first, other) as kit:
         answer = asyncio.create_task(stream(kit))
@@ -111,7 +111,7 @@ async def test_a_stream_whose_worker_vanishes_goes_on_elsewhere(nats_server: Emb
     await vanish(other)
 
 
-async def test_what_a_worker_never_read_has_found_no_responder_and_the_rest_is_disconnected() -> None:
+async def test_unread_requests_had_no_responder_and_the_others_are_disconnected() -> None:
     class Silent:
         taken, payload_max = 0, 1000
 
@@ -141,7 +141,7 @@ async def test_what_a_worker_never_read_has_found_no_responder_and_the_rest_is_d
 
 @dataclass
 class Busy:
-    """A broker's socket on which there is always something to read."""
+    """A broker's socket that always has something to read."""
 
     taken: int = 0
     waiting: int = 5000
@@ -155,20 +155,20 @@ class Busy:
     def forget(self, channel: Channel) -> None: ...
 
 
-async def test_a_silent_worker_is_judged_although_others_always_have_something_to_say() -> None:
+async def test_a_silent_worker_is_judged_although_others_send_all_the_time() -> None:
     busy = Busy()
     connection = ChannelConnection("f1", HangPolicy(), lambda: None)
     Channel(busy, "own", "other", lambda: connection).begin()
     assert connection.readable()
     busy.taken = 4999
-    assert connection.readable()  # what it may have said lies there unread
+    assert connection.readable()  # its frames may lie there unread
     busy.taken = 5000
-    assert not connection.readable()  # all has been read that lay there when its silence was noticed
+    assert not connection.readable()  # everything has been read that lay there when its silence was noticed
     busy.waiting = 0
     assert not connection.readable()
 
 
-async def test_a_frontend_without_the_broker_says_how_such_a_worker_is_reached(
+async def test_a_frontend_without_the_broker_reports_how_such_a_worker_is_reached(
     nats_server: EmbeddedServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     worker = await (await behind(nats_server, "w1")).start()
@@ -189,7 +189,7 @@ async def test_a_frontend_without_the_broker_says_how_such_a_worker_is_reached(
     await vanish(worker)
 
 
-async def test_one_frontend_reaches_workers_at_their_ports_and_behind_the_broker(
+async def test_one_frontend_reaches_workers_at_their_ports_and_through_the_broker(
     nats_server: EmbeddedServer,
 ) -> None:
     at_port, hidden = await ScriptedWorker("w1").start(), await behind(nats_server, "w2")
@@ -210,14 +210,14 @@ async def test_one_frontend_reaches_workers_at_their_ports_and_behind_the_broker
     await vanish(hidden)
 
 
-async def test_streams_stand_still_with_the_broker_and_go_on_exactly_when_it_is_back(
+async def test_streams_pause_with_the_broker_and_continue_exactly_when_it_is_back(
     own_nats: EmbeddedServer, background: Any, tmp_path: Path
 ) -> None:
     first, other = await behind(own_nats, "w1", step_s=0.04), await behind(own_nats, "w2", step_s=0.04)
     async with before(own_nats, first, other, reroute_s=20.0) as kit:
         await stream(
             kit, max_tokens=1
-        )  # copies of a prompt that nobody has read yet would all go to one worker
+        )  # copies of a prompt that no worker has read yet would all go to one worker
         answers = [asyncio.create_task(stream(kit, max_tokens=COUNT)) for _ in range(6)]
         await until(lambda: first.active and other.active and kit.plane.connected)
         await own_nats.kill()
@@ -233,19 +233,19 @@ async def test_streams_stand_still_with_the_broker_and_go_on_exactly_when_it_is_
     background.run(again.kill())
 
 
-async def test_a_broker_that_stands_still_for_a_while_costs_a_pause_and_no_token(
+async def test_a_stalled_broker_costs_a_pause_and_no_token(
     own_nats: EmbeddedServer,
 ) -> None:
     first, other = await behind(own_nats, "w1", step_s=0.01), await behind(own_nats, "w2", step_s=0.01)
     async with before(own_nats, first, other, reroute_s=20.0) as kit:
         await stream(
             kit, max_tokens=1
-        )  # copies of a prompt that nobody has read yet would all go to one worker
+        )  # copies of a prompt that no worker has read yet would all go to one worker
         answers = [asyncio.create_task(stream(kit, max_tokens=COUNT)) for _ in range(6)]
         await until(lambda: first.active and other.active)
         os.kill(own_nats.pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(3.0)  # longer than it takes to believe that all workers are silent
+            await asyncio.sleep(3.0)  # longer than it takes to consider all workers silent
         finally:
             os.kill(own_nats.pid, signal.SIGCONT)
         for answer in answers:
@@ -255,7 +255,7 @@ async def test_a_broker_that_stands_still_for_a_while_costs_a_pause_and_no_token
         await vanish(worker)
 
 
-async def test_a_long_prompt_and_a_large_answer_pass_a_broker_of_small_messages(
+async def test_a_long_prompt_and_a_large_answer_pass_a_broker_with_small_messages(
     background: Any, tmp_path: Path
 ) -> None:
     broker = background.run(start_nats(tmp_path / "small", max_payload=4096))

@@ -1,4 +1,4 @@
-"""Canaries without a mark go over a connection of their own, to workers that say that they answer both alike."""
+"""Unmarked canaries use their own connection, to workers that report treating both alike."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,9 +31,7 @@ async def planes_to(worker: ScriptedWorker) -> AsyncIterator[ProbePlanes]:
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("marked", [True, False])
-async def test_only_a_worker_that_answers_both_alike_gets_canaries_without_a_mark(
-    alike: bool, marked: bool
-) -> None:
+async def test_only_a_worker_that_treats_both_alike_gets_unmarked_canaries(alike: bool, marked: bool) -> None:
     worker = ScriptedWorker(alike=alike)
     async with planes_to(worker) as planes:
         asked = Generate(0, "r1", [1, 2, 3], 3, Sampling(max_tokens=4), canary=marked)

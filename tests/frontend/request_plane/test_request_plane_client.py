@@ -1,4 +1,4 @@
-"""The request plane's client side: connections kept up, streams told at once, nobody accused falsely."""
+"""The client side of the request plane: connections, notified streams, no worker blamed falsely."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ ENOUGH_S = 20.0
 
 
 class Ear:
-    """A sink that keeps what it hears."""
+    """A sink that records the answer and its end."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -86,7 +86,7 @@ async def test_a_stream_runs_to_its_end(road: Road) -> None:
         assert ear.flushes >= 1
 
 
-async def test_a_broken_connection_tells_every_stream_at_once_and_is_made_again(road: Road) -> None:
+async def test_a_broken_connection_notifies_every_stream_at_once_and_is_reestablished(road: Road) -> None:
     worker = ScriptedWorker(always=Act(after=3, how="stall"))
     async with plane_to(road, worker) as plane:
         ears = [Ear() for _ in range(5)]
@@ -99,7 +99,7 @@ async def test_a_broken_connection_tells_every_stream_at_once_and_is_made_again(
         await until(lambda: plane.connected == {"w1": "i1"})
 
 
-async def test_another_instance_at_the_address_is_not_taken_for_the_wanted_one(road: Road) -> None:
+async def test_another_instance_at_the_address_is_not_mistaken_for_the_wanted_one(road: Road) -> None:
     worker = await road.lay(ScriptedWorker(instance="i2")).start()
     plane = road.plane("f1")
     plane.want({"w1": Address("i1", worker.url)})
@@ -116,7 +116,7 @@ async def test_another_instance_at_the_address_is_not_taken_for_the_wanted_one(r
 
 
 async def test_n17_silence_with_open_streams_is_a_hang_within_a_second(road: Road) -> None:
-    """A worker whose collective hangs is found by its missing frames: NCCL's own watchdog waits ten minutes (N17)."""
+    """A worker with a hanging collective is detected by its missing frames; NCCL's own watchdog waits ten minutes (N17)."""
     quiet, other = ScriptedWorker("w1", always=Act(after=2, how="silence")), ScriptedWorker("w2")
     async with plane_to(road, quiet, other) as plane:
         ear = Ear()
@@ -126,12 +126,12 @@ async def test_n17_silence_with_open_streams_is_a_hang_within_a_second(road: Roa
         assert ear.end is not None and ear.end.startswith("stalled: no frame for")
         assert (
             0.3 < time.monotonic() - began < 5.0
-        )  # loose: test_hang_watch.py and test_late_process.py have no clock
+        )  # a loose limit: test_hang_watch.py and test_late_process.py use no clock
         assert plane.watch.hangs == 1
         assert not plane.reachable("w1", "i1")
 
 
-async def test_workers_that_share_a_process_and_fall_silent_together_are_given_time(road: Road) -> None:
+async def test_workers_of_one_process_that_fall_silent_together_get_more_time(road: Road) -> None:
     workers = [ScriptedWorker(f"w{n}", step_s=0.02) for n in range(3)]
     async with plane_to(road, *workers) as plane:
         house = {"w0": "h:1", "w1": "h:1", "w2": "h:2"}
@@ -150,7 +150,7 @@ async def test_workers_that_share_a_process_and_fall_silent_together_are_given_t
         assert ears[2].end is None
 
 
-async def test_silence_without_open_streams_is_nothing(road: Road) -> None:
+async def test_silence_without_open_streams_is_no_hang(road: Road) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker) as plane:
         worker.silent = True
@@ -158,57 +158,57 @@ async def test_silence_without_open_streams_is_nothing(road: Road) -> None:
         assert plane.connected == {"w1": "i1"}
 
 
-async def test_nobody_is_vouched_for_who_says_nothing(road: Road) -> None:
+async def test_a_silent_worker_does_not_count_as_recently_heard(road: Road) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker, limits=PlaneLimits(heard_s=0.3)) as plane:
         await until(lambda: plane.heard == {"w1": "i1"})
-        worker.silent = True  # idle: stopped, or behind a network that swallows everything
+        worker.silent = True  # idle: stopped, or behind a network that drops everything
         await until(lambda: plane.heard == {})
         assert plane.connected == {"w1": "i1"}
         worker.silent = False
         await until(lambda: plane.heard == {"w1": "i1"})
 
 
-async def test_a_stuck_engine_behind_a_live_loop_is_noticed_and_comes_back(road: Road) -> None:
+async def test_a_stuck_engine_with_a_live_loop_is_detected_and_recovers(road: Road) -> None:
     worker = ScriptedWorker(always=Act(after=2, how="stall"))
     async with plane_to(road, worker, ScriptedWorker("w2")) as plane:
         ear = Ear()
         plane.open("w1", "i1", question(), ear)
         await asyncio.wait_for(ear.done.wait(), 20)
         assert ear.end is not None and "its engine's step is" in ear.end
-        assert plane.connected["w1"] == "i1"  # the process lives
+        assert plane.connected["w1"] == "i1"  # the process is alive
         assert not plane.reachable("w1", "i1")
-        assert not plane.recently_heard("w1", "i1")  # nobody is who cannot be reached, whenever he spoke
+        assert not plane.recently_heard("w1", "i1")  # an unreachable worker never counts as recently heard
         await until(lambda: bool(worker.cancelled))
         worker.phase, worker.step_age_ms = "idle", 0.0
         await until(lambda: plane.reachable("w1", "i1") and plane.recently_heard("w1", "i1"))
 
 
-async def test_our_own_loop_standing_still_accuses_nobody(road: Road) -> None:
+async def test_a_blocked_local_loop_blames_no_worker(road: Road) -> None:
     worker = ScriptedWorker(step_s=0.02)
     async with plane_to(road, worker) as plane:
         ear = Ear()
         plane.open("w1", "i1", question(20), ear)
         await until(lambda: len(ear.tokens) >= 2)
-        time.sleep(0.8)  # noqa: ASYNC251 (the frontend's loop (and here the worker's) does nothing at all)
+        time.sleep(0.8)  # noqa: ASYNC251 (blocks the frontend's loop, and here the worker's)
         await asyncio.wait_for(ear.done.wait(), 20)
         assert (plane.watch.hangs, ear.end) == (0, "length")
         assert ear.tokens == undisturbed(PROMPT, 20)
 
 
-async def test_while_our_own_loop_stands_still_everybody_is_as_lately_heard_as_before(road: Road) -> None:
+async def test_while_the_local_loop_is_blocked_workers_stay_recently_heard(road: Road) -> None:
     worker = ScriptedWorker(step_s=0.02)
     async with plane_to(road, worker) as plane:
         ear = Ear()
         plane.open("w1", "i1", question(20), ear)
         await until(lambda: len(ear.tokens) >= 2)
         assert plane.recently_heard("w1", "i1")
-        time.sleep(0.5)  # noqa: ASYNC251 (twice as long as a worker may owe us a frame)
+        time.sleep(0.5)  # noqa: ASYNC251 (twice as long as a worker may send no frame)
         assert plane.recently_heard("w1", "i1")
         await asyncio.wait_for(ear.done.wait(), 20)
 
 
-async def test_a_request_that_is_too_large_for_a_frame_breaks_nobody_elses_stream(road: Road) -> None:
+async def test_a_request_too_large_for_a_frame_breaks_no_other_stream(road: Road) -> None:
     worker = ScriptedWorker(step_s=0.01)
     async with plane_to(road, worker) as plane:
         other, big = Ear(), Ear()
@@ -246,10 +246,10 @@ async def test_a_probe_gets_its_answer_and_its_errors(road: Road) -> None:
             async for _ in plane.ask("w1", question()):
                 pass
         with pytest.raises(WorkerUnreachable):
-            await anext(plane.ask("nobody", question()))
+            await anext(plane.ask("none", question()))
 
 
-def test_a_long_prefill_earns_a_longer_allowance() -> None:
+def test_a_long_prefill_gets_a_longer_limit() -> None:
     detector = HangDetector(HangPolicy(), 0.0)
     detector.opened(0.0)
     detector.heard_at = 30.0
@@ -271,7 +271,7 @@ def test_the_step_limit_follows_the_recent_step_time() -> None:
     assert detector.suspect(10.0)
 
 
-def test_our_lag_is_taken_off_before_anyone_is_judged() -> None:
+def test_our_own_lag_is_subtracted_before_a_worker_is_judged() -> None:
     detector = HangDetector(HangPolicy(), 0.0)
     detector.opened(0.0)
     assert detector.suspect(0.5)
@@ -279,7 +279,7 @@ def test_our_lag_is_taken_off_before_anyone_is_judged() -> None:
     assert not detector.suspect(0.5)
 
 
-async def test_the_workers_load_is_told_apart_from_our_share_of_it(road: Road) -> None:
+async def test_a_workers_external_load_is_separated_from_our_share(road: Road) -> None:
     worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
     async with plane_to(road, worker) as plane:
         for _ in range(3):
@@ -294,12 +294,12 @@ async def test_the_workers_load_is_told_apart_from_our_share_of_it(road: Road) -
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_others_have_at_each_rank_is_told_apart_from_ours() -> None:
+async def test_the_external_load_of_each_rank_is_separated_from_our_share() -> None:
     connections = Connections({"w1": Model("w1")}, lambda: None)
     connection = connections.connections["w1"]
 
     def others(*running: int) -> None:
-        """Let its ranks have two and three requests, and see how many of these are not ours."""
+        """Report two and three requests at its ranks, and check how many of these are not ours."""
         ranks = [Load(running=2, active_tokens=20), Load(running=3, active_tokens=30)]
         connections.say("w1", Beat("decode", 0.0, load=Load(running=5), ranks=ranks))
         expected = [Load(running=count, active_tokens=10 * count) for count in running]
@@ -319,10 +319,12 @@ async def test_what_others_have_at_each_rank_is_told_apart_from_ours() -> None:
     connections.cancel("w1", connections.open("w1", "i1", question(rank=1), Ear()), "gone")
     connections.say("w1", Beat("decode", 0.0))
     assert not connection.load.external_by_rank
-    assert not connection.load.ranks, "remembered for ever of a worker that does not say what each rank has"
+    assert not connection.load.ranks, (
+        "an entry per rank would be kept forever for a worker that does not report its ranks"
+    )
 
 
-async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for_us_or_stuck(
+async def test_an_engine_busy_with_other_requests_is_distinguished_from_one_busy_with_ours_or_stuck(
     road: Road,
 ) -> None:
     worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
@@ -335,7 +337,7 @@ async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for
         plane.open("w1", "i1", question(), Ear())
         await until(lambda: (plane.load("w1") or Load()).running == 1)
         await asyncio.sleep(0.2)
-        assert not plane.others_work("w1", 3, begun=False)  # our own question is all that it works on
+        assert not plane.others_work("w1", 3, begun=False)  # it works only on our own request
         stranger.open("w1", "i1", question(), Ear())
         await until(lambda: plane.others_work("w1", 3, begun=False) == "before")
         assert plane.others_work("w1", 3, begun=True) == "before"
@@ -369,9 +371,7 @@ async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for
         "nats:plane.w1.*",
     ],
 )
-async def test_a_worker_that_registers_nonsense_as_its_address_is_unreachable_and_no_more(
-    road: Road, url: str
-) -> None:
+async def test_a_worker_that_registers_an_invalid_address_is_only_unreachable(road: Road, url: str) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker) as plane:
         plane.want({"w1": Address("i1", worker.url), "odd": Address("i1", url)})
@@ -381,7 +381,7 @@ async def test_a_worker_that_registers_nonsense_as_its_address_is_unreachable_an
         plane.want({"w1": Address("i1", worker.url)})
 
 
-async def test_a_worker_that_owes_frames_for_a_quarter_of_a_second_is_asked_last_before_it_counts_as_hung(
+async def test_a_worker_without_frames_for_a_quarter_of_a_second_is_asked_last_before_it_counts_as_hung(
     road: Road,
 ) -> None:
     busy, idle = ScriptedWorker("w1", step_s=0.01), ScriptedWorker("w2")
@@ -395,7 +395,7 @@ async def test_a_worker_that_owes_frames_for_a_quarter_of_a_second_is_asked_last
         assert plane.recently_heard("w2", idle.instance)
 
 
-async def test_a_worker_that_is_slow_to_welcome_us_is_not_asked_again_and_again() -> None:
+async def test_a_worker_with_a_slow_welcome_is_not_dialed_repeatedly() -> None:
     visits: list[asyncio.StreamWriter] = []
 
     async def visited(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -421,7 +421,7 @@ async def test_a_worker_that_is_slow_to_welcome_us_is_not_asked_again_and_again(
 
 
 class Jammed(TcpDialer):
-    """A dialer that connects nobody for a while."""
+    """A dialer that establishes no connection for a while."""
 
     def __init__(self) -> None:
         self.free = asyncio.Event()
@@ -430,9 +430,7 @@ class Jammed(TcpDialer):
         await self.free.wait()
 
 
-async def test_a_probe_waits_for_a_connection_that_is_being_made_and_not_for_one_that_cannot_be_made() -> (
-    None
-):
+async def test_a_probe_waits_for_a_connection_in_progress_but_not_for_an_impossible_one() -> None:
     worker, dialer = await ScriptedWorker().start(), Jammed()
     plane = RequestPlaneClient(
         "f1", PlaneLimits(ask_connect_s=0.05, ask_connect_first_s=ENOUGH_S), {"tcp": dialer}
@@ -444,7 +442,7 @@ async def test_a_probe_waits_for_a_connection_that_is_being_made_and_not_for_one
         await asyncio.sleep(0.2)
         assert not asking.done()
         dialer.free.set()
-        first = (await asking).tokens  # of as many steps as lay in the socket when it was read
+        first = (await asking).tokens  # as many steps as lay in the socket when it was read
         assert first == undisturbed(PROMPT, len(first)) != []
         async with asyncio.timeout(ENOUGH_S / 2):
             with pytest.raises(WorkerUnreachable):
@@ -455,7 +453,7 @@ async def test_a_probe_waits_for_a_connection_that_is_being_made_and_not_for_one
         await worker.stop()
 
 
-async def test_a_process_that_may_have_no_more_connections_takes_another_worker_when_one_goes() -> None:
+async def test_a_process_at_its_connection_limit_connects_to_another_worker_when_one_leaves() -> None:
     workers = [await ScriptedWorker(f"w{n}").start() for n in range(3)]
     plane = RequestPlaneClient("f1", PlaneLimits(connections_max=2, backoff_s_max=0.05))
     plane.want({w.name: Address(w.instance, w.url) for w in workers})
@@ -472,7 +470,7 @@ async def test_a_process_that_may_have_no_more_connections_takes_another_worker_
         await worker.stop()
 
 
-async def test_many_connections_that_break_at_once_are_one_news() -> None:
+async def test_many_connections_that_break_at_once_cause_one_notification() -> None:
     workers = [ScriptedWorker(f"w{n}") for n in range(20)]
     told: list[int] = []
     async with plane_to(Road("tcp"), *workers) as plane:
@@ -484,7 +482,7 @@ async def test_many_connections_that_break_at_once_are_one_news() -> None:
     assert len(told) < len(workers)
 
 
-async def test_who_asks_canaries_bears_a_silence_that_frontends_do_not(road: Road) -> None:
+async def test_canary_clients_tolerate_a_silence_that_frontends_do_not(road: Road) -> None:
     quiet = ScriptedWorker("w1", always=Act(after=2, how="silence"))
     async with plane_to(road, quiet, limits=PROBER) as plane:
         ear = Ear()

@@ -1,4 +1,4 @@
-"""The request plane's part in a planned move: who is told what, and who is accused of nothing."""
+"""The request plane's part in a planned move: notifications of each side, without false blame."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,11 +21,11 @@ from events.fact import Recorded
 from events.wire import Chunk, Committed, Generate, Reserved, Sampling
 
 PROMPT = [300, 301, 302]
-SLOW_S = 0.05  # for a token: nothing that a test does takes as long as an answer
+SLOW_S = 0.05  # per token: all actions of a test are faster than an answer
 
 
 class Ear:
-    """A sink, and a carrier, that writes down what it is told."""
+    """A sink, and a transfer sink, that records its notifications."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -86,7 +86,7 @@ async def pair(road: Road) -> AsyncIterator[tuple[RequestPlaneClient, MovingWork
             await worker.stop()
 
 
-async def test_a_stream_goes_on_at_the_target_under_the_number_that_was_reserved(road: Road) -> None:
+async def test_a_stream_continues_at_the_target_under_the_reserved_number(road: Road) -> None:
     async with pair(road) as (plane, source, target):
         old, carrier, new = Ear(), Ear(), Ear()
         stream = plane.open("w1", "i1", question(), old)
@@ -105,7 +105,9 @@ async def test_a_stream_goes_on_at_the_target_under_the_number_that_was_reserved
         assert target.cancelled == []
 
 
-async def test_a_reservation_is_told_of_the_end_of_its_connection_and_can_be_cancelled(road: Road) -> None:
+async def test_a_reservation_is_notified_of_the_end_of_its_connection_and_can_be_cancelled(
+    road: Road,
+) -> None:
     async with pair(road) as (plane, _, target):
         first, second = Ear(), Ear()
         given_up = plane.reserve("w2", "i1", question(), 64, first)
@@ -120,7 +122,7 @@ async def test_a_reservation_is_told_of_the_end_of_its_connection_and_can_be_can
         assert target.cancelled == [given_up]
 
 
-async def test_who_declines_is_heard_once_and_a_late_word_by_nobody(road: Road) -> None:
+async def test_a_decline_is_delivered_once_and_a_late_one_is_dropped(road: Road) -> None:
     async with pair(road) as (plane, source, target):
         old, carrier = Ear(), Ear()
         stream = plane.open("w1", "i1", question(60), old)
@@ -134,14 +136,14 @@ async def test_who_declines_is_heard_once_and_a_late_word_by_nobody(road: Road) 
         await until(lambda: source.stays == [stream])
         source.step_s = 0.0
         await until(lambda: old.tokens == undisturbed(PROMPT, 60))
-        plane.stay("w1", stream)  # it is over
+        plane.stay("w1", stream)  # it has ended
         with pytest.raises(WorkerUnreachable):
             plane.ship(trusted(source), stream, Reserved(there, [b"?"]), carrier)
         with pytest.raises(WorkerUnreachable):
             plane.reserve("w2", "i9", question(), 64, carrier)
 
 
-async def test_who_only_keeps_room_owes_no_frame_and_hangs_in_nobodys_eyes(road: Road) -> None:
+async def test_a_reservation_alone_owes_no_frame_and_is_no_hang(road: Road) -> None:
     async with pair(road) as (plane, _, target):
         carrier = Ear()
         plane.reserve("w2", "i1", question(), 64, carrier)
@@ -151,7 +153,7 @@ async def test_who_only_keeps_room_owes_no_frame_and_hangs_in_nobodys_eyes(road:
         assert (plane.watch.hangs, plane.connected.get("w2")) == (0, "i1")
 
 
-async def test_a_source_whose_only_stream_has_stopped_is_not_stuck(road: Road) -> None:
+async def test_a_source_after_the_stop_of_its_only_stream_is_not_stuck(road: Road) -> None:
     async with pair(road) as (plane, source, _):
         source.ships = "stops"
         old, carrier = Ear(), Ear()

@@ -1,4 +1,4 @@
-"""One read of a worker's connection: what lies in the socket comes as one chunk to each stream, in its order."""
+"""One read of a worker's connection: its frames arrive as one chunk per stream, in order."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from events.wire import Beat, Chunk, Generate, Sampling, Step, ToFrontend, Welco
 
 
 class Wire(asyncio.Transport):
-    """A transport that goes nowhere."""
+    """A transport that discards its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Wire(asyncio.Transport):
 
 
 class Ear:
-    """Who waits for a stream, and what happened to him in which order."""
+    """A sink that records its notifications in order."""
 
     def __init__(self, heard: list[object], stream: int) -> None:
         self.heard, self.stream = heard, stream
@@ -51,7 +51,7 @@ class Ear:
 
 
 def connection_with(*streams: int) -> tuple[WorkerConnection, list[object]]:
-    """Return a connection that has been welcomed, with these streams open, and what they hear."""
+    """Return a welcomed connection with these streams open, and the list of their notifications."""
     heard: list[object] = []
     connection = WorkerConnection("f0", HangPolicy(), lambda: heard.append("changed"))
     connection.connection_made(Wire())
@@ -67,7 +67,7 @@ def tell(connection: WorkerConnection, *frames: ToFrontend, then: bytes = b"") -
     connection.data_received(b"".join(wire.encode(frame) for frame in frames) + then)
 
 
-async def test_all_steps_of_one_read_are_one_chunk_to_a_stream_and_one_write() -> None:
+async def test_all_steps_of_one_read_are_one_chunk_per_stream_and_one_write() -> None:
     connection, heard = connection_with(1, 2)
     tell(
         connection,
@@ -79,16 +79,16 @@ async def test_all_steps_of_one_read_are_one_chunk_to_a_stream_and_one_write() -
     assert connection.detector.open_streams == 1
 
 
-async def test_what_a_worker_says_after_its_steps_is_heard_after_them() -> None:
+async def test_frames_after_steps_are_delivered_after_them() -> None:
     connection, heard = connection_with(1)
     tell(connection, Step([Chunk(1, [5])]), Beat("decode", 1.0, draining=True), Step([Chunk(1, [6])]))
     assert heard == [(1, [5], None), (1, "flush"), "changed", (1, [6], None), (1, "flush")]
     connection.detector.phase, connection.detector.age_s = "idle", 9.0
     tell(connection, Step([Chunk(1, [7])]), Beat("decode", 250.0))
-    assert connection.detector.age_s == 0.25, "of a step that began after those"
+    assert connection.detector.age_s == 0.25, "of a step that began after these"
 
 
-async def test_what_came_before_nonsense_is_not_lost() -> None:
+async def test_frames_before_invalid_data_are_not_lost() -> None:
     connection, heard = connection_with(1, 2)
     tell(connection, Step([Chunk(1, [5], "stop")]), Step([Chunk(2, [7])]), then=b"\xff\xff\xff\xff")
     assert heard == [
@@ -103,8 +103,8 @@ async def test_nothing_follows_the_end_of_a_stream() -> None:
     assert connection.detector.open_streams == 0
 
 
-async def test_one_streams_tokens_may_end_another_of_the_same_read() -> None:
-    """A stop string of one choice calls the others off, whose tokens lie in the same read."""
+async def test_one_streams_tokens_may_end_another_stream_of_the_same_read() -> None:
+    """A stop string of one choice cancels the others, which have tokens in the same read."""
     connection, heard = connection_with(2)
 
     class Selfish(Ear):
@@ -121,7 +121,7 @@ STEPS = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_s
 
 
 @given(STEPS, st.lists(st.integers(1, 90), min_size=1, max_size=5))
-def test_however_reads_cut_the_steps_every_stream_hears_the_same(
+def test_every_stream_gets_the_same_however_reads_split_the_steps(
     steps: Sequence[Sequence[tuple[int, int]]], cuts: Sequence[int]
 ) -> None:
     async def listened() -> None:
@@ -141,13 +141,13 @@ def test_however_reads_cut_the_steps_every_stream_hears_the_same(
 
 
 @pytest.mark.parametrize("reads", [1, 8, 64])
-async def test_the_step_time_that_is_remembered_fades_by_the_step_and_not_by_the_read(reads: int) -> None:
+async def test_the_recorded_step_time_decays_per_step_and_not_per_read(reads: int) -> None:
     connection, _ = connection_with(1)
     detector, now = connection.detector, asyncio.get_running_loop().time()
     detector.stepped(now - 4.0)
     detector.stepped(now)
     detector.closed()
-    detector.opened(now)  # another stream: what was between two of them is no step
+    detector.opened(now)  # another stream: the time between the two is no step
     for _ in range(reads):
         tell(connection, *[Step([Chunk(1, [5])])] * (64 // reads))
     assert detector.step_limit_s() == pytest.approx(HangPolicy().step_factor * 4.0 * 0.98**63, rel=0.02)

@@ -14,7 +14,7 @@ def endpoint(name: str = "w1", **profile: object) -> Endpoint:
     return Endpoint(joined(ScriptedWorker(name), profile=replace(PROFILE, **profile)), weight=1.0)  # type: ignore[arg-type]
 
 
-def test_first_tokens_are_learned_of_and_requests_that_end_without_one_are_forgotten() -> None:
+def test_first_tokens_are_measured_and_requests_that_end_without_one_are_dropped() -> None:
     now = [0.0]
     pools, worker = Pools(lambda: now[0]), endpoint(prefill_tokens_per_s=1000.0)
     first = pools.of(worker.model, worker.lineage)
@@ -22,7 +22,7 @@ def test_first_tokens_are_learned_of_and_requests_that_end_without_one_are_forgo
         pools.sent(slot, worker, 100.0, 100.0)  # 0.2 s by its profile
         now[0] += 0.4 + step_s(worker)
         pools.read(slot)
-        pools.read(slot)  # that it goes on is no news
+        pools.read(slot)  # a second report of the same request changes nothing
     assert first.predicted_s("w1", 0.1, 0.1, 0.0) == pytest.approx(0.4, rel=0.02)
     assert first.ahead_s == pytest.approx(0.1, rel=0.02)
     pools.sent(99, worker, 0.0, 100.0)
@@ -32,7 +32,7 @@ def test_first_tokens_are_learned_of_and_requests_that_end_without_one_are_forgo
     assert first.predicted_s("w1", 0.1, 0.1, 0.0) == pytest.approx(0.4, rel=0.02)
 
 
-def test_pools_and_workers_that_are_not_kept_are_forgotten() -> None:
+def test_other_pools_and_workers_are_dropped() -> None:
     pools = Pools(lambda: 0.0)
     one, other = pools.of("m", ("r1", "t")), pools.of("m", ("r2", "t"))
     other.came("w1", 0.0, 0.1, 0.0, 0.4)
@@ -47,5 +47,5 @@ def test_pools_and_workers_that_are_not_kept_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("tpot_ms", "seconds"), [(((1, 10.0), (8, 20.0)), 0.02), ((), 0.0), (((1, 1e9),), 0.0)]
 )
-def test_a_step_is_that_of_a_full_batch_where_it_is_known(tpot_ms: object, seconds: float) -> None:
+def test_a_step_is_that_of_a_full_batch_if_it_is_known(tpot_ms: object, seconds: float) -> None:
     assert step_s(endpoint(tpot_ms=tpot_ms)) == pytest.approx(seconds)

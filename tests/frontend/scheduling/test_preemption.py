@@ -1,6 +1,6 @@
-"""`--park`: running answers of the last tier are put off for the best one, and go on token for token; in virtual time.
+"""`--park`: running answers of the last tier are preempted for the best tier, and continue exactly.
 
-A worker runs two requests at once and says a token each 10 ms: 100 tokens take a second.
+In virtual time. A worker runs two requests at once and generates a token every 10 ms: 100 tokens take a second.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from workers.engines.simulated.timing import ConstantTiming
 LOOP = VirtualLoop
 SHAPE = EngineShape(context_tokens=16_384, kv_blocks=4096, batch_max=2, waiting_max=64)
 TIMING = ConstantTiming(itl_s=0.01, prefill_tokens_per_s=10_000)
-SECOND = 100  # tokens that take one
+SECOND = 100  # tokens that take one second
 
 
 def settings(**changes: Any) -> FrontendSettings:
@@ -50,7 +50,7 @@ async def asked(one: VirtualFrontend, *requests: Coming) -> dict[int, Attempt]:
 
 
 class Reader(asyncio.Transport):
-    """A client that keeps all that comes, and when."""
+    """A client that records everything it receives, and when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Reader(asyncio.Transport):
 
     @property
     def ids(self) -> list[int]:
-        """The tokens that came."""
+        """The received tokens."""
         events = [line[6:] for line in self.read.splitlines() if line.startswith(b"data: {")]
         return [
             token
@@ -101,7 +101,7 @@ async def undisturbed(**more: Any) -> list[int]:
         return client.ids
 
 
-async def test_an_answer_that_was_put_off_goes_on_token_for_token() -> None:
+async def test_a_preempted_answer_continues_token_for_token() -> None:
     whole = await undisturbed()
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         clients = [Reader(), Reader()]
@@ -114,11 +114,13 @@ async def test_an_answer_that_was_put_off_goes_on_token_for_token() -> None:
         (put_off,), (resumed,) = said(one, RequestPreempted), said(one, RequestResumed)
         assert put_off.request == resumed.request and put_off.tier == "best_effort"
         assert put_off.tokens == resumed.tokens == pytest.approx(100, abs=3)
-        assert resumed.exact and resumed.gap_ms == pytest.approx(2000, abs=50), "as long as premium took"
+        assert resumed.exact and resumed.gap_ms == pytest.approx(2000, abs=50), (
+            "as long as the premium request took"
+        )
 
 
-async def test_its_worker_is_not_taken_to_be_slow() -> None:
-    """The time in which it was put off says nothing of the worker that it was with before and after."""
+async def test_the_preempted_answers_worker_is_not_considered_slow() -> None:
+    """The time of the preemption says nothing about the worker before or after it."""
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
         await asyncio.sleep(1.0)
@@ -131,7 +133,7 @@ async def test_its_worker_is_not_taken_to_be_slow() -> None:
         assert all(fact.itl_ms == pytest.approx(10.0, abs=0.2) for fact in served)
 
 
-async def test_it_looks_like_no_failure_and_no_migration() -> None:
+async def test_a_preemption_counts_as_no_failure_and_no_migration() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
         await asyncio.sleep(1.0)
@@ -150,7 +152,7 @@ async def test_it_looks_like_no_failure_and_no_migration() -> None:
         assert not [line for line in counted if not line.endswith(" 0.0")]
 
 
-async def test_without_it_premium_is_refused_at_once() -> None:
+async def test_without_park_premium_is_refused_at_once() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings(park=False)) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
         await asyncio.sleep(1.0)
@@ -160,7 +162,7 @@ async def test_without_it_premium_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize(("runs", "comes"), [("standard", "premium"), ("best_effort", "standard")])
-async def test_only_the_last_tier_is_put_off_and_only_for_the_best(runs: str, comes: str) -> None:
+async def test_only_the_last_tier_is_preempted_and_only_for_the_best(runs: str, comes: str) -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), runs) for _ in range(2)]
         await asyncio.sleep(1.0)
@@ -170,7 +172,7 @@ async def test_only_the_last_tier_is_put_off_and_only_for_the_best(runs: str, co
         assert not said(one, RequestPreempted)
 
 
-async def test_nobody_is_put_off_where_a_place_becomes_free_in_time() -> None:
+async def test_no_answer_is_preempted_if_a_slot_becomes_free_in_time() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), seconds=1.2), stream(one, Reader(), seconds=4.0)]
         await asyncio.sleep(1.0)
@@ -179,8 +181,8 @@ async def test_nobody_is_put_off_where_a_place_becomes_free_in_time() -> None:
         await asyncio.gather(*running)
 
 
-async def test_premium_that_waits_in_vain_gets_room_before_it_is_late() -> None:
-    """It was let in because it would have been served in time, and is not."""
+async def test_waiting_premium_gets_room_before_it_is_late() -> None:
+    """It was admitted because it was predicted to be in time, but would be late."""
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), seconds=40.0) for _ in range(2)]
         await asyncio.sleep(1.0)
@@ -192,7 +194,7 @@ async def test_premium_that_waits_in_vain_gets_room_before_it_is_late() -> None:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def test_the_one_that_is_cheapest_to_compute_again_is_put_off() -> None:
+async def test_the_answer_that_is_cheapest_to_recompute_is_preempted() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         old, young = Reader(), Reader()
         running = [stream(one, old)]
@@ -201,11 +203,11 @@ async def test_the_one_that_is_cheapest_to_compute_again_is_put_off() -> None:
         await asyncio.sleep(1.0)
         await asked(one, coming(0, 0.0, "premium", deadline_s=0.3))
         (put_off,) = said(one, RequestPreempted)
-        assert 95 < put_off.tokens < 130, "and not the other, with a hundred more"
+        assert 95 < put_off.tokens < 130, "and not the other one, which has a hundred more"
         await asyncio.gather(*running)
 
 
-async def test_clients_hear_meanwhile_that_they_are_not_forgotten() -> None:
+async def test_clients_of_preempted_answers_get_comments() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings(park_s=100.0)) as (one,):
         clients = [Reader(), Reader()]
         running = [stream(one, client) for client in clients]
@@ -218,7 +220,7 @@ async def test_clients_hear_meanwhile_that_they_are_not_forgotten() -> None:
             assert client.read.count(b"data: [DONE]") == 1
 
 
-async def test_nobody_is_put_off_for_longer_than_that_in_all_nor_again() -> None:
+async def test_no_answer_is_preempted_for_longer_than_the_limit_or_again_after_it() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings(park_s=5.0)) as (one,):
         clients = [Reader(), Reader()]
         running = [stream(one, client) for client in clients]
@@ -233,13 +235,13 @@ async def test_nobody_is_put_off_for_longer_than_that_in_all_nor_again() -> None
         for fact in said(one, RequestResumed):
             of_each[fact.request] = of_each.get(fact.request, 0.0) + fact.gap_ms / 1000
         assert max(of_each.values()) < 7.5, (
-            "it goes before everybody then, and may wait for a place at the worker"
+            "then it comes before all others, and may wait for a slot at the worker"
         )
         assert not said(one, RequestAbandoned)
         assert sum(attempt.good for attempt in done.values()) > 50
 
 
-async def test_what_was_put_off_goes_before_what_comes_later_in_its_tier() -> None:
+async def test_a_preempted_answer_comes_before_later_requests_of_its_tier() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         clients = [Reader(), Reader()]
         running = [stream(one, client) for client in clients]
@@ -251,10 +253,10 @@ async def test_what_was_put_off_goes_before_what_comes_later_in_its_tier() -> No
         assert all(attempt.status == 200 for attempt in done.values())
         resumed = said(one, RequestResumed)
         assert len(resumed) == 2 and all(fact.gap_ms < 2200 for fact in resumed)
-        assert min(done[10 + n].first_s or 0.0 for n in range(4)) > 3.0, "theirs are 3 s longer"
+        assert min(done[10 + n].first_s or 0.0 for n in range(4)) > 3.0, "the later requests run 3 s longer"
 
 
-async def test_a_client_that_leaves_meanwhile_is_forgotten() -> None:
+async def test_a_client_that_leaves_during_preemption_is_removed() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader()) for _ in range(2)]
         await asyncio.sleep(1.0)
@@ -271,7 +273,7 @@ async def test_a_client_that_leaves_meanwhile_is_forgotten() -> None:
         assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
 
 
-async def test_its_worker_may_die_meanwhile() -> None:
+async def test_the_worker_of_a_preempted_answer_may_die() -> None:
     whole = await undisturbed()
     kit = Machines(SHAPE, TIMING, 2)
     async with world(kit, settings()) as (one,):
@@ -288,7 +290,7 @@ async def test_its_worker_may_die_meanwhile() -> None:
         assert not said(one, RequestAbandoned)
 
 
-async def test_answers_of_several_choices_stay_where_they_are() -> None:
+async def test_answers_with_several_choices_are_not_preempted() -> None:
     async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
         running = [stream(one, Reader(), n=2)]
         await asyncio.sleep(1.0)
@@ -297,7 +299,7 @@ async def test_answers_of_several_choices_stay_where_they_are() -> None:
         await asyncio.gather(*running)
 
 
-async def test_where_kv_blocks_are_what_is_missing_they_are_freed() -> None:
+async def test_kv_blocks_are_freed_if_they_are_what_is_missing() -> None:
     shape = EngineShape(context_tokens=1024, kv_blocks=66, batch_max=8, waiting_max=64)
     slow = ConstantTiming(itl_s=0.05, prefill_tokens_per_s=10_000)
     async with world(Machines(shape, slow, 1), settings()) as (one,):
@@ -306,14 +308,14 @@ async def test_where_kv_blocks_are_what_is_missing_they_are_freed() -> None:
             stream(one, clients[0], seconds=4.0, prompt=list(range(300, 780))),
             stream(one, clients[1], seconds=4.0, prompt=list(range(800, 1280))),
         ]
-        await asyncio.sleep(1.1)  # 64 of 66 are in use, and the report of it has come
+        await asyncio.sleep(1.1)  # 64 of 66 blocks are in use, and the worker has reported it
         done = await asked(one, coming(0, 0.0, "premium", seconds=0.1, deadline_s=1.0))
         await asyncio.gather(*running)
         assert done[0].good and len(said(one, RequestPreempted)) == 1
         assert all(len(client.ids) == 400 for client in clients)
 
 
-async def test_nobody_leaves_a_worker_that_would_take_nobody_else() -> None:
+async def test_no_answer_is_preempted_on_a_worker_that_would_accept_no_other() -> None:
     async with world(Machines(SHAPE, TIMING, 2), settings()) as (one,):
         running = [
             stream(one, Reader(), tier) for tier in ("best_effort", "best_effort", "standard", "standard")
@@ -327,6 +329,6 @@ async def test_nobody_leaves_a_worker_that_would_take_nobody_else() -> None:
         await asyncio.gather(*running)
 
 
-def test_it_needs_deadlines_to_keep() -> None:
+def test_park_needs_admission_by_deadlines() -> None:
     with pytest.raises(ValueError, match="needs --admission-control deadline"):
         FrontendSettings(park=True)

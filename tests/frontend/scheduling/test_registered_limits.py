@@ -1,4 +1,7 @@
-"""Limits of a request come from the workers that may serve it: one worker's claim never narrows what the others serve."""
+"""Limits of a request come from the workers that may serve it.
+
+One worker's registration never narrows what the others serve.
+"""
 
 from dataclasses import replace
 
@@ -28,25 +31,25 @@ def group_of(table: EndpointTable) -> EndpointGroup:
     return group
 
 
-def test_a_worker_that_registers_a_context_of_one_token_narrows_nothing() -> None:
+def test_a_worker_that_registers_a_context_of_one_token_narrows_no_limit() -> None:
     group = group_of(table_of(8192, 8192, 1))
     assert (group.context_tokens, group.usual_context) == (8192, 8192)
     assert group.answer_room(100) == 8092
 
 
-def test_a_worker_that_registers_a_huge_context_moves_no_default() -> None:
+def test_a_worker_that_registers_a_huge_context_changes_no_default() -> None:
     group = group_of(table_of(8192, 8192, 1 << 30))
     assert group.usual_context == 8192 and group.answer_room(100) == 8092
 
 
-def test_limits_come_from_routable_workers_while_there_is_one() -> None:
+def test_limits_come_from_routable_workers_if_there_are_any() -> None:
     table = table_of(8192, 1, 1, 1)
     for name in ("w1", "w2", "w3"):
         table.endpoints[(name, "i1")].weight = 0.0
     assert group_of(table).context_tokens == group_of(table).usual_context == 8192
 
 
-def test_a_registered_migration_limit_of_zero_takes_nobody_elses_migrations() -> None:
+def test_a_registered_migration_limit_of_zero_does_not_affect_other_workers() -> None:
     table = EndpointTable()
     limits = (3, 3, 0)
     table.set_static(
@@ -56,7 +59,7 @@ def test_a_registered_migration_limit_of_zero_takes_nobody_elses_migrations() ->
     assert usual([1, 2, 2, 1]) == 2
 
 
-def test_a_request_goes_only_to_a_worker_whose_context_holds_it() -> None:
+def test_a_request_goes_only_to_a_worker_with_a_large_enough_context() -> None:
     table = table_of(8192, 100)
     known = rules(cap=8)
     endpoints = group_of(table).endpoints
@@ -82,7 +85,7 @@ def test_an_impossible_registration_gets_no_request() -> None:
         ([(4096, "a"), (8192, "a")], 8192),
     ],
 )
-def test_the_context_that_clients_see_is_no_single_accounts_claim(
+def test_the_context_shown_to_clients_is_not_a_single_accounts_claim(
     claims: list[tuple[int, str]], shown: int
 ) -> None:
     assert confirmed(claims) == shown

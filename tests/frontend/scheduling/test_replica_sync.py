@@ -1,4 +1,4 @@
-"""Frontends with `--router-replica-sync` choose as one would: each counts the other's requests as its own."""
+"""Frontends with `--router-replica-sync` route like one: each counts the others' requests too."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ PROMPT = list(range(300, 300 + 64))  # four blocks
 
 @asynccontextmanager
 async def in_step(kit: Kit, url: str, name: str) -> AsyncIterator[None]:
-    """Let a frontend hear the others."""
+    """Connect a frontend to the others' reports."""
     feeds = await RouterFeeds.open(url, name, kit.director.settings.router, kit.director)
     services = [asyncio.ensure_future(service()) for service in feeds.services()]
     yield
@@ -25,7 +25,7 @@ async def in_step(kit: Kit, url: str, name: str) -> AsyncIterator[None]:
     await feeds.close()
 
 
-async def test_a_request_of_one_frontend_counts_for_the_other_until_it_ends(own_nats: EmbeddedServer) -> None:
+async def test_a_request_of_one_frontend_counts_at_the_other_until_it_ends(own_nats: EmbeddedServer) -> None:
     one, two = ScriptedWorker("w1", step_s=0.05), ScriptedWorker("w2", step_s=0.05)
     router = {"replica_sync": True, "kv_events": False}
     async with (
@@ -39,6 +39,6 @@ async def test_a_request_of_one_frontend_counts_for_the_other_until_it_ends(own_
         await until(lambda: len(slots) == 1)
         assert [len(one.requests), len(two.requests)] == [1, 0]
         await b.complete(PROMPT, 1)
-        assert [len(one.requests), len(two.requests)] == [1, 1], "the first has something to do already"
+        assert [len(one.requests), len(two.requests)] == [1, 1], "the first worker is already busy"
         await asked
         await until(lambda: len(slots) == 0)

@@ -1,6 +1,6 @@
-"""Whoever is turned away for want of room waits in line once more: it is no failure, no migration, and nobody's fault.
+"""A request turned away for lack of room waits in the queue again: no failure, no migration, no blame.
 
-A worker never gets more than it says it can hold, as far as this frontend can know.
+A worker never gets more than it reports it can hold, as far as this frontend can know.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ SMALL = replace(PROFILE, max_batch=2)
 FULL = Act(after=0, how="error", error="overloaded: 2 requests are waiting already")
 
 
-def said_nothing_of_a_failure(kit: Kit) -> None:
-    """See that nothing looks like a failure: no fact, no counter, no breaker."""
+def no_failure_was_reported(kit: Kit) -> None:
+    """Check that there is no trace of a failure: no fact, no counter, no breaker."""
     for kind in (RequestMigrated, RequestAbandoned, RequestFailed):
         assert not kit.said(kind), kind
     assert not kit.counted("dynamo_frontend_model_migration_total", "model", "migration_type")
@@ -34,45 +34,47 @@ def said_nothing_of_a_failure(kit: Kit) -> None:
     assert not kit.counted("holdfast_local_breaker_state", "worker_id")
 
 
-async def test_who_is_turned_away_goes_to_another_worker_and_nothing_has_failed() -> None:
+async def test_a_request_turned_away_goes_to_another_worker_without_a_failure() -> None:
     async with frontend() as kit:
         first, other = ScriptedWorker("w1", acts=deque([FULL])), ScriptedWorker("w2")
         await first_goes_to(kit, first, other)
         assert (await kit.complete(PROMPT, 12))[0] == EXACT
         assert (len(first.requests), len(other.requests)) == (1, 1)
-        said_nothing_of_a_failure(kit)
+        no_failure_was_reported(kit)
 
 
-async def test_who_is_turned_away_everywhere_waits_for_room_and_is_served() -> None:
+async def test_a_request_turned_away_everywhere_waits_for_room_and_is_served() -> None:
     async with frontend(ScriptedWorker("w1", acts=deque([FULL, FULL, FULL]))) as kit:
         assert (await kit.complete(PROMPT, 12))[0] == EXACT
         assert len(kit.workers[0].requests) == 4
         assert not kit.said(RequestsRejected)
-        said_nothing_of_a_failure(kit)
+        no_failure_was_reported(kit)
 
 
-async def test_who_waits_too_long_for_room_is_refused_as_any_other_that_waits() -> None:
+async def test_a_request_that_waits_too_long_for_room_is_refused_like_any_other() -> None:
     async with frontend(ScriptedWorker("w1", always=FULL), admission=AdmissionSettings(queue_s=0.3)) as kit:
         status, body, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
         assert (status, body["error"]["code"]) == (503, "queue_timeout")
-        assert headers["Retry-After"] == "30", "nothing has ended: who was turned away had not begun"
+        assert headers["Retry-After"] == "30", (
+            "no answer has ended: the request that was turned away had not begun"
+        )
         kit.director.report()
         (rejected,) = kit.said(RequestsRejected)
         assert (rejected.count, rejected.reason, rejected.tier) == (1, "queue_timeout", "standard")
-        said_nothing_of_a_failure(kit)
+        no_failure_was_reported(kit)
 
 
-async def test_who_waits_for_room_and_goes_away_is_forgotten() -> None:
+async def test_a_request_that_waits_for_room_and_is_cancelled_is_removed() -> None:
     async with frontend(ScriptedWorker("w1", always=FULL)) as kit:
         asked = asyncio.create_task(kit.complete(PROMPT, 12))
         await until(lambda: kit.director.admission.queued("m") == 1)
         asked.cancel()
         await until(lambda: kit.director.admission.queued("m") == 0)
-        said_nothing_of_a_failure(kit)
+        no_failure_was_reported(kit)
 
 
-async def test_a_stream_that_has_begun_goes_before_those_that_wait() -> None:
-    """Its worker dies, and the other one holds two: the one that moves is the next there, not the one that came before."""
+async def test_a_stream_that_has_begun_comes_before_waiting_requests() -> None:
+    """Its worker dies, and the other one holds two: the moved stream is next there, not the request that arrived first."""
     async with frontend() as kit:
         dies, other = ScriptedWorker("w1", always=Act(after=5, how="stall")), ScriptedWorker("w2")
         await first_goes_to(kit, dies, other, profile=replace(PROFILE, max_batch=1), waiting_max=0)
@@ -82,18 +84,18 @@ async def test_a_stream_that_has_begun_goes_before_those_that_wait() -> None:
         await until(lambda: kit.director.admission.queued("m") == 1)
         await dies.stop()
         await until(lambda: len(kit.director.driver.waiting.parked) == 1)
-        kit.director.table.endpoints["w2", "i1"].end(requests=1)  # what had kept it busy
+        kit.director.table.endpoints["w2", "i1"].end(requests=1)  # the requests that kept it busy
         events = await stream
         assert (text_of(events), events[-1]) == (EXACT, {"done": True})
         assert (await waits)[0] == EXACT
         assert [len(one.tokens) > len(PROMPT) for one in other.requests] == [True, False], (
-            "who had begun goes first"
+            "the request that had begun comes first"
         )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_no_worker_gets_more_than_it_says_it_can_hold_and_all_are_served(workers: int) -> None:
-    """Forty at once, for workers with a batch of two and room for two that wait."""
+async def test_no_worker_gets_more_than_it_reports_it_can_hold_and_all_are_served(workers: int) -> None:
+    """Forty requests at once, for workers with a batch of two and room for two waiting requests."""
     most: dict[str, int] = {}
     made = [ScriptedWorker(f"w{n}", step_s=0.5) for n in range(workers)]
     async with frontend() as kit:
@@ -116,10 +118,10 @@ async def test_no_worker_gets_more_than_it_says_it_can_hold_and_all_are_served(w
         watching.cancel()
         assert most == {one.name: 4 for one in made}
         assert not kit.said(RequestsRejected)
-        said_nothing_of_a_failure(kit)
+        no_failure_was_reported(kit)
 
 
-async def test_others_requests_there_leave_less_room() -> None:
+async def test_other_frontends_requests_leave_less_room() -> None:
     worker = ScriptedWorker("w1", others=3)
     async with frontend() as kit:
         await kit.add(worker, profile=SMALL, waiting_max=2)
@@ -133,7 +135,7 @@ async def test_others_requests_there_leave_less_room() -> None:
             one.cancel()
 
 
-async def test_where_others_wait_too_nobody_takes_more_than_his_share() -> None:
+async def test_if_other_frontends_wait_too_each_gets_only_its_share() -> None:
     async with frontend() as kit:
         await kit.add(ScriptedWorker("w1", step_s=0.3), profile=SMALL, waiting_max=2)
         kit.director.peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": {"m": 7}})
@@ -148,28 +150,28 @@ async def test_where_others_wait_too_nobody_takes_more_than_his_share() -> None:
             one.cancel()
 
 
-async def test_answers_of_one_request_wait_for_room_each_for_itself() -> None:
+async def test_answers_of_one_request_wait_for_room_independently() -> None:
     worker = ScriptedWorker("w1", step_s=0.002)
     async with frontend() as kit:
         await kit.add(worker, profile=SMALL, waiting_max=0)
         _, body = await kit.complete(PROMPT, 12, n=5)
         assert [choice["text"] for choice in body["choices"]] == [EXACT] * 5
         assert len(worker.requests) == 5
-        said_nothing_of_a_failure(kit)
+        no_failure_was_reported(kit)
 
 
-def test_a_report_of_links_that_makes_no_sense_says_that_nobody_waits(kit_of_peers: Any) -> None:
+def test_an_invalid_report_of_links_counts_as_no_waiting_requests(kit_of_peers: Any) -> None:
     peers, _ = kit_of_peers
     for waiting in (None, 7, "m", ["m"], {"m": 1}):
         peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": waiting})
         assert peers.contenders == ({"m": 2} if waiting == {"m": 1} else {})
 
 
-def test_a_frontend_that_is_silent_waits_for_nothing_any_more(kit_of_peers: Any) -> None:
+def test_a_silent_frontend_has_no_waiting_requests(kit_of_peers: Any) -> None:
     peers, clock = kit_of_peers
     peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": {"m": 1}})
     peers.on_links("", {"frontend": "f1", "workers": {}, "waiting": {"m": 9}})
-    assert peers.contenders == {"m": 2}, "this frontend's own line is not another's"
+    assert peers.contenders == {"m": 2}, "this frontend's own queue does not count"
     clock[0] += 10
     peers.names()
     assert peers.contenders == {}
@@ -186,7 +188,7 @@ def kit_of_peers() -> Any:
 async def asked(
     kit: Kit,
 ) -> tuple[dict[tuple[str, ...], float], dict[tuple[str, ...], float], dict[tuple[str, ...], float]]:
-    """Ask for what is refused; return what is counted: by type, as overload, and as something else."""
+    """Send a request that is refused. Return the counts: by type, as overload, and as another refusal."""
     status, _, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
     assert status == 503
     return (
@@ -196,14 +198,14 @@ async def asked(
     )
 
 
-async def test_an_overload_is_counted_as_one_and_as_nothing_else() -> None:
+async def test_an_overload_is_counted_only_as_overload() -> None:
     async with frontend(ScriptedWorker("w1", always=FULL), admission=AdmissionSettings(queue_s=0.1)) as kit:
         ended, rejected, refused = await asked(kit)
         assert ended == {("completions", "overload"): 1}
         assert (rejected, refused) == ({("m", "completions"): 1}, {})
 
 
-async def test_what_is_no_overload_is_not_counted_as_one() -> None:
+async def test_other_refusals_are_not_counted_as_overload() -> None:
     async with frontend(ScriptedWorker("w1")) as kit:
         kit.tell(
             DegradationChanged(
@@ -227,7 +229,7 @@ async def test_what_is_no_overload_is_not_counted_as_one() -> None:
         assert (rejected, refused) == ({}, {("m", "completions", "no_routable_worker"): 1})
 
 
-async def test_to_be_turned_away_costs_no_budget_and_is_no_attempt() -> None:
+async def test_being_turned_away_costs_no_budget_and_is_no_attempt() -> None:
     first = ScriptedWorker(
         "w1", acts=deque([FULL, FULL, FULL, Act(after=5, how="error", error="engine_error: E")])
     )
@@ -237,18 +239,18 @@ async def test_to_be_turned_away_costs_no_budget_and_is_no_attempt() -> None:
         )
         asked = asyncio.create_task(kit.complete(PROMPT, 12))
         await until(lambda: len(first.requests) == 4)
-        kit.director.table.endpoints["w2", "i1"].end(requests=1)  # what had kept it busy
+        kit.director.table.endpoints["w2", "i1"].end(requests=1)  # the requests that kept it busy
         assert (await asked)[0] == EXACT
         (fact,) = kit.said(RequestMigrated)
         assert (fact.attempt, fact.source, fact.target, fact.tokens) == (2, "w1", "w2", 5)
 
 
-def test_canaries_are_nobodys_requests() -> None:
+def test_canaries_do_not_count_as_requests() -> None:
     assert without(Load(running=2, waiting=3, canaries=2), 1).running == 2
     assert without(Load(running=1, canaries=1, active_tokens=8), 0) == Load()
 
 
-async def test_the_time_to_the_first_token_counts_from_the_arrival_and_with_it_the_wait_in_line() -> None:
+async def test_the_time_to_first_token_includes_the_wait_in_the_queue() -> None:
     hold = asyncio.Event()
     worker = ScriptedWorker(
         "w1", acts=deque([Act(after=1, how="error", error="invalid_request: over", hold=hold)])

@@ -1,4 +1,4 @@
-"""Who gets the request: the filter's distinct refusals, the score, and whose turn it is."""
+"""The choice of a worker: the filter's distinct errors, the score, and turns among equals."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -51,15 +51,15 @@ OPEN = rules()
         ([endpoint("w1")], rules(cap=0), (), AllBusy),
     ],
 )
-def test_every_way_to_find_nobody_has_its_own_error(
+def test_every_reason_to_find_no_worker_has_its_own_error(
     endpoints: list[Endpoint], rules: Any, tried: Any, error: type[NoWorker]
 ) -> None:
     with pytest.raises(error):
         Picker().pick(endpoints, rules, tried=tried)
 
 
-def laden(own: int, others: int, *, frontends: int) -> bool:
-    """Say whether a worker whose cap is 4 has room for one more of this frontend."""
+def loaded(own: int, others: int, *, frontends: int) -> bool:
+    """Return whether a worker with a cap of 4 has room for one more request of this frontend."""
     one = endpoint("w1")
     one.begin(requests=own)
     known = rules(Links(external=lambda w: Load(running=others)), frontends=frontends)
@@ -70,26 +70,26 @@ def laden(own: int, others: int, *, frontends: int) -> bool:
     return True
 
 
-def test_the_cap_is_that_of_all_frontends_together_and_each_has_its_share_of_it() -> None:
-    assert [laden(own, 9, frontends=1) for own in (0, 3, 4)] == [True, True, False]
-    assert [laden(own, 0, frontends=2) for own in (1, 2, 3, 4)] == [True, True, True, False]
-    assert [laden(own, 2, frontends=2) for own in (0, 1, 2, 3)] == [True, True, False, False]
-    assert [laden(own, 4, frontends=2) for own in (0, 1, 2)] == [True, True, False]
-    assert [laden(own, 99, frontends=9) for own in (0, 1)] == [True, False]
+def test_the_cap_applies_to_all_frontends_together_and_each_has_its_share() -> None:
+    assert [loaded(own, 9, frontends=1) for own in (0, 3, 4)] == [True, True, False]
+    assert [loaded(own, 0, frontends=2) for own in (1, 2, 3, 4)] == [True, True, True, False]
+    assert [loaded(own, 2, frontends=2) for own in (0, 1, 2, 3)] == [True, True, False, False]
+    assert [loaded(own, 4, frontends=2) for own in (0, 1, 2)] == [True, True, False]
+    assert [loaded(own, 99, frontends=9) for own in (0, 1)] == [True, False]
 
 
-def test_the_cap_does_not_hold_for_a_request_that_must_go_on() -> None:
+def test_the_cap_does_not_apply_to_a_request_that_must_continue() -> None:
     assert Picker().pick([endpoint("w1")], rules(cap=0), room=Headroom.HELD).worker == "w1"
 
 
-def test_who_was_not_heard_lately_is_asked_last() -> None:
+def test_a_worker_that_was_not_heard_recently_is_asked_last() -> None:
     endpoints = [endpoint("w1"), endpoint("w2", 0.1)]
     known = rules(Links(heard=lambda w: w == "w2"))
     assert Picker().pick(endpoints, known).worker == "w2"
-    assert Picker().pick(endpoints, known, tried={("w2", "i1")}).worker == "w1"  # better than nobody
+    assert Picker().pick(endpoints, known, tried={("w2", "i1")}).worker == "w1"  # better than no worker
 
 
-def test_the_least_loaded_for_its_weight_is_picked() -> None:
+def test_the_worker_with_the_least_load_for_its_weight_is_picked() -> None:
     a, b, c = endpoint("a", 1.0), endpoint("b", 0.25), endpoint("c", 0.5)
     picker, got = Picker(), {"a": 0, "b": 0, "c": 0}
     known = rules(cap=10_000)
@@ -102,12 +102,12 @@ def test_the_least_loaded_for_its_weight_is_picked() -> None:
     assert got["b"] == pytest.approx(100, abs=4)
 
 
-def test_equals_take_turns() -> None:
+def test_equal_workers_take_turns() -> None:
     endpoints, picker = [endpoint(n) for n in "abc"], Picker()
     assert [picker.pick(endpoints, OPEN).worker for _ in range(6)] == ["a", "b", "c"] * 2
 
 
-def test_room_for_a_request_is_found_without_a_look_at_everybody() -> None:
+def test_room_is_found_without_checking_all_workers() -> None:
     endpoints, looks = [endpoint(f"w{n}") for n in range(1000)], list[str]()
 
     def heard(worker: str) -> bool:
@@ -122,7 +122,7 @@ def test_room_for_a_request_is_found_without_a_look_at_everybody() -> None:
 
 
 def drawn(dice: Random) -> tuple[list[Endpoint], Any]:
-    """Return a few endpoints, of which some are out of service, not connected, on trial, full or silent."""
+    """Return a few endpoints: some out of service, not connected, on trial, full or silent."""
     endpoints = [
         endpoint(f"w{n}", dice.choice([0.0, 0.5, 1.0])) for n in range(dice.randrange(ROOM_LOOKS + 1))
     ]
@@ -131,11 +131,11 @@ def drawn(dice: Random) -> tuple[list[Endpoint], Any]:
         one.begin(dice.randrange(9000), requests=requests)
         if admitted:
             one.admit()
-    there, allowed, late, laden = (
+    there, allowed, late, loaded = (
         {f"w{n}" for n in range(9) if dice.random() < p} for p in (0.8, 0.9, 0.4, 0.5)
     )
     links = Links(
-        lambda w: w in there, lambda w: w not in late, lambda w: Load(running=2) if w in laden else None
+        lambda w: w in there, lambda w: w not in late, lambda w: Load(running=2) if w in loaded else None
     )
     return endpoints, rules(
         links, barred={(f"w{n}", "i1") for n in range(9)} - {(w, "i1") for w in allowed}, frontends=2
@@ -150,7 +150,7 @@ def outcome(find: Any, endpoints: list[Endpoint], rules: Any) -> str:
         return type(error).__name__
 
 
-def test_room_for_a_request_is_found_where_a_look_at_everybody_finds_it() -> None:
+def test_the_quick_search_for_room_agrees_with_a_full_one() -> None:
     dice, quick, thorough, found = Random(3), Picker(), Picker(), set()
     for _ in range(300):
         endpoints, known = drawn(dice)
@@ -159,7 +159,7 @@ def test_room_for_a_request_is_found_where_a_look_at_everybody_finds_it() -> Non
     assert {"NotServed", "NoneRoutable", "NoneReachable", "AllBusy", "w0", "w1"} <= found
 
 
-def test_room_is_found_wherever_it_is_and_nobody_is_busy_before_all_are() -> None:
+def test_room_is_found_anywhere_and_workers_are_busy_only_if_all_are() -> None:
     endpoints, picker = [endpoint(f"w{n}") for n in range(100)], Picker()
     for taken in endpoints[:99]:
         for _ in range(4):
@@ -172,7 +172,7 @@ def test_room_is_found_wherever_it_is_and_nobody_is_busy_before_all_are() -> Non
         picker.room([], OPEN)
 
 
-def test_what_others_sent_counts_too() -> None:
+def test_requests_of_other_frontends_count_too() -> None:
     one = endpoint("a")
     alone = cost(one, None)
     assert cost(one, Load(running=3, waiting=1)) == alone + 4
@@ -181,13 +181,13 @@ def test_what_others_sent_counts_too() -> None:
     assert cost(one, Load(running=3)) == alone + 12
 
 
-def test_mid_flight_the_cap_does_not_bind() -> None:
+def test_the_cap_does_not_bind_mid_stream() -> None:
     full = endpoint("a")
     full.begin(requests=4)
     assert Picker().pick([full], OPEN, room=Headroom.HELD) is full
 
 
-def test_what_a_worker_can_hold_binds_those_that_have_begun_too() -> None:
+def test_a_workers_capacity_binds_requests_that_have_begun_too() -> None:
     full = endpoint("a", waiting_max=2)
     assert full.holds == full.max_batch + 2
     full.begin(requests=full.holds)
@@ -197,7 +197,7 @@ def test_what_a_worker_can_hold_binds_those_that_have_begun_too() -> None:
     assert Picker().pick([full], OPEN, room=Headroom.NONE) is full
 
 
-def test_a_static_table_keeps_what_is_in_flight() -> None:
+def test_a_static_table_keeps_requests_in_flight() -> None:
     table = EndpointTable()
     table.set_static([joined(ScriptedWorker("w1"))])
     table.endpoints[("w1", "i1")].begin(requests=3)
@@ -213,7 +213,7 @@ def fleet_of(*workers: ScriptedWorker) -> Fleet:
     return fleet
 
 
-def test_what_is_promised_follows_the_policy_and_no_made_up_name_is_remembered() -> None:
+def test_objectives_follow_the_policy_and_unknown_names_are_not_stored() -> None:
     table, fleet = EndpointTable(), serving(fleet_of(ScriptedWorker("w1")))
     table.absorb(fleet)
     assert table.slo("m") is table.slo("m") and table.slo("m").slo_ttft_ms == 500
@@ -223,7 +223,7 @@ def test_what_is_promised_follows_the_policy_and_no_made_up_name_is_remembered()
     assert (table.slo("m").slo_ttft_ms, table.slo("made up").slo_ttft_ms) == (300, 300)
 
 
-def test_what_a_models_workers_have_in_common_follows_who_is_there() -> None:
+def test_a_models_common_values_follow_its_current_workers() -> None:
     table, lineage = EndpointTable(), ("r1", "builtin:sim")
     assert (table.group("m", lineage), table.migration_limit("m")) == (None, None)
     short, long = (
@@ -243,7 +243,7 @@ def test_what_a_models_workers_have_in_common_follows_who_is_there() -> None:
     assert (table.group("m", ("r2", "builtin:sim")), table.migration_limit("m")) == (None, None)
 
 
-def test_the_table_follows_lives_and_forgets_those_that_ended() -> None:
+def test_the_table_follows_lives_and_drops_ended_ones() -> None:
     table = EndpointTable()
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     change = table.absorb(fleet_of(one, two))
@@ -256,13 +256,13 @@ def test_the_table_follows_lives_and_forgets_those_that_ended() -> None:
     assert {s.instance for s in table.models["m"] if s.worker == "w1"} == {"i2"}
 
 
-def test_nothing_new_changes_nothing() -> None:
+def test_an_empty_batch_changes_nothing() -> None:
     table, fleet = EndpointTable(), fleet_of(ScriptedWorker("w1"))
     table.absorb(fleet)
     assert not table.absorb(fleet)
 
 
-def test_what_changes_nothing_about_whom_to_send_to_is_no_reason_to_look_at_everybody() -> None:
+def test_irrelevant_changes_do_not_rebuild_the_groups() -> None:
     table, fleet = EndpointTable(), serving(fleet_of(ScriptedWorker("w1")))
     table.absorb(fleet)
     passed = evolve(fleet, Recorded(9, datetime.now(UTC), good_canary("w1"), "e9"))
@@ -280,18 +280,16 @@ def test_what_changes_nothing_about_whom_to_send_to_is_no_reason_to_look_at_ever
         (EngineFaulted(worker="w1", instance="i1", reason="one request", fatal=False), True),
     ],
 )
-def test_a_convicted_worker_gets_nothing_from_the_moment_the_evidence_is_seen(
-    fact: Fact, routable: bool
-) -> None:
+def test_a_convicted_worker_gets_no_request_from_the_evidence_on(fact: Fact, routable: bool) -> None:
     table, fleet = EndpointTable(), serving(fleet_of(ScriptedWorker("w1")))
     table.absorb(fleet)
     assert table.endpoints["w1", "i1"].routable
     table.absorb(evolve(fleet, Recorded(9, datetime.now(UTC), fact, "e9", "s", 9)))
-    assert table.endpoints["w1", "i1"].routable is routable, "nobody has decided anything yet"
+    assert table.endpoints["w1", "i1"].routable is routable, "no decision has been made yet"
 
 
 def good_canary(worker: str) -> CanaryPassed:
-    """A canary that this worker has answered as it should."""
+    """A canary that this worker has passed."""
     return CanaryPassed(
         worker=worker, instance="i1", canary_key="k", canary="c1", check_type="scheduled", sent_under=1,
         sent_at=datetime.now(UTC), latency_ms=1.0,
@@ -299,7 +297,7 @@ def good_canary(worker: str) -> CanaryPassed:
 
 
 def serving(fleet: Fleet) -> Fleet:
-    """Let the fleet's one worker be in full service."""
+    """Bring the fleet's only worker into full service."""
     decided = HealthChanged(
         worker="w1", instance="i1", before=HealthStatus.SUSPICIOUS, after=HealthStatus.HEALTHY, reason="joined",
         weight=1.0, number=fleet.number + 1, decided_at=datetime.now(UTC),

@@ -1,4 +1,4 @@
-"""Requests go where their prefix is cached, without piling up: the router as a frontend has it."""
+"""KV-aware routing in a frontend: requests go to their cached prefix, without piling up."""
 
 import asyncio
 import io
@@ -34,23 +34,23 @@ OTHER = list(range(600, 600 + 64))
 LINEAGE = ("r1", "builtin:sim")
 
 
-def test_what_is_not_set_is_the_routers_usual() -> None:
+def test_unset_settings_have_the_routers_defaults() -> None:
     assert pricing_of(RouterSettings()) == USUAL
 
 
-# --- where a request goes -------------------------------------------------------------------------------------
+# --- choice of the worker -------------------------------------------------------------------------------------
 
 
 def served(*workers: ScriptedWorker) -> list[int]:
     return [len(worker.requests) for worker in workers]
 
 
-async def test_a_prompt_goes_where_it_was_sent_before_and_another_one_elsewhere() -> None:
+async def test_a_prompt_goes_to_its_previous_worker_and_another_one_elsewhere() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend(one, two) as kit:
         kit.director.routing.slots.add("x", WorkerRank("w1", "i1"), now=kit.director.now(), own_blocks=1)
         await kit.complete(PROMPT, 2)
-        assert served(one, two) == [0, 1], "the less laden"
+        assert served(one, two) == [0, 1], "the less loaded worker"
         kit.director.routing.slots.free("x", now=kit.director.now())
         await kit.complete([*PROMPT, 7], 2)
         assert served(one, two) == [0, 2]
@@ -62,7 +62,7 @@ async def test_a_prompt_goes_where_it_was_sent_before_and_another_one_elsewhere(
         assert kit.counted("holdfast_router_guessed_blocks") == {(): 8}
 
 
-async def test_what_workers_say_of_their_cache_counts_more_than_what_was_sent() -> None:
+async def test_reported_caches_count_more_than_sent_requests() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend() as kit:
         view = KvView()
@@ -76,7 +76,7 @@ async def test_what_workers_say_of_their_cache_counts_more_than_what_was_sent() 
         await kit.complete(OTHER, 2)
         await kit.complete(OTHER, 2)
         assert served(one, two) == [1, 2], (
-            "nobody has said that he has the other one: whoever had less to read lately"
+            "no worker has reported the other prompt: the one with less recent prefill gets it"
         )
         assert kit.counted("holdfast_router_kv_blocks") == {(): 4}
         applied = kit.counted("holdfast_router_kv_events_total", "event_type", "status")
@@ -84,7 +84,7 @@ async def test_what_workers_say_of_their_cache_counts_more_than_what_was_sent() 
         assert kit.counted("holdfast_router_guessed_blocks") == {}
 
 
-async def test_prompts_of_another_salt_share_nothing() -> None:
+async def test_prompts_with_different_salts_share_nothing() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend(one, two) as kit:
         await kit.complete(PROMPT, 2, cache_salt="a")
@@ -99,7 +99,7 @@ async def test_prompts_of_another_salt_share_nothing() -> None:
         assert (status, body["error"]["param"]) == (400, "cache_salt")
 
 
-async def test_workers_of_different_block_sizes_are_compared_in_the_blocks_of_most() -> None:
+async def test_workers_with_different_block_sizes_are_compared_in_the_most_common_one() -> None:
     workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
     async with frontend() as kit:
         for worker, size in zip(workers, (16, 32, 16), strict=True):
@@ -117,7 +117,7 @@ async def test_workers_of_different_block_sizes_are_compared_in_the_blocks_of_mo
         assert why["candidates"][0]["device"] == 4
 
 
-async def test_each_rank_of_a_worker_is_a_place_of_its_own() -> None:
+async def test_each_rank_of_a_worker_is_a_separate_target() -> None:
     worker = ScriptedWorker("w1", step_s=0.02)
     async with frontend() as kit:
         await kit.add(worker, dp=2)
@@ -129,10 +129,10 @@ async def test_each_rank_of_a_worker_is_a_place_of_its_own() -> None:
         assert worker.requests[2].rank == ranks[PROMPT[0]]
 
 
-# --- what is counted ------------------------------------------------------------------------------------------
+# --- counts ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_is_counted_from_before_it_leaves_until_it_ends() -> None:
+async def test_a_request_is_counted_from_before_it_is_sent_until_it_ends() -> None:
     worker = ScriptedWorker("w1", step_s=0.05)
     async with frontend(worker) as kit:
         slots, holder = kit.director.routing.slots, WorkerRank("w1", "i1")
@@ -148,7 +148,7 @@ async def test_a_request_is_counted_from_before_it_leaves_until_it_ends() -> Non
         assert len(slots) == 0
 
 
-async def test_the_blocks_of_an_answer_are_counted_as_it_grows_if_that_is_wanted() -> None:
+async def test_the_blocks_of_an_answer_are_counted_as_it_grows_if_enabled() -> None:
     worker = ScriptedWorker("w1", step_s=0.005)
     async with frontend(worker, router={"track_output_blocks": True}) as kit:
         slots, seen = kit.director.routing.slots, set[float]()
@@ -160,7 +160,7 @@ async def test_the_blocks_of_an_answer_are_counted_as_it_grows_if_that_is_wanted
 
 
 @pytest.mark.parametrize("how", ["disconnect", "error", "silence"])
-async def test_a_request_that_moves_is_counted_where_it_is(how: str) -> None:
+async def test_a_request_that_moves_is_counted_at_its_current_worker(how: str) -> None:
     first, other = failing("w1", how, 2), ScriptedWorker("w2", step_s=0.01)
     async with frontend(first, other) as kit:
         slots = kit.director.routing.slots
@@ -172,7 +172,7 @@ async def test_a_request_that_moves_is_counted_where_it_is(how: str) -> None:
         assert len(slots) == 0
 
 
-async def test_requests_wait_while_every_worker_has_prompts_to_read_for_too_long() -> None:
+async def test_requests_wait_while_every_worker_has_too_much_prefill() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(router={"queue_prefill_s": 0.5}) as kit:
         await kit.add(worker, profile=replace(PROFILE, prefill_tokens_per_s=100))  # 64 tokens take 0.64 s
@@ -186,7 +186,7 @@ async def test_requests_wait_while_every_worker_has_prompts_to_read_for_too_long
         assert kit.counted("holdfast_queue_wait_seconds_count", "outcome") == {("admitted",): 1}
 
 
-async def test_a_worker_that_is_gone_is_forgotten() -> None:
+async def test_a_worker_that_has_left_is_dropped() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend(one, two) as kit:
         await kit.complete(PROMPT, 2)
@@ -201,10 +201,10 @@ async def test_a_worker_that_is_gone_is_forgotten() -> None:
         assert WorkerRank("w1", "i1", 0) not in scheduler.slots.holders
 
 
-# --- what clients may wish, and be told -------------------------------------------------------------------------
+# --- overrides and explanations ---------------------------------------------------------------------------------
 
 
-async def test_a_wish_in_a_header_holds_for_that_request() -> None:
+async def test_an_override_in_a_header_applies_to_its_request() -> None:
     one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
     async with frontend(one, two) as kit:
         turns = {"X-Holdfast-Router-Mode": "round-robin"}
@@ -217,7 +217,7 @@ async def test_a_wish_in_a_header_holds_for_that_request() -> None:
         assert "is 'hot': input should be a valid number" in body["error"]["message"]
 
 
-async def test_an_answer_says_why_its_worker_was_chosen_if_that_was_asked() -> None:
+async def test_an_answer_explains_the_choice_of_its_worker_on_request() -> None:
     async with frontend(ScriptedWorker("w1"), ScriptedWorker("w2")) as kit:
         _, _, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=2)
         assert "X-Holdfast-Explain" not in headers
@@ -230,12 +230,12 @@ async def test_an_answer_says_why_its_worker_was_chosen_if_that_was_asked() -> N
             why = json.loads(response.headers["X-Holdfast-Explain"])
         assert (why["mode"], why["chosen"]["worker"], why["required_blocks"]) == ("kv", "w1", 4)
         first, second = why["candidates"]
-        assert {term for _, term in COLUMNS} <= first.keys(), "`holdfast route` shows these"
+        assert {term for _, term in COLUMNS} <= first.keys(), "`holdfast route` shows these terms"
         assert (first["worker"], first["device"], second["device"]) == ("w1", 4, 0)
         assert first["cost"] < second["cost"]
 
 
-async def test_an_explanation_has_the_best_eight_and_the_one_that_was_chosen() -> None:
+async def test_an_explanation_has_the_best_eight_candidates_and_the_chosen_one() -> None:
     async with frontend(*(ScriptedWorker(f"w{n}") for n in range(11))) as kit:
         kit.director.table.endpoints[("w10", "i1")].weight = 0.0
         slots, drawn = kit.director.routing.slots, {"X-Holdfast-Router-Mode": "random"}
@@ -244,7 +244,7 @@ async def test_an_explanation_has_the_best_eight_and_the_one_that_was_chosen() -
         _, _, headers = await kit.post("/v1/completions", asked, model="m", prompt=PROMPT, max_tokens=1)
         why = json.loads(headers["X-Holdfast-Explain"])
         assert [one["worker"] for one in why["candidates"]] == [f"w{n}" for n in range(1, 9)] + ["w0"]
-        assert (why["of"], why["chosen"]["worker"]) == (10, "w0"), "who is out of service could not have it"
+        assert (why["of"], why["chosen"]["worker"]) == (10, "w0"), "a worker out of service is no candidate"
 
 
 async def ask_route(kit: Kit, **body: Any) -> tuple[int, Any]:
@@ -252,7 +252,7 @@ async def ask_route(kit: Kit, **body: Any) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-async def test_a_frontend_says_where_a_prompt_would_go_and_sends_nothing() -> None:
+async def test_a_frontend_explains_where_a_prompt_would_go_and_sends_nothing() -> None:
     workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
     async with frontend(*workers) as kit:
         await kit.complete(PROMPT, 2)
@@ -260,24 +260,22 @@ async def test_a_frontend_says_where_a_prompt_would_go_and_sends_nothing() -> No
         status, said = await ask_route(kit, tokens=PROMPT)
         assert (status, said["model"], said["why"]) == (200, "m", "the lowest cost")
         assert (said["chosen"]["worker"], said["candidates"][0]["device"]) == ("w1", 4)
-        assert said["left_out"] == [
-            {"worker": "w3", "why": "the fleet has taken it out of service (HEALTHY)"}
-        ]
+        assert said["left_out"] == [{"worker": "w3", "why": "the fleet took it out of service (HEALTHY)"}]
         assert said["known"] == "4 blocks guessed from what was sent"
         _, said = await ask_route(kit, model="m", tokens=PROMPT, cache_salt="x", router={"mode": "random"})
-        assert (said["candidates"][0]["device"], said["why"]) == (0, "drawn")
+        assert (said["candidates"][0]["device"], said["why"]) == (0, "random choice")
         _, said = await ask_route(kit, prompt=TOKENS.decode(PROMPT))
         assert said["prompt_tokens"] > 1
         assert served(*workers) == [1, 0, 0]
         async with kit.http.post(kit.url + "/route", json={"tokens": PROMPT}) as response:
-            assert response.status == 404, "it is no part of the API"
+            assert response.status == 404, "it is not part of the API"
 
 
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ({}, 400, "either prompt, or tokens"),
-        ({"prompt": "a", "tokens": [1]}, 400, "either prompt, or tokens"),
+        ({}, 400, "give either prompt or tokens"),
+        ({"prompt": "a", "tokens": [1]}, 400, "give either prompt or tokens"),
         ({"prompt": "a", "model": "x"}, 404, "the model 'x' does not exist"),
         ({"prompt": "a", "router": {"mode": "best"}}, 400, "the header X-Holdfast-Router-Mode is 'best'"),
         ({"tokens": [-1]}, 400, "below zero"),
@@ -286,7 +284,7 @@ async def test_a_frontend_says_where_a_prompt_would_go_and_sends_nothing() -> No
         ([], 400, "must be a JSON object"),
     ],
 )
-async def test_a_question_that_makes_no_sense_gets_one_sentence(body: Any, status: int, says: str) -> None:
+async def test_an_invalid_question_gets_one_sentence(body: Any, status: int, says: str) -> None:
     async with (
         frontend(ScriptedWorker()) as kit,
         kit.http.post(kit.admin + "/route", json=body) as response,
@@ -301,7 +299,7 @@ async def test_a_question_may_be_as_long_as_a_request() -> None:
         assert "the model's context is" in (await response.json())["error"]["message"]
 
 
-async def test_those_that_are_left_out_are_named_with_the_reason() -> None:
+async def test_workers_that_are_no_candidates_are_listed_with_the_reason() -> None:
     workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3", "w4")]
     async with frontend(*workers[:3], admission={"inflight_max": 1}) as kit:
         await kit.add(workers[3], revision="r2")
@@ -311,16 +309,16 @@ async def test_those_that_are_left_out_are_named_with_the_reason() -> None:
         _, said = await ask_route(kit, tokens=PROMPT)
         kit.director.table.endpoints[("w3", "i1")].end()
         assert {one["worker"]: one["why"] for one in said["left_out"]} == {
-            "w2": "this frontend does not reach it",
-            "w3": "it has as many requests as it may have",
-            "w4": "it has another revision or tokenizer",
+            "w2": "this frontend cannot reach it",
+            "w3": "it has the maximum number of requests",
+            "w4": "it has a different revision or tokenizer",
         }
 
 
-# --- a burst of one moment --------------------------------------------------------------------------------------
+# --- bursts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_nobody_ends_is_forgotten_after_an_hour_though_nothing_else_comes() -> None:
+def test_a_request_without_a_reported_end_is_dropped_after_an_hour() -> None:
     clock = Clock()
     director = Director(World("f1", Silent(), lambda *_, **__: None, clock), FrontendSettings())  # type: ignore[arg-type]
     slots = director.routing.slots
@@ -334,7 +332,7 @@ def test_a_request_that_nobody_ends_is_forgotten_after_an_hour_though_nothing_el
 
 
 class Silent:
-    """A request plane that says nothing, and of workers that have just begun."""
+    """A request plane without reports, of workers that have just started."""
 
     def reachable(self, worker: str, instance: str) -> bool:
         return True
@@ -360,7 +358,7 @@ FRONTENDS, WORKERS, BURST = 8, 64, 1_000
 
 
 def burst(prompts: list[list[int]]) -> Counter[str]:
-    """Let frontends that know nothing of one another get these requests in one moment, in turn. Return who gets how many."""
+    """Send these requests, in one moment and in turn, to frontends that do not know each other. Return the count per worker."""
     chance = random.Random(7)
     desks = []
     for n in range(FRONTENDS):
@@ -382,13 +380,13 @@ def burst(prompts: list[list[int]]) -> Counter[str]:
     return got
 
 
-def test_a_burst_of_one_moment_spreads_over_the_workers_though_nobody_has_reported_yet() -> None:
+def test_a_burst_in_one_moment_spreads_over_the_workers_before_any_report() -> None:
     got = burst([[300 + n] * 512 for n in range(BURST)])
     even = BURST / WORKERS
-    assert len(got) == WORKERS, "nobody stays idle"
+    assert len(got) == WORKERS, "no worker stays idle"
     assert max(got.values()) < 2 * even, got.most_common(3)
 
 
-def test_a_burst_of_one_prompt_does_not_pile_up_where_it_is_cached() -> None:
+def test_a_burst_of_one_prompt_does_not_pile_up_at_its_cached_prefix() -> None:
     got = burst([PROMPT * 8] * BURST)
     assert max(got.values()) < 4 * BURST / WORKERS, got.most_common(3)

@@ -1,4 +1,4 @@
-"""However a request ends, and wherever it was by then: its slot is free again, once, and it takes no room any more."""
+"""Random walks of slots: however and wherever a request ends, its slot is freed exactly once."""
 
 import asyncio
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from frontend_kit import Kit, counted_are_there, frontend, until
+from frontend_kit import Kit, check_slot_counts, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.errors import internal
@@ -22,7 +22,7 @@ ROOM = {"inflight_max": 2, "queue_max": 6, "queue_s": 0.05, "first_token_s": 0.1
 
 
 class Books:
-    """Counts how often each slot is given and freed."""
+    """Counts how often each slot is added and freed."""
 
     def __init__(self, slots: ActiveSequences) -> None:
         self.given: Counter[RequestId] = Counter()
@@ -47,12 +47,12 @@ def act(random: Random) -> Act:
     )
     errors = ("engine_error: it broke", "invalid_request: no", "overloaded", "engine_shutdown", "nonsense")
     after = None if how == "finish" else random.randint(0, 8)
-    hold = asyncio.Event() if how == "error" and random.random() < 0.2 else None  # it never says so
+    hold = asyncio.Event() if how == "error" and random.random() < 0.2 else None  # the error is never sent
     return Act(after=after, how=how, error=random.choice(errors), hold=hold)
 
 
 async def ask(kit: Kit, random: Random, ended: Counter[str]) -> None:
-    """Ask for something, and perhaps not wait for the answer."""
+    """Send a request, and possibly disconnect before its answer."""
     body = {
         "model": "m", "prompt": [300 + random.randint(0, 3)] * random.randint(1, 60), "n": random.randint(1, 2),
         "max_tokens": random.randint(1, 20), "stream": random.random() < 0.5,
@@ -73,17 +73,17 @@ async def ask(kit: Kit, random: Random, ended: Counter[str]) -> None:
 
 
 async def trouble(kit: Kit, random: Random, workers: list[ScriptedWorker]) -> None:
-    """Let connections break, answers be cut off, and workers fall out of service and come back."""
+    """Break connections, cut off answers, and take workers out of service and back."""
     while True:
         await asyncio.sleep(0.06)
-        counted_are_there(kit.director)
+        check_slot_counts(kit.director)
         worker = random.choice(workers)
         what = random.random()
         if what < 0.4:
             worker.drop()
         elif what < 0.5:
             for exchange in list(kit.api.openai.completions)[:1]:
-                exchange.finish(internal())  # as at the end of a frontend's grace
+                exchange.finish(internal())  # as at the end of a frontend's grace period
                 kit.director.driver.cancel(exchange.answers)
         else:
             kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
@@ -92,7 +92,7 @@ async def trouble(kit: Kit, random: Random, workers: list[ScriptedWorker]) -> No
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_every_slot_is_given_and_freed_once(seed: int) -> None:
+async def test_every_slot_is_added_and_freed_once(seed: int) -> None:
     random, ended = Random(seed), Counter[str]()
     workers = [ScriptedWorker(f"w{n}", step_s=0.002) for n in range(3)]
     for worker in workers:

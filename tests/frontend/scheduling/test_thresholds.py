@@ -1,4 +1,7 @@
-"""Admission by thresholds (seed 003), off unless it is asked for: a busy worker gets nothing new; where all are, nobody waits."""
+"""Admission by thresholds (seed 003), off by default: a busy worker gets no new request.
+
+If all are busy, requests are refused without waiting.
+"""
 
 import asyncio
 from functools import partial
@@ -33,7 +36,7 @@ def rejections(kit: Kit) -> dict[tuple[str, ...], float]:
 
 
 async def seen_full(kit: Kit, *workers: ScriptedWorker) -> None:
-    """Wait until the workers have said how full they are."""
+    """Wait until the workers have reported their load."""
 
     def says(name: str, used: int) -> bool:
         load = kit.plane.load(name)
@@ -43,14 +46,14 @@ async def seen_full(kit: Kit, *workers: ScriptedWorker) -> None:
         await until(partial(says, worker.name, worker.kv_used))
 
 
-async def test_without_the_switch_nobody_is_rejected_by_load() -> None:
+async def test_by_default_no_request_is_rejected_by_load() -> None:
     worker = ScriptedWorker("w1", kv_used=100)
     async with frontend(worker, active_decode_blocks_threshold=0.1) as kit:
         await seen_full(kit, worker)
         assert (await ask(kit))[0] == 200
 
 
-async def test_a_busy_worker_gets_nothing_new() -> None:
+async def test_a_busy_worker_gets_no_new_request() -> None:
     busy, free = ScriptedWorker("w1", kv_used=86), ScriptedWorker("w2", kv_used=85)
     async with frontend(busy, free, **ON) as kit:
         await seen_full(kit, busy, free)
@@ -60,14 +63,14 @@ async def test_a_busy_worker_gets_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("status", [503, 429, 529])
-async def test_n26_where_all_are_busy_the_answer_has_the_status_that_is_set_and_says_when_to_come_back(
+async def test_n26_if_all_are_busy_the_response_has_the_configured_status_and_a_retry_time(
     status: int,
 ) -> None:
     workers = [ScriptedWorker(name, kv_used=99) for name in ("w1", "w2")]
     async with frontend(*workers, **ON, overload_status_code=status, retry_after_s=9) as kit:
         await seen_full(kit, *workers)
         code, body, headers = await ask(kit)
-        assert (code, headers["Retry-After"]) == (status, "9"), "nothing has ended: the longest wait"
+        assert (code, headers["Retry-After"]) == (status, "9"), "no answer has ended: the longest wait"
         assert body["error"]["code"] == "all_workers_busy"
         said = "Service temporarily unavailable: All workers are busy, please retry later"
         assert body["error"]["message"] == said
@@ -85,8 +88,8 @@ async def test_n26_where_all_are_busy_the_answer_has_the_status_that_is_set_and_
 
 
 @pytest.mark.parametrize("status", [503, 429, 529])
-async def test_the_official_client_comes_back_when_it_is_told_to_and_is_served(status: int) -> None:
-    """With its default retries: it asks twice more after 429 and 5xx, not before `Retry-After` is over."""
+async def test_the_official_client_retries_when_told_to_and_is_served(status: int) -> None:
+    """With its default retries it asks twice more after 429 and 5xx, not before `Retry-After` is over."""
     loop, asked, answered = asyncio.get_running_loop(), list[float](), list[float]()
     worker = ScriptedWorker("w1", kv_used=99)
 
@@ -107,7 +110,7 @@ async def test_the_official_client_comes_back_when_it_is_told_to_and_is_served(s
         assert rejections(kit) == {("m", "completions"): 1}
 
 
-async def test_nobody_there_is_no_overload() -> None:
+async def test_a_model_without_workers_is_not_overloaded() -> None:
     async with frontend(**ON) as kit:
         _, body, _ = await ask(kit)
         assert body["error"]["code"] != "all_workers_busy"
@@ -129,7 +132,7 @@ async def test_n25_a_worker_with_a_free_dp_rank_is_not_busy() -> None:
         assert (await ask(kit))[0] == 503
 
 
-async def test_prompts_that_are_still_to_be_read_count_at_once_and_no_longer_than_they_are() -> None:
+async def test_prompts_still_to_be_prefilled_count_at_once_and_only_until_then() -> None:
     hold = asyncio.Event()
     worker = ScriptedWorker("w1", always=Act(after=0, how="error", error="invalid_request: over", hold=hold))
     async with frontend(worker, **ON, active_prefill_tokens_threshold=5) as kit:
@@ -144,7 +147,7 @@ async def test_prompts_that_are_still_to_be_read_count_at_once_and_no_longer_tha
         assert (await ask(kit))[0] == 200
 
 
-async def test_what_has_begun_is_not_shed_for_a_threshold() -> None:
+async def test_a_stream_that_has_begun_is_not_shed_by_a_threshold() -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2", kv_used=99)
     async with frontend(first, second, **ON) as kit:
         await seen_full(kit, second)
@@ -154,7 +157,7 @@ async def test_what_has_begun_is_not_shed_for_a_threshold() -> None:
         assert len(second.requests) == 1
 
 
-async def test_who_waits_in_line_is_told_a_wait_by_how_many_have_ended() -> None:
+async def test_the_retry_time_of_a_queued_request_follows_the_rate_of_ended_answers() -> None:
     worker = ScriptedWorker("w1", step_s=0.02)
     settings = AdmissionSettings(inflight_max=1, queue_s=0.4)
     async with frontend(worker, admission=settings, retry_after_s=30, overload_status_code=429) as kit:
@@ -169,7 +172,7 @@ async def test_who_waits_in_line_is_told_a_wait_by_how_many_have_ended() -> None
         assert all(1 <= wait < 30 for _, _, wait in refused)
 
 
-def test_thresholds_come_from_flags_and_variables_and_may_be_switched_off_one_by_one() -> None:
+def test_thresholds_are_set_by_flags_and_variables_and_can_be_disabled_separately() -> None:
     usual = FrontendSettings()
     assert (usual.admission_control, usual.overload_status) == ("none", 503)
     assert usual.thresholds == BusyThresholds(0.85, 10_000, None)
@@ -191,7 +194,7 @@ def test_thresholds_come_from_flags_and_variables_and_may_be_switched_off_one_by
     for name, value in (
         ("active_decode_blocks_threshold", "1.5"),
         ("active_prefill_tokens_threshold", "-1"),
-        ("active_prefill_tokens_threshold", "٣"),  # a digit for Python's int, no number in a setting
+        ("active_prefill_tokens_threshold", "٣"),  # a digit for Python's int, but not a number in a setting
         ("active_prefill_tokens_threshold_frac", "inf"),
         ("overload_status_code", "200"),
         ("admission_control", "some"),
@@ -200,7 +203,7 @@ def test_thresholds_come_from_flags_and_variables_and_may_be_switched_off_one_by
             gather(FrontendSettings, "frontend", {name: value}, {})
 
 
-def test_the_wait_is_how_long_those_before_will_take_bounded_and_never_the_same_for_all() -> None:
+def test_the_retry_time_is_the_duration_of_waiting_requests_bounded_and_jittered() -> None:
     now, dice, ends, other = [100.0], [0.5], EndRate(), cast(Any, None)
     refusals = Refusals("f1", FrontendSettings(), EndpointTable(), other, other, lambda: dice[0])
 
@@ -209,11 +212,11 @@ def test_the_wait_is_how_long_those_before_will_take_bounded_and_never_the_same_
         assert (error.status, error.code) == (503, "queue_timeout")
         return error.retry_after_s
 
-    assert told("m", 0) == 30, "nothing has ended"
+    assert told("m", 0) == 30, "no answer has ended"
     for _ in range(20):
         now[0] += 0.5
         ends.ended("m", now[0])
-    assert told("m", 19) == WINDOW_S, "two a second end, and nineteen wait before"
+    assert told("m", 19) == WINDOW_S, "two answers end per second, and nineteen requests wait"
     assert (told("m", 0), told("m", 10_000)) == (1, 30)
     assert told("other", 0) == 30
     dice[0] = 0.0
@@ -229,7 +232,7 @@ def test_the_wait_is_how_long_those_before_will_take_bounded_and_never_the_same_
     assert told("m", ENDS_MAX - 1) == 1
 
 
-async def test_that_all_are_busy_holds_for_a_moment_and_not_longer() -> None:
+async def test_the_overload_of_a_model_is_cached_for_a_moment_only() -> None:
     workers = [ScriptedWorker(f"w{n}", kv_used=99) for n in range(2)]
     async with frontend(*workers, **ON) as kit:
         await seen_full(kit, *workers)
@@ -240,7 +243,7 @@ async def test_that_all_are_busy_holds_for_a_moment_and_not_longer() -> None:
             assert monitor.overloaded("m"), worker
             worker.kv_used = 1
         await seen_full(kit, *workers)
-        assert monitor.overloaded("m"), "it holds for a moment"
+        assert monitor.overloaded("m"), "it is cached for a moment"
         now[0] += len(workers) * HOLDS_S
         assert not monitor.overloaded("m")
         assert not monitor.overloaded("other")

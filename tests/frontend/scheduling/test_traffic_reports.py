@@ -1,4 +1,4 @@
-"""What a frontend tells of each minute: what came, what was turned away, and which answers were late."""
+"""Traffic reports of each minute: arrived and rejected requests, and late answers."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -22,7 +22,7 @@ MINUTE = timedelta(minutes=1)
 
 
 class Told:
-    """A frontend's word, whose time the test drives."""
+    """A frontend's reports, with time driven by the test."""
 
     def __init__(self, *models: str) -> None:
         self.at, self.facts = NOON, list[Observation]()
@@ -41,7 +41,7 @@ class Told:
         return self.at.timestamp()
 
     async def sleep(self, seconds: float) -> None:
-        raise AssertionError("nobody waits here")
+        raise AssertionError("no caller waits here")
 
     def came(self, *prompts: int, model: str = "m") -> None:
         for prompt in prompts:
@@ -53,7 +53,7 @@ class Told:
         self.metrics.of("m").traffic.ended(10, tokens, ttft_s, tpot_s, by_s)
 
     def until(self, at: datetime, step: timedelta = timedelta(seconds=7)) -> None:
-        """Let time pass, looked at as the frontend does."""
+        """Let time pass, with the frontend's ticks."""
         while self.at < at:
             self.at = min(at, self.at + step)
             self.reporter.tick()
@@ -63,11 +63,11 @@ class Told:
 
 
 def counts(facts: Iterable[TrafficReported]) -> list[tuple[int, int, int]]:
-    """Return how many requests each minute had, which minute it was after noon, and whether it was the last."""
+    """Return for each report: number of requests, minutes after noon, and whether it is the last."""
     return [(int((f.minute - NOON) / MINUTE), f.requests, int(f.last)) for f in facts]
 
 
-def test_each_minute_is_told_of_also_one_in_which_nothing_came() -> None:
+def test_each_minute_is_reported_even_without_traffic() -> None:
     told = Told("m")
     told.came(3, 4)
     told.until(NOON + 3.5 * MINUTE)
@@ -76,7 +76,7 @@ def test_each_minute_is_told_of_also_one_in_which_nothing_came() -> None:
     assert (first.prompt_tokens, first.prompt_tokens_squared) == (7, 25)
 
 
-def test_the_end_of_a_process_tells_of_the_minute_that_runs() -> None:
+def test_the_end_of_a_process_reports_the_current_minute() -> None:
     told = Told("m", "other")
     told.until(NOON + 1.5 * MINUTE)
     told.came(5)
@@ -85,7 +85,7 @@ def test_the_end_of_a_process_tells_of_the_minute_that_runs() -> None:
     assert counts(told.said("other")) == [(0, 0, 0), (1, 0, 1)]
 
 
-def test_a_process_that_was_stopped_tells_of_the_minutes_that_it_missed() -> None:
+def test_a_process_that_was_stopped_reports_the_minutes_it_missed() -> None:
     told = Told("m")
     told.came(5)
     told.until(NOON + 4.5 * MINUTE, step=4.5 * MINUTE)
@@ -94,7 +94,7 @@ def test_a_process_that_was_stopped_tells_of_the_minutes_that_it_missed() -> Non
     assert len(told.said()) == 4 + 1 + MISSED_MAX
 
 
-def test_no_minute_is_told_of_twice_when_the_clock_is_set_back() -> None:
+def test_no_minute_is_reported_twice_if_the_clock_is_set_back() -> None:
     told = Told("m")
     told.until(NOON + 5.5 * MINUTE)
     told.at = NOON + 2 * MINUTE
@@ -104,7 +104,7 @@ def test_no_minute_is_told_of_twice_when_the_clock_is_set_back() -> None:
     assert minutes == sorted(set(minutes)) and sum(fact.requests for fact in told.said()) == 1
 
 
-def test_a_model_that_nobody_serves_or_asks_for_is_forgotten_after_a_while() -> None:
+def test_a_model_without_workers_or_requests_is_dropped_after_a_while() -> None:
     told = Told("m", "other")
     told.until(NOON + 1.5 * MINUTE)
     told.serve("other")
@@ -113,7 +113,7 @@ def test_a_model_that_nobody_serves_or_asks_for_is_forgotten_after_a_while() -> 
     assert len(told.said("other")) == 30
 
 
-def test_what_was_turned_away_counts_where_one_more_worker_would_have_served_it() -> None:
+def test_rejected_requests_count_if_one_more_worker_would_have_served_them() -> None:
     told = Told("m")
     for reason, count in (("queue_full", 2), ("capacity_shed", 3), ("draining", 5)):
         told.reporter.rejected(
@@ -135,7 +135,7 @@ def test_what_was_turned_away_counts_where_one_more_worker_would_have_served_it(
         ({"ttft_s": 0.3, "by_s": 0.2}, 1),
     ],
 )
-def test_an_answer_is_late_by_what_is_promised_or_by_its_own_deadline(
+def test_an_answer_is_late_by_the_models_objective_or_its_own_deadline(
     answer: dict[str, Any], late: int
 ) -> None:
     told = Told("m")
@@ -149,14 +149,14 @@ def test_an_answer_is_late_by_what_is_promised_or_by_its_own_deadline(
 def test_a_long_prompt_may_take_twice_as_long_as_reading_it_takes() -> None:
     told = Told("m")
     told.until(NOON + timedelta(seconds=10))
-    prompt = int(PROFILE.prefill_tokens_per_s)  # a second
+    prompt = int(PROFILE.prefill_tokens_per_s)  # takes a second
     told.metrics.of("m").traffic.ended(prompt, 1, 1.9, 0.0, None)
     told.metrics.of("m").traffic.ended(prompt, 1, 2.1, 0.0, None)
     told.until(NOON + 1.1 * MINUTE)
     assert [fact.late for fact in told.said()] == [1]
 
 
-def test_what_no_worker_could_keep_even_alone_makes_nobody_late() -> None:
+def test_an_objective_that_no_worker_could_meet_makes_no_answer_late() -> None:
     told = Told()
     slow = PROFILE.__class__(
         kv_blocks=100, block_tokens=16, max_batch=8, prefill_tokens_per_s=1e5, tpot_ms=((1, 90.0),)
@@ -169,7 +169,7 @@ def test_what_no_worker_could_keep_even_alone_makes_nobody_late() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 200), st.integers(1, 50)), max_size=30))
-def test_nothing_that_came_is_lost_or_told_of_twice(came: list[tuple[float, int]]) -> None:
+def test_no_request_is_lost_or_reported_twice(came: list[tuple[float, int]]) -> None:
     told = Told("m")
     for seconds, prompt in came:
         told.until(told.at + timedelta(seconds=seconds))
@@ -196,7 +196,7 @@ async def ask(kit: Kit, **more: Any) -> int:
 
 
 def reported(kit: Kit) -> TrafficReported:
-    """Let a frontend tell of the minute that runs."""
+    """Let a frontend report the current minute."""
     kit.director.report()
     (fact,) = kit.said(TrafficReported)[-1:]
     return fact  # type: ignore[no-any-return]
@@ -219,7 +219,7 @@ async def test_a_request_that_moves_counts_once() -> None:
         assert statuses == [200, 200] and (fact.requests, fact.output_tokens) == (2, 24)
 
 
-async def test_what_is_refused_for_want_of_room_is_no_request_that_was_sent() -> None:
+async def test_a_request_refused_for_lack_of_room_does_not_count_as_sent() -> None:
     worker = ScriptedWorker("w1", kv_used=99)
     async with frontend(worker, admission_control="token-capacity") as kit:
         await until(lambda: (load := kit.plane.load("w1")) is not None and load.kv_used == 99)

@@ -1,11 +1,10 @@
-"""Make `builtin_sim_tokenizer.json`, the tokenizer of the simulated engine. The same bytes on every run.
+"""Generates `builtin_sim_tokenizer.json`, the tokenizer of the simulated engine. Deterministic.
 
     python tests/frontend/openai/text/make_sim_tokenizer.py [FILE]
 
-Byte-level BPE of 2,048 ids: 0 <unk>, 1 <s>, 2 </s>, then the 256 bytes (3…258), then merges of ASCII letters
-and leading spaces only, so that any sequence of merges is whole ASCII text and any text can still be encoded.
-It is trained on the word list below and, to fill the vocabulary, on syllables; no file of the machine goes
-into it.
+Byte-level BPE with 2,048 ids: 0 <unk>, 1 <s>, 2 </s>, then the 256 bytes (3…258), then merges of ASCII letters and leading
+spaces only. So any sequence of merges is whole ASCII text, and any text can still be encoded. It is trained on the word list
+below and, to fill the vocabulary, on syllables; no file of the machine is used.
 """
 
 import itertools
@@ -46,11 +45,11 @@ wheel full force blue object decide surface deep moon island foot yet busy test 
 possible plane age dry wonder laugh thousand ago ran check game shape yes hot miss brought heat snow bed bring
 sit perhaps fill east weight language among grand ball wave drop heart present heavy dance engine position arm
 wide sail material fraction forest
-""".split()  # noqa: SIM905 (a list of 600 strings reads worse)
+""".split()  # noqa: SIM905 (a list of 600 strings is harder to read)
 
 
 def corpus() -> list[str]:
-    """Return the training lines: each word often, the earlier the more, then some endings, then syllables."""
+    """Return the training lines: the words, earlier ones more often; then some endings, then syllables."""
     lines = [f" {word}" * (2000 - 2 * place) for place, word in enumerate(WORDS)]
     lines += [f" {word}{ending}" * 20 for word in WORDS[100:500] for ending in ("s", "ing")]
     sounds = itertools.product("bcdfghklmnprstvw", "aeiou", "nrslmt")

@@ -1,9 +1,9 @@
-"""Chat templates of 34 model families render as transformers' `apply_chat_template` renders them.
+"""Chat templates of 34 model families render like transformers' `apply_chat_template`.
 
-`chat_templates/` holds templates of our own, written with the constructs that these families use; `conversations.json` what is
-rendered with each. `expected.json` holds the results. `make test` compares the product with it, `make test-engines` compares
-transformers with it. After a change of a template, run `python tests/frontend/openai/text/test_chat_templates.py` and read the
-difference.
+`chat_templates/` contains our own templates, written with the constructs of these families. `conversations.json` contains the
+messages to render with each, `expected.json` the results. `make test` compares the product with these, `make test-engines`
+compares transformers with them. After a change of a template, run `python tests/frontend/openai/text/test_chat_templates.py`
+and review the difference.
 """
 
 import json
@@ -26,8 +26,8 @@ PARTS = {
     "mistral_tekken_blocks",
     "gemma3",
     "kimi_k2",
-}  # loop over a message's parts
-REFUSED = None  # what the template itself refuses
+}  # families with a loop over a message's parts
+REFUSED = None  # refused by the template itself
 
 
 def source(family: str) -> str:
@@ -35,7 +35,7 @@ def source(family: str) -> str:
 
 
 def ours(family: str) -> dict[str, str | None]:
-    """Return what the product makes of each conversation, from the body of a request on."""
+    """Return the product's rendering of each conversation, starting from a request body."""
     template, made = ChatTemplate(source(family), SPECIALS), dict[str, str | None]()
     for name, conversation in CONVERSATIONS.items():
         body = {"model": "m", "messages": conversation["messages"]}
@@ -75,7 +75,7 @@ def test_transformers_renders_the_same(family: str) -> None:
 
 
 def theirs(family: str) -> dict[str, str | None]:
-    """Return what transformers makes of each conversation. It takes messages as templates do, not as the API does."""
+    """Return transformers' rendering of each conversation. It accepts messages as templates do, not as the API does."""
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -83,7 +83,7 @@ def theirs(family: str) -> dict[str, str | None]:
     for name, conversation in CONVERSATIONS.items():
         messages = [for_templates(message, family) for message in conversation["messages"]]
         try:
-            rendered: Any = render_jinja_template(  # it says that it returns a string
+            rendered: Any = render_jinja_template(  # annotated as returning a string
                 conversations=[messages],
                 tools=conversation.get("tools"),
                 chat_template=source(family),
@@ -97,7 +97,7 @@ def theirs(family: str) -> dict[str, str | None]:
 
 
 def for_templates(message: dict[str, Any], family: str) -> dict[str, Any]:
-    """Return a message of the API as vLLM's chat endpoint hands it to a template."""
+    """Return an API message as vLLM's chat endpoint passes it to a template."""
     plain: dict[str, Any] = {**message, "content": message["content"] or ""}
     if isinstance(plain["content"], list) and family not in PARTS:
         plain["content"] = "\n".join(part["text"] for part in plain["content"])

@@ -1,4 +1,4 @@
-"""Stop strings over any cutting of the text, and nothing of them ever said."""
+"""Detokenization and stop strings: correct for any split, without sending a part of a stop string."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.integers(0, 99)),
 )
-def test_any_cutting_gives_the_text_before_the_first_stop(
+def test_any_split_gives_the_text_before_the_first_stop_string(
     text: str, stops: list[str], places: list[int]
 ) -> None:
     window, said = StopChecker(stops), ""
@@ -48,7 +48,7 @@ def test_any_cutting_gives_the_text_before_the_first_stop(
 
 
 @given(LETTERS, st.text(alphabet="ab", min_size=1, max_size=4))
-def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: str) -> None:
+def test_text_that_cannot_become_a_stop_string_is_not_held_back(text: str, stop: str) -> None:
     window = StopChecker([stop])
     said = window.feed(text)
     held = len(text) - len(said) if not window.stopped else 0
@@ -60,7 +60,7 @@ def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: 
     st.lists(st.text(alphabet="ab", min_size=1, max_size=9), min_size=1, max_size=3),
     st.integers(0, 40),
 )
-def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(
+def test_the_held_text_is_the_longest_beginning_of_a_stop_string(
     text: str, stops: list[str], at: int
 ) -> None:
     window = StopChecker(stops)
@@ -74,7 +74,7 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(
 
 
 class Seen(str):
-    """A stop string that counts how often a character of it is looked at."""
+    """A stop string that counts how often its characters are read."""
 
     looks = 0
 
@@ -86,7 +86,7 @@ class Seen(str):
 @pytest.mark.parametrize(
     "text", ["a" * 5000, ("a" * 300 + "c") * 20, ("a" * 150 + "d" + "a" * 149 + "e") * 20]
 )
-def test_stop_strings_that_are_said_nearly_cost_no_more_than_others(text: str) -> None:
+def test_nearly_matching_stop_strings_cost_no_more_than_others(text: str) -> None:
     stops = [Seen("a" * 299 + "b"), Seen("c" * 300), Seen("a" * 150 + "d" + "a" * 150), Seen("ab" * 150)]
     window = StopChecker(stops)
     Seen.looks = 0
@@ -95,7 +95,7 @@ def test_stop_strings_that_are_said_nearly_cost_no_more_than_others(text: str) -
     assert 0 < Seen.looks <= 3 * len(stops) * len(text)
 
 
-def test_what_was_held_back_is_said_at_the_end() -> None:
+def test_held_text_is_sent_at_the_end() -> None:
     tokens = load_tokens(BUILTIN)
     detokenizer = IncrementalDetokenizer(tokens.detokenizer(), ["river bed"], 0)
     said = "".join(detokenizer.feed(token) for token in tokens.encode("a river b", special=False))
@@ -103,7 +103,7 @@ def test_what_was_held_back_is_said_at_the_end() -> None:
     assert said + detokenizer.end() == "a river b"
 
 
-def test_unfinished_characters_are_flushed_at_the_end() -> None:
+def test_incomplete_characters_are_flushed_at_the_end() -> None:
     tokens = load_tokens(BUILTIN)
     ids = tokens.encode("é", special=False)[:1]
     detokenizer = IncrementalDetokenizer(tokens.detokenizer(), [], 0)
@@ -111,13 +111,13 @@ def test_unfinished_characters_are_flushed_at_the_end() -> None:
 
 
 def format_of(id: str = "id", **asked: Any) -> ResponseFormat:
-    """Return the form of the answer to a completion, changed by `asked`."""
+    """Return the response format of a completion, changed by `asked`."""
     parsed = msgspec.structs.replace(parse_completion({"model": "m", "prompt": "p"}), **asked)
     return ResponseFormat(parsed, load_tokens(BUILTIN), id, 5)
 
 
 def logprobs_of(count: int) -> dict[str, list[int]]:
-    """Return the logprobs of a whole answer of so many tokens, as the completions endpoint shows them."""
+    """Return the logprobs of a whole answer of this many tokens, as shown by the completions endpoint."""
     format = format_of(logprobs=1)
     writer = BufferedWriter(format)
     writer.write([300] * count, [Logprob(chosen=-1.0)] * count)
@@ -126,20 +126,20 @@ def logprobs_of(count: int) -> dict[str, list[int]]:
     return shown
 
 
-def test_logprobs_say_where_in_the_text_each_token_begins() -> None:
+def test_logprobs_contain_the_text_offset_of_each_token() -> None:
     size = len(load_tokens(BUILTIN).text_of(300))
     assert logprobs_of(3)["text_offset"] == [0, size, 2 * size]
     assert logprobs_of(0)["text_offset"] == []
 
 
-def test_the_logprobs_of_a_long_answer_do_not_hold_everybody_up() -> None:
+def test_logprobs_of_a_long_answer_do_not_block_the_loop() -> None:
     began = time.process_time()
     logprobs_of(50_000)
     assert time.process_time() - began < 2.0
 
 
 class Page:
-    """What a stream would have been sent."""
+    """Records what a stream would send."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -158,7 +158,7 @@ class Page:
     st.lists(st.one_of(st.integers(0, 2047), st.integers(3, 258)), max_size=40),
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
 )
-def test_tokens_that_come_at_once_are_the_same_events_as_one_after_another(
+def test_tokens_that_arrive_together_are_the_same_events_as_separate_ones(
     said: list[int], portions: list[int]
 ) -> None:
     tokens = load_tokens(BUILTIN)
@@ -180,8 +180,8 @@ def test_tokens_that_come_at_once_are_the_same_events_as_one_after_another(
 
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
-def test_what_is_made_once_for_all_answers_is_what_each_of_them_would_make(chat: bool, usage: bool) -> None:
-    """Every event byte by byte, for two requests and two places that take turns; ids and names may hold anything."""
+def test_cached_parts_of_events_equal_uncached_ones(chat: bool, usage: bool) -> None:
+    """Every event byte by byte, for two requests and two alternating choices; ids and names may contain anything."""
     tokens = load_tokens(BUILTIN)
     for id, model, index, reason in 2 * [('a"b', "m\u20ac", 0, "stop"), ("c", "m", 7, 'odd"one')]:
         format = format_of(id, model=model, chat=chat, stream=usage, include_usage=usage)

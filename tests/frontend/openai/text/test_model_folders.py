@@ -1,5 +1,7 @@
-"""A frontend reads tokenizers and chat templates from configured folders only: a chat template is a program, and a worker
-that names another folder gets no request and is reported."""
+"""A frontend loads tokenizers and chat templates only from configured folders.
+
+A chat template is a program. A worker that registers another folder gets no request and is reported.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-async def test_a_worker_that_names_another_folder_gets_no_request_and_is_reported(folder: Path) -> None:
+async def test_a_worker_that_registers_another_folder_gets_no_request_and_is_reported(folder: Path) -> None:
     async with frontend(model_folders=str(folder.parent.parent / "other")) as kit:
         await kit.add(ScriptedWorker(), tokenizer=str(folder))
         good = ScriptedWorker("w2")
@@ -55,6 +57,6 @@ async def test_a_template_that_never_ends_is_a_clear_error(folder: Path) -> None
         ("", False),
     ],
 )
-def test_a_folder_counts_with_what_is_below_it(named: str, allowed: bool) -> None:
+def test_subfolders_of_a_configured_folder_are_allowed(named: str, allowed: bool) -> None:
     folders = ModelFolders(["/models/a"], lambda fact: None)
     assert folders.allows(joined(ScriptedWorker(), tokenizer=named)) is allowed

@@ -1,4 +1,4 @@
-"""A text that is read in segments, most of them kept, has the tokens that it has when read whole."""
+"""A text tokenized in segments, most of them cached, has the same tokens as when tokenized whole."""
 
 import asyncio
 import json
@@ -35,14 +35,14 @@ from controller.frontend.settings import FrontendSettings
 THREADS = Intake(FrontendSettings()).long_texts
 ADDED = [
     AddedToken("<s>", special=True, normalized=False),
-    AddedToken("<s>a", special=True, normalized=False),  # the longest counts
+    AddedToken("<s>a", special=True, normalized=False),  # the longest match counts
     AddedToken("<|im_start|>", special=True, normalized=False),
     AddedToken("<|im_end|>", special=True, normalized=False),
     AddedToken("|>", special=False, normalized=False),
     AddedToken("\n\n", special=False, normalized=False),
     AddedToken("  ", special=False, normalized=False),
     AddedToken("é", special=False, normalized=False),
-    AddedToken("Said", special=False, normalized=True),  # looked for in the normalized text
+    AddedToken("Said", special=False, normalized=True),  # matched in the normalized text
     AddedToken("im", special=True, normalized=True),
 ]
 LETTERS = [
@@ -177,18 +177,18 @@ CUT: dict[str, Tokenizer] = {
 
 
 LARGE = {name: Tokens(tokenizer, None) for name, tokenizer in CUT.items()}
-# With room for a few segments only: they come and go.
+# The cache holds only a few segments, so that they are evicted.
 SMALL = {name: Tokens(tokenizer, None, kept_bytes=500 * SEGMENT_SHARE) for name, tokenizer in CUT.items()}
 
 
 @pytest.mark.parametrize("name", CUT)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
-def test_a_text_in_pieces_reads_as_the_whole(name: str, texts: list[str]) -> None:
+def test_a_text_in_segments_has_the_same_tokens_as_the_whole(name: str, texts: list[str]) -> None:
     async def read() -> None:
         for tokens in (LARGE[name], SMALL[name]):
             assert tokens.segments is not None
-            for text in [*texts, "".join(texts), *texts]:  # the later ones find segments of the earlier ones
+            for text in [*texts, "".join(texts), *texts]:  # later texts find segments of earlier ones
                 whole = CUT[name].encode(text, add_special_tokens=False).ids
                 assert await tokens.encode_soon(text, THREADS, special=False) == whole
                 assert tokens.encode(text, special=False) == whole
@@ -197,14 +197,14 @@ def test_a_text_in_pieces_reads_as_the_whole(name: str, texts: list[str]) -> Non
 
 
 @given(TEXTS)
-async def test_plain_prompts_get_what_is_put_around_them(text: str) -> None:
+async def test_plain_prompts_get_the_tokens_that_are_added_around_them(text: str) -> None:
     for name, tokens in LARGE.items():
         whole = CUT[name].encode(text, add_special_tokens=True).ids
         for _ in range(2):
             assert await tokens.encode_soon(text, THREADS, special=True) == whole
 
 
-def test_of_plain_prompts_only_those_are_kept_that_nothing_is_put_around() -> None:
+def test_plain_prompts_are_cached_only_if_nothing_is_added_around_them() -> None:
     around = {
         name for name, tokens in LARGE.items() if tokens.segments is not None and not tokens.segments.bare
     }
@@ -260,7 +260,7 @@ WHOLE: dict[str, Tokenizer] = {
 @pytest.mark.parametrize("name", WHOLE)
 @given(text=TEXTS | TEXTS.map(lambda text: f"{text} <|user|> {text}"))
 @settings(max_examples=20, deadline=None)
-def test_where_a_piece_may_read_otherwise_texts_are_read_whole(name: str, text: str) -> None:
+def test_tokenizers_with_dependent_segments_tokenize_whole_texts(name: str, text: str) -> None:
     tokens = Tokens(WHOLE[name], None)
     assert tokens.segments is None
     if name != "by chance":
@@ -268,7 +268,7 @@ def test_where_a_piece_may_read_otherwise_texts_are_read_whole(name: str, text: 
         assert asyncio.run(tokens.encode_soon(text, THREADS, special=False)) == whole
 
 
-def test_a_kind_of_tokenizer_that_is_not_known_is_not_cut() -> None:
+def test_an_unknown_kind_of_tokenizer_is_not_cut() -> None:
     tokenizer = byte_level()
     for place in ("pre_tokenizer", "post_processor"):
         config = json.loads(tokenizer.to_str())
@@ -277,7 +277,7 @@ def test_a_kind_of_tokenizer_that_is_not_known_is_not_cut() -> None:
     assert SegmentCache.of(tokenizer, json.loads(tokenizer.to_str())) is not None
 
 
-def test_thousands_of_added_tokens_and_long_runs_are_found() -> None:
+def test_thousands_of_added_tokens_and_long_runs_are_matched() -> None:
     added = (
         [f"<unused{n}>" for n in range(6000)] + [" " * n for n in range(2, 101)] + ["<unused1", ".*", "[x]"]
     )
@@ -289,20 +289,20 @@ def test_thousands_of_added_tokens_and_long_runs_are_found() -> None:
 
 
 class Reader:
-    """Reads texts as one token for each character, and remembers which."""
+    """A tokenizer with one token per character, which records the texts it receives."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.read: list[str] = []
         self.segments = SegmentCache({"<s>": 7}, self, kept_bytes)  # type: ignore[arg-type]
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
-        """Stand in for a tokenizer."""
+        """Implements the tokenizer's method."""
         assert not add_special_tokens
         self.read += texts
         return [SimpleNamespace(ids=[ord(char) for char in text]) for text in texts]
 
     async def __call__(self, *texts: str) -> list[str]:
-        """Return what had to be read anew."""
+        """Return the texts that were not cached."""
         self.read.clear()
         for text in texts:
             assert await self.segments.read(text, THREADS) == [
@@ -311,31 +311,31 @@ class Reader:
         return self.read
 
 
-async def test_of_a_next_turn_only_what_is_new_is_read() -> None:
+async def test_only_the_new_part_of_the_next_turn_is_tokenized() -> None:
     reader = Reader()
     assert await reader("<s>be kind<s>hello") == ["be kind", "hello"]
     assert await reader("<s>be kind<s>hello<s>hello") == []
     assert await reader("<s>be kind<s>hello<s>hi<s>you<s>hi") == ["hi", "you"]
 
 
-async def test_what_was_read_longest_ago_is_forgotten_first() -> None:
+async def test_the_least_recently_used_segment_is_evicted_first() -> None:
     reader = Reader(SEGMENT_SHARE * 400)
-    names = [f"{n:02}" + "x" * 8 for n in range(69)]  # 370 bytes each: there is just room for them
+    names = [f"{n:02}" + "x" * 8 for n in range(69)]  # 370 bytes each: the cache is exactly full
     assert await reader(*names) == names
     assert await reader(names[0]) == []
-    assert await reader(*"abcdefghij") == [*"abcdefghij"]  # 325 bytes each: nine others go
+    assert await reader(*"abcdefghij") == [*"abcdefghij"]  # 325 bytes each: nine others are evicted
     assert await reader(names[0], *names[10:]) == []
     assert await reader(names[1]) == [names[1]]
 
 
-async def test_a_piece_that_would_drive_out_all_others_is_not_kept() -> None:
+async def test_a_segment_that_would_evict_all_others_is_not_cached() -> None:
     reader = Reader(SEGMENT_SHARE * 1000)
     some, much = "x" * 130, "你" * 60
     assert await reader(some, some, much, much) == [some, much, much]
 
 
 @pytest.mark.parametrize("text", ["{} ", "{} 你好 ", "{} 😀"])
-async def test_what_is_kept_takes_no_more_memory_than_it_may(text: str) -> None:
+async def test_the_cache_uses_no_more_memory_than_allowed(text: str) -> None:
     room = 400_000
     segments = SegmentCache({"<s>": 1}, load_tokenizer(BUILTIN), room)
     tracemalloc.start()
@@ -349,7 +349,7 @@ async def test_what_is_kept_takes_no_more_memory_than_it_may(text: str) -> None:
         tracemalloc.stop()
 
 
-async def test_only_what_is_new_and_long_is_read_beside_the_loop() -> None:
+async def test_only_new_long_texts_are_tokenized_outside_the_loop() -> None:
     where: list[bool] = []
 
     class Encoder:
@@ -364,7 +364,7 @@ async def test_only_what_is_new_and_long_is_read_beside_the_loop() -> None:
     assert where == [False, True]
 
 
-async def test_two_that_read_the_same_at_once_both_get_it() -> None:
+async def test_two_requests_that_tokenize_the_same_text_at_once_both_get_it() -> None:
     reader = Reader()
     texts = ["<s>" + "x" * LONG_TEXT] * 3
     read = await asyncio.gather(*(reader.segments.read(text, THREADS) for text in texts))
@@ -373,7 +373,7 @@ async def test_two_that_read_the_same_at_once_both_get_it() -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-async def test_who_shares_no_prefixes_shares_no_texts(chat: bool) -> None:
+async def test_a_salted_request_shares_no_cached_text(chat: bool) -> None:
     tokens, intake = (
         Tokens(byte_level(), ChatTemplate("{{ messages[0].content }}", {})),
         Intake(FrontendSettings()),
@@ -400,7 +400,7 @@ async def test_a_very_long_text_is_not_cut() -> None:
     assert not tokens.segments.kept
 
 
-async def test_a_text_of_too_many_pieces_is_cut_so_often_and_no_more() -> None:
+async def test_a_text_with_too_many_segments_is_cut_a_limited_number_of_times() -> None:
     tokens = Tokens(byte_level(), None)
     assert tokens.segments is not None
     text = "".join(f"{n}<s>" for n in range(CUTS_MAX + 500))
@@ -408,7 +408,7 @@ async def test_a_text_of_too_many_pieces_is_cut_so_often_and_no_more() -> None:
     assert len(tokens.segments.kept) == CUTS_MAX + 1
 
 
-async def test_what_is_given_out_is_nobody_elses() -> None:
+async def test_returned_tokens_are_not_shared() -> None:
     tokens = Tokens(byte_level(), None)
     first = await tokens.encode_soon("hello", THREADS, special=False)
     kept = list(first)

@@ -1,5 +1,7 @@
-"""A chat template that would never end, or would take all memory, is stopped: it comes with a model's files, which a
-compromised worker may name."""
+"""A chat template that would never end, or use all memory, is stopped.
+
+It comes with a model's files, and a compromised worker may register any folder.
+"""
 
 from collections.abc import Callable
 
@@ -94,7 +96,7 @@ LONG_OPERATIONS = [
 
 @pytest.mark.parametrize("source", LONG_OPERATIONS)
 def test_no_single_operation_takes_long(source: str) -> None:
-    """It would hold the event loop beyond the time of a rendering: the clock is read between operations only."""
+    """It would block the event loop beyond the time of a rendering: the clock is read only between operations."""
     with pytest.raises(BadTemplate, match=r"one operation|nests|indent of more|width"):
         ChatTemplate(source, {}).render(SAID)
 
@@ -112,7 +114,7 @@ def test_a_message_as_long_as_the_longest_context_is_rendered() -> None:
 
 
 @pytest.mark.parametrize("source", ENDLESS + HUGE)
-def test_a_template_is_stopped_before_it_takes_all_time_or_memory(source: str) -> None:
+def test_a_template_is_stopped_before_it_uses_too_much_time_or_memory(source: str) -> None:
     with pytest.raises(BadTemplate, match=r"more than|digits|not allowed|recursion"):
         ChatTemplate(source, {}).render(SAID)
 
@@ -125,7 +127,7 @@ def test_a_template_can_be_rendered_again_after_it_was_stopped() -> None:
 
 
 def timed(clock: Callable[[], float]) -> RenderingBudget:
-    """Return a budget whose seconds are this clock's."""
+    """Return a budget that uses this clock."""
 
     class Timed(RenderingBudget):
         def now(self) -> float:
@@ -134,7 +136,7 @@ def timed(clock: Callable[[], float]) -> RenderingBudget:
     return Timed()
 
 
-def test_time_is_bounded_where_steps_take_long() -> None:
+def test_time_is_limited_even_if_steps_take_long() -> None:
     """A rendering of slow steps, of 1 ms each by this clock, ends at most 64 steps after its time."""
     now = 0.0
     budget = timed(lambda: now)

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by its length: never more than it has, and near enough to be of use."""
+"""The lower limit of a text's tokens from its length: never too high, and close enough to be useful."""
 
 import unicodedata
 from functools import cache
@@ -83,44 +83,44 @@ def tokens_of(name: str) -> Tokens:
 @example(text=" " * 3_000 + "<|user|>" + " " * 3_000)
 @example(text="".join(one.content for one in ADDED) * 20)
 @settings(max_examples=40, deadline=None)
-def test_no_text_is_taken_for_longer_than_it_is(name: str, text: str) -> None:
+def test_the_limit_never_exceeds_the_number_of_tokens(name: str, text: str) -> None:
     tokens = tokens_of(name)
     exact = len(tokens.encode(text, special=False))
     assert tokens.tokens_min(text, 10**9) <= exact
-    assert tokens.tokens_min(text, exact) <= exact, "what fits is not refused"
+    assert tokens.tokens_min(text, exact) <= exact, "a text that fits is not refused"
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_what_is_much_too_long_is_known_to_be(name: str) -> None:
+def test_a_text_that_is_much_too_long_is_recognized(name: str) -> None:
     tokens = Tokens(BOUNDED[name], None)
     assert tokens.tokens_min("a" * 2000 * 15 * 4, 2000) >= 2000
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_where_one_token_may_be_any_number_of_characters_there_is_no_bound(name: str) -> None:
+def test_there_is_no_limit_if_one_token_may_be_any_number_of_characters(name: str) -> None:
     assert tokens_of(name).tokens_min("a" * 10**6, 10) == 0
 
 
-def test_blanks_do_not_count_where_they_may_be_dropped() -> None:
+def test_blanks_do_not_count_if_they_may_be_dropped() -> None:
     tokens = Tokens(parted(pre_tokenizers.WhitespaceSplit()), None)
     assert tokens.tokens_min(" " * 10**6 + "a" * 100, 10) <= 100
     assert tokens.tokens_min(" " * 10**6 + "a" * 1000, 10) > 10
     assert len(tokens.encode(" " * 10**6 + "a" * 100, special=False)) == 100
 
 
-def test_the_builtin_tokenizers_bound_is_its_longest_token() -> None:
+def test_the_builtin_tokenizers_reach_is_its_longest_token() -> None:
     tokens = tokens_of("builtin")
     assert max(map(len, tokens.table.bytes if tokens.table else [])) == 12
     assert tokens.tokens_min("a" * 1200, 10**9) == 100
 
 
-def test_what_composes_leaves_ascii_as_it_is() -> None:
+def test_composition_leaves_ascii_unchanged() -> None:
     tokens = Tokens(llama_3(), None)
     assert tokens.tokens_min("a" * 1200, 10**9) == 100
     assert tokens.tokens_min("é" * 1200, 10**9) == 1200 / 12 / COMPOSED_MAX
 
 
-def test_no_character_is_composed_of_more() -> None:
+def test_no_character_is_composed_of_more_than_the_limit() -> None:
     every = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
     assert max(len(unicodedata.normalize("NFD", char)) for char in every) == COMPOSED_MAX
 

@@ -1,4 +1,4 @@
-"""Text in, tokens out, and back, exactly: in any portions, over any cut."""
+"""Encoding and decoding are exact, in any portions and across any cut."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ SIM_TOKENIZER = load_tokenizer(BUILTIN)
 SPECIAL = ("<unk>", "<s>", "</s>")
 
 
-def test_the_shipped_tokenizer_is_what_the_script_makes() -> None:
+def test_the_shipped_tokenizer_is_the_scripts_output() -> None:
     assert json.loads(make_sim_tokenizer.make().to_str()) == json.loads(BUILTIN_FILE.read_text())
 
 
@@ -47,20 +47,20 @@ def test_the_shipped_tokenizer_has_the_promised_ids() -> None:
 
 @given(st.lists(st.integers(0, 2047), max_size=40))
 @settings(max_examples=300)
-def test_byte_tables_decode_any_tokens_as_the_tokenizer_does(tokens: list[int]) -> None:
+def test_byte_tables_decode_any_tokens_like_the_tokenizer(tokens: list[int]) -> None:
     detokenizer = SIM.detokenizer()
     text = "".join(map(detokenizer.feed, tokens)) + detokenizer.flush()
     assert text == SIM.decode(tokens)
 
 
 @given(st.text(max_size=60))
-def test_any_text_survives_the_round(text: str) -> None:
-    assume(not any(name in text for name in SPECIAL))  # they are read as the tokens that they name
+def test_any_text_survives_the_round_trip(text: str) -> None:
+    assume(not any(name in text for name in SPECIAL))  # they are encoded as the special tokens that they name
     assert SIM.decode(SIM.encode(text, special=True)) == text
 
 
 @given(st.text(max_size=60), st.booleans())
-def test_texts_are_read_as_the_tokenizer_reads_them(text: str, special: bool) -> None:
+def test_texts_are_encoded_like_by_the_tokenizer(text: str, special: bool) -> None:
     for tokens, tokenizer in ((SIM, SIM_TOKENIZER), (SENTENCEPIECE, sentencepiece_like())):
         plainly = tokenizer.encode(text, add_special_tokens=special).ids
         assert tokens.encode(text, special=special) == plainly
@@ -69,7 +69,7 @@ def test_texts_are_read_as_the_tokenizer_reads_them(text: str, special: bool) ->
 @pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs /proc, where threads are counted: run it on Linux"
 )
-def test_a_text_is_read_where_it_is_asked_for_by_no_other_thread() -> None:
+def test_a_text_is_encoded_without_starting_threads() -> None:
     code = (
         "import os\n"
         "from controller.frontend.openai.text.tokenizer import BUILTIN, load_tokens\n"
@@ -83,7 +83,7 @@ def test_a_text_is_read_where_it_is_asked_for_by_no_other_thread() -> None:
     assert ran.stdout == "0\n"
 
 
-def test_tokens_that_do_not_exist_give_no_text() -> None:
+def test_tokens_that_do_not_exist_have_no_text() -> None:
     assert SIM.detokenizer().feed(999_999) == ""
 
 
@@ -108,7 +108,7 @@ def test_other_tokenizers_stream_exactly_and_flush() -> None:
 
 
 @given(st.lists(st.integers(0, 259), max_size=60))
-def test_no_tokens_are_too_odd_to_be_said(tokens: list[int]) -> None:
+def test_any_sequence_of_tokens_can_be_decoded(tokens: list[int]) -> None:
     detokenizer = StreamDetokenizer(sentencepiece_like())
     said = "".join(map(detokenizer.feed, tokens)) + detokenizer.flush()
     assert bool(said.strip()) == bool(sentencepiece_like().decode(tokens).strip())
@@ -120,11 +120,11 @@ def test_a_run_of_incomplete_bytes_is_bounded() -> None:
     assert any(out)
 
 
-async def test_a_long_text_is_read_beside_the_loop_and_reads_the_same() -> None:
+async def test_a_long_text_is_tokenized_outside_the_loop_with_the_same_result() -> None:
     text, threads = "hello wörld <|user|> " * 20_000, Intake(FrontendSettings()).long_texts
 
     async def turns() -> int:
-        """Return how often the loop goes round meanwhile."""
+        """Return how many turns the event loop makes meanwhile."""
         reading, count = asyncio.ensure_future(SIM.encode_soon(text, threads, special=True)), 0
         while not reading.done():
             await asyncio.sleep(0.001)
@@ -134,22 +134,22 @@ async def test_a_long_text_is_read_beside_the_loop_and_reads_the_same() -> None:
 
     for _ in range(5):
         if await turns() > 3:
-            return  # else it was the machine that stood still: not each time
-    pytest.fail("the loop stood still")
+            return  # otherwise the machine was stopped, which does not happen every time
+    pytest.fail("the event loop was blocked")
 
 
-async def test_a_tokenizer_that_many_wait_for_is_read_once(tmp_path: Path) -> None:
+async def test_a_tokenizer_requested_by_many_is_loaded_once(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(BUILTIN_FILE.read_text())
     found = await asyncio.gather(*(ready_tokens(str(tmp_path)) for _ in range(8)))
     assert len({id(tokens) for tokens in found}) == 1
 
 
-def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TokenizerMissing, match=r"tokenizer\.json"):
         load_tokens(str(tmp_path))
 
 
-def test_a_model_folder_brings_its_template(tmp_path: Path) -> None:
+def test_a_model_folder_contains_its_template(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(BUILTIN_FILE.read_text())
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | tojson }}{% endfor %}"
     config = {"chat_template": template, "bos_token": {"content": "<s>"}}
@@ -169,7 +169,7 @@ def test_templates_run_in_the_sandbox() -> None:
         ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([])
 
 
-def test_one_rendering_leaves_nothing_to_the_next() -> None:
+def test_one_rendering_does_not_affect_the_next() -> None:
     said = "{{ x is defined }}{% set x = 1 %}{{ bos_token }}{{ range(2) }}{{ namespace(n=3).n }}{{ strftime_now('%%') }}"
     template = ChatTemplate(said, {"bos_token": "<s>"})
     for _ in range(2):
@@ -191,7 +191,7 @@ def test_one_rendering_leaves_nothing_to_the_next() -> None:
         "{% set messages = messages[1:] %}{{ messages }}{{ range }}{% filter lower %}AB{{ x }}{% endfilter %}",
     ],
 )  # fmt: skip
-def test_a_template_says_what_it_says_to_jinja(source: str) -> None:
+def test_a_template_renders_like_in_plain_jinja(source: str) -> None:
     messages = [{"role": "user", "content": " hi <b>\n"}, {"role": "assistant", "content": "é"}]
     template = ChatTemplate(source, {"bos_token": "<s>"})
     plainly = ChatEnvironment().from_string(source)
@@ -206,7 +206,7 @@ def test_a_template_says_what_it_says_to_jinja(source: str) -> None:
         assert template.render(messages, **extra) == plainly.render(names)
 
 
-def test_a_template_may_be_given_anything() -> None:
+def test_a_template_accepts_any_variables() -> None:
     said = [{"role": "user", "content": "hi"}]
     template = ChatTemplate("{{ self_ }}{{ messages[0].content }}{{ add_generation_prompt }}", {})
     extra = {"self": 1, "messages": [], "self_": "x", "add_generation_prompt": False}
