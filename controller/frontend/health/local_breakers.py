@@ -1,11 +1,11 @@
-"""One frontend's own breakers, by the outcomes of its requests at each worker, and the facts that it reports of them.
+"""The local breakers of one frontend, by the outcomes of its requests, and the facts about these.
 
-The local breaker is the fleet's machine (`deciders.breaker`) run on this frontend's outcomes, with its own
-numbers for its own moves: it can only subtract. Its moves are reported once a second (`OutcomeReports`); no
-decider reads them. Its trial is one real request.
+The local breaker is the fleet's state machine (`deciders.breaker`) run on this frontend's outcomes, with its own numbers for
+its own moves: it can only subtract. Its moves are reported once a second (`OutcomeReports`); no decider reads them. Its trial
+is one real request.
 
-A broken connection is one failure, however many streams it carried. If every worker in service breaks within
-one tick, the cause is more likely this frontend: no worker is blamed.
+A broken connection is one failure, however many streams it carried. If every worker in service breaks within one tick, the
+cause is more likely this frontend: no worker is blamed.
 """
 
 from collections import Counter
@@ -38,24 +38,24 @@ from events.observations import (
 )
 from events.wire import Sampling
 
-PARAMETERS_MAX = 32  # different sampling parameters that are counted per worker and window
+PARAMETERS_MAX = 32  # different sampling parameters counted per worker and window
 SAMPLES_MAX = 256  # per worker and window
-MOVES_MAX = 200  # in one event: about 30 KB; breakers that all move at once must not flood the journal
-STALLS_MAX = 2  # times failures_max: a worker that recovers is not held to all that it ever stalled
+MOVES_MAX = 200  # per event: about 30 KB; breakers that all move at once must not flood the journal
+STALLS_MAX = 2  # times failures_max: the stalls of a worker that recovers do not count without limit
 SLOW_MS_MIN = 5.0  # a smaller difference is not reported
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
-TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: what streams well by then has passed
+TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: a stream that runs well by then has passed
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # origin of the loop's clock as a datetime, which the breaker needs
 
 log = structlog.get_logger(__name__)
 
 
 class AnswerDraw(msgspec.Struct, frozen=True):
-    """How one answer's tokens were drawn."""
+    """How the tokens of one answer were drawn."""
 
     sampling: Sampling
-    weighed: int = 0  # tokens that came with logprobs
-    unlikely: int = 0  # of them: below the floor
+    weighed: int = 0  # tokens with logprobs
+    unlikely: int = 0  # those of them below the floor
 
 
 @dataclass(slots=True)
@@ -65,20 +65,20 @@ class Window:
     count: int = 0
     tokens: int = 0
     ttft_ms: list[float] = field(default_factory=list)
-    itl_ms: list[float] = field(default_factory=list)  # each request's mean
-    routed_under: int | None = None  # the smallest, so that a straggler is never taken for news
+    itl_ms: list[float] = field(default_factory=list)  # the mean of each request
+    routed_under: int | None = None  # the smallest, so that a straggler never counts as new
     weighed: int = 0  # tokens with logprobs
-    unlikely: int = 0  # of them
+    unlikely: int = 0  # those of them below the floor
     drawn: Counter[tuple[float, float, int]] = field(default_factory=Counter)  # by sampling parameters
 
     def draw(self, drawn: AnswerDraw) -> None:
-        """Note how an answer's tokens were drawn, and how many of them were unlikely."""
+        """Record how an answer's tokens were drawn, and how many of them were unlikely."""
         self.weighed += drawn.weighed
         self.unlikely += drawn.unlikely
         sampling = drawn.sampling
         how = (sampling.temperature, sampling.top_p, sampling.top_k)
         if "temperature" in sampling.unset:
-            return  # it is the server's own default
+            return  # the server's own default
         if how in self.drawn or len(self.drawn) < PARAMETERS_MAX:
             self.drawn[how] += 1
 
@@ -102,27 +102,27 @@ class Window:
 
 @dataclass(slots=True)
 class WorkerOutcomes:
-    """One life of a worker, as this frontend fares with it."""
+    """The outcomes of this frontend's requests on one life of a worker."""
 
     breaker: Breaker
     model: str = ""
-    failures: int = 0  # in a row
-    # A transport failure of this tick that is not judged yet: its reason, and under which decision and move it was sent.
+    failures: int = 0  # consecutive
+    # A transport failure of this tick that is not judged yet: its reason, and the decision and move under which it was sent.
     broken: tuple[str, int, int] | None = None
-    stalled: int = 0  # streams that stalled in this tick, while their worker goes on
-    stalls: float = 0.0  # stalled streams, less those that the served ones make up for
-    worked_at: float | None = None  # when it brought the last first token of an answer
-    reports: int = 0  # RequestFailed in this second
+    stalled: int = 0  # streams that stalled in this tick while their worker was running
+    stalls: float = 0.0  # stalled streams, reduced by served ones
+    worked_at: float | None = None  # when it produced the last first token of an answer
+    reports: int = 0  # RequestFailed facts in this second
     slow: bool = False
     window: Window = field(default_factory=Window)
 
     @property
     def fails_others(self) -> bool:
-        """Whether more than one request has failed there lately."""
+        """Whether more than one request has failed there recently."""
         return self.failures > 1 or self.stalls + self.stalled > 1
 
     def take_back(self, *, one_stream: bool = False) -> None:
-        """What failed last was its request's own fault, and not the worker's. `one_stream`: it stalled while others went on."""
+        """Undo the last failure: its request was at fault, not the worker. `one_stream`: it stalled while others ran."""
         if self.broken:
             self.broken, self.stalled = None, 0  # it was not judged yet
             return
@@ -135,12 +135,14 @@ class WorkerOutcomes:
 
 class OutcomeReports:
     """The facts about a frontend's outcomes: what workers served in a window, which are slow, how breakers moved.
-    No clock and no I/O: the caller passes the time and publishes the facts."""
+
+    No clock and no I/O: the caller passes the time and publishes the facts.
+    """
 
     def __init__(
         self, frontend: str, settings: FactSettings, links: ConnectedWorkers | None, now: float
     ) -> None:
-        """`links`: knows what each worker reported last of its load; None: nothing is known."""
+        """`links` returns the last reported load of each worker; None: loads are unknown."""
         self._frontend = frontend
         self._settings = settings
         self._links = links
@@ -149,14 +151,14 @@ class OutcomeReports:
         self._dropped = 0
 
     def moved(self, now: float, key: Key, position: BreakerPosition, reason: str = "") -> None:
-        """Note one move, or count it as dropped when the next event is full."""
+        """Record one move, or count it as dropped if the next event is full."""
         if len(self._moves) < MOVES_MAX:
             self._moves.append((now, key, position, reason))
         else:
             self._dropped += 1
 
     def due(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
-        """Yield what is reported now: moves once a second, outcomes once a window."""
+        """Yield the facts that are due: moves once a second, outcomes once a window."""
         if now - self._second_at >= 1.0:
             self._second_at = now
             for found in outcomes.values():
@@ -167,7 +169,7 @@ class OutcomeReports:
             self._window_at = now
 
     def rest(self, now: float, outcomes: Mapping[Key, WorkerOutcomes]) -> Iterator[Observation]:
-        """Yield what the current window and second hold, at the process's end."""
+        """Yield the facts of the current window and second, when the process ends."""
         yield from self._of_moves(now)
         yield from self._of_window(max(1e-3, now - self._window_at), outcomes)
 
@@ -223,13 +225,13 @@ class OutcomeReports:
         found.slow = slow
 
     def _running(self, key: Key) -> int:
-        """Return the sequences in a worker's batch; 1 if that is not known."""
+        """Return the sequences in a worker's batch; 1 if that is unknown."""
         load = self._links.load(key[0]) if self._links is not None else None
         return load.running if load is not None else 1
 
 
 class LocalBreakers:
-    """The outcomes of one frontend's requests at each worker, and its own breakers."""
+    """The outcomes of one frontend's requests on each worker, and its local breakers."""
 
     def __init__(
         self,
@@ -240,16 +242,16 @@ class LocalBreakers:
         now: Callable[[], float],
         links: ConnectedWorkers | None = None,
     ) -> None:
-        """`links`: knows what each worker reported last of its load."""
+        """`links` returns the last reported load of each worker."""
         self.now = now
         self._frontend = frontend
         self._failures_per_s_max = facts.failures_per_s_max
         self._observe = observe
         self._stalled_share = local.stalled_share
-        self._epoch = 0  # of this frontend's own breaker moves
+        self._epoch = 0  # number of this frontend's last breaker move
         self._outcomes_by: dict[Key, WorkerOutcomes] = {}
-        self._open: dict[Key, None] = {}  # those whose breaker is not closed
-        self.open: Collection[Key] = self._open.keys()  # the same, in the order in which they opened: a view
+        self._open: dict[Key, None] = {}  # workers with a breaker that is not closed
+        self.open: Collection[Key] = self._open.keys()  # a view of these, in the order of their opening
         self._reports = OutcomeReports(frontend, facts, links, now())
         self._policy = BreakerPolicy(
             failures_max=local.failures_max,
@@ -266,16 +268,16 @@ class LocalBreakers:
         return found
 
     def keep(self, keys: Collection[Key]) -> None:
-        """Forget lives of workers that are gone."""
+        """Drop the lives of workers that have left."""
         for key in [key for key in self._outcomes_by if key not in keys]:
             del self._outcomes_by[key]
             self._open.pop(key, None)
 
     def reset(self, key: Key) -> None:
-        """The fleet's breaker closed: whatever this frontend held against the worker is void."""
+        """Reset a worker's breaker because the fleet's closed: all that this frontend counted against the worker is void."""
         found = self._outcomes_by.get(key)
         if found is not None:
-            self._epoch += 1  # a move of its own: what was sent before it is void
+            self._epoch += 1  # counts as a move: outcomes of earlier requests are void
             if key in self._open:
                 del self._open[key]
                 self._reports.moved(self.now(), key, "closed", "fleet_breaker_closed")
@@ -285,31 +287,33 @@ class LocalBreakers:
     # --- the breaker --------------------------------------------------------------------------------------
 
     def allowed(self, endpoint: Endpoint) -> bool:
-        """Return whether this frontend's own breaker lets a request go there."""
+        """Return whether the local breaker admits a request to this worker."""
         key = endpoint.key
         return key not in self._open or breaker.admit(self._outcomes_by[key].breaker) is not None
 
     def barred(self) -> Collection[Key]:
-        """Return those to which our own breakers let nothing go now."""
+        """Return the workers to which the local breakers admit no request now."""
         return {key for key in self._open if breaker.admit(self._outcomes_by[key].breaker) is None}
 
     def routed(self, key: Key) -> int:
-        """Note a request that went there; half-open, it is the trial. Return the number of our own last move: its outcome
-        counts only if the breaker has not moved since."""
+        """Record that a request was sent there; half-open, it is the trial. Return the number of our last breaker move.
+
+        The request's outcome counts only if the breaker has not moved since.
+        """
         found = self._outcomes_by.get(key) or self.outcomes(key)
         if key in self._open:
             admitted = breaker.admit(found.breaker)
-            if admitted is not None and admitted.position == "half_open":  # its time begins with the trial
+            if admitted is not None and admitted.position == "half_open":  # its time starts with the trial
                 deadline = _instant(self.now()) + self._policy.trial_timeout
                 found.breaker = replace(admitted, deadline=deadline)
         return self._epoch
 
     def positions(self) -> Mapping[Key, str]:
-        """Return where every breaker stands."""
+        """Return the position of every breaker."""
         return {key: outcomes.breaker.position for key, outcomes in self._outcomes_by.items()}
 
     def trials_ending(self) -> list[Key]:
-        """Return the workers on trial that have hardly any time left for it."""
+        """Return the workers on trial that have little time left for it."""
         soon = _instant(self.now()) + TRIAL_MARGIN
         trials = ((key, self._outcomes_by[key].breaker) for key in self._open)
         return [
@@ -332,7 +336,7 @@ class LocalBreakers:
         model: str = "",
         drawn: AnswerDraw | None = None,
     ) -> None:
-        """A request ended well on this worker. `breaker_epoch` is what `routed` returned for it; None: it was the last."""
+        """Record a request that ended well on this worker. `breaker_epoch` is what `routed` returned for it."""
         found = self._outcomes_by.get(key) or self.outcomes(key)
         window = found.window
         found.model = model
@@ -354,8 +358,10 @@ class LocalBreakers:
                 window.itl_ms.append(itl_s * 1000)
 
     def unjudged(self, key: Key, breaker_epoch: int, *, has_output: bool) -> None:
-        """A request goes on or ends by no fault of the worker. As a trial it has passed if it has its tokens; else another
-        request may be the trial."""
+        """Record a request that continues elsewhere or ends through no fault of the worker.
+
+        As a trial it has passed if it produced tokens; otherwise another request may be the trial.
+        """
         found = self.outcomes(key)
         if found.breaker.position != "half_open":
             return
@@ -365,7 +371,7 @@ class LocalBreakers:
             found.breaker = replace(found.breaker, admitted=False)
 
     def _passed(self, key: Key, found: WorkerOutcomes, breaker_epoch: int) -> None:
-        """Let a breaker know that a request was served which was sent under this move."""
+        """Let a breaker evolve by a served request that was sent under this move."""
         fact = found.window.fact(self._frontend, key, 0.0, breaker_epoch)
         found.breaker = breaker.evolve(found.breaker, fact)
         self._settle(key, found)
@@ -379,8 +385,10 @@ class LocalBreakers:
         *,
         one_stream: bool = False,
     ) -> None:
-        """A request failed on this worker, and it was the worker's fault. `breaker_epoch` as in `served`; `one_stream`: it
-        stalled while others of the worker go on."""
+        """Record a request that failed through the worker's fault.
+
+        `breaker_epoch` as in `served`. `one_stream`: it stalled while other streams of the worker ran.
+        """
         found = self.outcomes(key)
         if reason in TRANSPORT:
             found.stalled += one_stream
@@ -412,15 +420,15 @@ class LocalBreakers:
     # --- time ---------------------------------------------------------------------------------------------
 
     def tick(self, in_service: Collection[Key]) -> None:
-        """Judge what broke, move the breakers that are due, and report the windows that are full."""
+        """Judge broken connections, move the breakers that are due, and report full windows."""
         self._judge(in_service)
-        for key in list(self._open):  # a closed one moves at once, by an outcome
+        for key in list(self._open):  # a closed breaker moves at once, by an outcome
             self._settle(key, self._outcomes_by[key])
         for fact in self._reports.due(self.now(), self._outcomes_by):
             self._observe(fact)
 
     def report(self) -> None:
-        """Report what the current window and second hold, at the process's end."""
+        """Report the current window and second, when the process ends."""
         for fact in self._reports.rest(self.now(), self._outcomes_by):
             self._observe(fact)
 
@@ -440,7 +448,7 @@ class LocalBreakers:
         """Move one breaker if it is due: at once after an outcome, and when its time has come."""
         state, now = found.breaker, self.now()
         if state.position == "half_open" and not state.admitted and not state.trial:
-            return  # no request has tried it yet: that is no failure
+            return  # no request has tried it yet, which is no failure
         for decision in breaker.decide(self._policy, state, _instant(now)):
             self._epoch += 1
             found.breaker = breaker.evolve(state, replace(decision, number=self._epoch))
@@ -448,7 +456,8 @@ class LocalBreakers:
             if position == "closed":
                 self._open.pop(key, None)
             else:
-                self._open[key] = None  # in order: a simulated fleet's breakers move alike each time
+                # ordered, so that the breakers of a simulated fleet move the same way each time
+                self._open[key] = None
             self._reports.moved(now, key, position, getattr(decision, "reason", ""))
             log.info("local_breaker", worker=key[0], instance=key[1], position=position)
 
@@ -460,10 +469,10 @@ def _instant(now: float) -> datetime:
 def routable_share(
     endpoints: Collection[Endpoint], opened: Collection[Key], links: ConnectedWorkers
 ) -> float:
-    """Return the share of a model's expected weight that is routable: in service, and its breaker in this frontend closed.
+    """Return the routable share of a model's expected weight: in service, with a closed local breaker.
 
-    `opened`: the breakers that are not closed. 1 if no worker is expected to serve; 0 if these breakers leave no worker that can
-    be reached, whatever the weight of those that cannot be.
+    `opened`: the breakers that are not closed. Return 1 if no worker is expected to serve. Return 0 if these breakers leave no
+    reachable worker, whatever the weight of unreachable ones.
     """
     expected = [endpoint for endpoint in endpoints if endpoint.expected]
     if not expected:
@@ -477,7 +486,7 @@ def routable_share(
 
 @dataclass(eq=False, repr=False)
 class Panic:
-    """In which models this frontend ignores its own breakers."""
+    """The models for which this frontend ignores its local breakers."""
 
     frontend: str
     share_min: float
@@ -485,16 +494,16 @@ class Panic:
     links: ConnectedWorkers
     observe: Observe
     gauge: Gauge
-    models: set[str] = field(default_factory=set)  # where there was panic when it was looked at last
+    models: set[str] = field(default_factory=set)  # models with panic at the last check
 
     def ignores(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
-        """Return whether our own breakers are ignored for this model now; they may have moved since the last look."""
+        """Return whether the local breakers are ignored for this model now; they may have moved since the last check."""
         if self.breakers.open:
             self.look(model, endpoints)
         return model in self.models
 
     def look(self, model: str, endpoints: Sequence[Endpoint]) -> None:
-        """See whether there is panic over a model, and report when that changes."""
+        """Check for panic over a model, and report a change."""
         share = routable_share(endpoints, self.breakers.open, self.links)
         panic = share < self.share_min
         if panic != (model in self.models):

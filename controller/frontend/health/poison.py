@@ -1,29 +1,29 @@
-"""Detects requests that bring workers down, or fail in the same way wherever they are sent.
+"""Detects requests that crash workers, or that fail in the same way on every worker.
 
-    unknown ── its first copy is on its way: others go where it went, or wait ── its first token ──▶ proven
-       │ where suspects are tried it does not go, if it can go elsewhere
-       │ the worker fell before any token (`fell`)
+    unknown ── its first copy is under way: others go to the same worker, or wait ── its first token ──▶ proven
+       │ it avoids workers where suspects are tried, if it can go elsewhere
+       │ the worker died before any token (`fell`)
        ▼
     suspect ── tried with no other suspect beside it ── its first token ──▶ proven
-       │ the next worker fell, too, and neither was back when it was to be tried again
+       │ the next worker died, too, and neither had returned when the request was to be tried again
        ▼
-    poisonous: refused for a while; then a suspect once more, for twice as long the next time
+    poisonous: refused for a while; then a suspect once more, refused for twice as long the next time
 
-A worker that fell lately without an untried request aboard (`fell_by_itself`) shows that workers fall for other reasons. Each
-such worker raises the number of falls that make a request poisonous by one, by two at most.
+A worker that died recently without an untried request aboard (`fell_by_itself`) shows that workers die for other reasons. Each
+such worker raises the number of deaths that make a request poisonous by one, by two at most.
 
-A request that fails with an error (`failed`) goes on elsewhere as always; the same error, behind the same token, on a second
-worker that fails no other request, shows that it is the request's own fault. So does a stream that stalls while its worker
-continues.
+A request that fails with an error (`failed`) is retried elsewhere as usual. If it gets the same error, after the same token, on a
+second worker that fails no other request, the request itself is at fault. So it is with a stream that stalls while its worker
+runs.
 
-An engine that is stuck has fallen, too, where its worker's loop lives and says so, and it had brought tokens shortly before. A
-worker that is silent has not: it was more often stopped, or cut off with others that were idle. Stuck engines are weaker evidence
-than dead ones, which may have hung together: the like of such a request is refused for as short as of one that only fails.
+A stuck engine counts as dead, too, if its worker's loop is alive and reports the hang, and it had produced tokens shortly before.
+A silent worker does not: it was more often stopped, or cut off together with idle ones. Stuck engines are weaker evidence than
+dead ones, because they may have hung together: such requests are refused only for as long as ones that merely fail.
 
-Alike are requests of the same prompt and form (`request.fingerprint`). With each request only a sketch of its
-prompt is looked up, which takes a microsecond; only what has failed is told apart exactly.
+Requests are alike if they have the same prompt and form (`request.fingerprint`). For each request only a sketch of its prompt is
+looked up, which takes a microsecond; only requests that have failed are compared exactly.
 
-What a reader would get wrong: a suspect is most likely innocent. Each request still unread on a worker that lost power is one.
+A suspect is most likely innocent: each request without a token on a worker that lost power is one.
 """
 
 import re
@@ -46,82 +46,85 @@ from events.observations import RequestPoisonous, RequestSuspected
 
 log = structlog.get_logger(__name__)
 
-SETTLED_S = 0.2  # after a fall: what only lost its connection is back, and what died with it is gone
+# after a death: by then a lost connection is restored, and workers that died with it are lost
+SETTLED_S = 0.2
 CONNECTION = "disconnected"
 STUCK = "stalled"
-FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; see `brings_down` for one that is stuck
-OTHER_FALLS_S = 60.0  # so long a fall without an untried request is evidence of another cause
+FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; see `brings_down` for a stuck one
+OTHER_FALLS_S = 60.0  # how long a death without an untried request is evidence of another cause
 OTHER_FALLS_MAX = 2  # with them a request has at most as many attempts as its default budget
-WORKED_S = 60.0  # an engine that has brought a token within that was well when the request came
+WORKED_S = 60.0  # an engine that produced a token within this time was healthy when the request arrived
 PROVEN_MAX = 8192  # sketches of prompts that have been answered
 FLIGHTS_MAX = 65_536  # prompts without any token yet
-NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # in an error's words: they differ from one time to the next
+NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # in error texts: these differ each time
 
 
 class Held(NoWorker):
-    """Whether this request brings workers down is being found out."""
+    """Whether this request crashes workers is being tested."""
 
     code = "held"
 
 
 class Poisonous(NoWorker):
-    """Requests like this one have failed in the same way on two workers; it is not tried again for a while."""
+    """Requests like this one have failed in the same way on two workers; they are refused for a while."""
 
     code = "request_poisonous"
 
 
 class Flight(msgspec.Struct, eq=False):
-    """The copies of one unknown prompt that are with a worker."""
+    """The copies of one unknown prompt that are on a worker."""
 
     endpoint: Endpoint
     slots: set[int]  # the router's numbers of their attempts
 
 
 class Fall(msgspec.Struct, frozen=True):
-    """A worker was lost."""
+    """The loss of a worker."""
 
     at: float
     reason: str
 
 
 class Record(msgspec.Struct, eq=False):
-    """What is held against the requests of one fingerprint."""
+    """The evidence against the requests of one fingerprint."""
 
     fingerprint: str
-    fell: dict[Key, Fall]  # lives of workers that fell with it
-    failed: dict[
-        "Way", dict[Key, int]
-    ]  # by the way in which it failed: at which worker, sent under which decision
-    together: bool = False  # the last of them fell with other suspects
+    fell: dict[Key, Fall]  # lives of workers that died with it
+    # by the way in which it failed: the workers, and the decision under which it was sent
+    failed: dict["Way", dict[Key, int]]
+    together: bool = False  # the last of these workers died with other suspects
     at: Endpoint | None = None  # where a copy of it is being tried
     slot: int = 0  # the router's number of that attempt
-    alone: bool = False  # no other suspect is there
+    alone: bool = False  # no other suspect is on that worker
     held_since: float | None = None  # since when a copy has waited for a worker without other suspects
     refused_until: float = 0.0
     refusals: int = 0  # how often it was found poisonous
 
     @property
     def suspected(self) -> bool:
-        """Whether it may bring workers down."""
+        """Whether it may crash workers."""
         return bool(self.fell or self.refusals)
 
 
 class Way(msgspec.Struct, frozen=True):
-    """A way in which requests fail. Of the error's words, which may be the client's, only a hash is kept."""
+    """A way in which requests fail. The error's text may come from the client, so only a hash of it is kept."""
 
     reason: str
     detail: int
-    tokens: int  # accepted until then
+    tokens: int  # accepted by then
 
     @classmethod
     def of(cls, reason: str, detail: str, tokens: int) -> "Way":
-        """Leave out what differs from one time to the next."""
+        """Return the way of a failure, without the parts of its text that differ each time."""
         return cls(reason, xxhash.xxh3_64_intdigest(NUMBERS.sub("#", detail).encode()), tokens)
 
 
 class Where(msgspec.Struct, frozen=True):
-    """Where a request may go that may not go anywhere: only to `endpoint`, or, if there is none, to no worker of `avoid`. If no
-    other worker is left it waits (`waits`), or goes to one of these."""
+    """A restriction on where a request may go.
+
+    It may go only to `endpoint`, or, if that is None, to no worker of `avoid`. If no other worker is left, it waits (`waits`)
+    or goes to one of these.
+    """
 
     endpoint: Endpoint | None = None
     avoid: frozenset[Key] = frozenset()
@@ -129,8 +132,10 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class Records(OrderedDict[str, Record]):
-    """Failure records of requests, by fingerprint, and the sketches of prompts that are proven poisonous. Bounded: the least
-    recently used record is evicted."""
+    """Failure records of requests by fingerprint, and the sketches of prompts proven harmless.
+
+    Bounded: the least recently used record is evicted.
+    """
 
     def __init__(self, records_max: int) -> None:
         super().__init__()
@@ -139,11 +144,11 @@ class Records(OrderedDict[str, Record]):
         self._sketches: Counter[int] = Counter()  # of the fingerprints
 
     def of(self, request: GenerationRequest) -> Record | None:
-        """Return the record of requests like this one; None if there is none."""
+        """Return the record of requests like this one, or None."""
         return self.get(_fingerprint(request)) if request.names.sketch in self._sketches else None
 
     def keep(self, print_: str) -> Record:
-        """Return the record of a fingerprint, which is made if there is none. Raise ValueError if it is no fingerprint."""
+        """Return the record of a fingerprint, creating it if necessary. Raise ValueError if the fingerprint is invalid."""
         record = self.get(print_)
         if record is None:
             sketch = sketch_of(print_)
@@ -156,7 +161,7 @@ class Records(OrderedDict[str, Record]):
         return record
 
     def forget(self, record: Record) -> None:
-        """Remove the record of these requests."""
+        """Remove a record."""
         del self[record.fingerprint]
         sketch = sketch_of(record.fingerprint)
         self._sketches[sketch] -= 1
@@ -164,40 +169,39 @@ class Records(OrderedDict[str, Record]):
             del self._sketches[sketch]
 
     def prove(self, sketch: int) -> None:
-        """Remember that a prompt has brought a token."""
+        """Remember that a prompt has produced a token."""
         self.proven[sketch] = None
         if len(self.proven) > PROVEN_MAX:
             self.proven.popitem(last=False)
 
     def tried_at(self) -> frozenset[Key]:
-        """Return the workers at which suspects are being tried."""
+        """Return the workers on which suspects are being tried."""
         return frozenset(one.at.key for one in self.values() if one.at is not None)
 
 
 @dataclass(eq=False, repr=False)
 class PoisonWatch:
-    """What one frontend knows of requests that bring workers down."""
+    """One frontend's knowledge of requests that crash workers."""
 
     frontend: str
     settings: PoisonSettings
     breakers: LocalBreakers
     links: ConnectedWorkers
     observe: Observe
-    resolved: bool = False  # one that was waited for is resolved; the driver resets it
+    resolved: bool = False  # a request that others waited for is resolved; the driver resets it
     _held: bool = False  # some request waits
     _flights: dict[int, Flight] = field(default_factory=dict)  # by sketch
-    _fallen: dict[Key, Fall] = field(
-        default_factory=dict
-    )  # lives that fell under requests that had brought tokens
+    # lives that died under requests that had produced tokens
+    _fallen: dict[Key, Fall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._now = self.breakers.now
         self._records = Records(self.settings.records_max)
 
-    # --- where may it go? -----------------------------------------------------------------------------------
+    # --- where a request may go -----------------------------------------------------------------------------
 
     def where(self, request: GenerationRequest) -> Where | None:
-        """Return where a request may go; None: anywhere. Raise Held or Poisonous."""
+        """Return the restriction on where a request may go; None: anywhere. Raise Held or Poisonous."""
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
             return self._doubted(request, record)
@@ -206,7 +210,8 @@ class PoisonWatch:
         if (flight := self._flights.get(sketch)) is not None:
             return Where(flight.endpoint, waits=True)
         tried = records.tried_at() if records else None
-        return Where(avoid=tried) if tried else None  # its own first tokens would show nothing of a suspect
+        # its own first tokens would say nothing about a suspect there
+        return Where(avoid=tried) if tried else None
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
         now, settings = self._now(), self.settings
@@ -230,7 +235,7 @@ class PoisonWatch:
         return Where(avoid=self._records.tried_at(), waits=not late or record.together)
 
     def hold(self, request: GenerationRequest) -> Held:
-        """Return the error of a request for which there is no worker now that it may go to."""
+        """Return the error for a request that may go to no available worker."""
         return self._hold(self._records.of(request), self._now())
 
     def _hold(self, record: Record | None, now: float) -> Held:
@@ -239,10 +244,10 @@ class PoisonWatch:
             record.held_since = now
         return Held()
 
-    # --- what becomes of it ---------------------------------------------------------------------------------
+    # --- the course of a request ----------------------------------------------------------------------------
 
     def sent(self, request: GenerationRequest, endpoint: Endpoint, slot: int) -> None:
-        """A request was sent to a worker, as the attempt of this number."""
+        """Record that a request was sent to a worker, as the attempt in this slot."""
         records, sketch = self._records, request.names.sketch
         record = records.of(request) if records else None
         if record is not None and record.suspected:
@@ -259,7 +264,7 @@ class PoisonWatch:
                 self._flights[sketch] = Flight(endpoint, {slot})
 
     def read(self, request: GenerationRequest, key: Key) -> None:
-        """A request has brought a token from this worker: its like brings no worker down."""
+        """Record that a request has produced a token on this worker: requests like it crash no worker."""
         self.breakers.outcomes(key).worked_at = self._now()
         records, sketch = self._records, request.names.sketch
         if records and (record := records.of(request)) is not None:
@@ -272,12 +277,12 @@ class PoisonWatch:
         self._found_out()
 
     def served(self, request: GenerationRequest) -> None:
-        """An answer was completed: whatever was held against its like is void."""
+        """Record that an answer was completed: all evidence against requests like it is void."""
         if self._records and (record := self._records.of(request)) is not None:
             self._records.forget(record)
 
     def left(self, request: GenerationRequest, slot: int) -> None:
-        """An attempt has ended, in whatever way."""
+        """Record that an attempt has ended, in any way."""
         records, sketch = self._records, request.names.sketch
         if (flight := self._flights.get(sketch)) is not None:
             flight.slots.discard(slot)
@@ -296,7 +301,7 @@ class PoisonWatch:
     # --- failures -------------------------------------------------------------------------------------------
 
     def fell(self, request: GenerationRequest, endpoint: Endpoint, slot: int, reason: str) -> None:
-        """A worker fell, for this reason, before a request had brought a token there: it is a suspect."""
+        """Record that a worker died, for this reason, before a request had produced a token there: the request is a suspect."""
         record, key = self._records.keep(_fingerprint(request)), endpoint.key
         record.together = bool(record.fell) and not (record.slot == slot and record.alone)
         known = key in record.fell
@@ -317,13 +322,13 @@ class PoisonWatch:
             )
 
     def fell_by_itself(self, key: Key, reason: str) -> None:
-        """Note that a worker fell, for this reason, under a request that had brought a token there."""
+        """Record that a worker died, for this reason, under a request that had produced a token there."""
         if key not in self._fallen and len(self._fallen) >= self.settings.records_max:
             del self._fallen[next(iter(self._fallen))]
         self._fallen[key] = Fall(self._now(), reason)
 
     def _other_falls(self, now: float) -> int:
-        """Return how many workers fell lately that no untried request can have brought down, `OTHER_FALLS_MAX` at most."""
+        """Return how many workers died recently that no untried request can have crashed, at most `OTHER_FALLS_MAX`."""
         self._fallen = {key: fall for key, fall in self._fallen.items() if now - fall.at < OTHER_FALLS_S}
         suspected = {key for record in self._records.values() for key in record.fell}
         others = (
@@ -332,14 +337,13 @@ class PoisonWatch:
         return min(sum(1 for _ in others), OTHER_FALLS_MAX)
 
     def _down(self, key: Key, fall: Fall, now: float) -> bool:
-        """Return whether a failure is still remembered and was a real one. A worker that only lost its connection comes back as
-        the same life."""
+        """Return whether a death is recent enough and real. A worker that only lost its connection returns as the same life."""
         if now - fall.at >= self.settings.remembered_s:
             return False
         return fall.reason not in (CONNECTION, STUCK) or not self.links.reachable(*key)
 
     def brings_down(self, reason: str, key: Key, *, one_stream: bool, connected: bool) -> bool:
-        """Return whether a failure means that the worker fell. `connected`: its loop can still be heard."""
+        """Return whether a failure means that the worker died. `connected`: its loop still reports."""
         if reason != STUCK:
             return reason in FALLS
         worked_at = self.breakers.outcomes(key).worked_at
@@ -347,7 +351,7 @@ class PoisonWatch:
         return connected and not one_stream and worked
 
     def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
-        """A request failed in this way, which its worker has survived and was blamed for. Return what that makes of it."""
+        """Record that a request failed in this way on a worker that survived and was blamed. Return the resulting suspicion."""
         record = self._records.keep(_fingerprint(request))
         there = record.failed.setdefault(way, {})
         there[key] = routed_under
@@ -358,15 +362,17 @@ class PoisonWatch:
         return Suspicion.POISONOUS
 
     def repeats(self, request: GenerationRequest, key: Key, way: "Way") -> bool:
-        """Return whether the like of a request has failed there in this way already, and was answered nowhere since: that says
-        no more of the worker than the first failure did."""
+        """Return whether requests like this one have already failed there in this way, and were answered nowhere since.
+
+        If so, the failure says no more about the worker than the first one did.
+        """
         record = self._records.of(request)
         return record is not None and key in record.failed.get(way, ())
 
     def _condemn(
         self, request: GenerationRequest, record: Record, reason: str, where: dict[Key, int], refused_s: float
     ) -> None:
-        """A request is poisonous: take back what it counted against its workers, report it, and refuse its like."""
+        """Declare a request poisonous: undo what it counted against its workers, report it, and refuse requests like it."""
         wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self.settings.refused_s_max)
         record.refusals += 1
         record.refused_until = self._now() + wait_s
@@ -398,7 +404,7 @@ class PoisonWatch:
         record.fell, record.failed = {}, {}
         self._found_out()
 
-    # --- what other frontends report ------------------------------------------------------------------------
+    # --- reports of other frontends -------------------------------------------------------------------------
 
     def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
         """Apply the report of another frontend, or of this one's predecessor, from `age_s` seconds ago."""

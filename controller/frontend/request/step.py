@@ -1,4 +1,4 @@
-"""The request state machine: what becomes of one request with each event, and what is to be done about it. Pure.
+"""The request state machine: the next state after an event, and the effects to apply. Pure.
 
     new ── routing ──▶ running ── Finished ──────────────────────────────▶ done
               ▲ │         │ ├── AttemptFailed ──▶ judging ──┬────────────▶ done (its budget is used up, or it is poisonous)
@@ -7,15 +7,15 @@
               │ │         │ └── MovedOnPurpose ──▶ routing, or preempted ── Resumed ──▶ routing
               │ │         └── TransferBegun … Switched ──▶ running, at the target
               │ └── NoWorkerFound ──┬── not begun, all are busy ──▶ queued ── Resumed ──▶ routing
-              │                     ├── it may bring workers down, or a worker may come ──▶ parked
-              │                     └── else ────────────────────────────▶ done (the error)
+              │                     ├── it may crash workers, or a worker may join ──▶ parked
+              │                     └── otherwise ────────────────────────────▶ done (the error)
               └── each of queued, rerouting, parked, preempted; ClientGone and Tick end any phase
 
-A failure moves the request to a worker that has not failed it, within its budget, and replays the prompt and every accepted
-token. Its client is told the first failure since a token came, not the last one: that failure is the one that everything after
-it was to make good.
+A failure moves the request to a worker that has not failed it, within its budget, and replays the prompt and all accepted tokens.
+Its client gets the first failure since the last token, not the most recent one: everything after that failure was an attempt to
+recover from it.
 
-The path of a token does not come through here: the driver feeds the machine the first token of an attempt, failures, control and
+Tokens do not pass through here: the driver feeds the state machine the first token of an attempt, failures, control events and
 the end.
 """
 
@@ -47,8 +47,9 @@ from controller.router.endpoints import Key, Server
 POISONOUS = "request_poisonous"
 HELD = "held"
 ALL_BUSY, ALL_CLOSED, ALL_TRIED = "all_workers_busy", "upstream_overloaded", "all_workers_failed"
-PAUSE_S = 0.1  # before the third attempt and later ones, where connections broke: the workers of a host die together
-SUSPECT_PAUSE_S = 0.25  # before the second: by then the other workers of a host that died are gone, too
+# before the third and later attempts after broken connections: the workers of a host die together
+PAUSE_S = 0.1
+SUSPECT_PAUSE_S = 0.25  # before the second attempt: by then the other workers of a dead host are lost, too
 
 Next = tuple[RequestState, Effects]
 
@@ -65,10 +66,10 @@ _ACTS: dict[live.Act, Effect] = {
 
 
 def step(state: RequestState, event: Event, now: float) -> Next:
-    """Return the state after an event, and the effects in the order in which they are to be applied."""
+    """Return the state after an event, and the effects in the order in which they are applied."""
     if state.phase == "done":
         return state, ()
-    # The four events of an undisturbed request: `match` on classes costs as much as the transition.
+    # The four events of an undisturbed request come first: `match` on classes costs as much as the transition.
     if type(event) is on.Launched:
         return become_routing(state, event.planned)
     if type(event) is on.Sent:
@@ -130,7 +131,7 @@ def step(state: RequestState, event: Event, now: float) -> Next:
 
 
 def become_routing(state: RequestState, planned: Key | None = None, *, free: bool = False) -> Next:
-    """Choose a worker. `free`: the attempt costs no budget, because nothing had failed."""
+    """Route the request. `free`: the attempt costs no budget, because nothing failed."""
     tried, missed, declined = state.tried, state.missed, closed_to(state)
     state = replace(state, phase="routing", free=free)
     if not (tried or declined or missed or planned):
@@ -140,7 +141,7 @@ def become_routing(state: RequestState, planned: Key | None = None, *, free: boo
 
 
 def become_running(state: RequestState, server: Server) -> RequestState:
-    """An attempt runs at this worker."""
+    """Record that an attempt runs on this worker."""
     last, paid = state.last, not state.free
     attempt = Attempt(server, 1 if last is None else last.number + 1, paid, last)
     return replace(
@@ -157,7 +158,7 @@ def become_running(state: RequestState, server: Server) -> RequestState:
 
 
 def unreachable(state: RequestState, key: Key, now: float) -> Next:
-    """Route it again, without the worker that could not be reached. That costs no budget."""
+    """Route the request again without the worker that was unreachable. That costs no budget."""
     state = replace(state, tried=state.tried | {key}, missed=state.missed | {key})
     state, counted = _interrupted(state, now, begun=False)
     state, effects = become_routing(state)
@@ -165,7 +166,7 @@ def unreachable(state: RequestState, key: Key, now: float) -> Next:
 
 
 def no_worker(state: RequestState, event: on.NoWorkerFound, now: float) -> Next:
-    """No worker can take it now: it waits where that is worth it, else its client is told."""
+    """Handle that no worker can serve the request now: it waits if that is worthwhile, otherwise it ends with an error."""
     move, code = state.move, event.code
     state = replace(state, missed=frozenset())
     if code == HELD:
@@ -190,7 +191,7 @@ def no_worker(state: RequestState, event: on.NoWorkerFound, now: float) -> Next:
 
 
 def first_token(state: RequestState, now: float) -> Next:
-    """The present attempt has brought its first token."""
+    """Record the first token of the current attempt."""
     effects = _LATER_TOKEN if state.begun else _FIRST_TOKEN
     state = replace(state, has_output=True, begun=True)
     if not state.disturbed:
@@ -200,7 +201,7 @@ def first_token(state: RequestState, now: float) -> Next:
 
 
 def arrive(state: RequestState, now: float, *, well: bool) -> Next:
-    """The move under way has brought its first token, or (not `well`) its attempt has failed too."""
+    """End the current move: it has produced its first token, or (not `well`) its attempt has failed too."""
     effects: Effects = ()
     if state.move is not None and state.attempt is not None:
         effects = (do.ReportMigrated(state.move, well, state.spoilt),)
@@ -215,14 +216,16 @@ def arrive(state: RequestState, now: float, *, well: bool) -> Next:
 
 
 def is_turned_away(state: RequestState, failure: Failure) -> bool:
-    """Return whether the worker had no room for the attempt. That is no failure: it has not been begun there, unless the worker
-    has taken a KV cache over."""
+    """Return whether the worker had no room for the attempt, which is no failure.
+
+    The attempt has not started there, unless the worker has received a KV cache.
+    """
     carried = state.move is not None and state.move.carried is not None
     return failure.reason == FULL and not state.has_output and not carried
 
 
 def turned_away(state: RequestState, *, closed: bool) -> Next:
-    """Route it again, as if the attempt had not been."""
+    """Route the request again as if the attempt had not been made."""
     attempt = state.attempt
     assert attempt is not None
     declined = state.declined | {attempt.server.key} if closed else state.declined
@@ -243,8 +246,10 @@ def fail(
     spoilt: bool = False,
     on_source: bool = True,
 ) -> Next:
-    """The present attempt has failed, by its worker's fault or (not `on_source`) by that of an earlier one. Without an attempt:
-    what was accepted is of no use."""
+    """Fail the current attempt through the fault of its worker or (not `on_source`) of an earlier one.
+
+    Without an attempt: the accepted tokens are unusable.
+    """
     replaced, attempt = state.move, state.attempt
     not_carried = ""
     if state.transfer is not None:
@@ -260,9 +265,9 @@ def fail(
     state, counted = _interrupted(state, now, begun=begun)
     spent, tried, failed = state.spent, state.tried, state.failed
     if not on_source:
-        spent -= 1  # a healthy worker only begins anew
+        spent -= 1  # recomputed on a healthy worker
     else:
-        # The first refusal of each worker is free, if nothing was begun.
+        # The first refusal of each worker is free if no work was done.
         if kind.free and not begun and attempt.paid and key not in tried:
             spent -= 1
         tried, failed = tried | {key}, failed if kind.again else failed | {key}
@@ -271,14 +276,14 @@ def fail(
 
 
 def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next:
-    """Continue elsewhere, wait, or end it, now that the failure is judged."""
+    """Continue elsewhere, wait, or end the request, after the failure was judged."""
     failing, source = state.failing, state.attempt or state.first
     assert failing is not None
     failure, replaced, not_carried, spoilt, answer = failing
     state, effects = leave(replace(state, failing=None), failed=True)
     original = failure if replaced is None or replaced.planned else replaced
     if answer.accepted >= state.terms.max_tokens:
-        # Only the worker's last frame was missing.
+        # Only the worker's final frame was missing.
         state, ended = become_finished(state, "length", now)
         return state, (*effects, *ended)
     if suspicion is Suspicion.POISONOUS:
@@ -288,7 +293,7 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
     assert source is not None
     accepted = answer.accepted
     if state.terms.forbidden and accepted:
-        # It cannot be continued, and its client has seen none of it.
+        # It cannot be continued, and its client has received none of it.
         effects, accepted = (*effects, do.Rewind(0)), 0
     move = Move(failure, original, source.server, now, accepted, refused=not_carried)
     state = replace(state, disturbed=True, move=move, spoilt=state.spoilt or spoilt)
@@ -304,8 +309,11 @@ def after_failure(state: RequestState, suspicion: Suspicion, now: float) -> Next
 def worker_unhealthy(
     state: RequestState, corrupt: bool, others: Collection[Key], answer: AnswerProgress, now: float
 ) -> Next:
-    """Leave a worker that was taken out of service. From one that is only slow or silent it does not move into nowhere: it stays
-    while its tokens come, unless one of `others` can still be tried."""
+    """Leave a worker that was taken out of service.
+
+    A worker that is only slow or silent is not left without a target: the request stays while its tokens arrive, unless one of
+    `others` can still be tried.
+    """
     if state.attempt is None:
         return state, ()
     elsewhere = not refusal(state, answer) and any(key not in state.tried for key in others)
@@ -316,10 +324,10 @@ def worker_unhealthy(
 
 
 def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
-    """Do what `on_corruption` says about tokens that may be wrong.
+    """Apply `on_corruption` to tokens that may be wrong.
 
-    `continue` goes on from what was accepted, and starts over where the client has seen nothing of what may be wrong; `restart`
-    starts over, and ends with an error where the client has seen some; `error` always ends.
+    `continue` continues after the accepted tokens, and restarts if the client has received none of the possibly wrong ones.
+    `restart` restarts, and ends with an error if the client has received some. `error` always ends.
     """
     setting, first, answer = state.terms.on_corruption, event.first, event.answer
     shown = answer.reached > first
@@ -327,11 +335,11 @@ def exposed(state: RequestState, event: on.Exposed, now: float) -> Next:
     if setting == "error" or (setting == "restart" and shown):
         return _end_corrupt(state, now)
     if event.stays or (shown and (on_source or not event.carried)):
-        # A worker that leaves the fleet is left by all of its requests together.
+        # All requests of a worker that leaves the fleet leave it together.
         return replace(state, spoilt=True), (do.ReportExposure("continue"),)
     cancel = do.CancelStream("elsewhere")
     if shown:
-        # What was accepted stays; the KV cache that came from that worker does not.
+        # The accepted tokens stay, but the KV cache from that worker is dropped.
         failure = Failure("unhealthy", "corrupt KV cache")
         state, effects = fail(replace(state, spoilt=True), failure, answer, now, on_source=False)
         return state, (do.ReportExposure("continue"), cancel, *effects)
@@ -347,20 +355,22 @@ def _end_corrupt(state: RequestState, now: float) -> Next:
         state, counted = _interrupted(state, now, begun=state.has_output)
         effects = (*effects, counted)
     state, left = leave(state, failed=False)
-    message = "the worker that answered was found to compute wrong results; ask again"
+    message = (
+        "the worker that generated the answer was found to compute wrong results; send the request again"
+    )
     error = ApiError(502, message, code="corrupt_output")
     return become_abandoned(state, now, "corrupt_output", error, (*effects, *left))
 
 
 def _interrupted(state: RequestState, now: float, *, begun: bool) -> tuple[RequestState, do.CountFailure]:
-    """Count a failed attempt, whether or not another one can be made. `begun`: it had brought tokens."""
+    """Count a failed attempt, whether or not it can be retried. `begun`: it had produced tokens."""
     kind = "ongoing_request" if begun else "new_request"
     outage = state.outage or TokenGap(now, kind)
     return replace(state, disturbed=True, outage=outage), do.CountFailure(kind)
 
 
 def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
-    """The outage is over: a token has come, or none will."""
+    """End the outage: a token has arrived, or none will."""
     outage = state.outage
     if outage is None:
         return state, ()
@@ -371,7 +381,7 @@ def _restored(state: RequestState, outcome: do.Outcome, now: float) -> Next:
 
 
 def move_on_purpose(state: RequestState, move: Move, target: Key | None) -> Next:
-    """Leave a worker that has not failed, and continue by the tokens alone at `target`; None: it is put off."""
+    """Leave a worker that has not failed, and continue by the tokens alone at `target`; None: the request is preempted."""
     effects: Effects = ()
     if state.attempt is not None:
         effects = (do.CancelStream("elsewhere"), *_unjudged(state))
@@ -398,7 +408,7 @@ def advance_transfer(state: RequestState, event: live.Event, said: tuple[int, ..
 
 
 def leave(state: RequestState, *, failed: bool) -> Next:
-    """End the present attempt, and the transfer that its worker was the source of."""
+    """End the current attempt, and the transfer of which its worker was the source."""
     if state.attempt is None:
         return state, ()
     effects: Effects = ()
@@ -417,22 +427,22 @@ def _unjudged(state: RequestState) -> Effects:
 def become_parked(
     state: RequestState, until: float, not_before: float = 0.0, *, keep_room: bool = False
 ) -> Next:
-    """Wait for a worker. `keep_room`: it was never sent, and keeps the room that it was admitted with."""
+    """Wait for a worker. `keep_room`: the request was never sent, and keeps the room that it was admitted with."""
     not_before = max(not_before, state.not_before)
     state = replace(state, phase="parked", disturbed=True, waits_until=until, not_before=not_before)
     return state, (do.Park(keep_room),)
 
 
 def woken(state: RequestState, now: float) -> Next:
-    """A worker may have come: try again, unless it is too early."""
+    """Retry because a worker may have joined or have room, unless it is too early."""
     if state.phase != "parked" or now < state.not_before:
         return state, ()
-    # One that no worker has failed is sent as any other request.
+    # A request that no worker has failed is sent like any other.
     return replace(state, phase="rerouting"), (do.Reroute(planned=state.move is not None),)
 
 
 def resume(state: RequestState, planned: Key | None, now: float) -> Next:
-    """Send it again: where that was planned, else where there is room."""
+    """Send the request again: to the planned worker, otherwise where there is room."""
     if state.phase not in ("rerouting", "preempted", "queued"):
         return state, ()
     if state.phase == "preempted":
@@ -449,7 +459,7 @@ def _put_off_ended(state: RequestState, now: float) -> RequestState:
 
 
 def tick(state: RequestState, latency: float, now: float) -> Next:
-    """Give it up if it has waited too long: for a worker that continues it, or for its first token."""
+    """Give up a request that has waited too long for a worker to continue on, or for its first token."""
     move = state.move
     if state.phase == "parked" and now > state.waits_until:
         if move is not None:
@@ -464,7 +474,7 @@ def _give_up(state: RequestState, now: float, code: str) -> Next:
     cancel: Effects = (do.CancelStream(),) if state.attempt is not None else ()
     moving = state.move is not None
     state, left = leave(state, failed=False)
-    error = ApiError(503, "no token came in time", code=code, retry_after_s=1)
+    error = ApiError(503, "no token was generated in time", code=code, retry_after_s=1)
     if moving:
         return become_abandoned(state, now, code, error, (*cancel, *left))
     return become_done(state, now, (*cancel, *left), error=error)
@@ -474,7 +484,7 @@ def _give_up(state: RequestState, now: float, code: str) -> Next:
 
 
 def become_finished(state: RequestState, reason: str, now: float, *, cancel: bool = False) -> Next:
-    """The answer is complete."""
+    """Finish a complete answer."""
     effects: Effects = (do.CancelStream("complete"),) if cancel else ()
     if state.disturbed:
         state, arrived = arrive(state, now, well=True)
@@ -493,19 +503,19 @@ def become_finished(state: RequestState, reason: str, now: float, *, cancel: boo
 def become_abandoned(
     state: RequestState, now: float, reason: str, error: ApiError, effects: Effects = ()
 ) -> Next:
-    """It could not be continued: that is reported, and its client is told."""
+    """End a request that could not be continued: report it, and return the error to its client."""
     return become_done(state, now, (*effects, do.ReportAbandoned(reason)), error=error)
 
 
 def become_refused(state: RequestState, now: float) -> Next:
-    """Its client is told why no worker can take it."""
+    """End a request with the reason why no worker can serve it."""
     abandoned = state.move is not None
     state, effects = become_done(state, now, ())
     return state, (*effects[:-1], do.Refuse(abandoned))
 
 
 def client_gone(state: RequestState, now: float) -> Next:
-    """Cancel it."""
+    """Cancel the request."""
     effects: Effects = ()
     if state.attempt is not None:
         effects = (do.CancelStream(), *_unjudged(state))
@@ -523,7 +533,7 @@ def become_done(
     finish: str | None = None,
     error: ApiError | None = None,
 ) -> Next:
-    """End it, for good."""
+    """End the request for good."""
     if state.disturbed:
         outcome: do.Outcome = "cancelled" if finish == "cancelled" else "failure"
         state, restored = _restored(replace(state, move=None), outcome, now)

@@ -1,4 +1,4 @@
-"""What a frontend makes of its own outcomes: breakers, blame, panic, slowness."""
+"""The local breakers of a frontend: outcomes, blame, panic and slowness."""
 
 import asyncio
 from collections import Counter, deque
@@ -32,7 +32,7 @@ A, B, C = ("a", "i1"), ("b", "i1"), ("c", "i1")
 
 
 class Bench(ConnectedWorkers):
-    """Outcomes with a clock that a test turns."""
+    """Outcomes with a clock controlled by the test."""
 
     def __init__(self, **facts: Any) -> None:
         self.now = 100.0
@@ -46,7 +46,7 @@ class Bench(ConnectedWorkers):
         return Load(running=self.running[worker])
 
     def routed(self, key: Key) -> None:
-        """Send a request; the outcomes that `served` and `failed` tell from now on are of one that was sent then."""
+        """Send a request: later calls of `served` and `failed` are about a request sent now."""
         self._sent[key] = self.it.routed(key)
 
     def served(
@@ -68,7 +68,7 @@ class Bench(ConnectedWorkers):
         return self.it.allowed(Endpoint(joined(ScriptedWorker(name))))
 
 
-def test_three_failures_in_a_row_open_and_one_request_is_the_trial() -> None:
+def test_three_consecutive_failures_open_the_breaker_and_one_request_is_the_trial() -> None:
     bench = Bench()
     for _ in range(3):
         bench.routed(A)
@@ -98,8 +98,8 @@ def test_b01_success_resets_the_count() -> None:
     assert max(f.failures_in_a_row for f in bench.said(RequestFailed)) == 2
 
 
-def test_a_straggler_is_no_trial() -> None:
-    """A request from before the breaker opened ends while the trial is on its way."""
+def test_a_straggler_is_not_a_trial() -> None:
+    """A request from before the breaker opened ends while the trial is under way."""
     bench = Bench()
     early = bench.it.routed(A)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_a_straggler_is_no_trial() -> None:
     assert bench.allows("a")
 
 
-def test_what_was_sent_before_the_fleet_cleared_a_worker_is_void() -> None:
+def test_outcomes_of_requests_sent_before_the_fleet_cleared_a_worker_are_void() -> None:
     bench = Bench()
     early = [bench.it.routed(A) for _ in range(3)]
     bench.it.reset(A)
@@ -155,7 +155,7 @@ def test_every_move_is_reported_once_a_second_in_order() -> None:
     bench.tick(5.0)
     bench.routed(A)
     bench.served(A, 4, 0.1, 0.01, 0)
-    bench.it.report()  # at the process's end
+    bench.it.report()  # when the process ends
     later = [move for fact in bench.said(FrontendBreakersMoved)[1:] for move in fact.moves]
     assert [(m.worker, m.position, m.reason) for m in later] == [
         ("b", "closed", "fleet_breaker_closed"),
@@ -164,7 +164,7 @@ def test_every_move_is_reported_once_a_second_in_order() -> None:
     ]
 
 
-def test_moves_beyond_the_bound_are_counted() -> None:
+def test_moves_above_the_limit_are_counted() -> None:
     bench = Bench()
     for number in range(MOVES_MAX + 7):
         for _ in range(3):
@@ -174,7 +174,7 @@ def test_moves_beyond_the_bound_are_counted() -> None:
     assert (len(fact.moves), fact.dropped) == (MOVES_MAX, 7)
 
 
-async def test_a_frontend_publishes_the_moves_of_its_own_breakers() -> None:
+async def test_a_frontend_publishes_the_moves_of_its_breakers() -> None:
     bad = ScriptedWorker("bad", always=Act(after=0, how="error"))
     async with frontend(bad, breaker=LocalBreakerSettings(failures_max=1), migration_limit=0) as kit:
         await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
@@ -183,7 +183,7 @@ async def test_a_frontend_publishes_the_moves_of_its_own_breakers() -> None:
         assert (moves[0].worker, moves[0].position) == ("bad", "open")
 
 
-def test_a_worker_that_nobody_asks_is_not_failed_for_it() -> None:
+def test_a_worker_without_a_trial_request_does_not_fail() -> None:
     bench = Bench()
     for _ in range(3):
         bench.routed(A)
@@ -193,7 +193,7 @@ def test_a_worker_that_nobody_asks_is_not_failed_for_it() -> None:
         bench.tick(1.0)
         assert bench.it.positions()[A] == "half_open"
     bench.routed(A)
-    bench.tick(1.0)  # its time begins only now
+    bench.tick(1.0)  # its time starts only now
     assert bench.it.positions()[A] == "half_open"
     bench.served(A, 4, 0.1, 0.01, 7)
     assert bench.it.positions()[A] == "closed"
@@ -208,7 +208,7 @@ def test_a_broken_connection_is_one_failure_however_many_streams_it_carried() ->
     assert bench.allows("a")
 
 
-def test_failures_towards_everyone_at_once_are_our_own_fault() -> None:
+def test_simultaneous_failures_of_all_workers_are_our_own_fault() -> None:
     bench = Bench(failures_per_s_max=100)
     with capture_logs() as logs:
         for _ in range(5):
@@ -220,7 +220,7 @@ def test_failures_towards_everyone_at_once_are_our_own_fault() -> None:
     assert [line["event"] for line in logs] == ["every_connection_failed"] * 5
 
 
-def test_reports_of_failures_are_bounded_and_carry_the_count() -> None:
+def test_reports_of_failures_are_limited_and_carry_the_count() -> None:
     bench = Bench(failures_per_s_max=2)
     for _ in range(50):
         bench.failed(A, "engine_error", 0)
@@ -229,7 +229,7 @@ def test_reports_of_failures_are_bounded_and_carry_the_count() -> None:
     assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 2, 51]
 
 
-def test_windows_of_what_was_served() -> None:
+def test_served_requests_are_reported_in_windows() -> None:
     bench = Bench(window_s=5.0)
     for under in (9, 7, 8):
         bench.served(A, 10, 0.1, 0.02, under)
@@ -238,10 +238,10 @@ def test_windows_of_what_was_served() -> None:
     assert (fact.count, fact.tokens, fact.routed_under) == (3, 30, 7)
     assert (round(fact.ttft_ms), round(fact.itl_ms), fact.window_s) == (100, 20, 5.0)
     bench.tick(5.0)
-    assert len(bench.said(RequestsServed)) == 1  # nothing served, nothing said
+    assert len(bench.said(RequestsServed)) == 1  # nothing served, nothing reported
 
 
-def test_slower_than_three_times_its_peers() -> None:
+def test_a_worker_slower_than_three_times_its_peers_is_reported() -> None:
     bench = Bench(window_s=1.0, slow_tokens_min=1)
     for speed in (0.09, 0.09, 0.02):
         bench.served(A, 10, 0.1, speed, 0)
@@ -253,7 +253,7 @@ def test_slower_than_three_times_its_peers() -> None:
     assert [f.worker for f in cleared] == ["a"]
 
 
-def test_a_large_model_is_not_slow_for_the_small_ones_beside_it() -> None:
+def test_a_large_model_is_not_slow_compared_to_small_ones() -> None:
     bench = Bench(window_s=1.0, slow_tokens_min=1)
     for key, model, speed in ((A, "large", 0.09), (B, "small", 0.01), (C, "small", 0.01)):
         bench.served(key, 10, 0.1, speed, 0, model=model)
@@ -261,7 +261,7 @@ def test_a_large_model_is_not_slow_for_the_small_ones_beside_it() -> None:
     assert bench.said(WorkerSlow) == []
 
 
-def test_small_differences_flat_out_are_not_slowness() -> None:
+def test_small_differences_at_full_speed_are_not_slowness() -> None:
     bench = Bench(window_s=1.0, slow_tokens_min=1)
     bench.served(A, 10, 0.1, 0.0009, 0)
     bench.served(B, 10, 0.1, 0.0001, 0)
@@ -270,7 +270,7 @@ def test_small_differences_flat_out_are_not_slowness() -> None:
 
 
 async def ask_until(kit: Kit, condition: Callable[[], object]) -> None:
-    """Ask one question after another. Whom they go to depends also on what the workers' last beats said of their load."""
+    """Send one request after another. The chosen worker also depends on the workers' last reported load."""
     for _ in range(500):
         if condition():
             return
@@ -278,7 +278,7 @@ async def ask_until(kit: Kit, condition: Callable[[], object]) -> None:
     pytest.fail("not within 500 requests")
 
 
-async def test_an_erring_worker_is_left_alone_and_the_fleets_word_clears_it() -> None:
+async def test_a_failing_worker_is_avoided_until_the_fleet_clears_it() -> None:
     bad = ScriptedWorker("w1", always=Act(after=0, how="error"))
     good = [ScriptedWorker("w2"), ScriptedWorker("w3")]
     async with frontend(bad, *good, breaker=LocalBreakerSettings(wait_s=60)) as kit:
@@ -319,7 +319,7 @@ async def test_an_answer_may_be_longer_than_a_trial() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "position"), [(3, "closed"), (0, "half_open")])
-async def test_a_trial_whose_client_leaves_is_no_failure(tokens: int, position: str) -> None:
+async def test_a_trial_without_a_client_is_no_failure(tokens: int, position: str) -> None:
     worker = ScriptedWorker("w1", step_s=0.01)
     breaker = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=30, panic_share=0.0)
     async with frontend(worker, ScriptedWorker("w2"), breaker=breaker) as kit:
@@ -340,7 +340,7 @@ async def test_a_trial_whose_client_leaves_is_no_failure(tokens: int, position: 
 
 
 @pytest.mark.parametrize("error", ["invalid_request: top_k", "overloaded", "engine_shutdown", "not_serving"])
-async def test_a_trial_that_ends_by_no_fault_of_the_worker_is_no_failure(error: str) -> None:
+async def test_a_trial_that_ends_through_no_fault_of_the_worker_is_no_failure(error: str) -> None:
     worker = ScriptedWorker("w1")
     breaker = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=0.4, panic_share=0.0)
     async with frontend(worker, ScriptedWorker("w2"), breaker=breaker) as kit:
@@ -357,7 +357,7 @@ async def test_a_trial_that_ends_by_no_fault_of_the_worker_is_no_failure(error: 
         assert (len(worker.requests), kit.director.breakers.positions()[key]) == (5, "closed")
 
 
-async def test_panic_ignores_own_breakers_and_says_so() -> None:
+async def test_panic_ignores_local_breakers_and_is_reported() -> None:
     errors = deque([Act(after=0, how="error")] * 12)
     workers = [ScriptedWorker(n, acts=errors.copy()) for n in ("w1", "w2", "w3")]
     breakers = LocalBreakerSettings(wait_s=60)
@@ -386,8 +386,8 @@ async def test_panic_ignores_own_breakers_and_says_so() -> None:
         await until(lambda: kit.said(PanicEnded))
 
 
-async def test_breakers_are_ignored_where_they_leave_no_worker_that_can_be_reached() -> None:
-    """Workers that are cut off keep their weight: half of it seemed routable, and each new request was refused."""
+async def test_breakers_are_ignored_if_they_leave_no_reachable_worker() -> None:
+    """Unreachable workers keep their weight: half of it seemed routable, and each new request was refused."""
     errors = deque([Act(after=0, how="error")] * 3)
     broken = [ScriptedWorker(name, acts=errors.copy()) for name in ("w1", "w2")]
     away = [ScriptedWorker(name) for name in ("w3", "w4")]
@@ -405,10 +405,10 @@ async def test_breakers_are_ignored_where_they_leave_no_worker_that_can_be_reach
         assert (fact.model, fact.routable_share) == ("m", 0.0)
 
 
-async def test_panic_is_said_whoever_has_taken_the_weight_away_and_brings_nobody_back() -> None:
+async def test_panic_is_reported_whatever_removed_the_weight_and_returns_no_worker_to_service() -> None:
     workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
     async with frontend(*workers) as kit:
-        assert not kit.said(PanicBegan)  # a fleet that starts is in no panic
+        assert not kit.said(PanicBegan)  # a starting fleet is not in panic
         kit.health(workers[0], HealthStatus.UNHEALTHY, 0.0)
         assert not kit.said(PanicBegan)
         kit.health(workers[1], HealthStatus.UNHEALTHY, 0.0, "token_mismatch")
@@ -424,7 +424,7 @@ async def test_panic_is_said_whoever_has_taken_the_weight_away_and_brings_nobody
         assert (ended.model, ended.routable_share) == ("m", 0.5)
 
 
-async def test_who_leaves_on_purpose_or_is_dead_is_no_reason_for_panic() -> None:
+async def test_a_worker_that_leaves_on_purpose_or_is_dead_is_no_reason_for_panic() -> None:
     workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
     async with frontend(*workers) as kit:
         kit.health(workers[0], HealthStatus.DRAINING, 0.0)
@@ -433,7 +433,7 @@ async def test_who_leaves_on_purpose_or_is_dead_is_no_reason_for_panic() -> None
         assert not kit.said(PanicBegan)
 
 
-async def test_a_trial_does_not_end_the_panic_and_begin_it_anew() -> None:
+async def test_a_trial_does_not_end_and_restart_the_panic() -> None:
     worker = ScriptedWorker("w1", acts=deque([Act(after=0, how="error")] * 40))
     breaker = LocalBreakerSettings(wait_s=0.05, wait_s_max=0.05)
     async with frontend(worker, breaker=breaker, migration_limit=0) as kit:
@@ -451,7 +451,7 @@ async def test_a_trial_does_not_end_the_panic_and_begin_it_anew() -> None:
         assert (len(kit.said(PanicBegan)), len(kit.said(PanicEnded))) == (1, 1)
 
 
-def test_reports_carry_the_usual_sampling_parameters_and_the_share_of_unlikely_tokens() -> None:
+def test_reports_carry_the_most_common_sampling_parameters_and_the_share_of_unlikely_tokens() -> None:
     bench = Bench(window_s=5.0)
     for temperature in (0.7, 0.7, 0.2):
         drawn = AnswerDraw(Sampling(max_tokens=10, temperature=temperature, top_p=0.9), 5, 1)
@@ -461,7 +461,7 @@ def test_reports_carry_the_usual_sampling_parameters_and_the_share_of_unlikely_t
     assert (fact.weighed, fact.unlikely, fact.sampling) == (15, 3, (0.7, 0.9, 0))
 
 
-async def test_tokens_that_come_with_logprobs_are_counted_and_no_others() -> None:
+async def test_only_tokens_with_logprobs_are_counted() -> None:
     async with frontend(ScriptedWorker("a"), facts=FactSettings(window_s=0.2)) as kit:
         await kit.complete(PROMPT, 4)
         await kit.complete(PROMPT, 4, logprobs=1)
@@ -470,7 +470,7 @@ async def test_tokens_that_come_with_logprobs_are_counted_and_no_others() -> Non
 
 
 def stalls(bench: Bench, count: int = 1, key: tuple[str, str] = A) -> None:
-    """Let so many streams of a worker stall in one tick, while it goes on."""
+    """Let this many streams of a worker stall in one tick while the worker runs."""
     for _ in range(count):
         bench.routed(key)
         bench.failed(key, "stalled", 7, one_stream=True)
@@ -484,7 +484,7 @@ def served(bench: Bench, count: int, key: tuple[str, str] = A) -> None:
     bench.tick()
 
 
-def test_a_worker_of_which_many_streams_stall_is_taken_out_though_others_are_served() -> None:
+def test_a_worker_with_many_stalling_streams_is_taken_out_although_others_are_served() -> None:
     bench = Bench()
     for _ in range(2):
         stalls(bench)
@@ -495,11 +495,11 @@ def test_a_worker_of_which_many_streams_stall_is_taken_out_though_others_are_ser
     stalls(bench)
     assert not bench.allows("a") and bench.allows("b")
     assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 1, 2, 3], (
-        "others open on the same count"
+        "other failures open it at the same count"
     )
 
 
-def test_a_stream_that_stalls_now_and_then_counts_against_no_worker() -> None:
+def test_an_occasional_stall_counts_against_no_worker() -> None:
     bench = Bench()
     for _ in range(200):
         served(bench, 25)
@@ -507,7 +507,7 @@ def test_a_stream_that_stalls_now_and_then_counts_against_no_worker() -> None:
         assert bench.allows("a")
 
 
-def test_streams_that_stall_at_every_worker_at_once_count_against_none() -> None:
+def test_simultaneous_stalls_at_every_worker_count_against_none() -> None:
     bench = Bench()
     for _ in range(10):
         for key in (A, B):
@@ -519,7 +519,7 @@ def test_streams_that_stall_at_every_worker_at_once_count_against_none() -> None
 
 
 def slow_windows(bench: Bench, itl_ms: dict[tuple[str, str], float]) -> list[str]:
-    """Serve two windows at these speeds; return the workers that were reported as slow."""
+    """Serve two windows at these speeds. Return the workers that were reported as slow."""
     for _ in range(2):
         for key, itl in itl_ms.items():
             for _ in range(8):
@@ -529,15 +529,15 @@ def slow_windows(bench: Bench, itl_ms: dict[tuple[str, str], float]) -> list[str
     return sorted({fact.worker for fact in bench.said(WorkerSlow)})
 
 
-def test_a_worker_with_a_larger_batch_is_not_slow_for_taking_longer_than_idle_peers() -> None:
+def test_a_worker_with_a_larger_batch_is_not_slow_compared_to_idle_peers() -> None:
     times = {A: 70.0, B: 20.0, C: 20.0}
     bench = Bench(slow_tokens_min=8)
     bench.running["a"] = 32
     assert slow_windows(bench, times) == []
     bench = Bench(slow_tokens_min=8)
-    assert slow_windows(bench, times) == ["a"], "with the same batch it is"
+    assert slow_windows(bench, times) == ["a"], "with the same batch it is slow"
     bench = Bench(slow_tokens_min=8)
     bench.running["a"] = 4
     assert slow_windows(bench, {A: 200.0, B: 20.0, C: 20.0}) == ["a"], (
-        "and no batch of four takes ten times as long"
+        "a batch of four does not take ten times as long"
     )

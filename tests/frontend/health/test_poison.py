@@ -1,5 +1,7 @@
-"""A request that brings workers down takes two of them at most, however often and by however many it is repeated, and an innocent
-one that was there when they fell is answered."""
+"""A request that crashes workers takes down two at most, however often it is repeated.
+
+Innocent requests that were on these workers are answered.
+"""
 
 import itertools
 from collections import deque
@@ -37,7 +39,7 @@ def request_of(prompt: list[int], guided: dict[str, Any] | None = None) -> Gener
 
 
 class Bench(ConnectedWorkers):
-    """One frontend's watch, with a clock and workers that fall when they are told to."""
+    """One frontend's poison watch, with a clock and workers that die on command."""
 
     def __init__(self, frontend: str = "f1", **changes: Any) -> None:
         self.time = 100.0
@@ -64,7 +66,7 @@ class Bench(ConnectedWorkers):
         return slot
 
     def fall(self, to: Endpoint, *sent: tuple[GenerationRequest, int]) -> None:
-        """A worker dies with what was sent to it, and nobody takes note of anything else for a while."""
+        """Let a worker die with the requests sent to it, and let time pass."""
         self.down.add(to.key)
         for request, slot in sent:
             self.it.fell(request, to, slot, "disconnected")
@@ -88,7 +90,7 @@ def bench() -> Bench:
 # --- falls
 
 
-def test_what_two_workers_fell_with_is_refused_and_told(bench: Bench) -> None:
+def test_a_request_with_which_two_workers_died_is_refused_and_reported(bench: Bench) -> None:
     first, second, *_ = endpoints()
     request = request_of(PROMPT, {"guided_json": {}})
     assert bench.it.where(request) is None
@@ -98,7 +100,7 @@ def test_what_two_workers_fell_with_is_refused_and_told(bench: Bench) -> None:
     bench.fall(second, (request, bench.send(request, second)))
     with pytest.raises(Poisonous):
         bench.it.where(request)
-    with pytest.raises(Poisonous):  # whoever asks
+    with pytest.raises(Poisonous):  # from any client
         bench.it.where(request_of(PROMPT, {"guided_json": {}}))
     assert bench.it.where(request_of(PROMPT)) is None and bench.it.where(request_of([*PROMPT, 303])) is None
     assert [(fact.worker, fact.prompt_tokens) for fact in bench.said(RequestSuspected)] == [
@@ -113,7 +115,7 @@ def test_what_two_workers_fell_with_is_refused_and_told(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("others", [1, 2, 3])
-def test_a_worker_that_falls_by_itself_raises_the_falls_needed_by_one_and_two_is_the_most(
+def test_a_worker_that_dies_for_another_reason_raises_the_deaths_needed_by_one_up_to_two(
     bench: Bench, others: int
 ) -> None:
     """In an outage that kills one worker after another, a request can be unlucky twice without being the cause."""
@@ -130,7 +132,7 @@ def test_a_worker_that_falls_by_itself_raises_the_falls_needed_by_one_and_two_is
         bench.it.where(request)
 
 
-def test_what_fell_with_a_poisonous_request_is_no_evidence_for_the_next_one(bench: Bench) -> None:
+def test_workers_crashed_by_a_poisonous_request_are_no_evidence_for_the_next_one(bench: Bench) -> None:
     workers = endpoints(6)
     for number, pair in enumerate(zip(workers[::2], workers[1::2], strict=True)):
         request = request_of([*PROMPT, number])
@@ -141,7 +143,7 @@ def test_what_fell_with_a_poisonous_request_is_no_evidence_for_the_next_one(benc
             bench.it.where(request)
 
 
-def test_a_fall_of_long_ago_or_a_connection_that_is_back_is_no_evidence(bench: Bench) -> None:
+def test_an_old_death_or_a_restored_connection_is_no_evidence(bench: Bench) -> None:
     old, back, first, second = endpoints()
     bench.it.fell_by_itself(old.key, "disconnected")
     bench.down.add(old.key)
@@ -154,7 +156,7 @@ def test_a_fall_of_long_ago_or_a_connection_that_is_back_is_no_evidence(bench: B
         bench.it.where(request)
 
 
-def test_copies_of_what_is_unknown_go_where_the_first_went_until_a_token_has_come(bench: Bench) -> None:
+def test_copies_of_an_unknown_request_go_to_the_same_worker_until_a_token(bench: Bench) -> None:
     first, *_ = endpoints()
     bench.send(request_of(PROMPT), first)
     where = bench.it.where(request_of(PROMPT))
@@ -165,14 +167,14 @@ def test_copies_of_what_is_unknown_go_where_the_first_went_until_a_token_has_com
     assert bench.it.where(request_of(PROMPT)) is None
 
 
-def test_a_copy_that_ends_without_a_token_lets_the_next_one_try(bench: Bench) -> None:
+def test_a_copy_that_ends_without_a_token_lets_the_next_one_be_tried(bench: Bench) -> None:
     first, *_ = endpoints()
     slot = bench.send(request_of(PROMPT), first)
     bench.it.left(request_of(PROMPT), slot)
     assert bench.it.where(request_of(PROMPT)) is None
 
 
-def test_innocents_that_were_there_are_tried_one_by_one_and_answered(bench: Bench) -> None:
+def test_innocent_requests_on_dead_workers_are_tried_one_by_one_and_answered(bench: Bench) -> None:
     first, second, third, fourth = endpoints()
     poison, *innocent = [request_of([*PROMPT, n]) for n in range(3)]
     bench.fall(first, *[(one, bench.send(one, first)) for one in (poison, *innocent)])
@@ -190,7 +192,7 @@ def test_innocents_that_were_there_are_tried_one_by_one_and_answered(bench: Benc
     assert [fact.prompt_tokens for fact in bench.said(RequestPoisonous)] == [4, 4]
 
 
-def test_a_newcomer_goes_to_others_while_a_suspect_is_tried(bench: Bench) -> None:
+def test_a_new_request_avoids_a_worker_where_a_suspect_is_tried(bench: Bench) -> None:
     first, second, *_ = endpoints()
     suspect, newcomer = request_of(PROMPT), request_of([900, 901])
     bench.fall(first, (suspect, bench.send(suspect, first)))
@@ -202,11 +204,11 @@ def test_a_newcomer_goes_to_others_while_a_suspect_is_tried(bench: Bench) -> Non
         False,
     )
     bench.it.read(suspect, first.key)
-    assert bench.it.where(newcomer) is None, "it is none any more"
+    assert bench.it.where(newcomer) is None, "it is no suspect any more"
 
 
-def test_a_newcomer_that_has_nowhere_else_to_go_goes_there(bench: Bench) -> None:
-    """Nobody can say then with whose prompt its worker falls."""
+def test_a_new_request_without_another_worker_goes_to_that_worker(bench: Bench) -> None:
+    """Then it is unknown which prompt crashed the worker."""
     first, second, *_ = endpoints()
     suspect, newcomer = request_of(PROMPT), request_of([900, 901])
     bench.fall(first, (suspect, bench.send(suspect, first)))
@@ -215,7 +217,7 @@ def test_a_newcomer_that_has_nowhere_else_to_go_goes_there(bench: Bench) -> None
     assert bench.it.where(suspect) is not None and bench.said(RequestPoisonous) == []
 
 
-def test_a_suspect_that_waits_too_long_goes_anywhere_and_is_not_condemned_for_it(bench: Bench) -> None:
+def test_a_suspect_that_waits_too_long_goes_anywhere_without_being_condemned_for_it(bench: Bench) -> None:
     first, second, third, *_ = endpoints()
     one, other = request_of([1, 2]), request_of([3, 4])
     bench.fall(first, (one, bench.send(one, first)), (other, bench.send(other, first)))
@@ -225,7 +227,7 @@ def test_a_suspect_that_waits_too_long_goes_anywhere_and_is_not_condemned_for_it
     where = bench.it.where(other)
     assert where is not None and not where.waits
     beside = bench.send(other, second)
-    bench.fall(second, (other, beside))  # which of them it was nobody knows
+    bench.fall(second, (other, beside))  # it is unknown which of them was the cause
     where = bench.it.where(other)
     assert where is not None and where.waits
     bench.it.left(one, slot)
@@ -235,17 +237,17 @@ def test_a_suspect_that_waits_too_long_goes_anywhere_and_is_not_condemned_for_it
         bench.it.where(other)
 
 
-def test_a_worker_whose_connection_only_broke_has_not_fallen(bench: Bench) -> None:
+def test_a_worker_with_only_a_broken_connection_has_not_died(bench: Bench) -> None:
     first, second, *_ = endpoints()
     request = request_of(PROMPT)
     bench.fall(first, (request, bench.send(request, first)))
     bench.fall(second, (request, bench.send(request, second)))
-    bench.down.clear()  # both are back, as the same lives
+    bench.down.clear()  # both are connected again, as the same lives
     assert bench.it.where(request) is None
     assert bench.said(RequestPoisonous) == []
 
 
-def test_nothing_is_tried_while_others_may_be_dying_with_it(bench: Bench) -> None:
+def test_no_request_is_tried_while_other_workers_may_be_dying_with_it(bench: Bench) -> None:
     first, *_ = endpoints()
     request = request_of(PROMPT)
     bench.fall(first, (request, bench.send(request, first)))
@@ -254,7 +256,7 @@ def test_nothing_is_tried_while_others_may_be_dying_with_it(bench: Bench) -> Non
         bench.it.where(request)
 
 
-def test_its_time_over_it_is_tried_once_and_refused_for_twice_as_long(bench: Bench) -> None:
+def test_after_its_time_it_is_tried_once_and_then_refused_for_twice_as_long(bench: Bench) -> None:
     workers = endpoints(8)
     request = request_of(PROMPT)
     for worker in workers[:2]:
@@ -270,7 +272,7 @@ def test_its_time_over_it_is_tried_once_and_refused_for_twice_as_long(bench: Ben
     assert waits == [600, 1200, 2400]
 
 
-def test_a_token_clears_it(bench: Bench) -> None:
+def test_a_token_clears_a_request(bench: Bench) -> None:
     first, second, *_ = endpoints()
     request = request_of(PROMPT)
     bench.fall(first, (request, bench.send(request, first)))
@@ -281,7 +283,7 @@ def test_a_token_clears_it(bench: Bench) -> None:
     assert bench.it.where(request) is not None and bench.said(RequestPoisonous) == []
 
 
-def test_frontends_tell_one_another(bench: Bench) -> None:
+def test_frontends_share_their_evidence(bench: Bench) -> None:
     first, second, *_ = endpoints()
     other = Bench("f2")
     request = request_of(PROMPT)
@@ -301,14 +303,14 @@ def test_frontends_tell_one_another(bench: Bench) -> None:
     with pytest.raises(Poisonous):
         late.it.where(request)
     late.time += 11
-    assert late.it.where(request) is not None  # a suspect still
+    assert late.it.where(request) is not None  # still a suspect
 
 
 # --- stalls
 
 
 def stick(bench: Bench, request: GenerationRequest, to: Endpoint, *, connected: bool = True) -> bool:
-    """A worker's engine is stuck with a request that it had not begun. Return whether that counts as a fall by it."""
+    """Let a worker's engine hang with a request without a token. Return whether that counts as a death caused by it."""
     slot = bench.send(request, to)
     fell = bench.it.brings_down("stalled", to.key, one_stream=False, connected=connected)
     bench.down.add(to.key)
@@ -324,7 +326,7 @@ def works(bench: Bench, *workers: Endpoint) -> None:
         bench.it.read(request_of([7, 8, 9]), one.key)
 
 
-def test_what_two_engines_got_stuck_with_is_refused_for_a_short_time(bench: Bench) -> None:
+def test_a_request_with_which_two_engines_got_stuck_is_refused_for_a_short_time(bench: Bench) -> None:
     first, second, *_ = endpoints()
     request = request_of(PROMPT)
     works(bench, first, second)
@@ -340,7 +342,7 @@ def test_what_two_engines_got_stuck_with_is_refused_for_a_short_time(bench: Benc
     ]
 
 
-def test_an_engine_that_goes_on_again_did_not_fall(bench: Bench) -> None:
+def test_an_engine_that_recovers_did_not_die(bench: Bench) -> None:
     first, second, *_ = endpoints()
     request = request_of(PROMPT)
     works(bench, first, second)
@@ -350,19 +352,19 @@ def test_an_engine_that_goes_on_again_did_not_fall(bench: Bench) -> None:
     assert bench.it.where(request) is not None and not bench.said(RequestPoisonous)
 
 
-def test_silent_workers_and_idle_ones_are_not_held_against_a_request(bench: Bench) -> None:
-    """All workers that are stopped at once, and all upstreams: the request is innocent."""
+def test_silent_and_idle_workers_do_not_count_against_a_request(bench: Bench) -> None:
+    """If all workers or all upstreams stop at once, the request is innocent."""
     first, second, third, _ = endpoints()
     request = request_of(PROMPT)
     works(bench, first, second)
     assert not stick(bench, request, first, connected=False)
-    assert not stick(bench, request, third), "no token of it was seen lately: it may have hung before"
+    assert not stick(bench, request, third), "it produced no token recently: it may have hung before"
     bench.time += 61
     assert not stick(bench, request, second)
     assert bench.it.where(request) is None and not bench.said(RequestSuspected)
 
 
-async def test_a_request_whose_stream_stalls_at_two_workers_that_go_on_is_not_tried_at_a_third() -> None:
+async def test_a_request_that_stalls_on_two_running_workers_is_not_tried_on_a_third() -> None:
     first = ScriptedWorker("w1", acts=deque([Act(after=2, how="quiet")]))
     others = [ScriptedWorker(n, acts=deque([Act(after=0, how="quiet")])) for n in ("w2", "w3")]
     workers = [first, *others]
@@ -385,7 +387,7 @@ async def test_a_request_that_hangs_engines_takes_down_two_of_four_and_silent_wo
         acts = [Act(), Act(after=0, how=how)]
         workers = [ScriptedWorker(f"{how}{n}", acts=deque(acts if n < 2 else [])) for n in range(4)]
         async with frontend(*workers, router={"mode": "round-robin"}) as kit:
-            for n in range(4):  # each has worked lately
+            for n in range(4):  # each has worked recently
                 await kit.complete([*PROMPT, 300 + n], 2)
             status, body, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
             assert (status, body.get("error", {}).get("code")) == expected
@@ -406,7 +408,7 @@ def fails(bench: Bench, request: GenerationRequest, to: Endpoint, way: Way = ERR
     return bench.it.failed(request, to.key, way, 0)
 
 
-def test_the_same_error_of_two_workers_is_the_requests_own_and_is_taken_back(bench: Bench) -> None:
+def test_the_same_error_on_two_workers_is_the_requests_fault_and_is_undone(bench: Bench) -> None:
     first, second, *_ = endpoints()
     request = request_of(PROMPT)
     assert fails(bench, request, first) is Suspicion.NONE
@@ -430,14 +432,14 @@ def test_the_same_error_of_two_workers_is_the_requests_own_and_is_taken_back(ben
         Way.of("engine_error", "it broke", 4),
     ],
 )
-def test_another_error_or_another_place_is_another_way(bench: Bench, way: Way) -> None:
+def test_another_error_or_position_is_another_way_of_failing(bench: Bench, way: Way) -> None:
     first, second, *_ = endpoints()
     request = request_of(PROMPT)
     fails(bench, request, first, Way.of("engine_error", "it broke", 0))
     assert fails(bench, request, second, way) is Suspicion.NONE
 
 
-def test_workers_that_fail_others_too_are_at_fault_themselves(bench: Bench) -> None:
+def test_workers_that_fail_other_requests_too_are_at_fault_themselves(bench: Bench) -> None:
     first, second, *_ = endpoints()
     for n in range(2):
         fails(bench, request_of([n, n]), first)
@@ -447,7 +449,7 @@ def test_workers_that_fail_others_too_are_at_fault_themselves(bench: Bench) -> N
     assert bench.breakers.outcomes(first.key).failures == 3
 
 
-def test_repeated_at_one_worker_it_counts_once(bench: Bench) -> None:
+def test_repeated_failures_on_one_worker_count_once(bench: Bench) -> None:
     first, *_ = endpoints()
     for _ in range(6):
         fails(bench, request_of(PROMPT), first)
@@ -455,12 +457,12 @@ def test_repeated_at_one_worker_it_counts_once(bench: Bench) -> None:
     assert len(bench.said(RequestFailed)) == 1
     where = bench.it.where(request_of(PROMPT))
     assert where is not None and where.avoid == {first.key} and not where.waits
-    bench.it.served(request_of(PROMPT))  # somewhere else it was answered
+    bench.it.served(request_of(PROMPT))  # it was answered elsewhere
     assert bench.it.where(request_of(PROMPT)) is None
 
 
 async def test_a_request_that_every_worker_fails_in_the_same_way_opens_no_breaker() -> None:
-    """Six times, as it was found: then its like is refused, and others are served."""
+    """Sent six times: then requests like it are refused, and others are served."""
     workers = [ScriptedWorker(n, acts=deque([Act(after=0, how="error")])) for n in ("w1", "w2", "w3")]
     async with frontend(*workers) as kit:
         for _ in range(6):
@@ -481,14 +483,14 @@ async def test_a_request_that_every_worker_fails_in_the_same_way_opens_no_breake
 
 
 @given(st.lists(st.integers(0, 2**32), max_size=50), st.none() | st.dictionaries(st.text(), st.integers()))
-def test_a_fingerprint_holds_its_sketch(prompt: list[int], guided: dict[str, Any] | None) -> None:
+def test_a_fingerprint_contains_its_sketch(prompt: list[int], guided: dict[str, Any] | None) -> None:
     sketch = BlockNames(prompt).sketch
     name = fingerprint(sketch, "m", prompt, guided)
     assert sketch_of(name) == sketch == BlockNames(list(prompt)).sketch
     assert fingerprint(sketch, "another", prompt, guided) != name
 
 
-def test_no_more_is_remembered_than_there_is_room_for() -> None:
+def test_the_memory_is_bounded() -> None:
     small = Bench(records_max=3)
     first, *_ = endpoints()
     requests = [request_of([n]) for n in range(5)]
@@ -504,13 +506,13 @@ ACTIONS = st.tuples(
 
 @example(
     [("send", 0, 0), ("send", 1, 0), ("send", 0, 2), ("send", 2, 2), ("send", 0, 0)], {1, 2}
-)  # a newcomer goes where a suspect is tried
+)  # a new request goes to a worker where a suspect is tried
 @settings(max_examples=300)
 @given(st.lists(ACTIONS, max_size=60), st.sets(st.integers(0, 3), max_size=2))
-def test_whatever_happens_an_innocent_is_never_condemned_and_a_poisonous_one_takes_two(
+def test_an_innocent_request_is_never_condemned_and_a_poisonous_one_takes_two_workers(
     actions: list[tuple[str, int, int]], poison: set[int]
 ) -> None:
-    """Workers fall only with what is poisonous and alone with it; a new life takes the place of each."""
+    """Workers die only with a poisonous request, and with it alone; a new life replaces each."""
     bench, lives = Bench(), itertools.count()
     requests = [request_of([n, 7]) for n in range(4)]
     base = joined(ScriptedWorker())

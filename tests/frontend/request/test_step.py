@@ -1,4 +1,4 @@
-"""The request state machine: examples of each way out of a phase, and what must hold for any order of events."""
+"""The request state machine: examples of each transition, and invariants for any order of events."""
 
 from math import inf
 from typing import Any
@@ -42,7 +42,7 @@ def play(state: RequestState, *events: on.Event, now: float = 1.0) -> Next:
 
 
 def running(*events: on.Event, **terms: Any) -> RequestState:
-    """Return a request that runs at worker A and has a token."""
+    """Return a request that runs on worker A and has a token."""
     return play(new(**terms), on.Launched(), on.Sent(A), on.FirstToken(), *events)[0]
 
 
@@ -52,7 +52,7 @@ def failed(
     answer: AnswerProgress = SOME,
     suspicion: Suspicion = Suspicion.NONE,
 ) -> Next:
-    """Return what follows from a failed attempt, once it is judged."""
+    """Return the result of a failed attempt, once it is judged."""
     return play(state, on.AttemptFailed(failure, answer), on.Judged(suspicion))
 
 
@@ -65,7 +65,7 @@ def kinds(effects: do.Effects) -> list[type]:
     return [type(effect) for effect in effects]
 
 
-# --- the undisturbed way
+# --- the undisturbed course
 
 
 def test_an_undisturbed_request_is_routed_once_and_finishes() -> None:
@@ -80,7 +80,7 @@ def test_an_undisturbed_request_is_routed_once_and_finishes() -> None:
     assert effects == (do.Complete("stop", alone=True),)
 
 
-def test_a_worker_that_does_not_know_the_end_is_told() -> None:
+def test_a_worker_that_does_not_know_the_end_gets_a_cancel() -> None:
     _, effects = play(running(), on.Finished("stop", cancel=True))
     assert effects[0] == do.CancelStream("complete")
 
@@ -102,10 +102,11 @@ def test_a_worker_that_does_not_know_the_end_is_told() -> None:
             None,
         ),  # only the last frame is missing
         ([ERRED], SOME, {"max_seq_len": 12}, "done", "engine_error"),  # over the cap
-        ([BROKE, ERRED], SOME, {"migration_limit": 1}, "done", "disconnected"),  # the first failure is told
+        # the first failure is returned
+        ([BROKE, ERRED], SOME, {"migration_limit": 1}, "done", "disconnected"),
     ],
 )
-def test_a_failure_leads_to(
+def test_a_failure_leads_to_the_expected_phase(
     failures: list[Failure], answer: AnswerProgress, terms: dict[str, Any], phase: str, code: str | None
 ) -> None:
     state, effects = failed(running(**terms), failures[0], answer)
@@ -120,7 +121,7 @@ def test_a_failure_leads_to(
         assert (error.code if error is not None else None) == code
 
 
-def test_what_a_failure_says_of_the_request_decides_where_it_goes() -> None:
+def test_the_suspicion_after_a_failure_decides_where_the_request_goes() -> None:
     suspect, _ = failed(play(new(), on.Launched(), on.Sent(A))[0], BROKE, NONE, Suspicion.SUSPECT)
     assert (suspect.phase, suspect.not_before) == ("parked", 1.0 + SUSPECT_PAUSE_S)
     poisonous, effects = failed(running(), ERRED, SOME, Suspicion.POISONOUS)
@@ -129,7 +130,7 @@ def test_what_a_failure_says_of_the_request_decides_where_it_goes() -> None:
     assert do.ReportAbandoned("request_poisonous") in effects
 
 
-def test_the_failed_worker_is_avoided_and_one_whose_connection_broke_is_the_last_resort() -> None:
+def test_the_failed_worker_is_avoided_and_one_with_a_broken_connection_is_the_last_resort() -> None:
     state = failed(running(), BROKE)[0]
     _, effects = play(state, on.Resumed())
     assert effects == (do.SelectWorker(avoid=frozenset({A.key})),)
@@ -138,7 +139,7 @@ def test_the_failed_worker_is_avoided_and_one_whose_connection_broke_is_the_last
     assert effects == (do.SelectWorker(avoid=frozenset({A.key}), fallback=frozenset({A.key})),)
 
 
-def test_an_answer_that_cannot_be_continued_begins_anew_where_its_client_has_seen_none_of_it() -> None:
+def test_an_answer_that_cannot_be_continued_restarts_if_its_client_has_received_none_of_it() -> None:
     state = running(forbidden="n_over_1")
     state, effects = failed(state, BROKE, AnswerProgress(accepted=3, reached=0))
     assert do.Rewind(0) in effects and state.move is not None and state.move.tokens == 0
@@ -146,7 +147,7 @@ def test_an_answer_that_cannot_be_continued_begins_anew_where_its_client_has_see
     assert state.phase == "done" and do.ReportAbandoned("n_over_1") in effects
 
 
-def test_a_worker_without_room_costs_nothing_and_is_not_named() -> None:
+def test_a_worker_without_room_costs_nothing_and_is_not_reported() -> None:
     state = play(new(), on.Launched(), on.Sent(A))[0]
     state, effects = play(state, on.AttemptFailed(Failure("overloaded", ""), NONE, closed=True))
     assert (state.spent, state.last, state.declined) == (0, None, frozenset({A.key}))
@@ -162,7 +163,7 @@ def test_a_worker_without_room_costs_nothing_and_is_not_named() -> None:
         ("all_workers_busy", False, "queued"),
         ("no_routable_worker", True, "queued"),  # a suspect will serve as the last worker
         ("no_routable_worker", False, "done"),
-        ("held", False, "parked"),  # it may bring workers down
+        ("held", False, "parked"),  # it may crash workers
     ],
 )
 def test_a_new_request_without_a_worker(code: str, stands_in: bool, phase: str) -> None:
@@ -179,7 +180,7 @@ def test_a_new_request_without_a_worker(code: str, stands_in: bool, phase: str) 
             BROKE,
             on.NoWorkerFound("all_workers_failed"),
             "parked",
-        ),  # a new one may join, or that one come back
+        ),  # a new worker may join, or that one return
         (ERRED, on.NoWorkerFound("request_poisonous"), "done"),
         (ERRED, on.NoWorkerFound("upstream_overloaded", reopens_s=60.0), "parked"),  # its client has tokens
     ],
@@ -193,7 +194,7 @@ def test_a_begun_request_without_a_worker(failure: Failure, event: on.NoWorkerFo
     ("reopens_s", "stands_in", "phase"),
     [(10.1, False, "done"), (inf, False, "done"), (9.9, False, "parked"), (inf, True, "parked")],
 )
-def test_before_the_first_token_closed_workers_are_waited_for_only_as_long_as_for_any(
+def test_before_the_first_token_closed_workers_are_waited_for_no_longer_than_others(
     reopens_s: float, stands_in: bool, phase: str
 ) -> None:
     state = failed(play(new(), on.Launched(), on.Sent(A))[0], ERRED, NONE)[0]
@@ -220,7 +221,7 @@ def test_a_worker_out_of_service_is_left(
     assert (state.phase == "judging") is leaves
 
 
-def test_one_that_every_other_worker_has_failed_stays() -> None:
+def test_a_request_that_every_other_worker_has_failed_stays() -> None:
     state = play(failed(running(), BROKE)[0], on.Resumed(), on.Sent(B), on.FirstToken())[0]
     assert play(state, on.WorkerUnhealthy(False, {A.key}, SOME))[0].phase == "running"
 
@@ -232,9 +233,10 @@ def test_one_that_every_other_worker_has_failed_stays() -> None:
         ("restart", 5, A, True, False, "error", None),
         ("restart", 4, A, True, False, "restart", 4),
         ("continue", 4, A, True, False, "restart", 4),
-        ("continue", 4, A, True, True, "restart", 0),  # where a text can be cut is not known
-        ("continue", 5, A, True, False, "continue", None),  # moved with all others of its worker
-        ("continue", 5, B, True, False, "continue", None),  # healthy where it is, with a KV cache from there
+        ("continue", 4, A, True, True, "restart", 0),  # it is unknown where a text can be cut
+        ("continue", 5, A, True, False, "continue", None),  # moved together with all others of its worker
+        # now on a healthy worker, with a KV cache from the convicted one
+        ("continue", 5, B, True, False, "continue", None),
         ("continue", 5, B, False, False, "continue", None),
     ],
 )
@@ -268,7 +270,7 @@ def transferring() -> RequestState:
     return play(running(), on.TransferBegun())[0]
 
 
-def test_a_transfer_switches_when_the_sources_last_token_is_here() -> None:
+def test_a_transfer_switches_after_the_sources_last_token() -> None:
     state, effects = play(transferring(), on.TransferAdvanced(live.TargetReserved()))
     assert effects == (do.ShipCache(),)
     state, effects = play(state, on.TransferAdvanced(live.TargetCommitted((7, 8)), said=(7,)))
@@ -285,14 +287,14 @@ def test_a_transfer_switches_when_the_sources_last_token_is_here() -> None:
     )
 
 
-def test_a_source_that_fails_in_the_middle_gives_up_the_target() -> None:
+def test_a_source_that_fails_mid_transfer_cancels_the_target() -> None:
     state = play(transferring(), on.TransferAdvanced(live.TargetReserved()))[0]
     state, effects = failed(state, BROKE)
     assert do.CancelTarget() in effects and state.transfer is None
     assert state.move is not None and state.move.refused == "its source failed meanwhile"
 
 
-def test_a_preempted_request_continues_where_it_was() -> None:
+def test_a_preempted_request_continues_at_the_same_position() -> None:
     move = Move(Failure("preempted", ""), Failure("preempted", ""), A, 1.0, 3)
     state, effects = play(running(), on.MovedOnPurpose(move, None))
     assert state.phase == "preempted" and kinds(effects) == [do.CancelStream, do.NoteUnjudged, do.LeaveWorker]
@@ -303,7 +305,7 @@ def test_a_preempted_request_continues_where_it_was() -> None:
 # --- time and the client
 
 
-def test_a_parked_request_is_woken_not_before_its_pause_and_given_up_at_its_limit() -> None:
+def test_a_parked_request_is_woken_after_its_pause_and_given_up_at_its_limit() -> None:
     state = failed(play(failed(running(reroute_s=5.0), ERRED)[0], on.Resumed(), on.Sent(B))[0], BROKE)[0]
     assert play(state, on.Woken())[0].phase == "parked"
     assert play(state, on.Woken(), now=1.0 + PAUSE_S)[1] == (do.Reroute(),)
@@ -366,15 +368,15 @@ replies = st.one_of(
     st.builds(on.ConnectFailed, servers.map(lambda s: s.key)),
     st.builds(on.NoWorkerFound, found_none, st.booleans()),
 )
-ATTACHED = {on.FirstToken, on.Finished, on.AttemptFailed, on.TransferBegun}  # need an attempt
+ATTACHED = {on.FirstToken, on.Finished, on.AttemptFailed, on.TransferBegun}  # these need an attempt
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(anything, max_size=25), st.data(), st.integers(0, 3))
-def test_whatever_happens_each_attempt_is_left_once_and_the_request_ends_once(
+def test_in_any_order_of_events_each_attempt_is_left_once_and_the_request_ends_once(
     events: list[on.Event], data: st.DataObject, limit: int
 ) -> None:
-    """The invariants of `RequestState`, held after each step. What the driver would not feed is left out."""
+    """Check the invariants of `RequestState` after each step. Events that the driver would not feed are left out."""
     state, now, over, attached = new(migration_limit=limit, first_token_s=500.0), 0.0, 0, 0
     for event in [on.Launched(), *events]:
         if type(event) in ATTACHED and state.attempt is None:
@@ -393,12 +395,14 @@ def test_whatever_happens_each_attempt_is_left_once_and_the_request_ends_once(
             for effect in effects:
                 match effect:
                     case do.SelectWorker(avoid=avoid, fallback=fallback):
-                        assert state.failed <= avoid and state.failed <= fallback, "it failed there for good"
+                        assert state.failed <= avoid and state.failed <= fallback, (
+                            "it has failed there for good"
+                        )
                         following = data.draw(replies)
                         attached += isinstance(following, on.Sent)
                         if isinstance(following, on.Sent) and not state.free and not state.missed:
-                            # One whose planned target cannot be reached has left its source already: it is sent on.
-                            assert state.spent <= limit, "the budget is respected"
+                            # A request with an unreachable planned target has already left its source: it is sent on.
+                            assert state.spent <= limit, "the budget is not exceeded"
                     case do.Judge():
                         following = on.Judged(data.draw(st.sampled_from(Suspicion)))
                     case do.LeaveWorker():
@@ -407,7 +411,7 @@ def test_whatever_happens_each_attempt_is_left_once_and_the_request_ends_once(
                         attached, over = attached - 1, over + 1
                     case do.End() | do.Refuse():
                         over += 1
-        assert state.phase not in ("routing", "judging"), "these are never left standing"
+        assert state.phase not in ("routing", "judging"), "these phases are transient"
         assert (state.attempt is not None) == (state.phase == "running") == bool(attached)
         assert state.attempt is None or state.last is state.attempt
         assert state.transfer is None or state.phase == "running"
@@ -416,4 +420,4 @@ def test_whatever_happens_each_attempt_is_left_once_and_the_request_ends_once(
         assert state.disturbed or (state.move, state.outage, state.tried) == (None, None, frozenset())
     state, effects = play(state, on.ClientGone())
     assert over + sum(isinstance(effect, do.End) for effect in effects) == 1
-    assert play(structs.replace(state), on.Launched(), on.Sent(A))[0] == state, "what is done stays done"
+    assert play(structs.replace(state), on.Launched(), on.Sent(A))[0] == state, "a done request stays done"
