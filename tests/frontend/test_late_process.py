@@ -13,7 +13,7 @@ STOPPED_S = POLICY.silence_s + LATE_S_BORNE
 BEAT_S = 0.08
 
 
-class House:
+class WorkerProcess:
     """A process of workers with heartbeats from one loop, and a frontend with a stream at each. Time is virtual."""
 
     def __init__(self, workers: int = 4) -> None:
@@ -51,39 +51,39 @@ class House:
 
 
 def test_a_process_that_is_repeatedly_late_is_not_many_hung_workers() -> None:
-    house = House()
+    host = WorkerProcess()
     for late_s in (0.9, 0.5, 2.0, 1.5):
-        assert house.be_late(late_s) is None
-        assert house.run(0.3) is None
+        assert host.be_late(late_s) is None
+        assert host.run(0.3) is None
 
 
 def test_a_process_that_was_never_late_and_stops_is_hung_within_a_second() -> None:
-    house = House()
-    assert house.run(1.0) is None
-    assert house.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
-    house.now += BEAT_S
-    assert house.suspects() == {0, 1, 2, 3}
+    host = WorkerProcess()
+    assert host.run(1.0) is None
+    assert host.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
+    host.now += BEAT_S
+    assert host.suspects() == {0, 1, 2, 3}
 
 
 def test_a_process_that_stops_for_good_is_hung_however_late_it_was() -> None:
-    house = House()
+    host = WorkerProcess()
     for late_s in (0.3, 1.0, 2.0):
-        house.be_late(late_s)
-        house.run(0.3)
-    found_s = house.be_late(10.0)
+        host.be_late(late_s)
+        host.run(0.3)
+    found_s = host.be_late(10.0)
     assert found_s is not None
     assert found_s < POLICY.silence_s + POLICY.all_silent_s + 0.1
 
 
 def test_past_lateness_of_a_process_is_forgotten() -> None:
-    house = House()
-    house.be_late(0.9)
-    house.run(60.0)
-    assert house.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
+    host = WorkerProcess()
+    host.be_late(0.9)
+    host.run(60.0)
+    assert host.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
 
 
 def test_a_worker_alone_in_its_process_is_judged_by_its_own_silence_only() -> None:
-    alone = House(1)
+    alone = WorkerProcess(1)
     assert alone.be_late(0.35) is None
     alone.run(1.0)
     assert alone.be_late(5.0) == pytest.approx(POLICY.silence_s, abs=0.1)
@@ -93,26 +93,26 @@ def test_a_worker_alone_in_its_process_is_judged_by_its_own_silence_only() -> No
 def test_one_hung_worker_among_live_ones_is_found_within_the_lateness_of_its_process(
     late: list[tuple[float, float]],
 ) -> None:
-    house = House()
+    host = WorkerProcess()
     for late_s, after_s in late:
-        assert house.be_late(late_s) is None
-        assert house.run(after_s) is None
-    house.hung = {2}
-    found_s = house.run(2.0)
+        assert host.be_late(late_s) is None
+        assert host.run(after_s) is None
+    host.hung = {2}
+    found_s = host.run(2.0)
     assert found_s is not None
     assert found_s < POLICY.silence_s + 0.2
-    assert house.suspects() == {2}
+    assert host.suspects() == {2}
 
 
 def test_lateness_of_our_own_loop_is_not_attributed_to_the_process() -> None:
-    house = House()
-    house.run(1.0)
-    house.process.look_due = house.now + POLICY.tick_s
-    house.now += 3.0  # we check only now, and everything has arrived meanwhile
-    for pulse in house.pulses:
-        pulse.hear(house.now)
-    assert house.process.late_s <= POLICY.tick_s
-    assert house.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
+    host = WorkerProcess()
+    host.run(1.0)
+    host.process.look_due = host.now + POLICY.tick_s
+    host.now += 3.0  # we check only now, and everything has arrived meanwhile
+    for pulse in host.pulses:
+        pulse.hear(host.now)
+    assert host.process.late_s <= POLICY.tick_s
+    assert host.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
 
 
 def test_an_idle_worker_with_a_beat_per_second_is_not_late() -> None:

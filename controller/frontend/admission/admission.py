@@ -238,7 +238,7 @@ class Admission:
         """Remove a request that no longer waits."""
         model = turn.request.model
         turn.late.cancel()
-        self._take_out(turn)
+        self._dequeue(turn)
         del self._turns[turn.request.number]
         if turn.gone or room.cancelled() or not room.done():
             outcome = "gone"
@@ -251,7 +251,7 @@ class Admission:
             outcome = "timeout" if isinstance(error, WaitedTooLong) else "no_worker"
         self._meter.waited(model, outcome, asyncio.get_running_loop().time() - turn.began)
 
-    def _take_out(self, turn: _Turn) -> None:
+    def _dequeue(self, turn: _Turn) -> None:
         """Remove a request from the queue, if it is still there."""
         request, room, granted = turn.request, turn.room, turn.granted
         if not request.queued:
@@ -273,24 +273,24 @@ class Admission:
         for name in (model,) if model is not None else self._queue.models():
             if self._queue.length(name) and name not in self._due:
                 self._due.add(name)
-                asyncio.get_running_loop().call_soon(self._move_on, name)
+                asyncio.get_running_loop().call_soon(self._advance_lines, name)
 
-    def _move_on(self, model: str) -> None:
+    def _advance_lines(self, model: str) -> None:
         """Admit as many requests as there is room for, each line in its own order."""
         self._due.discard(model)
-        in_vain = 0
+        without_room = 0
         for request in self._queue.sent_back(model):
             turn = self._turns[request.number]
             if not turn.room.done() and not self._grant(turn):
-                in_vain += 1
-                if in_vain == LOOKS_MAX:
+                without_room += 1
+                if without_room == LOOKS_MAX:
                     break
         for line in self._queue.lines(model):
             while (head := line.head(self._now())) is not None:
                 turn = self._turns[head.number]
                 if not turn.room.done() and not self._grant(turn):
                     break
-                self._take_out(turn)
+                self._dequeue(turn)
 
     def _grant(self, turn: _Turn) -> bool:
         """Grant a request its room, or set the error that it gets none. Return False if all workers are busy."""

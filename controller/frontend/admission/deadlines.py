@@ -133,11 +133,11 @@ class Deadlines:
         except NoWorker:
             for lineage in lineages:
                 with suppress(NoWorker):
-                    self._soon(model, lineage)
+                    self._capacity_soon(model, lineage)
                     return lineage
             raise
 
-    def _soon(self, model: str, lineage: Lineage) -> float:
+    def _capacity_soon(self, model: str, lineage: Lineage) -> float:
         """Return the capacity that a pool without a serving worker will have soon: that of one worker.
 
         It may be a suspect about to serve as the last worker, or a worker with a server that is closed for a moment. Raise
@@ -193,7 +193,7 @@ class Deadlines:
         model, lineage = request.model, request.lineage
         assert lineage is not None
         pool = self.pool(model, lineage)
-        capacity = pool.capacity if pool.capacity > 0 else self._soon(model, lineage)
+        capacity = pool.capacity if pool.capacity > 0 else self._capacity_soon(model, lineage)
         step = step_s(self.routing.group(model, lineage).endpoints[0])
         verdict = pool.judge(request, self.first_tokens.now(), capacity, step, room=room)
         deadline_s, first_s = verdict.deadline_s, verdict.first_s

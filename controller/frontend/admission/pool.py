@@ -41,8 +41,8 @@ class DrainRate:
         """Start with this efficiency as the first guess."""
         self._at = now
         self._guess = efficiency
-        self._taken = efficiency * PRIOR_S
-        self._could = PRIOR_S
+        self._served_work = efficiency * PRIOR_S
+        self._possible_work = PRIOR_S
         self.efficiency = efficiency
 
     def pass_time(self, now: float, capacity: float, *, waited: bool) -> None:
@@ -53,18 +53,18 @@ class DrainRate:
             return
         if waited:
             fades = exp(-passed / WINDOW_S)
-            self._taken *= fades
-            self._could = self._could * fades + passed * capacity
+            self._served_work *= fades
+            self._possible_work = self._possible_work * fades + passed * capacity
         else:
             fades = exp(-passed / FADES_S)
-            self._taken = self._taken * fades + self._guess * PRIOR_S * (1.0 - fades)
-            self._could = self._could * fades + PRIOR_S * (1.0 - fades)
-        if self._could > 0.0:
-            self.efficiency = min(MOST, max(LEAST, self._taken / self._could))
+            self._served_work = self._served_work * fades + self._guess * PRIOR_S * (1.0 - fades)
+            self._possible_work = self._possible_work * fades + PRIOR_S * (1.0 - fades)
+        if self._possible_work > 0.0:
+            self.efficiency = min(MOST, max(LEAST, self._served_work / self._possible_work))
 
     def take(self, work: float) -> None:
         """Count served work."""
-        self._taken += work
+        self._served_work += work
 
     def rate(self, capacity: float) -> float:
         """Return the work served per second while requests wait."""

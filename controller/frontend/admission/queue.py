@@ -64,10 +64,10 @@ class QueuedRequest:
 class _Client:
     """The requests of one client in one tier."""
 
-    __slots__ = ("had", "requests", "work")
+    __slots__ = ("charged", "requests", "work")
 
-    def __init__(self, had: float) -> None:
-        self.had = had  # work served, as charged to this client
+    def __init__(self, charged: float) -> None:
+        self.charged = charged  # work served
         self.work = 0.0  # total work of its waiting requests
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
 
@@ -79,8 +79,8 @@ class _Tier:
         self.work = 0.0
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()  # in order of arrival
         self._clients: dict[str, _Client] = {}  # those with waiting requests
-        self._owed: dict[str, float] = {}  # accounts of other clients that are ahead of `_stands`
-        self._stands = 0.0  # the account of the client served last
+        self._owed: dict[str, float] = {}  # accounts of other clients that are ahead of `_virtual_time`
+        self._virtual_time = 0.0  # the account of the client served last
         # a heap; entries that differ from the client's account are void
         self._turns: list[tuple[float, int, str]] = []
         self._numbered = 0
@@ -89,9 +89,9 @@ class _Tier:
     def push(self, request: QueuedRequest) -> None:
         client = self._clients.get(request.client)
         if client is None:
-            had = max(self._owed.pop(request.client, 0.0), self._stands)
-            client = self._clients[request.client] = _Client(had)
-            self._turn(request.client, had)
+            charged = max(self._owed.pop(request.client, 0.0), self._virtual_time)
+            client = self._clients[request.client] = _Client(charged)
+            self._turn(request.client, charged)
         client.requests[request.number] = self.requests[request.number] = request
         client.work += request.work
         self.work += request.work
@@ -100,9 +100,9 @@ class _Tier:
         """Return the next request; there must be at least one."""
         newest = self._over_target(now)
         while True:
-            had, _, name = self._turns[0]
+            charged, _, name = self._turns[0]
             client = self._clients.get(name)
-            if client is not None and client.had == had:
+            if client is not None and client.charged == charged:
                 requests = client.requests
                 return requests[next(reversed(requests) if newest else iter(requests))]
             heappop(self._turns)
@@ -110,18 +110,18 @@ class _Tier:
     def remove(self, request: QueuedRequest, *, served: bool) -> None:
         client = self._clients[request.client]
         if served:
-            self._stands = max(self._stands, client.had)
-            client.had += request.work
-            self._turn(request.client, client.had)
+            self._virtual_time = max(self._virtual_time, client.charged)
+            client.charged += request.work
+            self._turn(request.client, client.charged)
         del client.requests[request.number], self.requests[request.number]
         client.work -= request.work
         self.work -= request.work
         if not client.requests:
             del self._clients[request.client]
-            if client.had > self._stands:
-                self._owe(request.client, client.had)
+            if client.charged > self._virtual_time:
+                self._owe(request.client, client.charged)
         if not self.requests:  # all clients start with equal accounts again
-            self.work = self._stands = 0.0
+            self.work = self._virtual_time = 0.0
             self._owed.clear()
             self._turns.clear()
             self._over_since = None
@@ -129,12 +129,12 @@ class _Tier:
     def before(self, name: str) -> float:
         """Return the work served before the next request of this client: its own, and what other clients get meanwhile."""
         mine = self._clients.get(name)
-        had = mine.had if mine is not None else max(self._owed.get(name, 0.0), self._stands)
+        charged = mine.charged if mine is not None else max(self._owed.get(name, 0.0), self._virtual_time)
         own = mine.work if mine is not None else 0.0
-        until, before = had + own, own
+        until, before = charged + own, own
         for other in self._clients.values():
-            if other is not mine and other.had <= until:  # one of its requests may be next
-                before += min(other.work, until - other.had + other.work / len(other.requests))
+            if other is not mine and other.charged <= until:  # one of its requests may be next
+                before += min(other.work, until - other.charged + other.work / len(other.requests))
         return before
 
     def _over_target(self, now: float) -> bool:
@@ -145,14 +145,14 @@ class _Tier:
             self._over_since = now
         return now - self._over_since >= INTERVAL_S
 
-    def _turn(self, name: str, had: float) -> None:
+    def _turn(self, name: str, charged: float) -> None:
         self._numbered += 1
-        heappush(self._turns, (had, self._numbered, name))
+        heappush(self._turns, (charged, self._numbered, name))
 
-    def _owe(self, name: str, had: float) -> None:
-        self._owed[name] = had
+    def _owe(self, name: str, charged: float) -> None:
+        self._owed[name] = charged
         if len(self._owed) > OWED_MAX:
-            self._owed = {one: owed for one, owed in self._owed.items() if owed > self._stands}
+            self._owed = {one: owed for one, owed in self._owed.items() if owed > self._virtual_time}
             while len(self._owed) > OWED_MAX:
                 del self._owed[next(iter(self._owed))]
 

@@ -118,8 +118,8 @@ class Dispatcher:
     def send(self, live: LiveRequest, choice: Selection, sink: Sink, now: float) -> None:
         """Send a request to the chosen worker. Raise WorkerUnreachable."""
         endpoint, rank, request, state = choice.endpoint, choice.holder.rank, live.request, self.state
-        asked = live.continuation.request(endpoint, rank)
-        stream = self.plane.open(endpoint.worker, endpoint.instance, asked, sink)
+        generate = live.continuation.request(endpoint, rank)
+        stream = self.plane.open(endpoint.worker, endpoint.instance, generate, sink)
         claimed = 0
         if live.last_dispatch is None:
             if request.overrides.explain:

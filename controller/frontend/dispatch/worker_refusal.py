@@ -35,24 +35,24 @@ NAME = re.compile(r"[a-z]+(?:_[a-z]+)+")
 STATUSES = (400, 413, 415, 422)
 
 
-def as_api_error(said: RequestRefusal) -> ApiError:
+def as_api_error(rejection: RequestRefusal) -> ApiError:
     """Return the error for the client."""
-    status = said.status if said.status in STATUSES else 400
+    status = rejection.status if rejection.status in STATUSES else 400
     return ApiError(
         status,
-        _sentence(said, status),
-        code=said.code,
-        param=_field(said.param),
-        kind=said.type if said.type in TYPES else "",
+        _sentence(rejection, status),
+        code=rejection.code,
+        param=_field(rejection.param),
+        kind=rejection.type if rejection.type in TYPES else "",
     )
 
 
-def _sentence(said: RequestRefusal, status: int) -> str:
-    if OURS.fullmatch(said.message):
-        return said.message
-    if (found := CONTEXT.search(said.message)) is not None:
+def _sentence(rejection: RequestRefusal, status: int) -> str:
+    if OURS.fullmatch(rejection.message):
+        return rejection.message
+    if (found := CONTEXT.search(rejection.message)) is not None:
         return f"the model server refused the request: prompt and answer exceed its context of {int(found[1])} tokens"
-    named = [_field(said.param), *NAME.findall(said.message)]
+    named = [_field(rejection.param), *NAME.findall(rejection.message)]
     fields = list(dict.fromkeys(name for name in named if name and name.partition(".")[0] in _fields()))
     about = f"it names {', '.join(fields[:FIELDS_MAX])}" if fields else "it names no field"
     return f"the model server refused the request (HTTP {status}; {about}). Its own text is not passed on"

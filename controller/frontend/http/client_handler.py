@@ -79,7 +79,7 @@ class ClientHandler(web.RequestHandler):
     """One client connection served by aiohttp."""
 
     __slots__ = (
-        "_ahead", "_body", "_clients", "_head_bytes", "_head_tail", "_head_timer", "_let_in", "_payload", "_unanswered",
+        "_admitted", "_ahead", "_body", "_clients", "_head_bytes", "_head_tail", "_head_timer", "_payload", "_unanswered",
     )  # fmt: skip
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, clients: OpenConnections) -> None:
@@ -100,18 +100,18 @@ class ClientHandler(web.RequestHandler):
         self._payload: StreamReader | None = None  # that body, as the handler reads it
         self._unanswered = 0  # requests without a response yet, including invalid ones
         self._ahead = bytearray()
-        self._let_in: asyncio.Transport | None = None
+        self._admitted: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register a new connection, or one handed over by the fast path."""
         client = cast(asyncio.Transport, transport)
         if self._clients.enter(client):
-            self._let_in = client
+            self._admitted = client
             super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes. The first byte of a head starts its timer."""
-        if self._let_in is None or self._close or self._force_close:
+        if self._admitted is None or self._close or self._force_close:
             return
         if not data:  # aiohttp's parser has kept a part of a body
             self._offer(data)
@@ -210,8 +210,8 @@ class ClientHandler(web.RequestHandler):
 
     def _refuse(self, bound: str, error: ApiError) -> None:
         """Refuse and close the connection at a limit, unless it is closing already."""
-        if self._let_in is not None and not self._let_in.is_closing():
-            self._clients.end(self._let_in, bound, error)
+        if self._admitted is not None and not self._admitted.is_closing():
+            self._clients.end(self._admitted, bound, error)
             self.force_close()
 
     def handle_error(
@@ -224,9 +224,9 @@ class ClientHandler(web.RequestHandler):
         """Answer an invalid HTTP request, and close. aiohttp would quote the line that it cannot parse, which may contain a
         key.
         """
-        usual = super().handle_error(request, status, exc)  # this logs the error
+        response_of_aiohttp = super().handle_error(request, status, exc)  # this logs the error
         if status >= 500:
-            return usual
+            return response_of_aiohttp
         name = f" ({type(exc).__name__})" if exc is not None else ""
         error = ApiError(status, f"this is not a valid HTTP request{name}", code="invalid_http")
         response = refusal(error, {})
@@ -241,9 +241,9 @@ class ClientHandler(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Deregister the connection."""
         self._stop_head_timer()
-        if self._let_in is not None:
-            self._clients.leave(self._let_in)
-            self._let_in = None
+        if self._admitted is not None:
+            self._clients.leave(self._admitted)
+            self._admitted = None
             super().connection_lost(exc)
 
 

@@ -8,17 +8,17 @@ class FileWatch:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._seen = self._look()
+        self._seen = self._stat()
 
     def changed(self) -> bool:
         """Return whether the file has changed since the last check. A missing file counts as unchanged: it is being replaced."""
-        now = self._look()
+        now = self._stat()
         if now is None or now == self._seen:
             return False
         self._seen = now
         return True
 
-    def _look(self) -> tuple[int, int, int, int] | None:
+    def _stat(self) -> tuple[int, int, int, int] | None:
         try:
             found = self.path.stat()
         except OSError:

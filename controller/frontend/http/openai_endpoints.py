@@ -122,8 +122,8 @@ class OpenAiEndpoints:
             else:
                 parsed = await self.intake.parsed(head.endpoint, given)
             if parsed.unknown:
-                told = unknown_fields(parsed.unknown)
-                headers["Warning"] = f"{head.warning}, {told}" if head.warning else told
+                unknown_warning = unknown_fields(parsed.unknown)
+                headers["Warning"] = f"{head.warning}, {unknown_warning}" if head.warning else unknown_warning
             kind = "stream" if parsed.stream else "unary"
             if parsed.model not in self.director.table.known:
                 model = model_of(self.director, parsed.model)
@@ -163,7 +163,7 @@ class OpenAiEndpoints:
             self._unanswered.add(stream)
         try:
             if self._admission.by_deadline:
-                admitted, reservation = await self._in_time(call)
+                admitted, reservation = await self._admit_by_deadline(call)
             else:
                 reservation = await self._admission.admit(parsed.model, call.head.tier)
                 try:
@@ -195,7 +195,7 @@ class OpenAiEndpoints:
             raise error
         return json_answer(json.dumps(completion.body(), ensure_ascii=False).encode(), headers), None
 
-    async def _in_time(self, call: Call) -> tuple[AdmittedRequest, Reservation]:
+    async def _admit_by_deadline(self, call: Call) -> tuple[AdmittedRequest, Reservation]:
         """Return a request that is admitted by its deadline, and its room, already released for the answers. Raise ApiError."""
         head, parsed = call.head, call.parsed
         client = head.asked.client(self.director.settings.admission.fairness_by, parsed.user)

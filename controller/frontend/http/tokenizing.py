@@ -22,25 +22,25 @@ from controller.router.endpoints import EndpointGroup
 
 async def tokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Response:
     """Handle POST /tokenize. Raise ApiError."""
-    asked: TokenizeRequest = await endpoints.intake.parsed("tokenize", request)
-    tokens, group = await _tokenizer(endpoints, asked.model)
-    text = _rendered(asked, tokens) if asked.text is None else asked.text
+    body: TokenizeRequest = await endpoints.intake.parsed("tokenize", request)
+    tokens, group = await _tokenizer(endpoints, body.model)
+    text = _rendered(body, tokens) if body.text is None else body.text
     threads = endpoints.intake.long_texts
-    found = await tokens.encode_soon(text, threads, special=asked.special, shared=False)
-    names = tokens.names_of(found) if asked.token_strs else None
-    return _answer(request, Tokenized(len(found), group.shown_context, found, names), asked.unknown)
+    found = await tokens.encode_soon(text, threads, special=body.special, shared=False)
+    names = tokens.names_of(found) if body.token_strs else None
+    return _answer(request, Tokenized(len(found), group.shown_context, found, names), body.unknown)
 
 
 async def detokenize(endpoints: OpenAiEndpoints, request: web.BaseRequest) -> web.Response:
     """Handle POST /detokenize. Raise ApiError."""
-    asked: DetokenizeRequest = await endpoints.intake.parsed("detokenize", request)
-    tokens, _ = await _tokenizer(endpoints, asked.model)
+    body: DetokenizeRequest = await endpoints.intake.parsed("detokenize", request)
+    tokens, _ = await _tokenizer(endpoints, body.model)
     threads = endpoints.intake.long_texts
-    highest = max(asked.tokens, default=0)
+    highest = max(body.tokens, default=0)
     if highest >= tokens.size:
         raise invalid(f"tokens: the token {highest} is not below {tokens.size}", "tokens")
-    text = await threads.read(len(asked.tokens), partial(tokens.decode, asked.tokens, special=True))
-    return _answer(request, Detokenized(text), asked.unknown)
+    text = await threads.read(len(body.tokens), partial(tokens.decode, body.tokens, special=True))
+    return _answer(request, Detokenized(text), body.unknown)
 
 
 async def _tokenizer(endpoints: OpenAiEndpoints, name: str | None) -> tuple[Tokens, EndpointGroup]:
@@ -49,12 +49,12 @@ async def _tokenizer(endpoints: OpenAiEndpoints, name: str | None) -> tuple[Toke
     return await endpoints.tokens_of(model, group.endpoints[0].lineage), group
 
 
-def _rendered(asked: TokenizeRequest, tokens: Tokens) -> str:
+def _rendered(body: TokenizeRequest, tokens: Tokens) -> str:
     """Return a conversation rendered by the model's chat template. Raise ApiError (400)."""
     if tokens.template is None:
         raise invalid("this model has no chat template; give a prompt", "messages", "no_chat_template")
     try:
-        return tokens.template.render(asked.messages, **asked.template_names)
+        return tokens.template.render(body.messages, **body.template_names)
     except BadTemplate as error:
         raise invalid(str(error), "messages") from error
 

@@ -136,10 +136,10 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def _choice(
-    chat: bool, index: int, said: dict[str, str], logprobs: Any = None, finish: str | None = None
+    chat: bool, index: int, content: dict[str, str], logprobs: Any = None, finish: str | None = None
 ) -> dict[str, Any]:
-    """Return one choice of an event, with `said` as its delta (chat) or as its fields."""
-    part: dict[str, Any] = {"delta": said} if chat else said
+    """Return one choice of an event, with `content` as its delta (chat) or as its fields."""
+    part: dict[str, Any] = {"delta": content} if chat else content
     return {"index": index} | part | {"logprobs": logprobs, "finish_reason": finish}
 
 
@@ -155,8 +155,8 @@ def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
 @lru_cache(CHOICES_KEPT)
 def _without_text(chat: bool, index: int, reason: str | None) -> bytes:
     """Return the choice that ends an answer with this reason; None: the one that starts a chat answer."""
-    said = ROLE if reason is None else {} if chat else {"text": ""}
-    return msgspec.json.encode(_choice(chat, index, said, None, reason))
+    content = ROLE if reason is None else {} if chat else {"text": ""}
+    return msgspec.json.encode(_choice(chat, index, content, None, reason))
 
 
 def show_logprobs(
@@ -262,7 +262,7 @@ class StreamingWriter(ResponseWriter):
         for index, token in enumerate(tokens):
             text = detokenizer.feed(token)
             self.reached += 1
-            self._say(text, [token], logprobs[index : index + 1] if logprobs is not None else ())
+            self._write_one(text, [token], logprobs[index : index + 1] if logprobs is not None else ())
             if detokenizer.stopped:
                 self.stopped = True
                 return index + 1
@@ -275,7 +275,7 @@ class StreamingWriter(ResponseWriter):
             self._bytes.flush()  # drop an incomplete character: the text contains all of it
         detokenizer = self._started_detokenizer()
         self.reached += tokens
-        self._say(detokenizer.feed_text(text, tokens), [], ())
+        self._write_one(detokenizer.feed_text(text, tokens), [], ())
         self.stopped = detokenizer.stopped
 
     def finish(self, reason: str) -> None:
@@ -285,7 +285,7 @@ class StreamingWriter(ResponseWriter):
         if self._detokenizer is not None:
             rest += self._detokenizer.end()
         if rest or self._prompt_due:
-            self._say(rest, [], ())
+            self._write_one(rest, [], ())
         format, context, chat = self._format, self._context, self._format.parsed.chat
         if context is PLAIN:
             self._stream.parts += (format.before, _without_text(chat, self._index, reason), format.after)
@@ -301,7 +301,7 @@ class StreamingWriter(ResponseWriter):
         assert count >= self.reached, "cannot rewind tokens that the client has received"
         self._context.rewind(count)
 
-    def _say(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
+    def _write_one(self, text: str, tokens: list[int], logprobs: Sequence[Logprob]) -> None:
         """Write the text of a token, if there is one, preceded by everything due before it."""
         format, context, wanted = self._format, self._context, self._context.wanted
         shown: dict[str, Any] | None = None
@@ -319,13 +319,13 @@ class StreamingWriter(ResponseWriter):
 
     def _event(
         self,
-        said: dict[str, str],
+        content: dict[str, str],
         logprobs: Any = None,
         finish: str | None = None,
         tokens: Sequence[int] = (),
     ) -> None:
         format, context, chat = self._format, self._context, self._format.parsed.chat
-        choice, after = _choice(chat, self._index, said, logprobs, finish), format.after
+        choice, after = _choice(chat, self._index, content, logprobs, finish), format.after
         beside: dict[str, Any] = {}
         if context.wanted.token_ids:
             choice["token_ids"] = tokens

@@ -64,7 +64,7 @@ KINDS = {
     "request_poisonous": Kind(
         "engine_error",
         422,
-        "requests like this one have failed in the same way on two workers: it is refused for a while",
+        "requests like this one have failed in the same way on two workers; they are refused for a while",
         blames=False,
     ),
 }
@@ -104,8 +104,8 @@ class Failure:
     def error(self) -> ApiError:
         """The error for the client if the request cannot continue. After a planned move: no other worker was found."""
         kind = self.kind
-        told = not self.quoted and self.detail not in ("", kind.message)
-        message = f"{kind.message}: {self.detail}" if told else kind.message
+        detailed = not self.quoted and self.detail not in ("", kind.message)
+        message = f"{kind.message}: {self.detail}" if detailed else kind.message
         retry = 1 if kind.status == 503 else None
         code = "no_worker" if self.planned else self.reason
         return ApiError(kind.status, message, code=code, retry_after_s=retry)

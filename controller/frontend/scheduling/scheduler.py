@@ -52,7 +52,7 @@ _KV = Mode.KV  # looking up an enum member takes as long as a call
 HEARD_S = 3.5  # three reports may be lost
 
 
-class _Heard(NamedTuple):
+class _LinksReport(NamedTuple):
     """The last report of one frontend."""
 
     at: float
@@ -68,7 +68,7 @@ class Peers:
     def __init__(self, now: Callable[[], float], name: str = "") -> None:
         self._now = now
         self._name = name  # this frontend's
-        self._heard: dict[str, _Heard] = {}
+        self._heard: dict[str, _LinksReport] = {}
         self._names: Sequence[str] = ()
         self._size = 1
         self.any = False  # others were heard, and may have become silent since; each choice checks
@@ -81,7 +81,7 @@ class Peers:
         name, waiting = str(body.get("frontend")), body.get("waiting")
         models = tuple(str(model) for model in waiting) if isinstance(waiting, Mapping) else ()
         before = self._heard.get(name)
-        self._heard[name] = _Heard(self._now(), models)
+        self._heard[name] = _LinksReport(self._now(), models)
         self.any = self.any or name != self._name
         if before is None:
             self._until = -inf
@@ -275,7 +275,7 @@ class Scheduler:
         self._now = now
         self._dice = dice
         router, self._by_deadline = settings.router, settings.by_deadline
-        self._usual, self._mode = pricing_of(router), Mode(router.mode)
+        self._default_pricing, self._mode = pricing_of(router), Mode(router.mode)
         self.pools = Pools(now)
         self.state = RoutingState(router, metrics, self.pools if self._by_deadline else None, now)
         self.slots = self.state.slots
@@ -398,7 +398,7 @@ class Scheduler:
 
         `output`: accepted tokens after its prompt. Raise NoWorker.
         """
-        mode, pricing, now, overrides = self._mode, self._usual, self._now(), plan.overrides
+        mode, pricing, now, overrides = self._mode, self._default_pricing, self._now(), plan.overrides
         if overrides.router is not None:
             mode, pricing = Mode(overrides.router.mode), pricing_of(overrides.router)
         if overrides.explain and isinstance(among, Filter):

@@ -74,8 +74,8 @@ class TrafficReporter:
 
     def _models(self) -> Iterable[str]:
         """Return the models to report: those that are served, and those with requests."""
-        asked = (name for name, traffic in self.metrics.traffic() if traffic.requests or traffic.rejected)
-        return sorted({*self.table.models, *asked, *self.idle})
+        requested = (name for name, traffic in self.metrics.traffic() if traffic.requests or traffic.rejected)
+        return sorted({*self.table.models, *requested, *self.idle})
 
     def _is_last(self, model: str) -> bool:
         """Return whether a model is reported for the last time."""

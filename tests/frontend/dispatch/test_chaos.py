@@ -30,7 +30,7 @@ def test_a_seed_determines_the_faults_and_the_streams() -> None:
     assert chaos.asked(1, 7) == chaos.asked(1, 7) != chaos.asked(2, 7)
 
 
-class Forgetful(SimulatedEngine):
+class LostToken(SimulatedEngine):
     """Drops the last token of what is replayed to it."""
 
     def submit(self, key: int, request: Generate) -> None:
@@ -39,7 +39,7 @@ class Forgetful(SimulatedEngine):
         super().submit(key, request)
 
 
-class Hoarder(SimulatedEngine):
+class BlockLeak(SimulatedEngine):
     """Leaks a block of each cancelled request."""
 
     def cancel(self, key: int) -> None:
@@ -48,7 +48,7 @@ class Hoarder(SimulatedEngine):
         kv.use(kv.partials(1))
 
 
-@pytest.mark.parametrize(("made", "what"), [(Forgetful, "wrong"), (Hoarder, "leaks")])
+@pytest.mark.parametrize(("made", "what"), [(LostToken, "wrong"), (BlockLeak, "leaks")])
 async def test_errors_are_found(made: type[SimulatedEngine], what: str) -> None:
     def engine() -> Engine:
         return made(chaos.SHAPE, TIMING)

@@ -92,7 +92,7 @@ HARMLESS: dict[str, Damage] = {
 
 
 @dataclass
-class Between:
+class DamagingProxy:
     """A proxy between the two workers. It receives a whole transfer and forwards the damaged one."""
 
     damage: Damage = list
@@ -104,7 +104,7 @@ class Between:
     _server: asyncio.Server | None = None
     _serving: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def __aenter__(self) -> "Between":
+    async def __aenter__(self) -> "DamagingProxy":
         self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
@@ -173,7 +173,7 @@ class World:
     kit: Kit
     source: RealWorker
     target: RealWorker
-    between: Between
+    between: DamagingProxy
     asked: int = 0
 
     async def moved(self) -> RequestMigrated:
@@ -211,7 +211,7 @@ async def world(**between: Any) -> AsyncIterator[World]:
     engines = [SimulatedEngine(SHAPE, ConstantTiming(itl_s=0.002)) for _ in range(2)]
     source, target = (RealWorker(name, one) for name, one in zip(("w1", "w2"), engines, strict=True))
     moving = {"setup_s": 0.0, "max_migration_time_ms": LIMIT_MS}
-    async with Between(**between) as line, frontend(moving=moving) as kit:
+    async with DamagingProxy(**between) as line, frontend(moving=moving) as kit:
         for worker in (source, target):
             await worker.start()
             await kit.add(worker, **worker.facts)  # type: ignore[arg-type]

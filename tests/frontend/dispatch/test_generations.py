@@ -8,7 +8,7 @@ from events.wire import Chunk, Generate
 PROMPT = [300, 301, 302]
 
 
-class Belated(ScriptedWorker):
+class LateCachedCount(ScriptedWorker):
     """Reports only with its last token how much of the prompt was cached."""
 
     def chunk_of(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
@@ -19,6 +19,6 @@ class Belated(ScriptedWorker):
 
 
 async def test_cached_tokens_may_be_reported_with_the_last_token() -> None:
-    async with frontend(Belated(step_s=0.01)) as kit:
+    async with frontend(LateCachedCount(step_s=0.01)) as kit:
         _, body = await kit.complete(PROMPT, 3)
         assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}

@@ -72,7 +72,7 @@ def breakers(kit: Kit) -> dict[tuple[str, ...], float]:
     return kit.counted("dynamo_frontend_model_migration_duration_seconds_count", "migration_type", "outcome")
 
 
-class Unmade:
+class BrokenConnections:
     """A request plane on which connections to some workers turn out to be broken when used."""
 
     def __init__(self, inner: RequestPlane) -> None:
@@ -102,10 +102,12 @@ async def test_no_failure() -> None:
 
 async def test_the_first_dispatch_cannot_connect_and_the_next_succeeds() -> None:
     first, other = ScriptedWorker("w1"), ScriptedWorker("w2")
-    async with frontend(between=Unmade, migration_limit=0) as kit:  # a failed connection costs no budget
+    async with frontend(
+        between=BrokenConnections, migration_limit=0
+    ) as kit:  # a failed connection costs no budget
         await first_goes_to(kit, first, other)
         plane = kit.world.plane
-        assert isinstance(plane, Unmade)
+        assert isinstance(plane, BrokenConnections)
         plane.broken.add("w1")
         assert text_of(await stream(kit)) == EXACT
         assert (plane.refused, first.requests) == (["w1"], [])
@@ -344,12 +346,12 @@ async def test_b31_if_an_engine_cannot_send_its_kv_cache_only_the_tokens_are_rep
 
 async def test_a_request_moved_on_purpose_that_finds_no_worker_ends_with_an_error() -> None:
     source, other = ScriptedWorker("w1", step_s=0.01), ScriptedWorker("w2")
-    async with frontend(between=Unmade, reroute_s=0.2) as kit:
+    async with frontend(between=BrokenConnections, reroute_s=0.2) as kit:
         await first_goes_to(kit, source, other)
         asking = asyncio.create_task(stream(kit, max_tokens=400))
         await until(lambda: any(g.state.has_output for g in kit.running("w1")))
         plane = kit.world.plane
-        assert isinstance(plane, Unmade)
+        assert isinstance(plane, BrokenConnections)
         plane.broken |= {"w1", "w2"}  # no worker is reachable from now on
         kit.tell(MoveRequested(worker="w1", instance="i1", by="test"))
         events = await asyncio.wait_for(asking, 20)

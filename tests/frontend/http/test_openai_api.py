@@ -322,7 +322,7 @@ async def test_a_stop_string_before_a_stop_token_counts_no_later_token() -> None
         assert (text, body["usage"]["completion_tokens"]) == ("", 1)
 
 
-class Miserly(ScriptedWorker):
+class FirstLogprobOnly(ScriptedWorker):
     """Returns logprobs only for the first token of a step."""
 
     def chunk_of(self, *about: Any) -> Chunk:
@@ -332,14 +332,14 @@ class Miserly(ScriptedWorker):
 
 
 async def test_missing_logprobs_do_not_break_the_connection() -> None:
-    async with frontend(Miserly(always=Act(per_step=2))) as kit:
+    async with frontend(FirstLogprobOnly(always=Act(per_step=2))) as kit:
         events = await kit.stream(model="m", prompt=PROMPT, max_tokens=6, logprobs=2)
         assert text_of(events) == TOKENS.decode(undisturbed(PROMPT, 6))
         shown = [e["choices"][0]["logprobs"] is not None for e in events[:-2]]
         assert shown == [True, False] * 3
 
 
-class Nonsense(ScriptedWorker):
+class InvalidToken(ScriptedWorker):
     """Sends a token outside the vocabulary to requests for seven tokens."""
 
     def chunk_of(self, request: Any, new: list[int], finish: str | None) -> Chunk:
@@ -361,7 +361,7 @@ async def test_output_that_cannot_be_decoded_affects_no_other_request(
         ):
             monkeypatch.setattr(module, check, lambda *_: None)
     expected = (502, "invalid_output") if checked else (500, "internal")
-    worker = Nonsense(step_s=0.01)
+    worker = InvalidToken(step_s=0.01)
     async with frontend(worker) as kit:
         other = asyncio.create_task(kit.complete(PROMPT, 40))
         await until(lambda: worker.active)

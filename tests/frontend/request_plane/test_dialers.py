@@ -43,7 +43,7 @@ class Socket(asyncio.Transport):
         return [[wire.to_worker.decode(body) for body in wire.Splitter().feed(data)] for data in self.writes]
 
 
-class Ear:
+class RecordingSink:
     """A sink that records only the end."""
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ async def connected() -> tuple[TcpConnection, Socket]:
     connection.connection_made(socket)
     assert socket.frames == [[Hello("f0")]]
     connection.data_received(wire.encode(Welcome("w0", "i1", "m")))
-    connection.open(98, question(), Ear())
-    connection.open(99, question(), Ear())
+    connection.open(98, question(), RecordingSink())
+    connection.open(99, question(), RecordingSink())
     await asyncio.sleep(0)
     socket.writes.clear()
     return connection, socket
@@ -75,7 +75,7 @@ def question(tokens: int = 1) -> Generate:
 async def test_frames_of_one_turn_are_one_write_in_order() -> None:
     connection, socket = await connected()
     for stream in (1, 2, 3):
-        connection.open(stream, question(), Ear())
+        connection.open(stream, question(), RecordingSink())
     connection.cancel(2, "gone")
     connection.stay(3)
     assert not socket.writes
@@ -89,7 +89,7 @@ async def test_with_one_frame_per_turn_none_waits_for_the_end_of_the_turn() -> N
     connection, socket = await connected()
     written = []
     for stream in (1, 2, 3):
-        connection.open(stream, question(), Ear())
+        connection.open(stream, question(), RecordingSink())
         written.append(len(socket.writes))
         await asyncio.sleep(0)
         assert len(socket.writes) == stream
@@ -98,10 +98,10 @@ async def test_with_one_frame_per_turn_none_waits_for_the_end_of_the_turn() -> N
 
 async def test_the_first_frame_of_a_burst_leaves_at_once_and_before_the_others() -> None:
     connection, socket = await connected()
-    connection.open(1, question(), Ear())
+    connection.open(1, question(), RecordingSink())
     await asyncio.sleep(0)
     for stream in (2, 3, 4):
-        connection.open(stream, question(), Ear())
+        connection.open(stream, question(), RecordingSink())
         assert len(socket.writes) == 2
     await asyncio.sleep(0)
     streams = [[frame.stream for frame in said if isinstance(frame, Generate)] for said in socket.frames]
@@ -111,17 +111,17 @@ async def test_the_first_frame_of_a_burst_leaves_at_once_and_before_the_others()
 async def test_gathered_frames_count_as_not_read_by_the_worker() -> None:
     connection, socket = await connected()
     socket.unsent = WRITE_BYTES_MAX - 100
-    connection.open(1, question(), Ear())
-    connection.open(2, question(200), Ear())
+    connection.open(1, question(), RecordingSink())
+    connection.open(2, question(200), RecordingSink())
     with pytest.raises(WorkerUnreachable, match="does not read"):
-        connection.open(3, question(), Ear())
+        connection.open(3, question(), RecordingSink())
     await asyncio.sleep(0)
     assert [frame.stream for frame in socket.frames[0] if isinstance(frame, Generate)] == [1, 2]
 
 
 async def test_frames_sent_before_a_connection_is_closed_still_leave() -> None:
     connection, socket = await connected()
-    connection.open(1, question(), Ear())
+    connection.open(1, question(), RecordingSink())
     connection.cancel(1, "gone")
     connection.close()
     assert [len(said) for said in socket.frames] == [2] and socket.ended == "closed"
@@ -131,20 +131,20 @@ async def test_frames_sent_before_a_connection_is_closed_still_leave() -> None:
 
 async def test_a_connection_that_breaks_before_the_end_of_the_turn_loses_its_requests() -> None:
     connection, socket = await connected()
-    ear = Ear()
-    connection.open(1, question(), ear)
+    sink = RecordingSink()
+    connection.open(1, question(), sink)
     socket.ended = "reset"
     connection.connection_lost(ConnectionResetError())
-    assert ear.end == "disconnected"
+    assert sink.end == "disconnected"
     await asyncio.sleep(0)
     assert not socket.writes
 
 
 async def test_an_aborted_connection_sends_nothing_more() -> None:
     connection, socket = await connected()
-    ear = Ear()
-    connection.open(1, question(), ear)
+    sink = RecordingSink()
+    connection.open(1, question(), sink)
     connection.abort("stalled", "it hangs")
-    assert ear.end == "stalled" and socket.ended == "aborted"
+    assert sink.end == "stalled" and socket.ended == "aborted"
     await asyncio.sleep(0)
     assert not socket.writes

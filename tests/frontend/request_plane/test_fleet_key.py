@@ -26,7 +26,7 @@ OURS, OTHERS = FleetKey(b"the fleet's own key"), FleetKey(b"another fleet's key"
 ASKED = Generate(0, "r", [300, 301, 302], 3, Sampling(max_tokens=4))
 
 
-class Ear:
+class RecordingSink:
     """A sink that records the answer and its end."""
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ async def frontend(key: FleetKey | None, url: str) -> AsyncIterator[RequestPlane
 async def test_a_peer_with_the_key_is_served(key: FleetKey | None) -> None:
     async with worker(key) as (server, url), frontend(key, url) as plane:
         await until(lambda: plane.reachable("w1", "i1"))
-        ear = Ear()
-        plane.open("w1", "i1", ASKED, ear)
+        sink = RecordingSink()
+        plane.open("w1", "i1", ASKED, sink)
         async with asyncio.timeout(20):
-            await ear.over.wait()
-        assert len(ear.tokens) == 4 and server.counters.strangers == 0
+            await sink.over.wait()
+        assert len(sink.tokens) == 4 and server.counters.strangers == 0
 
 
 async def test_the_key_is_required_over_the_broker_too(road: Road) -> None:
@@ -118,7 +118,7 @@ async def test_a_peer_without_the_key_receives_nothing(
     async with worker(workers) as (server, url), frontend(frontends, url) as plane:
         await until(lambda: why in plane.why("w1"))
         with pytest.raises(WorkerUnreachable):
-            plane.open("w1", "i1", ASKED, Ear())
+            plane.open("w1", "i1", ASKED, RecordingSink())
         assert server.counters.requests == 0 and not server.connections.any_greeted
 
 

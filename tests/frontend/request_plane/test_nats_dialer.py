@@ -33,7 +33,7 @@ COUNT = 40
 EXACT = load_tokens(BUILTIN).decode(undisturbed(PROMPT, COUNT))
 
 
-class Ear:
+class RecordingSink:
     """A sink that records the answer and its end."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ async def test_unread_requests_had_no_responder_and_the_others_are_disconnected(
     channel = Channel(Silent(), "own", "other", lambda: connection)
     channel.begin()
     connection.welcomed(Welcome("w1", "i1", "m"))
-    read, unread, ended = Ear(), Ear(), Ear()
+    read, unread, ended = RecordingSink(), RecordingSink(), RecordingSink()
     connection.open(1, question(), read)
     channel.outgoing.acknowledged = channel.outgoing.written
     connection.open(2, question(), unread)
@@ -199,11 +199,11 @@ async def test_one_frontend_reaches_workers_at_their_ports_and_through_the_broke
         plane.want({w.name: Address(w.instance, w.url) for w in (at_port, hidden)})
         task = asyncio.create_task(plane.run())
         await until(lambda: len(plane.connected) == 2)
-        ears = {name: Ear() for name in ("w1", "w2")}
-        for name, ear in ears.items():
-            plane.open(name, "i1", question(), ear)
-        await until(lambda: all(ear.end for ear in ears.values()))
-        assert {tuple(ear.tokens) for ear in ears.values()} == {tuple(undisturbed(PROMPT, 8))}
+        sinks = {name: RecordingSink() for name in ("w1", "w2")}
+        for name, sink in sinks.items():
+            plane.open(name, "i1", question(), sink)
+        await until(lambda: all(sink.end for sink in sinks.values()))
+        assert {tuple(sink.tokens) for sink in sinks.values()} == {tuple(undisturbed(PROMPT, 8))}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await at_port.stop()
@@ -267,11 +267,11 @@ async def test_a_long_prompt_and_a_large_answer_pass_a_broker_with_small_message
         task = asyncio.create_task(plane.run())
         await until(lambda: bool(plane.connected))
         prompt = [300 + n % 1000 for n in range(200_000)]
-        ear = Ear()
-        plane.open("w1", "i1", Generate(0, "r", prompt, len(prompt), Sampling(max_tokens=6000)), ear)
-        await until(lambda: ear.end == "length", 20)
+        sink = RecordingSink()
+        plane.open("w1", "i1", Generate(0, "r", prompt, len(prompt), Sampling(max_tokens=6000)), sink)
+        await until(lambda: sink.end == "length", 20)
         assert worker.requests[0].tokens == prompt
-        assert ear.tokens == list(range(len(prompt), len(prompt) + 6000))
+        assert sink.tokens == list(range(len(prompt), len(prompt) + 6000))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await vanish(worker)

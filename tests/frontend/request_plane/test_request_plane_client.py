@@ -23,7 +23,7 @@ PROMPT = [300, 301, 302]
 ENOUGH_S = 20.0
 
 
-class Ear:
+class RecordingSink:
     """A sink that records the answer and its end."""
 
     def __init__(self) -> None:
@@ -79,23 +79,23 @@ async def plane_to(
 
 async def test_a_stream_runs_to_its_end(road: Road) -> None:
     async with plane_to(road, ScriptedWorker()) as plane:
-        ear = Ear()
-        plane.open("w1", "i1", question(), ear)
-        await asyncio.wait_for(ear.done.wait(), 20)
-        assert (ear.tokens, ear.end) == (undisturbed(PROMPT, 8), "length")
-        assert ear.flushes >= 1
+        sink = RecordingSink()
+        plane.open("w1", "i1", question(), sink)
+        await asyncio.wait_for(sink.done.wait(), 20)
+        assert (sink.tokens, sink.end) == (undisturbed(PROMPT, 8), "length")
+        assert sink.flushes >= 1
 
 
 async def test_a_broken_connection_notifies_every_stream_at_once_and_is_reestablished(road: Road) -> None:
     worker = ScriptedWorker(always=Act(after=3, how="stall"))
     async with plane_to(road, worker) as plane:
-        ears = [Ear() for _ in range(5)]
-        for ear in ears:
-            plane.open("w1", "i1", question(), ear)
-        await until(lambda: all(len(ear.tokens) == 3 for ear in ears))
+        sinks = [RecordingSink() for _ in range(5)]
+        for sink in sinks:
+            plane.open("w1", "i1", question(), sink)
+        await until(lambda: all(len(sink.tokens) == 3 for sink in sinks))
         worker.drop()
-        await until(lambda: all(ear.end for ear in ears))
-        assert {ear.end for ear in ears} == {"disconnected: Stream ended before generation completed"}
+        await until(lambda: all(sink.end for sink in sinks))
+        assert {sink.end for sink in sinks} == {"disconnected: Stream ended before generation completed"}
         await until(lambda: plane.connected == {"w1": "i1"})
 
 
@@ -107,7 +107,7 @@ async def test_another_instance_at_the_address_is_not_mistaken_for_the_wanted_on
     await asyncio.sleep(0.2)
     assert plane.connected == {}
     with pytest.raises(WorkerUnreachable):
-        plane.open("w1", "i1", question(), Ear())
+        plane.open("w1", "i1", question(), RecordingSink())
     plane.want({"w1": Address("i2", worker.url)})
     await until(lambda: plane.connected == {"w1": "i2"})
     task.cancel()
@@ -119,11 +119,11 @@ async def test_n17_silence_with_open_streams_is_a_hang_within_a_second(road: Roa
     """A worker with a hanging collective is detected by its missing frames; NCCL's own watchdog waits ten minutes (N17)."""
     quiet, other = ScriptedWorker("w1", always=Act(after=2, how="silence")), ScriptedWorker("w2")
     async with plane_to(road, quiet, other) as plane:
-        ear = Ear()
-        plane.open("w1", "i1", question(), ear)
+        sink = RecordingSink()
+        plane.open("w1", "i1", question(), sink)
         began = time.monotonic()
-        await asyncio.wait_for(ear.done.wait(), 20)
-        assert ear.end is not None and ear.end.startswith("stalled: no frame for")
+        await asyncio.wait_for(sink.done.wait(), 20)
+        assert sink.end is not None and sink.end.startswith("stalled: no frame for")
         assert (
             0.3 < time.monotonic() - began < 5.0
         )  # a loose limit: test_hang_watch.py and test_late_process.py use no clock
@@ -138,16 +138,16 @@ async def test_workers_of_one_process_that_fall_silent_together_get_more_time(ro
         plane.want({w.name: Address(w.instance, w.url, house[w.name]) for w in workers})
         await until(lambda: len(plane.connected) == 0)
         await until(lambda: len(plane.connected) == 3)
-        ears = [Ear() for _ in workers]
-        for worker, ear in zip(workers, ears, strict=True):
-            plane.open(worker.name, worker.instance, question(10_000), ear)
-        await until(lambda: all(ear.tokens for ear in ears))
+        sinks = [RecordingSink() for _ in workers]
+        for worker, sink in zip(workers, sinks, strict=True):
+            plane.open(worker.name, worker.instance, question(10_000), sink)
+        await until(lambda: all(sink.tokens for sink in sinks))
         began = time.monotonic()
         for late in workers[:2]:
             late.silent = True
-        await until(lambda: all(ear.end for ear in ears[:2]))
+        await until(lambda: all(sink.end for sink in sinks[:2]))
         assert time.monotonic() - began > 2 * HangPolicy().silence_s
-        assert ears[2].end is None
+        assert sinks[2].end is None
 
 
 async def test_silence_without_open_streams_is_no_hang(road: Road) -> None:
@@ -172,10 +172,10 @@ async def test_a_silent_worker_does_not_count_as_recently_heard(road: Road) -> N
 async def test_a_stuck_engine_with_a_live_loop_is_detected_and_recovers(road: Road) -> None:
     worker = ScriptedWorker(always=Act(after=2, how="stall"))
     async with plane_to(road, worker, ScriptedWorker("w2")) as plane:
-        ear = Ear()
-        plane.open("w1", "i1", question(), ear)
-        await asyncio.wait_for(ear.done.wait(), 20)
-        assert ear.end is not None and "its engine's step is" in ear.end
+        sink = RecordingSink()
+        plane.open("w1", "i1", question(), sink)
+        await asyncio.wait_for(sink.done.wait(), 20)
+        assert sink.end is not None and "its engine's step is" in sink.end
         assert plane.connected["w1"] == "i1"  # the process is alive
         assert not plane.reachable("w1", "i1")
         assert not plane.recently_heard("w1", "i1")  # an unreachable worker never counts as recently heard
@@ -187,31 +187,31 @@ async def test_a_stuck_engine_with_a_live_loop_is_detected_and_recovers(road: Ro
 async def test_a_blocked_local_loop_blames_no_worker(road: Road) -> None:
     worker = ScriptedWorker(step_s=0.02)
     async with plane_to(road, worker) as plane:
-        ear = Ear()
-        plane.open("w1", "i1", question(20), ear)
-        await until(lambda: len(ear.tokens) >= 2)
+        sink = RecordingSink()
+        plane.open("w1", "i1", question(20), sink)
+        await until(lambda: len(sink.tokens) >= 2)
         time.sleep(0.8)  # noqa: ASYNC251 (blocks the frontend's loop, and here the worker's)
-        await asyncio.wait_for(ear.done.wait(), 20)
-        assert (plane.watch.hangs, ear.end) == (0, "length")
-        assert ear.tokens == undisturbed(PROMPT, 20)
+        await asyncio.wait_for(sink.done.wait(), 20)
+        assert (plane.watch.hangs, sink.end) == (0, "length")
+        assert sink.tokens == undisturbed(PROMPT, 20)
 
 
 async def test_while_the_local_loop_is_blocked_workers_stay_recently_heard(road: Road) -> None:
     worker = ScriptedWorker(step_s=0.02)
     async with plane_to(road, worker) as plane:
-        ear = Ear()
-        plane.open("w1", "i1", question(20), ear)
-        await until(lambda: len(ear.tokens) >= 2)
+        sink = RecordingSink()
+        plane.open("w1", "i1", question(20), sink)
+        await until(lambda: len(sink.tokens) >= 2)
         assert plane.recently_heard("w1", "i1")
         time.sleep(0.5)  # noqa: ASYNC251 (twice as long as a worker may send no frame)
         assert plane.recently_heard("w1", "i1")
-        await asyncio.wait_for(ear.done.wait(), 20)
+        await asyncio.wait_for(sink.done.wait(), 20)
 
 
 async def test_a_request_too_large_for_a_frame_breaks_no_other_stream(road: Road) -> None:
     worker = ScriptedWorker(step_s=0.01)
     async with plane_to(road, worker) as plane:
-        other, big = Ear(), Ear()
+        other, big = RecordingSink(), RecordingSink()
         plane.open("w1", "i1", question(40), other)
         large = question()
         large.guided = {"guided_regex": "x" * (17 << 20)}
@@ -227,13 +227,13 @@ async def test_a_request_too_large_for_a_frame_breaks_no_other_stream(road: Road
 async def test_late_chunks_of_a_cancelled_stream_are_dropped(road: Road) -> None:
     worker = ScriptedWorker(step_s=0.01)
     async with plane_to(road, worker) as plane:
-        ear = Ear()
-        stream = plane.open("w1", "i1", question(50), ear)
-        await until(lambda: len(ear.tokens) >= 2)
+        sink = RecordingSink()
+        stream = plane.open("w1", "i1", question(50), sink)
+        await until(lambda: len(sink.tokens) >= 2)
         plane.cancel("w1", stream)
-        count = len(ear.tokens)
+        count = len(sink.tokens)
         await until(lambda: worker.cancelled == [stream])
-        assert len(ear.tokens) == count
+        assert len(sink.tokens) == count
         await until(lambda: worker.active == 0)
 
 
@@ -283,7 +283,7 @@ async def test_a_workers_external_load_is_separated_from_our_share(road: Road) -
     worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
     async with plane_to(road, worker) as plane:
         for _ in range(3):
-            plane.open("w1", "i1", question(), Ear())
+            plane.open("w1", "i1", question(), RecordingSink())
         await until(lambda: (plane.load("w1") or Load()).running == 3)
         assert plane.external_load("w1") == Load()
         stranger = road.plane("f2")
@@ -306,17 +306,17 @@ async def test_the_external_load_of_each_rank_is_separated_from_our_share() -> N
         assert connection.load.external_by_rank == expected
 
     others(2, 3)
-    stream, ear = connections.open("w1", "i1", question(rank=1), Ear()), Ear()
-    connections.open("w1", "i1", question(), ear)
+    stream, sink = connections.open("w1", "i1", question(rank=1), RecordingSink()), RecordingSink()
+    connections.open("w1", "i1", question(), sink)
     others(1, 2)
-    reserved = connections.reserve("w1", "i1", question(rank=1), 10, ear)  # type: ignore[arg-type]
+    reserved = connections.reserve("w1", "i1", question(rank=1), 10, sink)  # type: ignore[arg-type]
     others(1, 2)
     connection.cancel(stream, "gone")
     others(1, 3)
     connections.cancel("w1", reserved, "gone")
     others(1, 3)
     assert not connection.load.ranks
-    connections.cancel("w1", connections.open("w1", "i1", question(rank=1), Ear()), "gone")
+    connections.cancel("w1", connections.open("w1", "i1", question(rank=1), RecordingSink()), "gone")
     connections.say("w1", Beat("decode", 0.0))
     assert not connection.load.external_by_rank
     assert not connection.load.ranks, (
@@ -334,11 +334,11 @@ async def test_an_engine_busy_with_other_requests_is_distinguished_from_one_busy
         task = asyncio.create_task(stranger.run())
         await until(lambda: stranger.reachable("w1", "i1"))
         worker.phase, worker.prefill_tokens, worker.step_age_ms = "prefill", 3_000, 20_000.0
-        plane.open("w1", "i1", question(), Ear())
+        plane.open("w1", "i1", question(), RecordingSink())
         await until(lambda: (plane.load("w1") or Load()).running == 1)
         await asyncio.sleep(0.2)
         assert not plane.others_work("w1", 3, begun=False)  # it works only on our own request
-        stranger.open("w1", "i1", question(), Ear())
+        stranger.open("w1", "i1", question(), RecordingSink())
         await until(lambda: plane.others_work("w1", 3, begun=False) == "before")
         assert plane.others_work("w1", 3, begun=True) == "before"
         assert not plane.others_work("w1", 3_000, begun=True)  # an old step, on a prompt that may be ours
@@ -386,7 +386,7 @@ async def test_a_worker_without_frames_for_a_quarter_of_a_second_is_asked_last_b
 ) -> None:
     busy, idle = ScriptedWorker("w1", step_s=0.01), ScriptedWorker("w2")
     async with plane_to(road, busy, idle, limits=PlaneLimits(hang=HangPolicy(silence_s=30.0))) as plane:
-        plane.open("w1", busy.instance, question(1000), Ear())
+        plane.open("w1", busy.instance, question(1000), RecordingSink())
         await until(lambda: busy.active)
         assert plane.recently_heard("w1", busy.instance) and plane.recently_heard("w2", idle.instance)
         busy.silent = idle.silent = True
@@ -420,7 +420,7 @@ async def test_a_worker_with_a_slow_welcome_is_not_dialed_repeatedly() -> None:
         await server.wait_closed()
 
 
-class Jammed(TcpDialer):
+class DelayedDialer(TcpDialer):
     """A dialer that establishes no connection for a while."""
 
     def __init__(self) -> None:
@@ -431,7 +431,7 @@ class Jammed(TcpDialer):
 
 
 async def test_a_probe_waits_for_a_connection_in_progress_but_not_for_an_impossible_one() -> None:
-    worker, dialer = await ScriptedWorker().start(), Jammed()
+    worker, dialer = await ScriptedWorker().start(), DelayedDialer()
     plane = RequestPlaneClient(
         "f1", PlaneLimits(ask_connect_s=0.05, ask_connect_first_s=ENOUGH_S), {"tcp": dialer}
     )
@@ -485,8 +485,8 @@ async def test_many_connections_that_break_at_once_cause_one_notification() -> N
 async def test_canary_clients_tolerate_a_silence_that_frontends_do_not(road: Road) -> None:
     quiet = ScriptedWorker("w1", always=Act(after=2, how="silence"))
     async with plane_to(road, quiet, limits=PROBER) as plane:
-        ear = Ear()
-        plane.open("w1", "i1", question(), ear)
-        await until(lambda: len(ear.tokens) == 2)
+        sink = RecordingSink()
+        plane.open("w1", "i1", question(), sink)
+        await until(lambda: len(sink.tokens) == 2)
         await asyncio.sleep(3 * HangPolicy().silence_s)
-        assert ear.end is None
+        assert sink.end is None

@@ -24,7 +24,7 @@ PROMPT = [300, 301, 302]
 SLOW_S = 0.05  # per token: all actions of a test are faster than an answer
 
 
-class Ear:
+class RecordingSink:
     """A sink, and a transfer sink, that records its notifications."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ async def pair(road: Road) -> AsyncIterator[tuple[RequestPlaneClient, MovingWork
 
 async def test_a_stream_continues_at_the_target_under_the_reserved_number(road: Road) -> None:
     async with pair(road) as (plane, source, target):
-        old, carrier, new = Ear(), Ear(), Ear()
+        old, carrier, new = RecordingSink(), RecordingSink(), RecordingSink()
         stream = plane.open("w1", "i1", question(), old)
         there = plane.reserve("w2", "i1", question(), 64, carrier)
         await until(lambda: carrier.offer and len(old.tokens) > 3)
@@ -109,7 +109,7 @@ async def test_a_reservation_is_notified_of_the_end_of_its_connection_and_can_be
     road: Road,
 ) -> None:
     async with pair(road) as (plane, _, target):
-        first, second = Ear(), Ear()
+        first, second = RecordingSink(), RecordingSink()
         given_up = plane.reserve("w2", "i1", question(), 64, first)
         plane.reserve("w2", "i1", question(), 64, second)
         await until(lambda: first.offer and second.offer)
@@ -124,7 +124,7 @@ async def test_a_reservation_is_notified_of_the_end_of_its_connection_and_can_be
 
 async def test_a_decline_is_delivered_once_and_a_late_one_is_dropped(road: Road) -> None:
     async with pair(road) as (plane, source, target):
-        old, carrier = Ear(), Ear()
+        old, carrier = RecordingSink(), RecordingSink()
         stream = plane.open("w1", "i1", question(60), old)
         target.answers = "no"
         there = plane.reserve("w2", "i1", question(), 64, carrier)
@@ -145,7 +145,7 @@ async def test_a_decline_is_delivered_once_and_a_late_one_is_dropped(road: Road)
 
 async def test_a_reservation_alone_owes_no_frame_and_is_no_hang(road: Road) -> None:
     async with pair(road) as (plane, _, target):
-        carrier = Ear()
+        carrier = RecordingSink()
         plane.reserve("w2", "i1", question(), 64, carrier)
         await until(lambda: carrier.offer)
         target.silent = True
@@ -156,7 +156,7 @@ async def test_a_reservation_alone_owes_no_frame_and_is_no_hang(road: Road) -> N
 async def test_a_source_after_the_stop_of_its_only_stream_is_not_stuck(road: Road) -> None:
     async with pair(road) as (plane, source, _):
         source.ships = "stops"
-        old, carrier = Ear(), Ear()
+        old, carrier = RecordingSink(), RecordingSink()
         stream = plane.open("w1", "i1", question(100), old)
         there = plane.reserve("w2", "i1", question(), 64, carrier)
         await until(lambda: carrier.offer and len(old.tokens) > 3)
@@ -173,7 +173,7 @@ async def test_a_source_after_the_stop_of_its_only_stream_is_not_stuck(road: Roa
 async def test_a_target_that_fails_after_the_commit_ends_an_open_stream(road: Road) -> None:
     async with pair(road) as (plane, source, target):
         target.always = Act(after=2, how="disconnect")
-        old, carrier = Ear(), Ear()
+        old, carrier = RecordingSink(), RecordingSink()
         stream = plane.open("w1", "i1", question(100), old)
         plane.reserve("w2", "i1", question(), 64, carrier)
         await until(lambda: carrier.offer)

@@ -33,7 +33,7 @@ class Wire(asyncio.Transport):
         self.aborted = True
 
 
-class Ear:
+class RecordingSink:
     """A sink that records its notifications in order."""
 
     def __init__(self, heard: list[object], stream: int) -> None:
@@ -58,7 +58,7 @@ def connection_with(*streams: int) -> tuple[WorkerConnection, list[object]]:
     tell(connection, Welcome("w0", "i1", "m"))
     for stream in streams:
         request = Generate(0, "r", [1], 1, Sampling(max_tokens=64))
-        connection.open(stream, request, Ear(heard, stream))
+        connection.open(stream, request, RecordingSink(heard, stream))
     return connection, heard
 
 
@@ -107,12 +107,12 @@ async def test_one_streams_tokens_may_end_another_stream_of_the_same_read() -> N
     """A stop string of one choice cancels the others, which have tokens in the same read."""
     connection, heard = connection_with(2)
 
-    class Selfish(Ear):
+    class CancellingSink(RecordingSink):
         def take(self, chunk: Chunk) -> None:
             super().take(chunk)
             connection.cancel(2, "gone")
 
-    connection.open(1, Generate(0, "r", [1], 1, Sampling(max_tokens=64)), Selfish(heard, 1))
+    connection.open(1, Generate(0, "r", [1], 1, Sampling(max_tokens=64)), CancellingSink(heard, 1))
     tell(connection, Step([Chunk(1, [5]), Chunk(2, [7])]))
     assert heard == [(1, [5], None), (1, "flush")] and connection.late == 1
 

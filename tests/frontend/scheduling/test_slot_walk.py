@@ -21,7 +21,7 @@ MODES = ("kv", "kv", "least-loaded", "power-of-two", "round-robin", "random")
 ROOM = {"inflight_max": 2, "queue_max": 6, "queue_s": 0.05, "first_token_s": 0.1}
 
 
-class Books:
+class SlotCounts:
     """Counts how often each slot is added and freed."""
 
     def __init__(self, slots: ActiveSequences) -> None:
@@ -99,7 +99,7 @@ async def test_every_slot_is_added_and_freed_once(seed: int) -> None:
         worker.acts.extend(act(random) for _ in range(40))
     counting = {"track_output_blocks": seed > 0, "prefill_load_model": "profile" if seed else "none"}
     async with frontend(*workers, admission=ROOM, reroute_s=0.2, router=counting) as kit:
-        books = Books(kit.director.routing.slots)
+        counts = SlotCounts(kit.director.routing.slots)
         troubled = asyncio.create_task(trouble(kit, random, workers))
         asked = []
         for _ in range(REQUESTS):
@@ -109,14 +109,14 @@ async def test_every_slot_is_added_and_freed_once(seed: int) -> None:
         troubled.cancel()
         with suppress(asyncio.CancelledError):
             await troubled
-        await until(lambda: not len(books.slots))
-        for holder in books.slots.holders:
-            assert books.slots.work(holder, now=kit.director.now()) == RankWork()
+        await until(lambda: not len(counts.slots))
+        for holder in counts.slots.holders:
+            assert counts.slots.work(holder, now=kit.director.now()) == RankWork()
         for endpoint in kit.director.table.endpoints.values():
             assert (endpoint.active, endpoint.kept.requests, endpoint.tokens) == (0, 0, 0)
             assert not kit.director.running.at(endpoint)
         assert kit.director.admission.queued("m") == 0
         moves = len(kit.said(RequestMigrated))
-    assert books.given and set(books.given.values()) == set(books.freed.values()) == {1}
-    assert books.given == books.freed
+    assert counts.given and set(counts.given.values()) == set(counts.freed.values()) == {1}
+    assert counts.given == counts.freed
     assert moves and ended["200"] and ended["gone"] and ended["error"], ended

@@ -21,7 +21,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 
 
-class Told:
+class ReportedTraffic:
     """A frontend's reports, with time driven by the test."""
 
     def __init__(self, *models: str) -> None:
@@ -68,60 +68,60 @@ def counts(facts: Iterable[TrafficReported]) -> list[tuple[int, int, int]]:
 
 
 def test_each_minute_is_reported_even_without_traffic() -> None:
-    told = Told("m")
-    told.came(3, 4)
-    told.until(NOON + 3.5 * MINUTE)
-    assert counts(told.said()) == [(0, 2, 0), (1, 0, 0), (2, 0, 0)]
-    first = told.said()[0]
+    reported = ReportedTraffic("m")
+    reported.came(3, 4)
+    reported.until(NOON + 3.5 * MINUTE)
+    assert counts(reported.said()) == [(0, 2, 0), (1, 0, 0), (2, 0, 0)]
+    first = reported.said()[0]
     assert (first.prompt_tokens, first.prompt_tokens_squared) == (7, 25)
 
 
 def test_the_end_of_a_process_reports_the_current_minute() -> None:
-    told = Told("m", "other")
-    told.until(NOON + 1.5 * MINUTE)
-    told.came(5)
-    told.reporter.stop()
-    assert counts(told.said()) == [(0, 0, 0), (1, 1, 1)]
-    assert counts(told.said("other")) == [(0, 0, 0), (1, 0, 1)]
+    reported = ReportedTraffic("m", "other")
+    reported.until(NOON + 1.5 * MINUTE)
+    reported.came(5)
+    reported.reporter.stop()
+    assert counts(reported.said()) == [(0, 0, 0), (1, 1, 1)]
+    assert counts(reported.said("other")) == [(0, 0, 0), (1, 0, 1)]
 
 
 def test_a_process_that_was_stopped_reports_the_minutes_it_missed() -> None:
-    told = Told("m")
-    told.came(5)
-    told.until(NOON + 4.5 * MINUTE, step=4.5 * MINUTE)
-    assert counts(told.said()) == [(0, 1, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)]
-    told.until(NOON + 100 * MINUTE, step=timedelta(days=1))
-    assert len(told.said()) == 4 + 1 + MISSED_MAX
+    reported = ReportedTraffic("m")
+    reported.came(5)
+    reported.until(NOON + 4.5 * MINUTE, step=4.5 * MINUTE)
+    assert counts(reported.said()) == [(0, 1, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)]
+    reported.until(NOON + 100 * MINUTE, step=timedelta(days=1))
+    assert len(reported.said()) == 4 + 1 + MISSED_MAX
 
 
 def test_no_minute_is_reported_twice_if_the_clock_is_set_back() -> None:
-    told = Told("m")
-    told.until(NOON + 5.5 * MINUTE)
-    told.at = NOON + 2 * MINUTE
-    told.came(5)
-    told.until(NOON + 7 * MINUTE)
-    minutes = [minute for minute, _, _ in counts(told.said())]
-    assert minutes == sorted(set(minutes)) and sum(fact.requests for fact in told.said()) == 1
+    reported = ReportedTraffic("m")
+    reported.until(NOON + 5.5 * MINUTE)
+    reported.at = NOON + 2 * MINUTE
+    reported.came(5)
+    reported.until(NOON + 7 * MINUTE)
+    minutes = [minute for minute, _, _ in counts(reported.said())]
+    assert minutes == sorted(set(minutes)) and sum(fact.requests for fact in reported.said()) == 1
 
 
 def test_a_model_without_workers_or_requests_is_dropped_after_a_while() -> None:
-    told = Told("m", "other")
-    told.until(NOON + 1.5 * MINUTE)
-    told.serve("other")
-    told.until(NOON + 30.5 * MINUTE)
-    assert counts(told.said())[-1] == (FORGOTTEN_AFTER, 0, 1)
-    assert len(told.said("other")) == 30
+    reported = ReportedTraffic("m", "other")
+    reported.until(NOON + 1.5 * MINUTE)
+    reported.serve("other")
+    reported.until(NOON + 30.5 * MINUTE)
+    assert counts(reported.said())[-1] == (FORGOTTEN_AFTER, 0, 1)
+    assert len(reported.said("other")) == 30
 
 
 def test_rejected_requests_count_if_one_more_worker_would_have_served_them() -> None:
-    told = Told("m")
+    reported = ReportedTraffic("m")
     for reason, count in (("queue_full", 2), ("capacity_shed", 3), ("draining", 5)):
-        told.reporter.rejected(
+        reported.reporter.rejected(
             RequestsRejected(frontend="f0", model="m", count=count, reason=reason, tier="standard")
         )
-    told.until(NOON + 1.1 * MINUTE)
-    assert [fact.rejected for fact in told.said()] == [5]
-    assert len([fact for fact in told.facts if isinstance(fact, RequestsRejected)]) == 3
+    reported.until(NOON + 1.1 * MINUTE)
+    assert [fact.rejected for fact in reported.said()] == [5]
+    assert len([fact for fact in reported.facts if isinstance(fact, RequestsRejected)]) == 3
 
 
 @pytest.mark.parametrize(
@@ -138,44 +138,44 @@ def test_rejected_requests_count_if_one_more_worker_would_have_served_them() -> 
 def test_an_answer_is_late_by_the_models_objective_or_its_own_deadline(
     answer: dict[str, Any], late: int
 ) -> None:
-    told = Told("m")
-    told.until(NOON + timedelta(seconds=10))
-    told.answered(20, **answer)
-    told.until(NOON + 1.1 * MINUTE)
-    (fact,) = told.said()
+    reported = ReportedTraffic("m")
+    reported.until(NOON + timedelta(seconds=10))
+    reported.answered(20, **answer)
+    reported.until(NOON + 1.1 * MINUTE)
+    (fact,) = reported.said()
     assert (fact.output_tokens, fact.late) == (20, late)
 
 
 def test_a_long_prompt_may_take_twice_as_long_as_reading_it_takes() -> None:
-    told = Told("m")
-    told.until(NOON + timedelta(seconds=10))
+    reported = ReportedTraffic("m")
+    reported.until(NOON + timedelta(seconds=10))
     prompt = int(PROFILE.prefill_tokens_per_s)  # takes a second
-    told.metrics.of("m").traffic.ended(prompt, 1, 1.9, 0.0, None)
-    told.metrics.of("m").traffic.ended(prompt, 1, 2.1, 0.0, None)
-    told.until(NOON + 1.1 * MINUTE)
-    assert [fact.late for fact in told.said()] == [1]
+    reported.metrics.of("m").traffic.ended(prompt, 1, 1.9, 0.0, None)
+    reported.metrics.of("m").traffic.ended(prompt, 1, 2.1, 0.0, None)
+    reported.until(NOON + 1.1 * MINUTE)
+    assert [fact.late for fact in reported.said()] == [1]
 
 
 def test_an_objective_that_no_worker_could_meet_makes_no_answer_late() -> None:
-    told = Told()
+    reported = ReportedTraffic()
     slow = PROFILE.__class__(
         kv_blocks=100, block_tokens=16, max_batch=8, prefill_tokens_per_s=1e5, tpot_ms=((1, 90.0),)
     )
-    told.table.set_static([joined(ScriptedWorker("w"), url="tcp://h:1", profile=slow)])
-    told.until(NOON + timedelta(seconds=10))
-    told.answered(20, tpot_s=0.09)
-    told.until(NOON + 1.1 * MINUTE)
-    assert [fact.late for fact in told.said()] == [0]
+    reported.table.set_static([joined(ScriptedWorker("w"), url="tcp://h:1", profile=slow)])
+    reported.until(NOON + timedelta(seconds=10))
+    reported.answered(20, tpot_s=0.09)
+    reported.until(NOON + 1.1 * MINUTE)
+    assert [fact.late for fact in reported.said()] == [0]
 
 
 @given(st.lists(st.tuples(st.floats(0, 200), st.integers(1, 50)), max_size=30))
 def test_no_request_is_lost_or_reported_twice(came: list[tuple[float, int]]) -> None:
-    told = Told("m")
+    reported = ReportedTraffic("m")
     for seconds, prompt in came:
-        told.until(told.at + timedelta(seconds=seconds))
-        told.came(prompt)
-    told.reporter.stop()
-    said = told.said()
+        reported.until(reported.at + timedelta(seconds=seconds))
+        reported.came(prompt)
+    reported.reporter.stop()
+    said = reported.said()
     assert sum(fact.requests for fact in said) == len(came)
     assert sum(fact.prompt_tokens for fact in said) == sum(prompt for _, prompt in came)
     minutes = [fact.minute for fact in said]
@@ -195,7 +195,7 @@ async def ask(kit: Kit, **more: Any) -> int:
     return (await kit.post("/v1/completions", **body))[0]
 
 
-def reported(kit: Kit) -> TrafficReported:
+def last_report(kit: Kit) -> TrafficReported:
     """Let a frontend report the current minute."""
     kit.director.report()
     (fact,) = kit.said(TrafficReported)[-1:]
@@ -205,7 +205,7 @@ def reported(kit: Kit) -> TrafficReported:
 async def test_a_frontend_counts_requests_and_the_tokens_of_their_answers() -> None:
     async with frontend(ScriptedWorker("w1")) as kit:
         assert await ask(kit) == 200 and await ask(kit, prompt=[300] * 5, max_tokens=3) == 200
-        fact = reported(kit)
+        fact = last_report(kit)
         assert (fact.requests, fact.prompt_tokens, fact.prompt_tokens_squared) == (2, 8, 34)
         assert (fact.output_tokens, fact.rejected, fact.last) == (15, 0, True)
 
@@ -215,7 +215,7 @@ async def test_a_request_that_moves_counts_once() -> None:
     first.acts.append(Act(after=4, how="error", error="engine_shutdown"))
     async with frontend(first, other) as kit:
         statuses = [await ask(kit) for _ in range(2)]
-        fact = reported(kit)
+        fact = last_report(kit)
         assert statuses == [200, 200] and (fact.requests, fact.output_tokens) == (2, 24)
 
 
@@ -224,8 +224,8 @@ async def test_a_request_refused_for_lack_of_room_does_not_count_as_sent() -> No
     async with frontend(worker, admission_control="token-capacity") as kit:
         await until(lambda: (load := kit.plane.load("w1")) is not None and load.kv_used == 99)
         await ask(kit)
-        before = reported(kit)
+        before = last_report(kit)
         assert before.rejected == 1
         await ask(kit)
-        after = reported(kit)
+        after = last_report(kit)
         assert (after.requests, after.rejected, after.prompt_tokens) == (0, 1, 0)

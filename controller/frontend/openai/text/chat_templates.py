@@ -18,7 +18,7 @@ from typing import Any
 
 from events.errors import HoldfastError
 
-SAID_MAX = 200  # characters quoted from a template's own error message
+ERROR_CHARS_MAX = 200  # characters quoted from a template's own error message
 SOURCE_CHARS_MAX = 262_144  # the longest published templates have 30,000
 SIM_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -101,7 +101,12 @@ class ChatTemplate:
         self._format = MessageFormat(*jinja.format_of(tree))
         self._with_tools = with_tools
         # All names in one dict, copied once per rendering: merging them in Jinja2 takes longer than rendering the template.
-        self._usual = {**self._template.globals, **specials, "add_generation_prompt": True, "tools": None}
+        self._default_names = {
+            **self._template.globals,
+            **specials,
+            "add_generation_prompt": True,
+            "tools": None,
+        }
         self._template.globals = {}
 
     def reads(self, name: str) -> bool:
@@ -115,13 +120,13 @@ class ChatTemplate:
         """
         if self._with_tools is not None and extra.get("tools"):
             return self._with_tools.render(messages, **extra)
-        names = {**self._usual, **extra, "messages": self._format.messages(messages)}
+        names = {**self._default_names, **extra, "messages": self._format.messages(messages)}
         self._environment.budget = self._budget()
         try:
             return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
         except Exception as error:  # a template is a program: it may raise anything
-            said = str(error)[:SAID_MAX]  # it may quote the messages
-            raise BadTemplate(f"the chat template refused these messages: {said}") from error
+            why = str(error)[:ERROR_CHARS_MAX]  # it may quote the messages
+            raise BadTemplate(f"the chat template refused these messages: {why}") from error
 
 
 def load_template(folder: Path | None) -> ChatTemplate | None:
