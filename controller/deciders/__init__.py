@@ -1,1 +1,1 @@
-"""The functional core: what to do about the facts, and nothing about doing it."""
+"""The controller's functional core: pure functions from facts to decisions, without I/O or clock."""

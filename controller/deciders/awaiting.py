@@ -1,10 +1,10 @@
-"""Who is awaited: whose process is there, and cannot join yet?
+"""Awaited workers: their process runs, but cannot join yet.
 
-    (nobody) ── WorkerAwaited ──▶ awaited ── joined, left in good order, or unsaid for `AWAITED_FOR` ──▶ (nobody)
+    (absent) ── WorkerAwaited ──▶ awaited ── joined, left gracefully, or not repeated for `AWAITED_FOR` ──▶ (absent)
 
-What a reader would get wrong: a process that falls while it waits is awaited all the same, for its supervisor starts it
-again; if nobody does, time ends it. That time is between two facts of the stream, so no two clocks are compared, and as it
-is the fold's and not a policy's, everybody who reads the journal sees the same.
+A process that crashes while it waits stays awaited, because its supervisor restarts it. If it is not restarted, the
+timeout removes it. The timeout is measured between two facts of the stream, so no two clocks are compared. It is a
+constant of the fold, not a policy setting, so that every reader of the journal computes the same set.
 """
 
 from collections.abc import Mapping
@@ -13,38 +13,38 @@ from datetime import datetime, timedelta
 
 from events.observations import WorkerAwaited
 
-AWAITED_FOR = timedelta(minutes=10)  # after it was said last; it is said every two minutes
-AWAITED_MAX = 10_000  # workers; more than that is somebody's mistake
+AWAITED_FOR = timedelta(minutes=10)  # after the last WorkerAwaited; workers repeat it every two minutes
+AWAITED_MAX = 10_000  # workers; more than that is a mistake
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedWorker:
-    """A worker that has not joined yet, in the life that it begins."""
+    """A worker that has not joined yet, with the instance it is about to start as."""
 
     worker: str
     instance: str
-    model: str  # empty: not known
+    model: str  # empty: unknown
     reason: str  # why it cannot join
-    since: datetime  # it, or the life before, waits: by the journal's time, here and below
-    said_at: datetime  # last
+    since: datetime  # when this or the previous instance began to wait; journal time, here and below
+    said_at: datetime  # time of the last WorkerAwaited
 
 
 Awaited = Mapping[str, AwaitedWorker]
 
 
 def evolve(awaited: Awaited, fact: WorkerAwaited, at: datetime, model: str) -> Awaited:
-    """Take in that a worker waits. `model`: what its last life served, where there was one."""
+    """Absorb a `WorkerAwaited`. `model`: the model of the worker's previous life, if it had one; empty otherwise."""
     before = awaited.get(fact.worker)
     if before is None and len(awaited) >= AWAITED_MAX:
         return awaited
     known = fact.model or (before.model if before is not None else "") or model
     since = before.since if before is not None else at
-    said = AwaitedWorker(fact.worker, fact.instance, known, fact.reason, since, at)
-    return {**awaited, fact.worker: said}
+    latest = AwaitedWorker(fact.worker, fact.instance, known, fact.reason, since, at)
+    return {**awaited, fact.worker: latest}
 
 
 def end(awaited: Awaited, worker: str, instance: str = "") -> Awaited:
-    """Wait no longer for a worker: a life of it has joined, or this `instance` was told to leave."""
+    """Stop awaiting a worker: one of its instances has joined, or this `instance` has left gracefully."""
     waiting = awaited.get(worker)
     if waiting is None or (instance and waiting.instance != instance):
         return awaited
@@ -52,7 +52,7 @@ def end(awaited: Awaited, worker: str, instance: str = "") -> Awaited:
 
 
 def over(awaited: Awaited, at: datetime) -> Awaited:
-    """Drop those that have not said for long that they still wait."""
+    """Drop the workers with a last `WorkerAwaited` older than `AWAITED_FOR`."""
     if all(at - one.said_at <= AWAITED_FOR for one in awaited.values()):
         return awaited
     return {name: one for name, one in awaited.items() if at - one.said_at <= AWAITED_FOR}

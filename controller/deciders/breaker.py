@@ -1,4 +1,4 @@
-"""The circuit breaker: do requests to this worker succeed?
+"""The circuit breaker of one worker.
 
     closed ── failures_max in a row, or UNHEALTHY ──▶ open ── retry_at ──▶ half-open
       ▲                                                ▲                    │    │
@@ -7,10 +7,10 @@
       └────────────────────────── trial passed ──────────────────────────────────┘
 
 The fleet's breaker has one trial: the first canary sent under the half-opening decision or a later one. A frontend
-runs the same machine for itself (`trial_by="request"`), where the trial is one real request.
+runs the same machine locally (`trial_by="request"`), where the trial is one real request.
 
-What a reader would get wrong: nothing is compared by time. An outcome counts only if it was sent after the breaker
-last moved, by number; what arrives while the breaker is open is ignored, so late failures cannot keep it open.
+Outcomes are ordered by decision number, never by time. An outcome counts only if its probe or request was sent after the
+breaker's last move. Outcomes that arrive while the breaker is open are ignored, so late failures cannot keep it open.
 """
 
 from dataclasses import dataclass
@@ -39,25 +39,25 @@ from events.observations import (
     WorkerLeft,
 )
 
-TRIAL_FAILED = "trial_failed"  # the reason of a BreakerOpened starts with this when a trial ended so
-NO_RESULT = "no result"  # of a trial
-UNANSWERED = ("silent", "no_response", "timeout", NO_RESULT)  # reasons of failures without any answer
+TRIAL_FAILED = "trial_failed"  # prefix of the reason of a BreakerOpened after a failed trial
+NO_RESULT = "no result"  # reason of a trial that timed out
+UNANSWERED = ("silent", "no_response", "timeout", NO_RESULT)  # failure reasons that mean no answer arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerPolicy:
-    """How much failure to bear, and how long to wait before trying again.
+    """Thresholds and waiting times of the circuit breaker.
 
-    `backoff` multiplies the wait with each trial that failed in a row; 1 gives a fixed wait.
+    `backoff` multiplies the wait after each consecutive failed trial; 1 keeps the wait fixed.
     """
 
-    failures_max: int = 3  # in a row, of canaries or of requests: it opens
-    wait_min: timedelta = timedelta(seconds=60)  # from its opening to the first trial
-    wait_max: timedelta = timedelta(minutes=15)  # the most that this grows to
-    backoff: float = 2.0  # by which the wait grows with each trial that failed in a row; 1: never
-    trial_timeout: timedelta = timedelta(seconds=30)  # until a trial that says nothing has failed
-    silence_ends_wait: bool = True  # a worker that gave no wrong answer is tried as soon as it answers again
-    soft_timeouts: bool = True  # a canary that timed out while the worker's engine went on is no failure
+    failures_max: int = 3  # consecutive canary or request failures that open the breaker
+    wait_min: timedelta = timedelta(seconds=60)  # from opening to the first trial
+    wait_max: timedelta = timedelta(minutes=15)  # upper limit of the wait
+    backoff: float = 2.0  # factor by which each consecutive failed trial lengthens the wait; 1: fixed wait
+    trial_timeout: timedelta = timedelta(seconds=30)  # a trial without an outcome fails after this
+    silence_ends_wait: bool = True  # retry a worker that gave no wrong answer as soon as it answers again
+    soft_timeouts: bool = True  # a canary timeout does not count while the worker's engine makes progress
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -72,25 +72,25 @@ class Breaker:
     worker: str
     instance: str
     position: BreakerPosition = "closed"
-    request_failures: int = 0  # in a row, as the frontend that spoke last counts them
+    request_failures: int = 0  # in a row, as counted by the frontend that reported last
     canary_failures: int = 0  # in a row
-    unhealthy: str = ""  # why health became UNHEALTHY, until the breaker has answered
-    trial: Literal["", "passed", "failed"] = ""  # its outcome, until the breaker has answered
+    unhealthy: str = ""  # why health became UNHEALTHY, until the breaker has reacted
+    trial: Literal["", "passed", "failed"] = ""  # its outcome, until the breaker has reacted
     trials_failed: int = 0  # in a row
-    moved_by: int = 0  # number of the decision that moved it last
+    moved_by: int = 0  # number of the decision that last moved it
     retry_at: datetime | None = None
-    retry_now: bool = False  # what opened it was withdrawn: the trial is due at once
+    retry_now: bool = False  # the evidence that opened it was withdrawn: the trial is due at once
     deadline: datetime | None = None  # of the trial
-    resting: bool = False  # the worker drains or is dead: nothing is tried
+    resting: bool = False  # the worker is draining or dead: no trials
     trial_by: Literal["canary", "request"] = "canary"
-    admitted: bool = False  # the one trial request is on its way (frontends only)
+    admitted: bool = False  # the one trial request is in flight (frontends only)
     why: str = ""  # the last failure's reason
-    cause: str = ""  # id of the fact that spoke last
-    timeouts: int = 0  # of the canary failures in a row: timeouts while the worker's engine went on
+    cause: str = ""  # id of the last fact that changed this state
+    timeouts: int = 0  # consecutive canary timeouts during which the worker's engine made progress
     answers: Literal["", "again", "wrong"] = (
-        ""  # since it opened; a wrong answer or an error: since it closed
+        ""  # "again": it answered since the breaker opened; "wrong": a wrong answer or error since it last closed
     )
-    closed_at: datetime | None = None  # when it closed last
+    closed_at: datetime | None = None  # when it last closed
 
 
 def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
@@ -107,7 +107,7 @@ def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
         case RequestFailed():
             return _failed(state, "request", fact.routed_under, fact.failures_in_a_row, fact.reason, cause)
         case RequestPoisonous():
-            return _taken_back(state, fact, cause)
+            return _withdraw_failures(state, fact, cause)
         case HealthChanged():
             return _health_changed(state, fact, cause)
         case WorkerLeft():
@@ -119,8 +119,10 @@ def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
 
 
 def try_now(state: Breaker, cause: str) -> Breaker:
-    """Make the next trial due at once: the evidence that opened the breaker was withdrawn. A trial that is under way may still
-    fail by that evidence."""
+    """Make the next trial due at once because the evidence that opened the breaker was withdrawn.
+
+    A trial already under way may still fail because of that evidence.
+    """
     return state if state.position == "closed" else replace(state, retry_now=True, cause=cause)
 
 
@@ -145,7 +147,7 @@ def _failed(state: Breaker, by: str, sent_under: int, in_a_row: int, why: str, c
 
 
 def _canary_failed(state: Breaker, fact: CanaryFailed, cause: str) -> Breaker:
-    """Count a failed canary. An answer that is wrong, and an error, is remembered until the breaker closes."""
+    """Count a failed canary. A wrong answer or an error is remembered until the breaker closes."""
     failed = _failed(state, "canary", fact.sent_under, state.canary_failures + 1, fact.reason, cause)
     if failed.canary_failures > state.canary_failures and fact.engine_went_on and fact.reason == "timeout":
         failed = replace(failed, timeouts=state.timeouts + 1)
@@ -153,21 +155,21 @@ def _canary_failed(state: Breaker, fact: CanaryFailed, cause: str) -> Breaker:
 
 
 def _answered(state: Breaker, sent_under: int, cause: str) -> Breaker:
-    """Note that the worker of an open breaker answers again, as far as the question was sent since the last move."""
+    """Record that the worker of an open breaker answers again, if the probe was sent after the breaker's last move."""
     if state.position != "open" or state.answers or sent_under < state.moved_by:
         return state
     return replace(state, answers="again", cause=cause)
 
 
-def _taken_back(state: Breaker, fact: RequestPoisonous, cause: str) -> Breaker:
-    """Take back what a request has counted that fails everywhere. A breaker that it has opened is closed by its trial."""
+def _withdraw_failures(state: Breaker, fact: RequestPoisonous, cause: str) -> Breaker:
+    """Withdraw the failures of a poisonous request, which fails on every worker. A breaker it opened closes by its trial."""
     if fact.routed_under < state.moved_by or fact.failures_in_a_row >= state.request_failures:
         return state
     return replace(state, request_failures=fact.failures_in_a_row, cause=cause)
 
 
 def _tried(state: Breaker, by: str, outcome: Literal["passed", "failed"], why: str, cause: str) -> Breaker:
-    """Take the trial's outcome; only the first counts, and only of the kind that this breaker tries with."""
+    """Record the trial's outcome. Only the first one counts, and only one of the kind in `trial_by`."""
     if by != state.trial_by or state.trial:
         return state
     return replace(state, trial=outcome, why=why, cause=cause)
@@ -181,7 +183,7 @@ def _health_changed(state: Breaker, fact: HealthChanged, cause: str) -> Breaker:
 
 
 def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClosed) -> Breaker:
-    """Take a move. What was found before it says nothing about what follows, but for how many trials failed in a row."""
+    """Apply a move. It resets everything observed before it, except the count of consecutive failed trials."""
     moved = replace(
         state,
         request_failures=0,
@@ -216,7 +218,7 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
 
 
 def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:
-    """Say what is due now: at most one move."""
+    """Return the move that is due now: at most one."""
     if state.resting:
         return ()
     if state.position == "closed":
@@ -238,11 +240,11 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
 
 
 def due_at(policy: BreakerPolicy, state: Breaker) -> datetime | None:
-    """Return when time alone makes something due.
+    """Return when a transition becomes due by time alone.
 
-    A worker that was only silent is tried as soon as it answers again. It waits for half of `wait_min` after a failed trial,
-    and for all of it after its breaker has closed: a connection that comes and goes does not take the worker in and out every
-    few seconds.
+    A worker that was only silent is tried as soon as it answers again, but not earlier than half of `wait_min` after a failed
+    trial, and not earlier than `wait_min` after its breaker last closed. So a flapping connection does not take the worker in
+    and out of service every few seconds.
     """
     if state.position != "open" or state.retry_at is None:
         return state.deadline if state.position != "open" else None
@@ -255,7 +257,7 @@ def due_at(policy: BreakerPolicy, state: Breaker) -> datetime | None:
 
 
 def _was_silent(state: Breaker) -> bool:
-    """Return whether the breaker opened only because nothing was answered."""
+    """Return whether the breaker opened only because answers were missing."""
     opened_by, _, reason = state.why.partition(": ")
     return reason in UNANSWERED and opened_by in ("unhealthy", "canaries", TRIAL_FAILED)
 
@@ -303,7 +305,7 @@ def _open(
 
 
 def wait_after(policy: BreakerPolicy, trials_failed: int) -> timedelta:
-    """Return how long to wait before the next trial when `trials_failed` have failed in a row."""
+    """Return the wait before the next trial after `trials_failed` consecutive failures."""
     wait, longest = policy.wait_min.total_seconds(), policy.wait_max.total_seconds()
     for _ in range(trials_failed):
         if wait >= longest or policy.backoff <= 1:
@@ -313,9 +315,9 @@ def wait_after(policy: BreakerPolicy, trials_failed: int) -> timedelta:
 
 
 def admit(state: Breaker) -> Breaker | None:
-    """Return the breaker after one request has been let through; None if the request may not go there.
+    """Return the breaker after it admits one request; None if the request is rejected.
 
-    For a frontend's own breaker. Half-open admits exactly one; if its outcome is never reported, the trial's
+    For a frontend's local breaker. Half-open admits exactly one request. If its outcome is never reported, the trial's
     deadline passes and counts as a failure, so a lost request cannot block the breaker for ever.
     """
     if state.position == "closed":

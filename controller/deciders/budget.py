@@ -1,7 +1,8 @@
-"""The ejection budget: which workers of a model stay in service although they are doubted, or a canary convicts them.
+"""The ejection budget: limits how many workers of a model may be out of service on suspicion.
 
-Doubt may take out at most a share of them. A conviction by canary takes out every worker but the last one that serves: the
-canary may be wrong (new weights under the old name), and without that worker every request fails. Its answers are marked.
+Doubt may eject at most a share of a model's workers. A conviction by canary ejects every worker except the last one that
+serves. The canary itself may be wrong (new weights under the old name), and without that worker every request would fail.
+The answers of such a last worker are marked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +14,16 @@ from events.decisions import WeightCapped
 from events.fact import Decision, Fact
 from events.frozen import quickly_made, replace
 
-LAST_SERVING = "last_serving"  # reason of a WeightCapped that keeps the last worker of a model
+LAST_SERVING = "last_serving"  # reason of a WeightCapped that keeps a model's last worker in service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPolicy:
-    """Which share of a model's workers doubt may eject, and at which weight the others stay."""
+    """The share of a model's workers that doubt may eject, and the weight at which the others are kept."""
 
-    max_ejection_share: float = 0.5  # of a model's workers that doubt alone may take out of service
-    kept_weight: float = 0.1  # share of the traffic of one that is kept in service all the same
-    keep_last: bool = True  # whether a model's last worker serves on when only canaries convict it
+    max_ejection_share: float = 0.5  # share of a model's workers that doubt alone may take out of service
+    kept_weight: float = 0.1  # weight of a doubted worker that is kept in service
+    keep_last: bool = True  # keep a model's last worker in service when only canaries convict it
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -32,28 +33,28 @@ class BudgetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One worker's place in its model's ejection budget."""
+    """One worker's state in its model's ejection budget."""
 
     worker: str
     instance: str
-    kept: float | None = None  # the weight at which it is kept in service in spite of doubt
-    last: bool = False  # it is kept although a canary convicts it: no other worker of its model serves
+    kept: float | None = None  # the weight at which it is kept in service despite doubt
+    last: bool = False  # kept although a canary convicts it, because no other worker of its model serves
     cause: str = ""
 
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class BudgetRank:
-    """How one worker stands when the budget is reckoned: the least bad sorts first."""
+    """One worker's standing when the budget is computed. The least bad worker sorts first."""
 
     budget: Budget
     ejected: bool  # doubt alone keeps it out of service
-    counts: bool  # it is, or would be but for doubt, in service
+    counts: bool  # it is in service, or would be without doubt
     badness: tuple[int, ...]
     cause: str = ""
     serves: bool = False  # it is in service without being kept
-    suspect: bool = False  # nothing but canaries keeps it out of service
-    limit: float = 1.0  # the weight that its devices leave it
+    suspect: bool = False  # only canaries keep it out of service
+    limit: float = 1.0  # the weight that its devices allow
     moved_by: int = 0  # number of the last decision about its health
 
 
@@ -67,10 +68,10 @@ def evolve(state: Budget, fact: Fact, cause: str = "") -> Budget:
 
 
 def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime) -> Iterator[Decision]:
-    """Say which workers of one model must be kept in service, and which no longer.
+    """Yield a decision for each worker of one model that must now be kept in service, or no longer.
 
-    Doubt may eject at most the floor of the share of those that count. Whoever is kept already stays kept while
-    the budget is short, so that two equally bad workers do not take turns.
+    Doubt may eject at most floor(share * counted) workers. A worker that is already kept stays kept while the budget is
+    exhausted, so that two equally bad workers do not alternate.
     """
     counted = sum(s.counts for s in standings)
     allowed = int(policy.max_ejection_share * counted + 1e-9)
@@ -101,17 +102,17 @@ def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime)
 def _cause(standing: BudgetRank, *, last: bool) -> str:
     """Return the cause of a decision about this worker.
 
-    For a model's last worker it is what was last decided about its health: `standing.cause` can be another worker's fact, which
+    For a model's last worker it is the last decision about its health. `standing.cause` can be another worker's fact, one that
     raised or ended a dispute about a golden.
     """
     return f"decision:{standing.moved_by}" if last and standing.moved_by else standing.cause
 
 
 def _last(policy: BudgetPolicy, standings: Sequence[BudgetRank]) -> str:
-    """Return the worker that serves on although canaries convict it, because no other does; empty: there is none, or no need.
+    """Return the worker that stays in service although canaries convict it; empty if none qualifies or none is needed.
 
-    One that serves so already goes on; otherwise it is the least bad, and of equals the one that was convicted last. One to
-    which its devices leave nothing is the last choice.
+    It is needed only when no other worker of the model serves. A worker that already serves this way continues; otherwise the
+    least bad is chosen, and among equals the one convicted last. A worker is the last choice if its devices allow weight 0.
     """
     if not policy.keep_last or any(s.serves for s in standings):
         return ""

@@ -1,11 +1,11 @@
-"""How many requests per second can a worker carry within its model's SLO? Pure functions of what it registered.
+"""The request rate that a worker can carry within its model's SLO. Pure functions of its registration.
 
 Little's law ties the sequences that fit into the KV cache to the requests that can arrive: L = lambda W, so
-rps_kv = sequences / E[residence] with E[residence] = TTFT + output tokens * TPOT. Compute bounds it too: each request
-takes its prefill, and its share of every decode step. The smaller of the two holds, both in requests per second.
+rps_kv = sequences / E[residence] with E[residence] = TTFT + output tokens * TPOT. Compute is a second bound: each request
+costs its prefill and its share of every decode step. The smaller bound holds. Both are in requests per second.
 
-What a reader would get wrong: blocks are counted in total, never free ones. With free blocks capacity would fall as
-load rises, and the ladder would degrade a fleet for being used.
+Total blocks are counted, never free ones. With free blocks capacity would fall as load rises, and the degradation ladder
+would degrade a fleet for being used.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,19 +18,19 @@ from typing import Any
 from controller.deciders.validation import STRICT, at_least
 from events.observations import Profile
 
-LATENCY_MAX = 2.0  # the most that a degradation level relaxes the latency SLOs
+LATENCY_MAX = 2.0  # the largest factor by which a degradation level relaxes the latency SLOs
 BATCH_MAX = 8192  # no engine runs more sequences at once; bounds the search below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What one model has promised. Without `slo_throughput_rps` its degradation ladder is off. None of the others: no bound."""
+    """The SLO of one model. Without `slo_throughput_rps` its degradation ladder is off; None elsewhere means unbounded."""
 
     slo_throughput_rps: float | None = None
     slo_ttft_ms: float | None = 500.0
     slo_tpot_ms: float | None = 30.0
     max_batch_size: int | None = 256
-    mean_prompt_tokens: int = 1536  # with the next, the seed's average sequence of 2,048 tokens
+    mean_prompt_tokens: int = 1536  # with mean_output_tokens: an average sequence of 2,048 tokens
     mean_output_tokens: int = 512
     __pydantic_config__ = STRICT
 
@@ -41,29 +41,28 @@ class Slo:
 
 
 def slo_of(policy: Mapping[str, Any] | None, model: str) -> Slo:
-    """Return what a policy, as `PolicyAdopted` carries it, promises of a model. Where it says nothing of the model it is the
-    usual."""
+    """Return a model's SLO from a policy in the form that `PolicyAdopted` carries; the default SLO if it names none."""
     slos = ((policy or {}).get("degradation") or {}).get("slos") or {}
-    said = slos.get(model) or slos.get("*") or {}
+    stated = slos.get(model) or slos.get("*") or {}
     names = {one.name for one in fields(Slo)}
-    return Slo(**{name: value for name, value in said.items() if name in names})
+    return Slo(**{name: value for name, value in stated.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What workers can carry. All rates are requests per second."""
+    """What workers can carry. All rates are in requests per second."""
 
     max_concurrent_sequences: float = 0.0
     rps_kv: float = 0.0  # bound by KV memory (Little's law)
-    rps_compute: float = 0.0  # bound by prefill and decode time, and by the wait for the first token
+    rps_compute: float = 0.0  # bound by prefill and decode time, and by the time to first token
     effective_capacity_rps: float = 0.0  # the smaller of the two
 
 
 def tpot_ms(profile: Profile, running: float) -> float:
     """Return milliseconds per output token with `running` sequences: linear between the curve's points.
 
-    Before the first point it is flat, beyond the last it grows in proportion. Without a curve it is infinite: a
-    worker that does not say how fast it is carries nothing.
+    Before the first point it is flat; beyond the last it grows in proportion. Without a curve it is infinite: a worker that
+    does not register its speed carries nothing.
     """
     if not profile.tpot_ms:
         return inf
@@ -78,7 +77,7 @@ def tpot_ms(profile: Profile, running: float) -> float:
 
 
 def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
-    """Return `slo` without the latencies that none of these workers could keep with a single request, relaxed or not."""
+    """Return `slo` without the latencies that no worker could meet with a single request, even at the relaxed SLOs."""
     distinct = {id(profile): profile for profile, _ in workers}.values()
     profiles = [one for one in distinct if one.tpot_ms and one.prefill_tokens_per_s > 0]
     if not profiles:
@@ -97,9 +96,9 @@ def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
 def fleet_capacity(
     workers: Iterable[tuple[Profile, float]], slo: Slo, *, latency: float = 1.0, batch: float = 1.0
 ) -> Capacity:
-    """Return what workers with these profiles and routing weights carry together.
+    """Return the combined capacity of workers with these profiles and routing weights.
 
-    `latency` relaxes the latency SLOs, `batch` scales the batch: a degradation level's knobs.
+    `latency` relaxes the latency SLOs, `batch` scales the batch: the knobs of a degradation level.
     """
     parts = [
         (worker_capacity(profile, slo, latency, batch), weight) for profile, weight in workers if weight > 0
@@ -115,35 +114,36 @@ def fleet_capacity(
 def fleet_rps(
     model: str, workers: Sequence[tuple[Profile, float]], slo: Slo, latencies: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`, within what is attainable. It is asked at every
-    settle and rarely changes: the last answer for each model is kept. To compare a thousand profiles with themselves costs
-    next to nothing, to hash them a millisecond.
+    """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`, within what is attainable.
+
+    It is called at every settle and rarely changes, so the last result for each model is cached. Comparing a thousand profiles
+    with themselves costs next to nothing; hashing them costs a millisecond.
     """
-    asked = (tuple(workers), slo, latencies)
+    inputs = (tuple(workers), slo, latencies)
     last = _LAST.get(model)
-    if last is not None and last[0] == asked:
+    if last is not None and last[0] == inputs:
         return last[1]
     within = attainable(slo, workers)
     carrying = [share for share in workers if share[1] > 0]
     profiles, weights = [one for one, _ in carrying], [weight for _, weight in carrying]
-    places = [*map(id, profiles)]
-    distinct = dict(zip(places, profiles, strict=True))
+    ids = [*map(id, profiles)]
+    distinct = dict(zip(ids, profiles, strict=True))
     carried = []
     for latency in latencies:
         each = {
             key: worker_capacity(one, within, latency).effective_capacity_rps for key, one in distinct.items()
         }
-        carried.append(sum(map(mul, map(each.__getitem__, places), weights)))
-    _LAST[model] = asked, tuple(carried)
+        carried.append(sum(map(mul, map(each.__getitem__, ids), weights)))
+    _LAST[model] = inputs, tuple(carried)
     return _LAST[model][1]
 
 
-_LAST: dict[str, tuple[tuple[Any, ...], tuple[float, ...]]] = {}  # by model: what was asked, and the answer
+_LAST: dict[str, tuple[tuple[Any, ...], tuple[float, ...]]] = {}  # by model: the inputs and their result
 
 
 @lru_cache(maxsize=4096)
 def worker_capacity(profile: Profile, slo: Slo, latency: float = 1.0, batch: float = 1.0) -> Capacity:
-    """Return what one worker at full weight carries within `slo`, whose latencies are multiplied by `latency`."""
+    """Return the capacity of one worker at full weight within `slo`, with its latencies multiplied by `latency`."""
     tokens = max(1, slo.mean_prompt_tokens + slo.mean_output_tokens)
     sequences = max(0, profile.kv_blocks) * max(0, profile.block_tokens) // tokens
     running = _batch(profile, slo, latency, batch)
@@ -160,7 +160,7 @@ def worker_capacity(profile: Profile, slo: Slo, latency: float = 1.0, batch: flo
 
 
 def _batch(profile: Profile, slo: Slo, latency: float, batch: float) -> int:
-    """Return the largest batch whose time per output token is within the SLO."""
+    """Return the largest batch with a time per output token within the SLO."""
     limit = min(profile.max_batch, BATCH_MAX, BATCH_MAX if slo.max_batch_size is None else slo.max_batch_size)
     largest = max(int(limit * batch), 1) if limit > 0 else 0
     within = inf if slo.slo_tpot_ms is None else slo.slo_tpot_ms * latency
@@ -170,10 +170,10 @@ def _batch(profile: Profile, slo: Slo, latency: float, batch: float) -> int:
 
 
 def _rps_within_ttft(prefill_s: float, slo_ttft_ms: float | None, latency: float) -> float:
-    """Return the arrival rate at which the mean wait and prefill still end within the SLO.
+    """Return the highest arrival rate at which mean wait plus prefill stays within the SLO.
 
-    Prefills queue behind one another: for an M/D/1 queue the mean wait is rho * s / (2 (1 - rho))
-    (Pollaczek-Khinchine), which is solved for rho here.
+    Prefills queue behind one another. For an M/D/1 queue the mean wait is rho * s / (2 (1 - rho)) (Pollaczek-Khinchine),
+    which is solved for rho here.
     """
     if slo_ttft_ms is None or prefill_s <= 0:
         return inf

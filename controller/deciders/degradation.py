@@ -1,4 +1,4 @@
-"""Degradation: does a model's capacity still carry its SLO, and what is given up if not?
+"""The degradation ladder of one model: compares capacity with the SLO and sets what is given up.
 
     ratio = capacity of the routable workers, by what they could carry / slo_throughput_rps
 
@@ -15,14 +15,13 @@
 | 3 | 0.5 | lowest tier | 2.0 | yes |
 | 4 | 0.5 | lowest tier | 2.0 | no |
 
-A shortfall is answered at once, a recovery only after the dwell; each change is one event that sets all four knobs. A
-fleet that starts is not degraded: the first level is taken a warm-up after its first worker was routable.
+A shortfall takes effect at once, a recovery only after the dwell. Each change is one event that sets all four knobs. A
+starting fleet is not degraded: the first level is set one warm-up after its first worker became routable.
 
-What a reader would get wrong: each level is judged by its own terms. At level 3 the latency SLOs are relaxed, which
-raises the capacity; whether level 2 would do is reckoned with level 2's stricter SLOs, else the ladder would swing.
-The batch knob is left out of the ratio: a cut batch would lower the capacity that caused it. What it costs is told as
-`predicted_rps`. And a latency that no worker could keep even alone, not with the relaxed SLOs either, bounds nothing: no level
-gives back what was never there.
+Each level is judged by its own terms. Level 3 relaxes the latency SLOs, which raises capacity; whether level 2 would
+suffice is computed with level 2's stricter SLOs, otherwise the ladder would oscillate. The batch knob is left out of the
+ratio, because a smaller batch would lower the very capacity that caused it; its cost is reported as `predicted_rps`.
+A latency that no worker could meet alone, not even with the relaxed SLOs, is ignored: no level could restore it.
 """
 
 import re
@@ -48,31 +47,42 @@ _TIER = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 class DegradationPolicy:
     """The ladder of every model, and each model's SLO."""
 
-    slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name; `*`: of every other model
-    entries: tuple[float, float, float, float] = (1.0, 0.75, 0.5, 0.25)  # below entries[n]: past level n
-    margin: float = 0.05  # a level is left only this far above its entry
-    exit_at_provisioned: bool = True  # or at the ratio of all that is provisioned, if less
-    tolerance: float = 1e-9  # of each comparison with a ratio: weights that sum to 0.9999999999999998 are 1
-    dwell: timedelta = timedelta(seconds=10)  # the least time at a level before a better one
-    warmup: timedelta = timedelta(seconds=5)  # from the first routable worker until the first level is taken
-    priority_tiers: tuple[str, ...] = TIERS  # of requests, best first; the last one is shed first
-    tier_default: str = TIER_DEFAULT  # of a request that names none
+    slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name; `*`: every other model
+    entries: tuple[float, float, float, float] = (
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+    )  # a ratio below entries[n] moves past level n
+    margin: float = 0.05  # a level is left only when the ratio exceeds its entry by this
+    exit_at_provisioned: bool = (
+        True  # leave a level also at the ratio of all provisioned workers, if that is lower
+    )
+    tolerance: float = (
+        1e-9  # tolerance of ratio comparisons: weights that sum to 0.9999999999999998 count as 1
+    )
+    dwell: timedelta = timedelta(seconds=10)  # minimum time at a level before a milder one
+    warmup: timedelta = timedelta(seconds=5)  # from the first routable worker to the first level
+    priority_tiers: tuple[str, ...] = TIERS  # request tiers, best first; the last is shed first
+    tier_default: str = TIER_DEFAULT  # tier of a request that names none
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         at_least(0, margin=self.margin, dwell=self.dwell, warmup=self.warmup, tolerance=self.tolerance)
         falls = all(high > low for high, low in pairwise((*self.entries, 0.0)))
-        demand(falls, f"entries are {self.entries}: they must fall from level to level, and stay above 0")
+        demand(falls, f"entries are {self.entries}: each must be lower than the one before, and above 0")
         tiers = self.priority_tiers
         several = len(tiers) > 1 and len(set(tiers)) == len(tiers)
-        demand(several, f"priority_tiers are {tiers}: two different ones at least are wanted, the best first")
+        demand(several, f"priority_tiers are {tiers}: at least two distinct tiers are required, best first")
         odd = [tier for tier in tiers if not _TIER.fullmatch(tier)]
         demand(
             not odd,
-            f"priority_tiers has {odd}: small letters, digits, - and _ are wanted, 40 of them at most",
+            f"priority_tiers has {odd}: a tier name has at most 40 characters: lower-case letters, digits, - and _",
         )
         known = self.tier_default in tiers
-        demand(known, f"tier_default is {self.tier_default!r}, which is none of the priority_tiers {tiers}")
+        demand(
+            known, f"tier_default is {self.tier_default!r}, which is not one of the priority_tiers {tiers}"
+        )
 
     @property
     def tiers(self) -> Tiers:
@@ -80,27 +90,27 @@ class DegradationPolicy:
         return Tiers(self.priority_tiers, self.tier_default)
 
     def slo(self, model: str) -> Slo | None:
-        """Return what this model has promised; None: nothing."""
+        """Return this model's SLO; None if it has none."""
         return self.slos.get(model) or self.slos.get(ANY_MODEL)
 
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """One model's degradation."""
+    """The degradation state of one model."""
 
     model: str
     level: int = 0
     knobs: Knobs = field(default_factory=Knobs)
-    ratio: float | None = None  # capacity / SLO throughput, when it was last decided
+    ratio: float | None = None  # capacity / SLO throughput, at the last change of level
     capacity_rps: float | None = None
-    since: datetime | None = None  # when the level was taken, by the deciding controller's clock
-    served_since: datetime | None = None  # when a worker of this model was routable for the first time
-    incident: str = ""  # under which the level was taken
-    cause: str = ""  # id of the fact that changed the capacity last
+    since: datetime | None = None  # when the level was set, by the deciding controller's clock
+    served_since: datetime | None = None  # when a worker of this model first became routable
+    incident: str = ""  # under which the level was set
+    cause: str = ""  # id of the fact that last changed the capacity
 
 
 def knobs_of(level: int, tiers: Sequence[str] = TIERS) -> Knobs:
-    """Return all four knobs of a level (the seed's table, each level complete)."""
+    """Return all four knobs of a level, as in the table above."""
     shed = tiers[-1]
     match level:
         case 0:
@@ -150,8 +160,8 @@ def decide(
 ) -> Iterator[Decision]:
     """Yield the change of level that is due, if any.
 
-    `workers`: the profile of each of the model's workers, and the share of it that the worker could carry. `provisioned`: the
-    same of those that should serve, at full weight; read only where a level could be left.
+    `workers`: the profile of each of the model's workers, with the share of it that the worker could carry. `provisioned`: the
+    same for the workers that should serve, at full weight; used only when a level could be left.
     """
     slo = policy.slo(state.model)
     throughput = slo.slo_throughput_rps if slo is not None else None
@@ -182,7 +192,7 @@ def decide(
 
 
 def due_at(policy: DegradationPolicy, state: Degradation) -> datetime | None:
-    """Return when time alone makes something due: the warm-up is over, or the dwell."""
+    """Return when a transition becomes due by time alone: the end of the warm-up or of the dwell."""
     if state.since is not None:
         return state.since + policy.dwell
     return None if state.served_since is None else state.served_since + policy.warmup
@@ -195,10 +205,10 @@ def _exits(
     throughput: float,
     provisioned: Sequence[tuple[Profile, float]],
 ) -> Sequence[float]:
-    """Return, by milder level, the least ratio at which the present level is left for it.
+    """Return, for each milder level, the lowest ratio at which the present level is left for it.
 
-    It is the entry and a margin, but no more than all provisioned workers reach: a model provisioned at 102 % of its
-    objective would otherwise stay degraded after its first loss. It is never below the entry.
+    It is the entry plus the margin, but not above what all provisioned workers reach, and never below the entry. Otherwise a
+    model provisioned at 102 % of its SLO would stay degraded after its first loss.
     """
     exits = [entry + policy.margin for entry in policy.entries[: state.level]]
     if not exits or not policy.exit_at_provisioned:
@@ -211,7 +221,7 @@ def _exits(
 def _target(
     policy: DegradationPolicy, state: Degradation, ratios: Sequence[float], exits: Sequence[float]
 ) -> int:
-    """Return the mildest level that can be held; one milder than the present level must reach its exit."""
+    """Return the mildest level that can be held. A level milder than the present one must reach its exit ratio."""
     for level, entry in enumerate(policy.entries):
         if ratios[level] >= (exits[level] if level < state.level else entry) - policy.tolerance:
             return level

@@ -1,11 +1,11 @@
-"""The drain: is this worker on its way out, and until when may what it runs go on?
+"""The drain of one worker: from the request until its streams have finished or the deadline passes.
 
     ─ ─ ▶ idle ── wanted ──▶ draining until `deadline` ──▶ over (empty, deadline, left, resumed)
 
-Wanted by an operator (DrainRequested), by the worker itself (ShutdownBegan), or by health, which has given it up
-(HealthChanged to DRAINING). An operator's worker that is empty stays so, drained, until it is resumed or leaves; to wish
-for its drain again changes nothing. The controller waits a margin longer than it tells the worker, so that a worker that ends
-its last streams exactly at the deadline still reports empty in time.
+Requested by an operator (DrainRequested), by the worker itself (ShutdownBegan), or by health, which has given the worker up
+(HealthChanged to DRAINING). A worker that an operator has drained empty stays drained until it is resumed or leaves;
+another drain request changes nothing. The controller waits a margin longer than the deadline it gives the worker. A worker
+that ends its last streams exactly at the deadline can still report that it is empty.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,8 @@ from events.fact import Decision, Fact
 from events.frozen import replace
 from events.observations import DrainFinished, DrainRequested, ResumeRequested, ShutdownBegan, WorkerLeft
 
-GONE = (
-    "silent"  # the reason of a HealthChanged for a worker that is not there any more: its drain ends at once
-)
-DEADLINE_S_MAX = 86_400.0  # a longer wish is cut to a day: a deadline must come
+GONE = "silent"  # the reason of a HealthChanged for a worker that has disappeared: its drain ends at once
+DEADLINE_S_MAX = 86_400.0  # a longer requested deadline is cut to one day
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +30,8 @@ class DrainPolicy:
     The default is the orchestrator's usual 60 s grace less the time to stop and a margin (N24).
     """
 
-    wait: timedelta = timedelta(seconds=45)  # that a worker has to finish, where nobody says
-    margin: timedelta = timedelta(seconds=5)  # that the controller waits beyond that
+    wait: timedelta = timedelta(seconds=45)  # time a worker has to finish when the request names no deadline
+    margin: timedelta = timedelta(seconds=5)  # time the controller waits beyond that
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -42,17 +40,17 @@ class DrainPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """One worker's drain."""
+    """The drain state of one worker."""
 
     worker: str
     instance: str
-    wanted: str = ""  # why, until the drain has started
-    wanted_s: float | None = None  # the deadline that was asked for
-    deadline: datetime | None = None  # set while the drain runs: what the worker was told
+    wanted: str = ""  # reason of a requested drain, until it starts
+    wanted_s: float | None = None  # requested deadline, in seconds
+    deadline: datetime | None = None  # set while the drain runs: the deadline given to the worker
     reason: str = ""
     empty: bool = False
-    done: bool = False  # it drained empty, and nobody has resumed it since
-    gone: bool = False  # health has given it up as silent
+    done: bool = False  # it drained empty and has not been resumed since
+    gone: bool = False  # health gave it up as silent
     left: bool = False
     resumed: bool = False
     cause: str = ""
@@ -67,9 +65,9 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
     """Absorb one fact about this worker and instance."""
     match fact:
         case DrainRequested():
-            return _want(state, "operator", fact.deadline_s, cause)
+            return _request(state, "operator", fact.deadline_s, cause)
         case ShutdownBegan():
-            return _want(state, f"shutdown: {fact.mode}", fact.grace_s, cause)
+            return _request(state, f"shutdown: {fact.mode}", fact.grace_s, cause)
         case HealthChanged(after=HealthStatus.DRAINING):
             return _given_up(state, fact.reason, cause)
         case HealthChanged(after=HealthStatus.DEAD):
@@ -89,7 +87,7 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
 
 
 def _started(state: Drain, fact: DrainStarted) -> Drain:
-    """Begin the drain that was wanted. A worker that is empty or gone already stays so: that ends it at once."""
+    """Start the requested drain. A worker that is already empty or gone stays so, which ends the drain at once."""
     return replace(
         state,
         wanted="",
@@ -103,7 +101,7 @@ def _started(state: Drain, fact: DrainStarted) -> Drain:
 
 
 def _ended(state: Drain, fact: DrainEnded) -> Drain:
-    """Forget the drain but for whether it is done. What is wanted by now is the next one."""
+    """Reset the drain, keeping whether it is done. A request that arrived meanwhile starts the next one."""
     return replace(
         state,
         deadline=None,
@@ -116,22 +114,22 @@ def _ended(state: Drain, fact: DrainEnded) -> Drain:
     )
 
 
-def _want(state: Drain, reason: str, deadline_s: float | None, cause: str) -> Drain:
+def _request(state: Drain, reason: str, deadline_s: float | None, cause: str) -> Drain:
     if state.left or state.done or (state.active and not state.resumed):
         return state
     return replace(state, wanted=reason, wanted_s=deadline_s, empty=False, cause=cause)
 
 
 def _given_up(state: Drain, reason: str, cause: str) -> Drain:
-    """Follow health into a drain, or in one that goes on already, learn that nobody is there any more."""
+    """Start a drain because health gave the worker up, or note in a running drain whether the worker is gone."""
     state = replace(state, gone=reason == GONE)
     if state.active or state.wanted:
         return state
-    return replace(_want(replace(state, done=False), reason, None, cause), empty=state.done)
+    return replace(_request(replace(state, done=False), reason, None, cause), empty=state.done)
 
 
 def decide(policy: DrainPolicy, state: Drain, now: datetime) -> tuple[Decision, ...]:
-    """Say what is due now: at most one decision."""
+    """Return the decision that is due now: at most one."""
     if state.deadline is None:
         if not state.wanted or state.left:
             return ()
@@ -154,7 +152,7 @@ def decide(policy: DrainPolicy, state: Drain, now: datetime) -> tuple[Decision, 
 
 
 def due_at(policy: DrainPolicy, state: Drain) -> datetime | None:
-    """Return when time alone makes something due."""
+    """Return when a transition becomes due by time alone."""
     return None if state.deadline is None else state.deadline + policy.margin
 
 

@@ -1,13 +1,13 @@
-"""The fleet: every machine wired together. What the shell needs of the deciders is here.
+"""The fleet: wires all machines together, and is the deciders' interface to the runtime.
 
-    fold.py           Fleet, evolve     what one recorded fact makes of the fleet
-    settle.py         settle, Asking    what is due now, stratum by stratum; and for whom asks often
+    fold.py           Fleet, evolve     what one recorded fact changes in the fleet
+    settle.py         settle, Asking    which decisions are due now, stratum by stratum; cached for frequent callers
     shares.py         Shares            what each worker carries of its model's capacity
     worker.py         Worker            one worker: its machines, its weight
-    policy.py         FleetPolicy       everything that can be set
+    policy.py         FleetPolicy       all settings
 
-Only these know the machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting, spares); the
-machines do not know one another.
+Only these modules know the machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting,
+spares). The machines do not know one another.
 """
 
 from controller.deciders.awaiting import AwaitedWorker

@@ -1,8 +1,8 @@
-"""The fold of the whole journal: what one recorded fact makes of the fleet.
+"""The fold of the whole journal: applies one recorded fact to the fleet.
 
-What a reader would get wrong: a worker is its present life. A fact about another instance falls through, and a new
-instance starts afresh but for what convicts hardware or weights (`health.rejoin`) and its open incident. An operator's wish
-that came onto the stream after its deadline falls through as well: he was told that it failed.
+A worker is its present life: a fact about another instance is ignored. A new instance starts from scratch, except for what
+convicts hardware or weights (`health.rejoin`) and its open incident. An operator command that reached the stream after its
+deadline is ignored too, because the operator was told that it failed.
 """
 
 from collections.abc import Mapping
@@ -68,35 +68,37 @@ from events.versions import stated_kinds
 
 Key = tuple[str, str]  # canary key, canary id
 T = TypeVar("T")
-CLAIMS_SINCE = 6  # the decider version from which impossible registrations are refused
-# Named once: a union that is written into the test of every fact is made anew for every fact.
+CLAIMS_SINCE = 6  # the decider version from which impossible registrations are rejected
+# Named once: a union inside an isinstance check is rebuilt at every call.
 GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed
 GoldenFact: TypeAlias = GoldenSeen | CanaryFailed | GoldenAgreed | GoldenRetired
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Everything that is known. Frozen: a new one shares what did not change with the old."""
+    """The known state of the fleet. Frozen: a new value shares what did not change with the old one."""
 
     workers: Mapping[str, Worker] = field(default_factory=dict)  # by worker id; the present life only
-    awaited: Mapping[str, AwaitedWorker] = field(default_factory=dict)  # by worker id: whose next life waits
+    awaited: Mapping[str, AwaitedWorker] = field(
+        default_factory=dict
+    )  # by worker id: workers with a next life that waits to join
     departed: Mapping[str, Worker] = field(
         default_factory=dict
-    )  # forgotten by all but who may meet them again
+    )  # forgotten workers, kept in case they return
     goldens: Mapping[Key, Golden] = field(default_factory=dict)
     models: Mapping[str, Degradation] = field(default_factory=dict)  # by model name
-    incidents: Mapping[str, Incident] = field(default_factory=dict)  # the open ones, by id, oldest first
+    incidents: Mapping[str, Incident] = field(default_factory=dict)  # open incidents by id, oldest first
     thresholds: Mapping[str, BusyThresholds] = field(
         default_factory=dict
-    )  # by model: from where on workers are busy
+    )  # by model: the load at which workers count as busy
     number: int = 0  # of the last decision
-    policy: Mapping[str, Any] | None = None  # as the last leader adopted it: plain JSON values
+    policy: Mapping[str, Any] | None = None  # as adopted by the last leader; plain JSON values
     deciders_version: int = 0
-    kinds: frozenset[str] = frozenset()  # beyond those of 0.2.0: which may be written
+    kinds: frozenset[str] = frozenset()  # event kinds that may be written, beyond those of 0.2.0
 
     @property
     def waiting(self) -> tuple[AwaitedWorker, ...]:
-        """Who is awaited, by name: of no life of them anything lives."""
+        """The awaited workers without a live instance, sorted by name."""
         return tuple(
             self.awaited[name]
             for name in sorted(self.awaited)
@@ -104,19 +106,19 @@ class Fleet:
         )
 
     def remembered(self, name: str) -> Worker | None:
-        """Return a worker of the fleet, or one that was."""
+        """Return a worker of the fleet, or a forgotten one."""
         return self.workers.get(name) or self.departed.get(name)
 
 
 def changed_since(before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> list[str]:
-    """Return who is another than before: each is frozen, so that the same object is the same worker."""
-    if len(before) == len(workers) and all(map(is_, before, workers)):  # as a rule, and five times as fast
+    """Return the workers that changed. Workers are frozen, so the same object is an unchanged worker."""
+    if len(before) == len(workers) and all(map(is_, before, workers)):  # the usual case, five times as fast
         return list(compress(workers, map(is_not, workers.values(), before.values())))
     return [name for name, worker in workers.items() if before.get(name) is not worker]
 
 
 def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
-    """Absorb one recorded fact. Never fails: what is unknown, or about another life, falls through."""
+    """Absorb one recorded fact. Never fails: facts that are unknown or about another life are ignored."""
     fact = recorded.fact
     if isinstance(fact, Decision):
         if isinstance(fact, WorkerDecision):
@@ -132,7 +134,7 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
         worker = fleet.workers.get(fact.worker)
         if worker is not None and worker.joined.instance == fact.instance:
             return _observed(fleet, worker, fact, recorded)
-        if isinstance(fact, GoldenProposed) and fact.configured:  # from the settings: no worker has said it
+        if isinstance(fact, GoldenProposed) and fact.configured:  # from the settings, not from a worker
             return _golden(fleet, fact, recorded.id)
     if isinstance(fact, IntrusionRefused):
         return _intruded(fleet, fact, recorded.id)
@@ -163,18 +165,20 @@ def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
 
 
 def voters(fleet: Fleet, canary_key: str, canary: str) -> Mapping[str, Voter]:
-    """Return the live workers of a canary key, as voters on the golden of one canary."""
+    """Return the live workers of a canary key as voters on the golden of one canary."""
     found = {}
     for name, worker in fleet.workers.items():
         if worker.joined.canary_key == canary_key and worker.alive:
-            heard = canary in worker.passes or worker.joined.dp > 1  # of several ranks no pass is remembered
+            heard = (
+                canary in worker.passes or worker.joined.dp > 1
+            )  # passes are not remembered with several ranks
             confirms = heard and not worker.health.joining and not worker.health.convicted
             found[name] = Voter(worker.joined.instance, worker.place, worker.joined.account or name, confirms)
     return found
 
 
 def _requested(fleet: Fleet, fact: GoldenRequested, recorded: Recorded) -> Fleet:
-    """Take what an operator wants of goldens."""
+    """Apply an operator's request about goldens."""
     if fact.late(recorded.at):
         return fleet
     goldens = dict(fleet.goldens)
@@ -188,7 +192,7 @@ def _requested(fleet: Fleet, fact: GoldenRequested, recorded: Recorded) -> Fleet
 
 
 def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
-    """Lift what workers' own provisional golden said of them, where they agreed on another answer since."""
+    """Withdraw what a provisional golden did to its voters, if they have since agreed on another answer."""
     votes = before.votes if before is not None else ()
     for name in (vote.worker for vote in votes if vote.revised and vote.worker in fact.by):
         worker = fleet.workers.get(name)
@@ -198,7 +202,7 @@ def _revised(fleet: Fleet, fact: GoldenAgreed, before: Golden | None) -> Fleet:
 
 
 def _outvoted(fleet: Fleet, fact: GoldenRetired) -> Fleet:
-    """Lift what an outvoted golden said of workers."""
+    """Withdraw what an outvoted golden did to workers."""
     if not fact.outvoted_by:
         return fleet
     workers = dict(fleet.workers)
@@ -216,7 +220,7 @@ def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
 
 
 def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
-    """Take what a fact says of workers that are awaited, and the time that has passed."""
+    """Update the awaited workers by one fact and by the time that has passed."""
     waiting = awaiting.over(fleet.awaited, at)
     if isinstance(fact, WorkerAwaited):
         known = fleet.remembered(fact.worker)
@@ -231,9 +235,9 @@ def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
 
 
 def refuses(fleet: Fleet, fact: WorkerJoined) -> str:
-    """Return the impossible value for which a registration is refused; empty if it is accepted.
+    """Return the impossible value for which a registration is rejected; empty if it is accepted.
 
-    A journal that an older decider version leads is folded as that version did.
+    A journal led by an older decider version is folded as that version did.
     """
     return "" if 0 < fleet.deciders_version < CLAIMS_SINCE else impossible(fact)
 
@@ -251,17 +255,17 @@ def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
         fleet = replace(fleet, departed=_without(fleet.departed, name))
     if fact.model not in fleet.models:
         fleet = replace(fleet, models={**fleet.models, fact.model: Degradation(fact.model)})
-    if previous is None:  # it has not voted on any golden: nobody's doubt can have changed
+    if previous is None:  # it has not voted on any golden, so no dispute can have changed
         return fleet
     return _at_odds(fleet, {fact.canary_key, previous.joined.canary_key}, cause)
 
 
 def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: Recorded) -> Fleet:
-    """Absorb what the world says about a worker's present life."""
+    """Absorb an observation about a worker's present life."""
     if isinstance(fact, Commanded) and fact.late(recorded.at):
         return fleet
-    said: Fact = _only_of_its_own(fleet, worker, fact) if isinstance(fact, CanaryFailed) else fact
-    moved = one.evolve(worker, said, recorded, recorded.id)
+    observed: Fact = _only_of_its_own(fleet, worker, fact) if isinstance(fact, CanaryFailed) else fact
+    moved = one.evolve(worker, observed, recorded, recorded.id)
     if moved is not worker:
         fleet = _with_worker(fleet, moved)
     if isinstance(fact, GoldenSeen) or (isinstance(fact, CanaryFailed) and fact.whole):
@@ -272,7 +276,7 @@ def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: R
 
 
 def _intruded(fleet: Fleet, fact: IntrusionRefused, cause: str) -> Fleet:
-    """Remember of the life that tried it what is to eject it."""
+    """Record an intrusion attempt that ejects the instance that made it."""
     worker = fleet.workers.get(fact.worker) if fact.eject else None
     if worker is None or worker.joined.instance != fact.instance:
         return fleet
@@ -280,7 +284,7 @@ def _intruded(fleet: Fleet, fact: IntrusionRefused, cause: str) -> Fleet:
 
 
 def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str) -> Fleet:
-    """An operator takes a worker for well that was convicted: what only this worker has said may have been wrong."""
+    """Restart the provisional goldens of a convicted worker that an operator resumes: its own answers may have been wrong."""
     goldens = dict(fleet.goldens)
     for key, state in fleet.goldens.items():
         own = state.proposed_by == worker.joined.worker and key[0] == worker.joined.canary_key
@@ -290,7 +294,7 @@ def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str)
 
 
 def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> CanaryFailed:
-    """Let a provisional golden convict only the worker that it came from, and an outvoted one none."""
+    """Let a provisional golden convict only the worker that proposed it, and an outvoted golden no worker."""
     if fact.golden == "agreed":
         known = fleet.goldens.get((fact.canary_key, fact.golden_canary))
         outvoted = known is not None and fact.sent_under < known.moves.outvoted_by
@@ -307,7 +311,7 @@ def _without(known: Mapping[str, T], name: str) -> Mapping[str, T]:
 
 
 def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
-    """Let go of a worker, and of its model with the last one."""
+    """Forget a worker, and its model if it was the last worker of it."""
     name, model = worker.joined.worker, worker.joined.model
     workers, models = _without(fleet.workers, name), fleet.models
     departed = forgetting.remember(fleet.departed, worker)
@@ -318,7 +322,7 @@ def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
 
 
 def _placed(fleet: Fleet, worker: Worker, fact: SpareActivated | SpareReleased) -> Fleet:
-    """Give a spare the place of another worker, or that one its place again."""
+    """Give a spare another worker's place, or return the place."""
     name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
     other = fleet.remembered(name)
     if isinstance(fact, SpareActivated):
@@ -359,7 +363,7 @@ def _golden(fleet: Fleet, fact: GoldenFact, cause: str) -> Fleet:
 
 
 def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
-    """Tell the workers of these canary keys over which canaries they are at odds with one another."""
+    """Update, for the workers of these canary keys, the canaries on which they disagree with one another."""
     goldens = [state for (canary_key, _), state in fleet.goldens.items() if canary_key in canary_keys]
     if not goldens:
         return fleet
@@ -374,8 +378,8 @@ def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
         worker = fleet.workers[name]
         canaries = tuple(sorted(disputed.get(name, ())))
         if worker.joined.canary_key in canary_keys and worker.health.disputed != canaries:
-            told = health.at_odds(worker.health, canaries, cause)
-            fleet = _with_worker(fleet, replace(worker, health=told))
+            marked = health.at_odds(worker.health, canaries, cause)
+            fleet = _with_worker(fleet, replace(worker, health=marked))
     return fleet
 
 

@@ -1,10 +1,10 @@
-"""When is a worker that has left for good no part of the fleet any more?
+"""Removal of dead workers from the fleet.
 
-    DEAD ── for `forget_after`, its incident over, nobody awaited in its place ──▶ forgotten
+    DEAD ── for `forget_after`, its incident closed, no next life awaited ──▶ forgotten
 
-What a reader would get wrong: forgotten is what the fleet shows, not all that it knows (`Fleet.departed`). What convicts
-hardware or weights outlives a life: who joins later under the same name may have the same bad device. And a process that was
-cut off for long may come back and believe that it serves: it must still be told that it is dead.
+A forgotten worker leaves what the fleet shows, but `Fleet.departed` still remembers it. Evidence against hardware or
+weights outlives a life: a worker that later joins under the same name may have the same bad device. And a process that was
+cut off for a long time may reconnect and believe that it serves; it must still be told that it is dead.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from controller.deciders.worker import LONG_AGO, Worker
 from events.decisions import WorkerForgotten
 from events.fact import Decision
 
-DEPARTED_MAX = 1000  # remembered; beyond, the first that left is not, of those that nothing stands against
+DEPARTED_MAX = 1000  # remembered workers; beyond that the oldest without evidence against it is dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgettingPolicy:
-    """How long a dead worker is shown."""
+    """How long a dead worker stays visible."""
 
-    forget_after: timedelta | None = timedelta(minutes=10)  # None: for ever
+    forget_after: timedelta | None = timedelta(minutes=10)  # from death to removal; None: never
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class ForgettingPolicy:
 
 
 def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetime) -> tuple[Decision, ...]:
-    """Say whether a worker is to be forgotten. `awaited`: its next life is there, and cannot join yet."""
+    """Return the decision to forget a worker, if due. `awaited`: its next life waits to join."""
     due = due_at(policy, worker)
     if due is None or now < due or awaited or worker.incident:
         return ()
@@ -43,14 +43,14 @@ def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetim
 
 
 def due_at(policy: ForgettingPolicy, worker: Worker) -> datetime | None:
-    """Return from when on time has passed enough."""
+    """Return when the worker may be forgotten, as far as time decides; None if it lives or is never forgotten."""
     if worker.alive or policy.forget_after is None:
         return None
     return (worker.health.dead_since or LONG_AGO) + policy.forget_after
 
 
 def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Worker]:
-    """Keep a forgotten worker among those that are remembered."""
+    """Add a forgotten worker to those that are remembered."""
     known = {**departed, worker.joined.worker: worker}
     if len(known) > DEPARTED_MAX:
         del known[next((name for name, one in known.items() if not _stained(one)), next(iter(known)))]
@@ -58,6 +58,6 @@ def remember(departed: Mapping[str, Worker], worker: Worker) -> Mapping[str, Wor
 
 
 def _stained(worker: Worker) -> bool:
-    """Return whether anything stands against a worker, or what it has said, that its next life would inherit."""
+    """Return whether there is evidence against a worker, or its answers, that its next life would inherit."""
     inherited = [one for one in worker.health.convictions if one not in (SILENT, ENGINE)]
     return bool(inherited or worker.convictions)

@@ -1,33 +1,34 @@
-"""The golden answers: what is the right answer to a canary, and who says so?
+"""The golden answer to one canary, and the votes of the workers that establish it.
 
     (none) ── proposed ──▶ provisional ── a second worker agrees ──▶ agreed
        │                        │                                      ▲
        │                        └── disputed ──▶ retired ── two agree ─┤
-       │                                          └── nobody's vote left: the next answer is provisional again
+       │                                          └── no votes left: the next answer is provisional again
        │                                                              │
        │       agreed ── outvoted ──▶ retired, and the answer that outvoted it
        └── configured ──▶ agreed ── more workers contradict it, all alike, than confirm it ──▶ retired, for good
 
-A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. A provisional one
-convicts only the worker that it came from, a retired one nobody, an agreed one everybody. Votes are kept per worker
-and survive a dispute, so that the next worker's answer decides between the two; a worker has one vote, its latest.
+A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. A provisional golden
+convicts only the worker that proposed it, an agreed one convicts any worker, a retired one none. Votes are kept per worker
+and survive a dispute, so that the next worker's answer decides between the two. A worker has one vote, its latest.
 
-A provisional golden convicts every life of the worker that it came from, also one that is well where the first was
-not: nobody else has said which of the two is wrong. An operator who resumes the convicted worker has: what only this
-worker had said is disputed then, and its next answer begins anew.
+A provisional golden convicts every life of the worker that proposed it, even a healthy life after a faulty one: no other
+worker has shown which of the two is wrong. An operator settles it by resuming the convicted worker: the worker's own
+answer is then disputed, and its next answer starts over.
 
-A configured answer has its way, but for one case: a typing error in it would convict the whole fleet. As long as no worker has
-confirmed it, one that contradicts it disputes it, and when enough of them say the same, it is retired and nobody is in doubt.
+A configured answer counts without votes, with one exception: a typing error in it would convict the whole fleet. Until a
+worker has confirmed it, a contradicting worker disputes it. When enough workers give the same other answer, the configured
+one is retired and no worker is in doubt.
 
-An agreed golden is outvoted when live workers that contradict it alike are more voices than those that confirm it
-(`votes.quorum`): new weights under the same name, on one server after another. Their answer is agreed instead, and the
-golden that fell convicts them no more. A worker that gives a third answer is convicted by the new golden as well.
+An agreed golden is outvoted when the live workers that contradict it alike have more voices than those that confirm it
+(`votes.quorum`). This happens with new weights under the same name, on one server after another. Their answer is agreed
+instead, and the old golden no longer convicts them. A worker that gives a third answer is convicted by the new golden too.
 
-An operator can approve an answer, retire a golden, or have one recorded anew (`GoldenRequested`). An approved golden can be
-outvoted like any other.
+An operator can approve an answer, retire a golden, or have one recorded again (`GoldenRequested`). An approved golden can
+be outvoted like any other.
 
-What a reader would get wrong: who is at odds is read off the votes of those who live, not remembered. When the other
-side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
+Which workers disagree is computed from the votes of live workers, not stored. When the other side of a dispute dies, the
+survivor is no longer in doubt, because no live worker contradicts it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -55,17 +56,19 @@ from events.observations import (
 )
 
 CONFIGURED = "configured"
-VOTES_MAX = 64  # kept per golden; the oldest goes first
+VOTES_MAX = 64  # kept per golden; the oldest is dropped first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenPolicy:
-    """How many different workers must give the same answer before it convicts others."""
+    """How goldens are agreed, outvoted and held back."""
 
-    voters_min: int = 2  # workers that must give the same answer before it convicts others
-    outvote: bool = True  # whether equal contradictions of more hosts than confirm an agreed golden retire it
-    tie_margin: float = 0.1  # logprob lead up to which answers that part there are votes for the same one
-    hold_new_lineage: bool = True  # whether a worker of a new lineage serves only once its goldens are agreed
+    voters_min: int = 2  # number of workers that must give the same answer before it convicts others
+    outvote: bool = True  # retire an agreed golden when more hosts contradict it alike than confirm it
+    tie_margin: float = 0.1  # logprob lead up to which answers that diverge there count as the same answer
+    hold_new_lineage: bool = (
+        True  # keep a worker of a new lineage out of service until its goldens are agreed
+    )
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -88,12 +91,14 @@ class Golden:
     proposed_by: str = ""  # worker
     proposed_instance: str = ""
     configured: bool = False
-    asked: int = 0  # tokens that were asked for; 0: as many as the answer has
+    asked: int = 0  # tokens requested; 0: as many as the answer has
     votes: tuple[Vote, ...] = ()
-    contradictions: tuple[Vote, ...] = ()  # whole answers that differ from it, while it is agreed
-    by: tuple[str, ...] = ()  # who agreed
-    dissent: tuple[str, ...] = ()  # who answered otherwise when it was agreed, and has not passed it since
-    disputed_by: str = ""  # worker, until a decision has answered
+    contradictions: tuple[Vote, ...] = ()  # complete answers that differ from it while it is agreed
+    by: tuple[str, ...] = ()  # workers that agreed
+    dissent: tuple[
+        str, ...
+    ] = ()  # workers that answered otherwise when it was agreed and have not passed since
+    disputed_by: str = ""  # the disputing worker, until a decision has reacted
     moved_by: int = 0  # number of the last decision about it
     moves: GoldenMoves = field(default_factory=GoldenMoves)
     cause: str = ""
@@ -105,7 +110,7 @@ class Golden:
 
 
 def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
-    """Absorb one fact about this canary under this key; None where nobody has answered yet."""
+    """Absorb one fact about this canary under this key; None while there is no answer yet."""
     match fact:
         case GoldenProposed():
             return _proposed(state, fact, cause)
@@ -132,13 +137,13 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
 
 
 def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golden | None:
-    """Take an operator's request, as far as there is something to do. Of `answers` only this canary's is given."""
+    """Absorb an operator's request if it changes anything. Only this canary's entry of `answers` is passed."""
     if fact.act == "approve" and fact.answers:
         answer = fact.answers[0]
-        wish = OperatorWish("approve", fact.by, answer=answer)
-        vote = Vote(wish.operator, "", answer.tokens, answer.top_k, cause)
+        request = OperatorWish("approve", fact.by, answer=answer)
+        vote = Vote(request.operator, "", answer.tokens, answer.top_k, cause)
         known = state or Golden(fact.canary_key, answer.canary, status="retired", prompt=answer.prompt)
-        return _unless_agreed(known, replace(wish, vote=vote), cause)
+        return _unless_agreed(known, replace(request, vote=vote), cause)
     if state is None:
         return None
     if fact.act == "record":
@@ -154,13 +159,13 @@ def _requested(state: Golden | None, fact: GoldenRequested, cause: str) -> Golde
 
 
 def last_answer(state: Golden, worker: str, instance: str) -> Vote | None:
-    """Return what a worker's present life answered last; None: nothing that is known whole."""
+    """Return the last answer of a worker's present life; None if no complete one is known."""
     known = (*state.contradictions, *state.votes)
     return next((vote for vote in known if (vote.worker, vote.instance) == (worker, instance)), None)
 
 
 def _unless_agreed(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
-    """Take a wish to approve an answer, unless that very answer is agreed."""
+    """Record a request to approve an answer, unless that very answer is agreed."""
     vote, asked = wanted.vote, wanted.answer
     same = vote is None or agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance)
     if state.status == "agreed" and same and (asked is None or asked.prompt == state.prompt):
@@ -173,7 +178,7 @@ def _wanted(state: Golden, wanted: OperatorWish, cause: str) -> Golden:
 
 
 def _approved(state: Golden) -> Golden:
-    """Return a golden with the answer, and perhaps the question, that an operator approves."""
+    """Return a golden with the answer, and possibly the prompt, that an operator approves."""
     wanted = state.moves.wanted
     if wanted is None or wanted.act != "approve":
         return state
@@ -185,9 +190,11 @@ def _approved(state: Golden) -> Golden:
 
 
 def _contradicted(state: Golden, fact: CanaryFailed, cause: str) -> Golden:
-    """Note a whole answer that differs from an agreed golden, once. It counts when enough workers contradict it alike.
+    """Record a complete answer that differs from an agreed golden, once per worker. Enough alike answers outvote the golden.
 
-    So does a worker's answer that differs from its own provisional golden, as soon as another worker disputes that."""
+    A worker's answer that differs from its own provisional golden is recorded too. It counts as soon as another worker
+    disputes that golden.
+    """
     open_ = state.status == "agreed" or (state.status == "provisional" and fact.worker == state.proposed_by)
     if not open_ or not fact.whole or fact.sent_under < state.moved_by:
         return state
@@ -204,7 +211,7 @@ def _contradicted(state: Golden, fact: CanaryFailed, cause: str) -> Golden:
 
 
 def _reconciled(state: Golden, fact: CanaryPassed | CanarySlow) -> Golden:
-    """Drop a worker's contradiction: it has given the agreed answer since."""
+    """Drop a worker's contradiction, because it has since given the agreed answer."""
     if not state.contradictions or fact.sent_under < state.moved_by:
         return state
     left = tuple(vote for vote in state.contradictions if vote.worker != fact.worker)
@@ -212,7 +219,7 @@ def _reconciled(state: Golden, fact: CanaryPassed | CanarySlow) -> Golden:
 
 
 def _retired(state: Golden, fact: GoldenRetired) -> Golden:
-    """Take a retirement. Those that outvoted it keep their answers as votes: they are agreed on next."""
+    """Apply a retirement. The workers that outvoted the golden keep their answers as votes, which are agreed on next."""
     wanted = state.moves.wanted
     retired = replace(
         state,
@@ -238,15 +245,17 @@ def _retired(state: Golden, fact: GoldenRetired) -> Golden:
 
 
 def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a dispute's answer as a vote. Where it has a configured answer's very tokens, its logprobs are what is disputed:
-    then it is a vote for no tokens at all."""
+    """Return a disputing answer as a vote.
+
+    If its tokens equal the configured answer's, the logprobs are what is disputed, and the vote is for no tokens at all.
+    """
     return () if golden.configured and tokens == golden.tokens else tokens
 
 
 def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
-    """Take a pass as a vote for the golden answer, as long as nobody contradicts that.
+    """Count a pass as a vote for the golden answer, as long as that is undisputed.
 
-    A pass does not say which answer it was compared with: a new leader may hold another proposal than the fold.
+    A pass does not name the answer it was compared with: a new leader may hold another proposal than the fold.
     """
     if state.configured and state.status == "agreed":
         return _confirmed(state, fact, cause)
@@ -257,14 +266,14 @@ def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golde
         return state
     own = next((v for v in state.votes if v.worker == fact.worker and v.instance == fact.instance), None)
     if own is not None and (own.passed or (open_to_votes and own.tokens != state.tokens)):
-        return state  # it voted already; or it answered otherwise before it could know of this golden
+        return state  # it has already voted, or it answered otherwise before this golden existed
     vote = Vote(fact.worker, fact.instance, state.tokens, (), cause, passed=True)
     dissent = tuple(worker for worker in state.dissent if worker != fact.worker)
     return replace(state, votes=_cast(state.votes, vote), dissent=dissent, cause=cause)
 
 
 def _confirmed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
-    """Note that a worker has confirmed a configured answer. Two will do: from the first on nobody disputes it any more."""
+    """Record that a worker confirmed a configured answer. Two are enough; after the first it can no longer be disputed."""
     dissent = tuple(worker for worker in state.dissent if worker != fact.worker)
     known = [vote for vote in confirmations(state) if vote.worker != fact.worker]
     if len(known) > 1 and dissent == state.dissent:
@@ -276,30 +285,32 @@ def _confirmed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Go
 
 
 def confirmations(state: Golden) -> list[Vote]:
-    """Return the votes of workers that gave this very answer."""
+    """Return the votes of the workers that gave exactly this answer."""
     return [vote for vote in state.votes if vote.tokens == state.tokens and vote.worker != CONFIGURED]
 
 
 def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
-    """Take a vote in. An agreed golden is not voted on, but configuration always has its way."""
+    """Absorb a vote. An agreed golden is not voted on, but a configured answer always replaces it."""
     voter = CONFIGURED if fact.configured else fact.worker
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
     if state is None:
-        return _anew(Golden(fact.canary_key, fact.canary), fact, vote)
+        return _start_over(Golden(fact.canary_key, fact.canary), fact, vote)
     known = state.configured and state.tokens == fact.tokens
     if state.status == "agreed" and (known or not fact.configured):
         return state
     if state.status == "retired" and known:
-        return state  # saying it again makes it no truer
+        return state  # a retired configured answer is not revived by repeating it
     orphaned = state.status == "retired" and not state.votes
     if fact.configured or orphaned:
-        return _anew(state, fact, vote)
+        return _start_over(state, fact, vote)
     return replace(state, votes=_cast(state.votes, vote), disputed_by=_disputed_by(state, vote), cause=cause)
 
 
-def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
-    """Begin anew with this answer: provisional, agreed and disputed by nobody. All votes stay, but where it is configured: who
-    answered before has not been asked whether it is right."""
+def _start_over(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
+    """Start over with this answer: provisional, undisputed, not agreed.
+
+    All votes are kept, unless the answer is configured: earlier voters were not compared with it.
+    """
     return replace(
         state,
         status="provisional",
@@ -323,7 +334,7 @@ def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
 
 
 def _disputed_by(state: Golden, vote: Vote) -> str:
-    """Return who contradicts a provisional answer, this vote included."""
+    """Return the worker that contradicts a provisional answer, this vote included."""
     contradicts = state.status == "provisional" and vote.worker != state.proposed_by
     if contradicts and not agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance):
         return vote.worker
@@ -331,7 +342,7 @@ def _disputed_by(state: Golden, vote: Vote) -> str:
 
 
 def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
-    """Return the votes with this one as its worker's only one."""
+    """Return the votes with this one as the only vote of its worker."""
     return (*(v for v in votes if v.worker != vote.worker), vote)[-VOTES_MAX:]
 
 
@@ -341,13 +352,13 @@ def _of(votes: Iterable[Vote], by: Collection[str]) -> list[Vote]:
 
 
 def _tied(votes: Iterable[Vote], by: Collection[str]) -> tuple[str, ...]:
-    """Return the workers among those that agree which gave the answer with another token at a near tie."""
+    """Return the workers of `by` with an answer that differs from the golden only by another token at a near tie."""
     first, *others = _of(votes, by) or [Vote("", "", ())]
     return tuple(sorted(v.worker for v in others if parting(first.tokens, v.tokens) is not None))
 
 
 def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
-    """Take the answer of those who agreed as the golden one."""
+    """Make the answer of the workers that agreed the golden one."""
     votes = _of(state.votes, fact.by)
     agreed = replace(
         state,
@@ -377,30 +388,30 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
 
 
 def is_undisputed(state: Golden) -> bool:
-    """Say whether nobody can be in doubt over this golden, whoever lives."""
+    """Return whether no worker can be in doubt over this golden, whichever workers are alive."""
     return not state.dissent if state.status == "agreed" else state.configured or len(state.votes) < 2
 
 
 def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the workers in doubt over this golden; `lives` maps each living worker to its instance.
+    """Return the workers in doubt over this golden; `lives` maps each live worker to its instance.
 
-    While it is not agreed, that is everybody whose vote stands against another's; afterwards whoever dissented.
+    Until it is agreed, these are all workers with a vote that contradicts another's; afterwards, those that dissented.
     """
     votes = [vote for vote in state.votes if lives.get(vote.worker) == vote.instance]
     if state.status == "agreed":
         return tuple(vote.worker for vote in votes if vote.worker in state.dissent)
     if state.configured:
-        return ()  # it is the configuration that is in doubt
+        return ()  # the configuration is in doubt, not a worker
     return tuple(vote.worker for vote in votes) if len(camps(votes, state.tolerance)) > 1 else ()
 
 
 def no_voters() -> Mapping[str, Voter]:
-    """Return no voters: without them no agreed golden is outvoted."""
+    """Return no voters: without voters no agreed golden is outvoted."""
     return {}
 
 
 def may_be_outvoted(policy: GoldenPolicy, state: Golden) -> bool:
-    """Return whether enough workers contradict an agreed golden to count them."""
+    """Return whether enough workers contradict an agreed golden to start a count of voices."""
     return policy.outvote and state.status == "agreed" and len(state.contradictions) >= policy.voters_min
 
 
@@ -410,7 +421,7 @@ def decide(
     now: datetime,
     voters: Callable[[], Mapping[str, Voter]] = no_voters,
 ) -> Iterator[Decision]:
-    """Say whether this golden is agreed, or no longer counts. `voters`: the live workers of its key."""
+    """Yield the decisions that agree on or retire this golden. `voters`: the live workers of its key."""
     if state.moves.wanted is not None:
         yield from _as_wanted(state, state.moves.wanted, now)
         return
@@ -434,7 +445,7 @@ def decide(
 
 
 def _as_wanted(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[Decision]:
-    """Do what an operator wants. A golden that is replaced or retired convicts no worker any more."""
+    """Yield the decisions that an operator's request leads to. A golden that is replaced or retired convicts no worker."""
     vote = wanted.vote
     agree = vote or Vote("", "", state.tokens, state.top_k)
     voted = {one.worker for one in state.votes if agrees(agree, one, state.tolerance)} - {CONFIGURED}
@@ -450,7 +461,7 @@ def _as_wanted(state: Golden, wanted: OperatorWish, now: datetime) -> Iterator[D
 def _outvoted(
     state: Golden, against: tuple[str, ...], confirming: tuple[str, ...], now: datetime
 ) -> Iterator[Decision]:
-    """Retire a golden, and agree on the answer that outvoted it. A configured one is only retired."""
+    """Retire a golden and agree on the answer that outvoted it. A configured golden is only retired."""
     why = f"outvoted: {', '.join(against)} against {', '.join(confirming) or 'no worker'}"
     yield _retirement(state, why, now, against)
     if not state.configured:
@@ -482,7 +493,7 @@ def _retirement(
 
 
 def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
-    """Return the workers behind the answer that enough of them, and more than behind any other, have given."""
+    """Return the workers behind the leading answer, if they are enough and no other answer has as many; else none."""
     if state.configured:
         return (CONFIGURED,)
     found = camps(state.votes, state.tolerance, policy.tie_margin)
@@ -494,7 +505,7 @@ def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
 
 
 def _against(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
-    """Return the workers that contradict a configured answer alike, if they are enough, and more than confirm it."""
+    """Return the workers that contradict a configured answer alike, if they are enough and more than confirm it."""
     others = [vote for vote in state.votes if vote.worker != CONFIGURED and vote.tokens != state.tokens]
     largest = max(camps(others, 0.0, policy.tie_margin), key=len, default=[])
     if len(largest) < policy.voters_min or len(largest) <= len(confirmations(state)):

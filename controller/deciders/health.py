@@ -1,4 +1,4 @@
-"""A worker's health: what canaries, devices and silence say about one life (instance) of it.
+"""The health of one life (instance) of a worker, from canaries, devices, operators and silence.
 
 | from | on | to |
 |---|---|---|
@@ -22,17 +22,19 @@
 | any | WorkerLeft | DEAD |
 | DEAD | anything about this instance | DEAD |
 
-All other pairs change nothing. Whom the ejection budget keeps in service is not given up for failed trials.
+All other pairs change nothing. A worker that the ejection budget keeps in service is not given up for failed trials.
 
-What a reader would get wrong: a conviction of hardware or weights (corruption, a device fault) outlives the instance.
-It blocks every way back to HEALTHY until an operator resumes the worker, the device is reported recovered, or
-`good_to_acquit` good canaries came in a row: one lucky canary does not clear a corrupt worker. And a good canary is
-one with the right answer, however slow; only a suspicion of slowness asks for more.
+A conviction of hardware or weights (corruption, a device fault) outlives the instance. It blocks every way back to HEALTHY
+until an operator resumes the worker, the device is reported recovered, or `good_to_acquit` consecutive good canaries pass:
+one lucky canary does not clear a corrupt worker. A good canary is one with the right answer, however slow; only a suspicion
+of slowness requires more.
 
-A device's limit (throttled clocks, a lost link) is no doubt: it caps the weight, the least of several counts, and moves
-nothing else. It ends with the device's recovery, an operator's word or the instance, whose successor says anew what limits it.
+A device's limit (throttled clocks, a lost link) is not doubt. It caps the weight, and changes nothing else; the lowest of
+several limits applies. It ends with the device's recovery, an operator's resume or the instance; the next instance
+reports its limits again.
 
-Here is what each fact adds (`evolve`) to what is known (`health_state.Health`); which move is due is `health_moves`.
+This module computes what each fact adds (`evolve`) to the state (`health_state.Health`); `health_moves` decides which move
+is due.
 """
 
 from controller.deciders.health_state import (
@@ -85,14 +87,15 @@ from events.observations import (
     WorkerSlowCleared,
 )
 
-CONVICTIONS_MAX = 16  # of one worker; more devices than that are one broken host
-FRONTENDS_MAX = 64  # whose reports of slowness are counted as one
+CONVICTIONS_MAX = 16  # per worker; more devices than that are one broken host
+FRONTENDS_MAX = 64  # frontends with slowness reports that are counted as one
 
 
 def rejoin(previous: Health, new: Health, *, new_lineage: bool = False) -> Health:
-    """Return the health with which a worker's next life begins: a new one, with the convictions of hardware and weights.
+    """Return the health with which a worker's next life starts: a new one with the convictions of hardware and weights.
 
-    What the goldens of another lineage convicted is over: the new one has goldens of its own."""
+    Convictions by the goldens of another lineage are dropped, because the new lineage has goldens of its own.
+    """
     before = previous.charges
     if new_lineage and not before.not_finite:
         before = replace(
@@ -143,7 +146,7 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
 
 
 def _life(state: Health, fact: Fact, cause: str) -> Health:
-    """Absorb a fact that no canary told."""
+    """Absorb a fact that does not come from a canary."""
     match fact:
         case WorkerSlow():
             return _slow(state, fact.frontend, cause)
@@ -181,14 +184,14 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
 
 
 def at_odds(state: Health, canaries: tuple[str, ...], cause: str) -> Health:
-    """Take the canaries over whose goldens this worker is at odds with another."""
+    """Record the canaries on which this worker's answers contradict another worker's."""
     if state.disputed == canaries or state.status is DEAD:
         return state
     return replace(state, disputed=canaries, cause=cause)
 
 
 def intruded(state: Health, tried: str, cause: str) -> Health:
-    """Take what this worker tried and was refused."""
+    """Record a forbidden action that this worker attempted."""
     if state.intrusion or state.status is DEAD:
         return state
     return replace(state, intrusion=tried or "?", cause=cause)
@@ -199,7 +202,7 @@ def _device(fact: DeviceFaulted | DeviceRecovered) -> str:
 
 
 def _limit(state: Health, device: str, weight: float | None, cause: str) -> Health:
-    """Take the limit that a device sets now; None: it sets none any more."""
+    """Set the limit of a device; None removes it."""
     others = tuple(limit for limit in state.limits if limit[0] != device)
     if weight is None:
         return replace(state, limits=others, cause=cause) if others != state.limits else state
@@ -209,20 +212,25 @@ def _limit(state: Health, device: str, weight: float | None, cause: str) -> Heal
 
 
 def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
-    """Count a right answer. One that was asked for before the last move says nothing about what followed."""
+    """Count a right answer. An answer to a canary sent before the last move is ignored."""
     if sent_under < state.moved_by:
         return state
-    said, slowness = state.canaries, state.slowness
+    canaries, slowness = state.canaries, state.slowness
     calm = state.status is HEALTHY and state.ramp >= 1 and not state.charges.convictions
-    if calm and not slow and not said.failures and not slowness.reports and not state.disputed:
+    if calm and not slow and not canaries.failures and not slowness.reports and not state.disputed:
         return state
     if SILENT in state.charges.convictions and not state.charges.accused:
         state = _heard(state)
-    quicks = 0 if slow else said.quicks + 1
+    quicks = 0 if slow else canaries.quicks + 1
     return replace(
         state,
         canaries=replace(
-            said, failures=0, timeouts=0, goods=said.goods + 1, streak=said.streak + 1, quicks=quicks
+            canaries,
+            failures=0,
+            timeouts=0,
+            goods=canaries.goods + 1,
+            streak=canaries.streak + 1,
+            quicks=quicks,
         ),
         slowness=replace(slowness, reports=slowness.reports + 1) if slow else _over(slowness),
         cause=cause,
@@ -230,8 +238,10 @@ def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
 
 
 def _slow(state: Health, frontend: str, cause: str) -> Health:
-    """Count a frontend's report. What several frontends find in the same window is one finding: it counts again when
-    one of them says it again."""
+    """Count a frontend's report. Reports of several frontends in the same window count once.
+
+    It counts again when one of those frontends reports again.
+    """
     known = state.slowness
     if frontend in known.frontends or not known.frontends or len(known.frontends) >= FRONTENDS_MAX:
         slowness = replace(known, reports=known.reports + 1, frontends=(frontend,))
@@ -241,7 +251,7 @@ def _slow(state: Health, frontend: str, cause: str) -> Health:
 
 
 def _over(slowness: Slowness) -> Slowness:
-    """Count its reports from the start again; whether it is suspected stays."""
+    """Reset the count of reports; whether slowness is suspected stays."""
     return replace(slowness, reports=0, frontends=()) if slowness.reports else slowness
 
 
@@ -255,43 +265,43 @@ def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
         )
     elif fact.sent_under < state.moved_by:
         return state
-    said = state.canaries
+    canaries = state.canaries
     soft = fact.reason == "timeout" and fact.engine_went_on
-    said = replace(
-        said,
-        failures=said.failures + 1,
+    canaries = replace(
+        canaries,
+        failures=canaries.failures + 1,
         failure=fact.reason,
         goods=0,
         streak=0,
         quicks=0,
-        timeouts=said.timeouts + soft,
-        wrong=said.wrong or fact.reason not in UNANSWERED,
+        timeouts=canaries.timeouts + soft,
+        wrong=canaries.wrong or fact.reason not in UNANSWERED,
     )
-    return replace(state, canaries=said, cause=cause)
+    return replace(state, canaries=canaries, cause=cause)
 
 
 def outvoted(state: Health, canary: str, number: int, *, agrees: bool) -> Health:
-    """Take that an agreed golden was outvoted: `agrees` tells whether this worker gave the answer that was agreed instead."""
+    """Apply that an agreed golden was outvoted. `agrees`: whether this worker gave the answer that was agreed instead."""
     left = outvoted_charges(state.charges, canary, number, agrees=agrees)
     if left is state.charges:
         return state
     canaries = state.canaries
     if (
         state.charges.accused and not left.accused
-    ):  # no decision has answered yet: its vote is no failure either
+    ):  # no decision has reacted yet, so its vote is no failure either
         canaries = replace(canaries, failures=0, timeouts=0, wrong=False)
     return replace(state, charges=left, canaries=canaries)
 
 
 def _redeemed(state: Health, fact: CanaryPassed | CanarySlow) -> Health:
-    """Lift what an outvoted golden said of this canary."""
+    """Withdraw a conviction by an outvoted golden of this canary, if the worker now gives the right answer."""
     if not state.charges.void:
         return state
     return replace(state, charges=redeemed(state.charges, fact.canary, fact.sent_under))
 
 
 def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
-    """Hold something against the worker. Only what is new, or belies a recovery, asks for a decision."""
+    """Convict the worker. Only a new conviction, or one that contradicts a recovery, requires a decision."""
     standing = state.charges.convictions
     new = conviction not in standing and len(standing) < CONVICTIONS_MAX
     known_bad = state.status is UNHEALTHY or (state.status is DRAINING and state.exit.given_up)
@@ -322,7 +332,7 @@ def _leave(state: Health, reason: str, cause: str) -> Health:
 
 
 def _resume(state: Health, cause: str) -> Health:
-    """Take an operator's word that the worker is well: only silence cannot be argued away."""
+    """Apply an operator's resume: it clears everything except silence."""
     silent = tuple(c for c in state.charges.convictions if c == SILENT)
     accused = state.charges.accused if silent else ""
     resumed = state.status is DRAINING
@@ -349,7 +359,7 @@ def _resume(state: Health, cause: str) -> Health:
 
 
 def _moved(state: Health, fact: HealthChanged) -> Health:
-    """Take the consequence of a decision."""
+    """Apply a decision."""
     unlimited = fact.weight if fact.unlimited is None else fact.unlimited
     cause = f"decision:{fact.number}"
     if fact.reason == NEW_LINEAGE:
@@ -367,9 +377,9 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
     )
     if fact.after is HEALTHY:
         return _well(moved)
-    said = replace(state.canaries, goods=0, quicks=0)
+    canaries = replace(state.canaries, goods=0, quicks=0)
     charges = replace(state.charges, accused="")
-    moved = replace(moved, canaries=said, charges=charges, trials=replace(state.trials, passed=False))
+    moved = replace(moved, canaries=canaries, charges=charges, trials=replace(state.trials, passed=False))
     match fact.after:
         case HealthStatus.SUSPICIOUS:
             slow = state.slowness.suspected or fact.reason == "slow"
@@ -379,7 +389,9 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
         case HealthStatus.DRAINING:
             given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.exit.draining and state.exit.given_up)
             drain = replace(state.exit, leaving="", draining=True, given_up=given_up, resumed=False, over="")
-            return replace(moved, charges=state.charges, exit=drain)  # an accusation is answered next
+            return replace(
+                moved, charges=state.charges, exit=drain
+            )  # the accusation is handled by the next decision
         case HealthStatus.DEAD:
             return replace(moved, dead_since=fact.decided_at)
         case _:
@@ -387,7 +399,7 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
 
 
 def _well(moved: Health) -> Health:
-    """Hold nothing against it any more: it is HEALTHY. A dispute, a wish to drain it and a device's limit stay."""
+    """Clear all evidence on the way to HEALTHY. A dispute, a drain request and a device's limit stay."""
     return replace(
         moved,
         joining=False,
@@ -401,7 +413,7 @@ def _well(moved: Health) -> Health:
 
 
 def _out_of_service(moved: Health, fact: HealthChanged) -> Health:
-    """Note why it is UNHEALTHY: whether for more than doubt, and since when it is silent, if it is."""
+    """Record why the worker is UNHEALTHY: whether beyond doubt, and since when it is silent, if it is."""
     charges = moved.charges
     since = fact.decided_at if SILENT in charges.convictions else None
     return replace(

@@ -1,7 +1,7 @@
-"""Which move of a worker's health is due? The policy, and the second half of the machine whose table heads `health`.
+"""The policy and the moves of a worker's health: the deciding half of the machine in `health`.
 
-What a reader would get wrong: nothing here sees a fact. What is due follows from what is known and the time alone, so
-that the same question gets the same answer late, twice, or after a crash.
+No function here sees a fact. What is due follows from the state and the time alone, so the result is the same when it is
+computed late, twice, or after a crash.
 """
 
 from collections.abc import Callable
@@ -30,24 +30,24 @@ from controller.deciders.validation import STRICT, at_least, demand, share
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Decision
 
-Move: TypeAlias = tuple[HealthStatus, float, str]  # to which status, at which weight without limits, why
+Move: TypeAlias = tuple[HealthStatus, float, str]  # target status, weight before device limits, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthPolicy:
-    """How much doubt to bear, and how to come back from it."""
+    """How much doubt a worker may accumulate, and how it returns to service."""
 
-    failures_max: int = 3  # canaries failed in a row: UNHEALTHY
-    slows_max: int = 3  # slow reports in a row: SUSPICIOUS
-    quicks_min: int = 3  # not-slow canaries in a row that end a suspicion of slowness
-    suspicious_weight: float = 0.5  # share of the traffic of a SUSPICIOUS worker
-    ramp: tuple[float, ...] = (0.25, 0.5, 1.0)  # weights on the way back, one step per good canary
-    trials_max: int = 5  # the breaker's trials failed in a row: give up
-    dead_after: timedelta = timedelta(seconds=30)  # of silence
-    good_to_acquit: int = 8  # good canaries in a row: two rounds of the default four
-    eject_intruders: bool = True  # out of service: a worker that tried what harms other workers
-    soft_timeouts: bool = True  # a canary that timed out while the engine went on: slow, no failure
-    silence_returns_whole: bool = True  # a worker that gave no wrong answer returns with the weight it had
+    failures_max: int = 3  # consecutive failed canaries that make a worker UNHEALTHY
+    slows_max: int = 3  # consecutive slow reports that make a worker SUSPICIOUS
+    quicks_min: int = 3  # consecutive canaries at normal speed that end a suspicion of slowness
+    suspicious_weight: float = 0.5  # weight of a SUSPICIOUS worker
+    ramp: tuple[float, ...] = (0.25, 0.5, 1.0)  # weights of a returning worker, one step per good canary
+    trials_max: int = 5  # consecutive failed breaker trials after which a worker is given up
+    dead_after: timedelta = timedelta(seconds=30)  # silence after which an UNHEALTHY worker is given up
+    good_to_acquit: int = 8  # consecutive good canaries that acquit: two rounds of the default four
+    eject_intruders: bool = True  # take a worker out of service that tried to harm other workers
+    soft_timeouts: bool = True  # count a canary timeout as slow, not failed, while the engine makes progress
+    silence_returns_whole: bool = True  # restore the full weight of a worker that gave no wrong answer
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class HealthPolicy:
 def decide(
     policy: HealthPolicy, state: Health, now: datetime, *, held: Callable[[], bool] = lambda: False
 ) -> tuple[Decision, ...]:
-    """Say what is due now: at most one move. `held`: whether its lineage is new, and no golden of it agreed."""
+    """Return the move that is due now: at most one. `held`: whether its lineage is new and has no agreed golden."""
     move = _due(policy, state, now) or _limited(state)
     if move is not None and move[0] is HEALTHY and state.joining and state.status is SUSPICIOUS and held():
         move = None if state.held else (SUSPICIOUS, 0.0, NEW_LINEAGE)
@@ -87,13 +87,13 @@ def decide(
 
 
 def due_at(policy: HealthPolicy, state: Health) -> datetime | None:
-    """Return when time alone makes something due."""
+    """Return when a move becomes due by time alone."""
     since = state.charges.silent_since
     return None if since is None else since + policy.dead_after
 
 
 def _limited(state: Health) -> Move | None:
-    """Return what a device's limit asks for, where nothing else is due."""
+    """Return the move that a device's limit requires when nothing else is due."""
     if state.status is not HEALTHY and state.status is not SUSPICIOUS:
         return None
     left = min(state.unlimited, state.limit) if state.limits else state.unlimited
@@ -103,7 +103,7 @@ def _limited(state: Health) -> Move | None:
 
 
 def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
-    """Return what is due. A drain comes before an accusation, so that a convicted worker ends up UNHEALTHY."""
+    """Return the move that is due. A drain comes before an accusation, so that a convicted worker ends up UNHEALTHY."""
     if state.status is DEAD:
         return None
     if state.exit.left:
@@ -141,17 +141,17 @@ def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
 
 
 def _failures(policy: HealthPolicy, state: Health) -> int:
-    """Return the canaries failed in a row. A timeout of a busy worker whose engine goes on is no failure."""
+    """Return the consecutive failed canaries. A timeout while the worker's engine makes progress is no failure."""
     return state.canaries.failures - (state.canaries.timeouts if policy.soft_timeouts else 0)
 
 
 def _slows(policy: HealthPolicy, state: Health) -> int:
-    """Return the slow reports in a row, such timeouts included."""
+    """Return the consecutive slow reports, including timeouts while the engine makes progress."""
     return state.slowness.reports + (state.canaries.timeouts if policy.soft_timeouts else 0)
 
 
 def _step(policy: HealthPolicy, state: Health) -> float:
-    """Return the ramp's weight after the good canaries that came since the last step."""
+    """Return the ramp's weight after the good canaries since the last step."""
     higher = [weight for weight in (*policy.ramp, 1.0) if weight > state.ramp]
     return higher[min(state.canaries.goods, len(higher)) - 1]
 
@@ -172,7 +172,7 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
 
 
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
-    """Return whether a conviction stands in the way; enough good canaries acquit of all but silence."""
+    """Return whether a conviction prevents a return. Enough good canaries acquit of everything except silence."""
     if SILENT in state.charges.convictions or (state.intrusion and policy.eject_intruders):
         return True
     standing = [c for c in state.charges.convictions if c != ENGINE]
@@ -180,7 +180,7 @@ def _blocked(policy: HealthPolicy, state: Health) -> bool:
 
 
 def _returning(policy: HealthPolicy, state: Health) -> float:
-    """Return the weight with which a worker comes back: a part, or all that it had if it only did not answer."""
+    """Return the weight of a returning worker: the ramp's first step, or its former weight if it only did not answer."""
     silent = state.reason in UNANSWERED and not state.canaries.wrong and not state.charges.convictions
     return max(policy.ramp[0], state.ramp) if policy.silence_returns_whole and silent else policy.ramp[0]
 

@@ -1,7 +1,7 @@
-"""What is known of a worker's health? The records that `health.evolve` changes and `health_moves.decide` reads.
+"""The state of a worker's health, changed by `health.evolve` and read by `health_moves.decide`.
 
-What a reader would get wrong: a part (`Canaries`, `Charges`, …) is what is forgotten together. Whoever begins one anew
-writes `canaries=Canaries()`, and forgets all of it; whoever changes one writes `replace(state.canaries, …)`.
+Each part (`Canaries`, `Charges`, …) holds the fields that are reset together. `canaries=Canaries()` resets a part, and
+`replace(state.canaries, …)` changes one.
 """
 
 from dataclasses import dataclass
@@ -12,63 +12,70 @@ from events.frozen import quickly_made, replace
 from events.observations import CanaryFailed
 
 HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
-CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # convictions; a device's names it
+CORRUPT, SILENT, ENGINE, DEVICE = (
+    "corrupt",
+    "silent",
+    "engine",
+    "device",
+)  # convictions; a device conviction names the device
 CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
-GOLDENS_MAX = 64  # that convicted one worker, as many as there are canaries at most
-UNANSWERED = (SILENT, "no_response", "timeout")  # reasons of a HealthChanged where nothing was answered
+GOLDENS_MAX = 64  # goldens that convicted one worker; at most one per canary
+UNANSWERED = (SILENT, "no_response", "timeout")  # reasons of a HealthChanged when no answer arrived
 TRIALS_FAILED = "trials_failed"
-INTRUSION = "intrusion"  # a HealthChanged's reason begins so that ejects a worker for what it tried
-RELAPSE = "relapse"  # a HealthChanged's reason begins so that tells of a worker which failed on its way back
+INTRUSION = "intrusion"  # prefix of the reason of a HealthChanged that ejects an intruder
+RELAPSE = "relapse"  # prefix of the reason of a HealthChanged of a worker that failed while it was returning
 NEW_LINEAGE = (
-    "new_lineage"  # reason of a HealthChanged that keeps a joining worker back until its goldens are agreed
+    "new_lineage"  # reason of a HealthChanged that holds a joining worker back until its goldens are agreed
 )
-LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
+LIMITED = "device_limit"  # reason of a HealthChanged caused only by a device's limit
 
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Canaries:
-    """What canaries say of a worker."""
+    """Canary results of a worker."""
 
     failures: int = 0  # in a row, since it was last HEALTHY or became UNHEALTHY
     failure: str = ""  # the reason of the last one
-    goods: int = 0  # in a row, since the last move
+    goods: int = 0  # good ones in a row, since the last move
     streak: int = 0  # good ones in a row, since the last conviction
-    quicks: int = 0  # not-slow good ones in a row, since the last move
+    quicks: int = 0  # good ones at normal speed in a row, since the last move
     timeouts: int = 0  # of the failures: timeouts while the worker's engine answered other requests
-    wrong: bool = False  # one brought a wrong answer or an error, since it was last HEALTHY
+    wrong: bool = False  # one returned a wrong answer or an error since it was last HEALTHY
 
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """How slow a worker is found to be."""
+    """Slowness reports about a worker."""
 
-    reports: int = 0  # in a row: of canaries, and of the frontends together
-    frontends: tuple[str, ...] = ()  # whose reports were counted as one with the last
-    suspected: bool = False  # a reason of the present suspicion
+    reports: int = 0  # in a row: from canaries, and from all frontends together
+    frontends: tuple[str, ...] = ()  # frontends merged into the last report
+    suspected: bool = False  # slowness is a reason for the present suspicion
 
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """What stands against a worker beyond doubt."""
+    """Evidence against a worker that is beyond doubt."""
 
     convictions: tuple[str, ...] = ()
-    goldens: tuple[str, ...] = ()  # canaries whose agreed golden convicted it of wrong answers
-    void: tuple[tuple[str, int], ...] = ()  # of these, whose golden was outvoted since, and by which decision
-    own_goldens: tuple[str, ...] = ()  # canaries whose golden it had proposed itself, and that convicted it
-    not_finite: bool = False  # answers that were no numbers convicted it
-    acquitted: bool = False  # the goldens that convicted it were outvoted: its trial is all that is missing
-    accused: str = ""  # the reason of a conviction that no decision has answered yet
-    proven: bool = False  # it was taken out of service for more than doubt, and has not been HEALTHY since
-    silent_since: datetime | None = None  # by the clock of the controller that said so
+    goldens: tuple[str, ...] = ()  # canaries with an agreed golden that convicted it of wrong answers
+    void: tuple[
+        tuple[str, int], ...
+    ] = ()  # those with a golden that has been outvoted, and the number of that decision
+    own_goldens: tuple[str, ...] = ()  # canaries that convicted it by a golden it had proposed itself
+    not_finite: bool = False  # non-finite answers convicted it
+    acquitted: bool = False  # the goldens that convicted it were outvoted: only its trial is missing
+    accused: str = ""  # the reason of a conviction to which no decision has reacted yet
+    proven: bool = False  # taken out of service on more than doubt, and not HEALTHY since
+    silent_since: datetime | None = None  # by the clock of the controller that decided it
 
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How the breaker's trials of a worker ended."""
+    """Results of the breaker's trials of a worker."""
 
     passed: bool = False  # the breaker closed since it became UNHEALTHY
     failed: int = 0  # in a row
@@ -77,54 +84,54 @@ class Trials:
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """What leads a worker out of service for good: a drain, or the end of its process."""
+    """The state of a worker's permanent exit from service: a drain, or the end of its process."""
 
-    leaving: str = ""  # why it is to drain, until a decision has answered
+    leaving: str = ""  # reason of a requested drain, until a decision has reacted
     draining: bool = False  # a drain is in force, even while it is UNHEALTHY
-    given_up: bool = False  # drained by this machine: dead as soon as it is empty
-    resumed: bool = False  # an operator wants it back; a good canary will do
+    given_up: bool = False  # drained because health gave it up: dead as soon as it is empty
+    resumed: bool = False  # an operator resumed it; one good canary returns it to service
     over: str = ""  # how the drain ended
     left: str = ""  # how its process ended
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One worker's health in its current life."""
+    """The health of one worker in its current life."""
 
     worker: str
     instance: str
     status: HealthStatus = SUSPICIOUS
     weight: float = 0.0
     unlimited: float = 0.0  # the weight without the devices' limits
-    limits: tuple[tuple[str, float], ...] = ()  # (device and class, the weight that it leaves at most)
-    ramp: float = 0.0  # the weight that it had when it was HEALTHY last; below 1 while the ramp goes on
+    limits: tuple[tuple[str, float], ...] = ()  # (device and fault class, highest weight that it allows)
+    ramp: float = 0.0  # its weight when last HEALTHY; below 1 during the ramp
     reason: str = "joined"
-    joining: bool = True  # has not been HEALTHY in this life
-    disputed: tuple[str, ...] = ()  # canaries over whose goldens it is at odds with another worker
-    intrusion: str = ""  # what it tried and was refused, where it is to be ejected for that
-    kept: bool = False  # the ejection budget holds it in service
+    joining: bool = True  # not yet HEALTHY in this life
+    disputed: tuple[str, ...] = ()  # canaries on which it disagrees with another worker
+    intrusion: str = ""  # the forbidden action for which it is to be ejected
+    kept: bool = False  # the ejection budget keeps it in service
     canaries: Canaries = Canaries()
     slowness: Slowness = Slowness()
     charges: Charges = Charges()
     trials: Trials = Trials()
     exit: Exit = Exit()
     moved_by: int = 0  # number of the last decision about its health
-    dead_since: datetime | None = None  # by the clock of the controller that decided so
-    cause: str = ""  # id of the fact that spoke last
+    dead_since: datetime | None = None  # by the clock of the controller that decided it
+    cause: str = ""  # id of the last fact that changed this state
 
     @property
     def held(self) -> bool:
-        """Whether it is kept back: it has joined with a new lineage, whose goldens are not agreed yet."""
+        """Whether it is held back: it joined with a new lineage that has no agreed goldens yet."""
         return self.joining and self.status is SUSPICIOUS and self.reason == NEW_LINEAGE
 
     @property
     def limit(self) -> float:
-        """The weight that its devices leave it at most."""
+        """The highest weight that its devices allow."""
         return min(weight for _, weight in self.limits) if self.limits else 1.0
 
     @property
     def convictions(self) -> tuple[str, ...]:
-        """What stands against it."""
+        """The convictions against it."""
         return self.charges.convictions
 
     @property
@@ -134,15 +141,15 @@ class Health:
 
     @property
     def convicted(self) -> bool:
-        """Whether anything but doubt stands against it, or has taken it out of service: it is never kept there.
+        """Whether it was taken out of service, or must be, for more than doubt. It is then never kept in service.
 
-        What stood against it may be over (it is heard again, an operator takes its part) before its trial has passed.
+        The evidence may be gone (it is heard again, an operator resumed it) before its trial has passed.
         """
         return self.charges.proven or bool(self.charges.convictions)
 
 
 def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
-    """Note which canary gave a wrong answer, and whether an agreed golden says so."""
+    """Record which canary gave a wrong answer. `agreed`: whether an agreed golden proves it."""
     if fact.reason == "non_finite":
         return replace(charges, not_finite=True)
     if not agreed:
@@ -155,21 +162,23 @@ def evidence(charges: Charges, fact: CanaryFailed, *, agreed: bool) -> Charges:
 
 
 def outvoted_charges(charges: Charges, canary: str, number: int, *, agrees: bool) -> Charges:
-    """Take that decision `number` retired an outvoted golden. It no longer convicts a worker that `agrees` with the new one.
-    Of any other worker it is void: one good answer to this canary lifts it."""
+    """Apply that decision `number` retired an outvoted golden. It no longer convicts a worker that `agrees` with the new one.
+
+    For any other worker it is void: one good answer to this canary lifts it.
+    """
     if canary not in charges.goldens and canary not in charges.own_goldens:
         return charges
     return lifted(charges, canary) if agrees else replace(charges, void=(*charges.void, (canary, number)))
 
 
 def redeemed(charges: Charges, canary: str, sent_under: int) -> Charges:
-    """Lift what an outvoted golden said: the worker has given the answer that was agreed instead."""
+    """Withdraw the charge of an outvoted golden, because the worker has given the answer that was agreed instead."""
     void = any(name == canary and sent_under >= number for name, number in charges.void)
     return lifted(charges, canary) if void else charges
 
 
 def lifted(charges: Charges, canary: str) -> Charges:
-    """Return the charges without this canary's golden. With the last of them the conviction ends."""
+    """Return the charges without this canary's golden. Without any golden left the conviction ends."""
     left = replace(
         charges,
         goldens=tuple(one for one in charges.goldens if one != canary),
@@ -182,7 +191,7 @@ def lifted(charges: Charges, canary: str) -> Charges:
 
 
 def without(charges: Charges, conviction: str) -> Charges:
-    """Return what stands against it besides this. Where nothing does, no proof of its health is missing."""
+    """Return the charges without this conviction. If none is left, the accusation ends too."""
     if conviction not in charges.convictions:
         return charges
     left = tuple(c for c in charges.convictions if c != conviction)

@@ -1,9 +1,9 @@
-"""Incidents: what belongs together, from the first symptom to recovery or death?
+"""Incidents: everything that belongs together, from the first symptom to recovery or death.
 
-    (none) ── first symptom of a subject ──▶ open ── the subject is well again, or gone for good ──▶ closed
+    (none) ── first symptom of a subject ──▶ open ── the subject is healthy again, or gone for good ──▶ closed
 
-An incident belongs to a worker's id, not to one life of it: a worker that dies and comes back as a new instance is one
-story. Its id names the decision that opened it, and every later decision about the subject carries it.
+An incident belongs to a worker's id, not to one life: a worker that dies and returns as a new instance is one incident.
+Its id names the decision that opened it, and every later decision about the subject carries it.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ from events.frozen import replace
 class IncidentPolicy:
     """What counts as a first symptom."""
 
-    suspicion: bool = True  # a suspicion opens an incident; False: only what takes a worker out of service
+    suspicion: bool = True  # a suspicion opens an incident; False: only an ejection from service does
     __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that is wrong and not yet well again."""
+    """An open incident."""
 
     id: str
     subject: str  # worker:w3, model:llama
@@ -43,7 +43,7 @@ class Incident:
 
 
 def evolve(state: Incident | None, fact: Fact) -> Incident | None:
-    """Absorb one fact about this incident; None: it is closed, or was never opened."""
+    """Absorb one fact about this incident; None if it is closed or was never opened."""
     match fact:
         case IncidentOpened():
             return _opened(state, fact)
@@ -67,16 +67,16 @@ def incident_id(number: int) -> str:
 
 
 def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | None:
-    """Return the subject and the symptom if this decision shows that something is wrong.
+    """Return the subject and the symptom if this decision is a symptom.
 
-    A drain that somebody wished for is no symptom, nor is a worker that joins.
+    A requested drain and a joining worker are not symptoms.
     """
     match decision:
         case HealthChanged(after=HealthStatus.UNHEALTHY):
             return f"worker:{decision.worker}", decision.reason
         case HealthChanged(after=HealthStatus.SUSPICIOUS) if policy.suspicion:
             return f"worker:{decision.worker}", decision.reason
-        case HealthChanged(after=HealthStatus.DEAD) if not _wished(decision):
+        case HealthChanged(after=HealthStatus.DEAD) if not _intended(decision):
             return f"worker:{decision.worker}", decision.reason
         case BreakerOpened():
             return f"worker:{decision.worker}", decision.reason
@@ -86,15 +86,15 @@ def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | Non
             return None
 
 
-def _wished(decision: HealthChanged) -> bool:
-    """Say whether somebody wanted it gone. A worker that cannot go on drains, too, and nobody asked it to."""
+def _intended(decision: HealthChanged) -> bool:
+    """Return whether the exit was requested. A worker that cannot continue drains too, without a request."""
     if decision.reason == "left: self_initiated":
         return False
     return decision.before is HealthStatus.DRAINING or decision.reason == "left: graceful"
 
 
 def decide(state: Incident, outcome: str, now: datetime, cause: str = "") -> Iterator[Decision]:
-    """Say that the incident is over if its subject came to an outcome: recovered, dead."""
+    """Close the incident if its subject has an outcome: recovered, dead."""
     if outcome:
         yield IncidentClosed(
             subject=state.subject, outcome=outcome, incident=state.id, decided_at=now, cause=cause

@@ -1,6 +1,6 @@
-"""Everything that can be set about deciding, and how it is written into the journal.
+"""All settings of the deciders, and their form in the journal.
 
-`PolicyAdopted` carries the policy as plain JSON values, so that `replay verify` decides by what was in force.
+`PolicyAdopted` carries the policy as plain JSON values, so that `replay verify` decides by the policy that was in force.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,13 +41,13 @@ class FleetPolicy:
 
     @cached_property
     def adopted(self) -> Mapping[str, Any]:
-        """This policy as `PolicyAdopted` carries it. Reckoned once: it is compared at every settle."""
+        """This policy in the form of `PolicyAdopted`. Cached, because it is compared at every settle."""
         written: dict[str, dict[str, Any]] = dump(self)
-        found = {name: _without(part, ABSENT.get(name, {})) for name, part in written.items()}
-        return {name: part for name, part in found.items() if part}
+        parts = {name: _without(part, ABSENT.get(name, {})) for name, part in written.items()}
+        return {name: part for name, part in parts.items() if part}
 
     def at(self, version: int) -> "FleetPolicy":
-        """Return this policy as the deciders of an older version decide: what came after it has its value of before."""
+        """Return this policy as an older version of the deciders applies it: later settings get their value from before."""
         if version not in self._at:
             changed = {name: getattr(self, name) for name in _since(version)}
             self._at[version] = replace(
@@ -65,8 +65,8 @@ class FleetPolicy:
 
 
 OLDEST = 5
-"""The oldest version of the deciders that this release can decide by. A leader in a fleet of an older version adopts this
-one, with the kinds that the fleet knows."""
+"""The oldest version of the deciders that this release can apply. In a fleet of an older version the leader adopts this
+one, with the event kinds that the fleet knows."""
 
 BEFORE: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     5: {"forgetting": {"forget_after": None}, "spares": {"on_return": "swap"}},
@@ -78,18 +78,18 @@ BEFORE: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
         "health": {"eject_intruders": False, "soft_timeouts": False, "silence_returns_whole": False},
     },
 }
-"""What each version of the deciders introduced, and how versions before it behaved.
+"""How the deciders behaved before each version that changed them.
 
-By version, machine and field: the value under which the machine decides as before that version, as `dump` writes it.
-A changed decider has a new field in its policy, whose default is the new behaviour, and a line here. So a fleet that
-still has processes of an older version decides by `FleetPolicy.at`, and a recorded decision is decided again by the
-policy of its time.
+By version, machine and field: the value with which the machine decides as before that version, in the form of `dump`.
+A changed decider has a new field in its policy, defaulting to the new behaviour, and an entry here. So a fleet that
+still has processes of an older version decides by `FleetPolicy.at`, and `replay verify` repeats a recorded decision with
+the policy of its time.
 """
 
 
 def _merged(versions: Iterable[int]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for version in sorted(versions, reverse=True):  # what came first was before all the others
+    for version in sorted(versions, reverse=True):  # the earliest version overrides the later ones
         for name, values in BEFORE[version].items():
             found.setdefault(name, {}).update(values)
     return found
@@ -100,7 +100,7 @@ def _since(version: int) -> dict[str, dict[str, Any]]:
 
 
 ABSENT: Mapping[str, Mapping[str, Any]] = _merged(BEFORE)
-"""What a policy means that lacks a field: it is of before. Such a value is not written, so an old policy stays equal."""
+"""The values of fields that a policy lacks: the behaviour from before. They are not written, so an old policy stays equal."""
 
 
 def _without(part: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def dump(value: Any) -> Any:
 
 
 def load(written: Mapping[str, Any]) -> FleetPolicy:
-    """Return the policy that `dump` has written. Unknown names are ignored, missing ones take their default, but for what
-    nobody did before there was a policy for it: so an old journal is decided again as it was.
+    """Return the policy that `dump` has written. Raise ValueError for an invalid value.
 
-    Raise ValueError where a value makes no sense.
+    Unknown names are ignored. A missing field takes its default, or its value from before the setting existed (`ABSENT`),
+    so that an old journal is decided again as it was.
     """
     absent = {name: {**values, **written.get(name, {})} for name, values in ABSENT.items()}
     return _load(FleetPolicy, {**written, **absent})

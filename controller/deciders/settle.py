@@ -1,9 +1,9 @@
-"""What is due now? Every machine is asked in turn, and each answer is absorbed before the next is asked.
+"""Computes the decisions that are due: each machine in turn, on the decisions before it.
 
-    policy → goldens → health → budget → breaker → drain → spares → degradation → incidents → forgetting, and again until
+    policy → goldens → health → budget → breaker → drain → spares → degradation → incidents → forgetting, repeated until
     nothing is due
 
-Machines that decided on the same stale state would together exceed a budget that each of them respects.
+Machines that decided on the same stale state could together exceed a budget that each of them respects.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -43,18 +43,18 @@ from events.frozen import replace
 from events.observations import is_new_lineage
 from events.versions import InForce, new_kinds
 
-DECIDERS_VERSION = 6  # grows whenever the same facts would lead to another decision
-MOVES_MAX = 8  # of one machine of one worker in one stratum
-DECISIONS_MAX = 1000  # of one settle: more is a mistake of ours, which must not run for ever
+DECIDERS_VERSION = 6  # incremented whenever the same facts lead to another decision
+MOVES_MAX = 8  # per machine and worker in one stratum
+DECISIONS_MAX = 1000  # per settle; more is a bug in a decider, which must not loop for ever
 DECISIONS_PER_WORKER_MAX = 50
-ABSORB_FACTS_MAX = 1000  # pending at most, in a calm fleet
+ABSORB_FACTS_MAX = 1000  # maximum number of pending facts in a calm fleet
 ABSORB_AFTER = timedelta(seconds=10)
 
 Settle: TypeAlias = Callable[[FleetPolicy, Fleet, datetime], tuple[Decision, ...]]
 
 
 def in_force(fleet: Fleet) -> InForce:
-    """Return what is in force in a fleet, as far as this release knows it: all of ours where nothing was decided yet."""
+    """Return the kinds and version in force in a fleet, within this release; all of this release's before any decision."""
     if not fleet.number:
         return InForce.of(new_kinds(), DECIDERS_VERSION)
     version = min(max(fleet.deciders_version, OLDEST), DECIDERS_VERSION)
@@ -69,12 +69,15 @@ def settle(
     shares: Shares | None = None,
     force: InForce | None = None,
 ) -> tuple[Decision, ...]:
-    """Return everything that is due, in order, numbered from `fleet.number + 1`; nothing if nothing is. `among`: the only
-    workers whose own machines can have something to say, and of whom any is in doubt, if that is known. `shares`: of who asks
-    again and again. `force`: what is to be in force from now on; None: what is.
+    """Return all decisions that are due, in order, numbered from `fleet.number + 1`.
 
-    Level-triggered: twice, late or after a crash, the same state and time give the same answer, and once the
-    answer is absorbed there is nothing left to say.
+    Level-triggered: called twice, late or after a crash, the same state and time give the same decisions. Once these are
+    absorbed, nothing is due any more.
+
+    Args:
+        among: the only workers that can have a decision due or be in doubt; None: all workers.
+        shares: a cache for callers that settle repeatedly.
+        force: the kinds and version in force from now on; None: unchanged.
     """
     return settled(policy, fleet, now, among, shares, force)[0]
 
@@ -87,7 +90,7 @@ def settled(
     shares: Shares | None = None,
     force: InForce | None = None,
 ) -> tuple[tuple[Decision, ...], Fleet]:
-    """Return what `settle` does, and the fleet that has absorbed it."""
+    """Return the result of `settle`, and the fleet that has absorbed it."""
     force = force or in_force(fleet)
     settling = _Settling(policy.at(force.deciders_version), fleet, now, among, shares, force)
     _adopt(settling)
@@ -100,7 +103,7 @@ def settled(
 
 
 def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | None:
-    """Return until when nothing becomes due in a fleet in which nothing is due now, if nothing happens; None: for ever."""
+    """Return the next time at which time alone makes a decision due in a calm fleet; None if it never does."""
     times: list[datetime | None] = []
     for worker in fleet.workers.values():
         times.append(breaker.due_at(policy.breaker, worker.breaker))
@@ -112,20 +115,20 @@ def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | Non
 
 
 def absorption_due(pending: int, waited: timedelta) -> bool:
-    """Return whether a calm fleet's leader should append `absorbed`: `pending` facts, the oldest read `waited` ago."""
+    """Return whether the leader of a calm fleet should append `absorbed`: `pending` facts, the oldest read `waited` ago."""
     return pending > ABSORB_FACTS_MAX or (pending > 0 and waited >= ABSORB_AFTER)
 
 
 def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
-    """Return the decision that says only how far the controller has read."""
+    """Return the decision that records only how far the controller has read."""
     return Absorbed(number=fleet.number + 1, decided_at=now)
 
 
 class Asking:
-    """One decider's questions, under one policy: a fleet that was calm is not settled again before it could be otherwise.
+    """Caches calm fleets: a fleet in which nothing was due is not settled again before something can be due.
 
-    Nothing is due in a calm fleet until a fact changes it, or until a time that its own machines name. A fleet is frozen,
-    so that the same object is the same fleet: nothing that is remembered here can be out of date.
+    Nothing becomes due in a calm fleet until a fact changes it, or until a time that its machines name (`next_due`). A fleet
+    is frozen and compared by identity, so the cache cannot be stale.
     """
 
     def __init__(
@@ -136,17 +139,17 @@ class Asking:
     ) -> None:
         self._policy = policy
         self._settle = settle
-        self._force = force  # what is to be in force from now on
-        self._calm: Fleet | None = None  # in which nothing was due when it was asked about last
-        self._until: datetime | None = None  # nor will be until then
+        self._force = force  # what is in force from now on
+        self._calm: Fleet | None = None  # the last fleet in which nothing was due
+        self._until: datetime | None = None  # nothing becomes due in it before this time
 
     def due(self, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
         """Return what `settle` returns."""
         force = self._force(fleet)
         if force is None and fleet is self._calm and (self._until is None or now < self._until):
             return ()
-        ask = self._settle if force is None else partial(settle, force=force)
-        decisions = ask(self._policy, fleet, now)
+        run = self._settle if force is None else partial(settle, force=force)
+        decisions = run(self._policy, fleet, now)
         if decisions:
             self._calm = None
         else:
@@ -165,21 +168,23 @@ class _Settling:
     shares: Shares | None
     force: InForce
     decided: list[Decision] = field(default_factory=list)
-    asked: list[str] = field(init=False)  # the workers whose machines are asked
+    asked: list[str] = field(init=False)  # workers to settle
     barred: frozenset[str] = field(init=False)  # kinds of this release that may not be written yet
 
     def __post_init__(self) -> None:
         self.asked = sorted(self.fleet.workers if self.among is None else self.among)
         self.barred = new_kinds() - self.force.kinds
 
-    def ask_all(self, canary_key: str) -> None:
-        """Ask the machines of all workers of a canary key as well: a decision has changed them."""
+    def include_all(self, canary_key: str) -> None:
+        """Run the machines of all workers of a canary key as well, because a decision changed them."""
         same = {name for name, one in self.fleet.workers.items() if one.joined.canary_key == canary_key}
         self.asked = sorted({*self.asked, *same})
 
     def keep(self, decision: Decision) -> None:
-        """Number a decision, put it under its incident (opening one at a first symptom), and absorb it. One whose kind may not be
-        written yet is not made."""
+        """Number a decision, assign it to its incident (opened at a first symptom), and absorb it.
+
+        A decision of a kind that may not be written yet is dropped.
+        """
         if self.barred and decision.kind() in self.barred:
             return
         belongs = decision.incident or self._incident_of(decision)
@@ -192,20 +197,20 @@ class _Settling:
         self._absorb(replace(decision, incident=belongs))
 
     def allowed(self, due: tuple[Decision, ...]) -> tuple[Decision, ...]:
-        """Return the decisions whose kinds may be written."""
+        """Return the decisions of kinds that may be written."""
         return tuple(d for d in due if d.kind() not in self.barred) if self.barred and due else due
 
     def _absorb(self, decision: Decision) -> None:
         assert len(self.decided) < DECISIONS_MAX + DECISIONS_PER_WORKER_MAX * len(self.fleet.workers), (
-            "settle runs on"
+            "settle does not terminate"
         )
         numbered = replace(decision, number=self.fleet.number + 1)
-        said = Recorded(seq=0, at=self.now, fact=numbered, id=f"decision:{numbered.number}")
-        self.fleet = evolve(self.fleet, said)
+        recorded = Recorded(seq=0, at=self.now, fact=numbered, id=f"decision:{numbered.number}")
+        self.fleet = evolve(self.fleet, recorded)
         self.decided.append(numbered)
 
     def _incident_of(self, decision: Decision) -> str:
-        """Return the open incident to which a decision belongs. A level belongs to the worker that cost capacity."""
+        """Return the open incident of a decision. A change of level belongs to the worker that cost capacity."""
         if isinstance(decision, WorkerDecision):
             worker = self.fleet.workers.get(decision.worker)
             return worker.incident if worker is not None else ""
@@ -248,16 +253,16 @@ def _goldens(s: _Settling) -> None:
         electorate = partial(voters, s.fleet, *key)
         for decision in golden.decide(policy, s.fleet.goldens[key], s.now, electorate):
             s.keep(decision)
-            s.ask_all(key[0])
+            s.include_all(key[0])
 
 
 def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
-    """Ask a machine of every worker until it has nothing more to say."""
+    """Run a machine of every worker until it has no more decisions due."""
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
     for name in s.asked:
         moves = 0
         while moves < MOVES_MAX and (due := s.allowed(decide(policy, state_of(s.fleet.workers[name]), now))):
-            s.keep(due[0])  # what else it would say may be over now
+            s.keep(due[0])  # the rest may be obsolete after this one
             moves += 1
 
 
@@ -269,7 +274,7 @@ def _health(s: _Settling) -> None:
 
 
 def _is_held(s: _Settling, name: str) -> bool:
-    """Return whether a joining worker is of a new lineage, and other workers of its model could tell whether it is right."""
+    """Return whether a joining worker is of a new lineage, and its model has other workers to confirm its answers."""
     workers, goldens = s.fleet.workers, s.fleet.goldens
     worker = workers[name]
     others = (one for other, one in workers.items() if other != name)
@@ -322,9 +327,9 @@ def _spare_view(worker: Worker) -> SpareView:
 
 
 def _levels(s: _Settling) -> None:
-    promised = s.policy.degradation.slo
+    slo_of = s.policy.degradation.slo
     models = s.fleet.models
-    concerned = [model for model, state in models.items() if promised(model) is not None or state.level]
+    concerned = [model for model, state in models.items() if slo_of(model) is not None or state.level]
     if not concerned:
         return
     shares = s.shares.of(s.fleet.workers) if s.shares is not None else weighted(s.fleet.workers)
@@ -352,7 +357,7 @@ def _forget(s: _Settling) -> None:
 
 
 def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
-    """Return what became of an incident's subject, and through which fact; nothing while it lasts."""
+    """Return the outcome of an incident's subject and the id of its cause; empty while the incident lasts."""
     kind, _, name = state.subject.partition(":")
     if kind == "model":
         model = fleet.models.get(name)

@@ -1,4 +1,4 @@
-"""The share of its capacity that each worker carries, and its rank in the ejection budget, by model."""
+"""Per model: the share of its capacity that each worker carries, and its ejection-budget standing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,41 +8,41 @@ from controller.deciders.worker import Worker
 from events.decisions import HealthStatus
 from events.observations import Profile
 
-PROFILES_MAX = 1024  # that are told apart quickly
+PROFILES_MAX = 1024  # distinct profiles kept for deduplication
 
 
 class Shares:
-    """What the machines that look at many workers want of each: reckoned again only for those that have changed since."""
+    """Per-worker inputs of the machines that read many workers; recomputed only for workers that changed."""
 
     def __init__(self) -> None:
         self._workers: Mapping[str, Worker] = {}
-        self._profiles: dict[Profile, Profile] = {}  # one object for all that are equal
-        self._places: dict[str, tuple[str, int]] = {}  # of each worker, its model and its place there
-        self._of: dict[str, list[tuple[Profile, float]]] = {}  # by model, by the workers' names
-        self._ranks: dict[str, list[BudgetRank]] = {}  # by model, by the workers' names
-        self._unranked: set[str] = set()  # whose rank may be another now
+        self._profiles: dict[Profile, Profile] = {}  # one object for all equal profiles
+        self._places: dict[str, tuple[str, int]] = {}  # each worker's model and its index there
+        self._of: dict[str, list[tuple[Profile, float]]] = {}  # by model, in order of the workers' names
+        self._ranks: dict[str, list[BudgetRank]] = {}  # by model, in order of the workers' names
+        self._unranked: set[str] = set()  # workers with an outdated rank
         self._spares: set[str] = set()
 
     def of(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
-        """Return, by model, each worker's profile and the share of it that it could carry, by the workers' names."""
-        self._look(workers)
+        """Return, by model, each worker's profile and the share of it that it could carry, in order of the workers' names."""
+        self._refresh(workers)
         return self._of
 
     def any_spare(self, workers: Mapping[str, Worker]) -> bool:
-        """Say whether any worker is kept back."""
-        self._look(workers)
+        """Return whether any worker is kept back as a spare."""
+        self._refresh(workers)
         return bool(self._spares)
 
     def ranks(self, model: str, workers: Mapping[str, Worker]) -> list[BudgetRank]:
-        """Return how a model's workers stand in the ejection budget, by their names."""
-        self._look(workers)
+        """Return the standings of a model's workers in the ejection budget, in order of their names."""
+        self._refresh(workers)
         for name in self._unranked:
             of, place = self._places[name]
             self._ranks[of][place] = standing(workers[name])
         self._unranked.clear()
         return [*self._ranks[model]]
 
-    def _look(self, workers: Mapping[str, Worker]) -> None:
+    def _refresh(self, workers: Mapping[str, Worker]) -> None:
         before, self._workers = self._workers, workers
         if workers is before:
             return
@@ -50,7 +50,7 @@ class Shares:
         places = self._places
         stay = all(name in places and places[name][0] == workers[name].joined.model for name in changed)
         if len(workers) != len(before) or not stay:
-            self._anew(before, workers)
+            self._rebuild(before, workers)
         self._unranked.update(changed)
         for name in changed:
             worker, (model, place) = workers[name], self._places[name]
@@ -59,8 +59,8 @@ class Shares:
                 self._of[model] = [*self._of[model]]
                 self._of[model][place] = share
 
-    def _anew(self, before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> None:
-        """Workers have come or gone: give each its place."""
+    def _rebuild(self, before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> None:
+        """Assign new indexes after workers have been added or removed."""
         known = {
             name: (self._of[model][place], self._ranks[model][place])
             for name, (model, place) in self._places.items()
@@ -86,7 +86,7 @@ class Shares:
 
 
 def weighted(workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
-    """Return, by model, what `Shares.of` does. To tell profiles apart would cost more than it saves for one settle."""
+    """Return the result of `Shares.of` for one settle, without deduplicating profiles: that would cost more than it saves."""
     found: dict[str, list[tuple[Profile, float]]] = {}
     for name in sorted(workers):
         joined, carries = workers[name].joined, workers[name].carries
@@ -95,7 +95,7 @@ def weighted(workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, 
 
 
 def provisioned(workers: Mapping[str, Worker], model: str) -> Sequence[tuple[Profile, float]]:
-    """Return the profile of each of a model's workers that serve or should serve, at full weight, by the workers' names."""
+    """Return the profiles of a model's workers that serve or should serve, at full weight, in order of the workers' names."""
     mine = (workers[name] for name in sorted(workers))
     return [
         (worker.joined.profile, 1.0) for worker in mine if worker.joined.model == model and worker.expected
@@ -103,7 +103,7 @@ def provisioned(workers: Mapping[str, Worker], model: str) -> Sequence[tuple[Pro
 
 
 def standing(worker: Worker) -> BudgetRank:
-    """Return how a worker stands in the budget: the least bad has failed the fewest trials."""
+    """Return a worker's standing in the budget. The least bad worker has the fewest failed trials."""
     unhealthy = worker.health.status is HealthStatus.UNHEALTHY
     trials = max(worker.health.trials.failed, worker.breaker.trials_failed)
     cause = worker.health.cause if unhealthy else worker.breaker.cause

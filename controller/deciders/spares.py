@@ -1,11 +1,11 @@
-"""Spares: who waits with its weights loaded, and in whose place does it serve?
+"""Spare workers: loaded and idle, each ready to take the place of a lost worker of its kind.
 
-    spare ── a worker of its kind is lost ──▶ serves in its place; the lost one is a spare from then on
-    in a place ── `on_return` is release, and the one whose place it is is well again ──▶ spare; that one serves
+    spare ── a worker of its kind is lost ──▶ serves in its place; the lost worker becomes a spare
+    in a place ── `on_return` is release, and the place's own worker is healthy again ──▶ spare; that worker serves
 
-What a reader would get wrong: who is a spare is said of a name, and outlives a life. As many serve as did before: a spare takes
-a place, it adds none; whoever has lost his place comes back as a spare, and gets nothing until he is wanted. The unit is the
-worker, which is a whole group of ranks.
+The role of a spare belongs to a worker's name and outlives its lives. The number of serving workers stays the same: a spare
+fills a place and adds none. A worker that lost its place returns as a spare, and gets no traffic until it is needed. The
+unit is the worker, which is a whole group of ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,27 @@ from events.fact import Decision
 from events.frozen import quickly_made
 
 OnReturn: TypeAlias = Literal["swap", "release"]
-Kind: TypeAlias = tuple[str | int, ...]  # who has the same can stand for one another: model, revision, shape
+Kind: TypeAlias = tuple[
+    str | int, ...
+]  # workers of equal kind can replace one another: model, revision, shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparesPolicy:
-    """What becomes of a spare when the worker in whose place it serves is well again."""
+    """What happens to a spare when the worker that it replaces is healthy again."""
 
-    on_return: OnReturn = "swap"  # it stays a spare; release: it has its place again
+    on_return: OnReturn = (
+        "swap"  # swap: the returning worker becomes the spare; release: it gets its place back
+    )
     __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """One worker's role."""
+    """The role of one worker."""
 
     kept: bool = False  # kept back: no traffic, no part of capacity
-    place: str = ""  # the worker in whose place it serves; empty: in its own, or in none
+    place: str = ""  # the worker that it replaces; empty: none
 
 
 NO_SPARE = Spare()
@@ -44,32 +48,32 @@ NO_SPARE = Spare()
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class SpareView:
-    """How one worker stands when places are filled."""
+    """One worker as seen by the assignment of spares."""
 
     worker: str
     instance: str
     spare: Spare
     kind: Kind
     host: str
-    lost: str  # why it does not come back soon; empty: it is not lost
-    ready: bool  # nothing is wrong with it, it has passed its canaries
-    incident: str = ""  # that is open about it
-    cause: str = ""  # decision that has last moved it
+    lost: str  # why it will not return soon; empty: it is not lost
+    ready: bool  # it is healthy and has passed its canaries
+    incident: str = ""  # its open incident
+    cause: str = ""  # the decision that last moved it
 
 
 def activated(spare: str, lost: Spare, name: str) -> tuple[Spare, Spare]:
-    """Return the roles of the `spare` that takes the place of the `lost` one of this `name`, and of the lost one."""
+    """Return the new roles of the `spare` that replaces the `lost` worker of this `name`, and of that worker."""
     place = lost.place or name
     return Spare(place="" if place == spare else place), Spare(kept=True)
 
 
 def released() -> tuple[Spare, Spare]:
-    """Return the roles of a spare that is kept back again, and of the one that has returned to its own place."""
+    """Return the new roles of a spare that is kept back again, and of the worker that has returned to its place."""
     return Spare(kept=True), NO_SPARE
 
 
 def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> Iterator[Decision]:
-    """Say which spares are to serve from now on, and which are not any more."""
+    """Yield which spares start to serve, and which stop."""
     spares, gone = [view for view in views if view.spare.kept and view.ready], set[str]()
     if policy.on_return == "release":
         returned = {view.worker: view for view in spares}
@@ -84,7 +88,7 @@ def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> I
             continue
         able = [spare for spare in spares if spare.kind == lost.kind]
         if able:
-            # whatever has befallen a host has befallen all that runs there
+            # prefer another host: a host failure affects every worker on it
             best = min(able, key=lambda spare: (bool(lost.host) and spare.host == lost.host, spare.worker))
             spares.remove(best)
             yield _activated(best, lost, now)

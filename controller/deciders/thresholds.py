@@ -1,6 +1,6 @@
-"""From where on is a worker of a model busy? What operators have set at any frontend, on the journal, so that all of them agree.
+"""The busy thresholds of a model, as operators set them at any frontend.
 
-The deciders decide nothing by it: a frontend looks at its own load, and at these.
+They are on the journal so that all frontends agree. No decider uses them: a frontend compares its own load with them.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from events.observations import BusyThresholdsSet
 
 @dataclass(frozen=True, slots=True)
 class BusyThresholds:
-    """From where on a DP rank is busy; None: never, for this reason."""
+    """The load at which a DP rank counts as busy. None: that measure is ignored."""
 
     active_decode_blocks: float | None = None  # share of its KV blocks, 0 to 1
     active_prefill_tokens: int | None = None
-    active_prefill_tokens_frac: float | None = None  # of the tokens of one step
+    active_prefill_tokens_frac: float | None = None  # share of the tokens of one step
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which names the threshold, its value, and what it must be."""
+        """Raise ValueError that names the threshold, its value, and the valid range."""
         share, tokens = self.active_decode_blocks, self.active_prefill_tokens
         frac = self.active_prefill_tokens_frac
         if share is not None and not 0 <= share <= 1:
@@ -34,7 +34,7 @@ class BusyThresholds:
         return self != NEVER
 
     def over(self, below: "BusyThresholds") -> "BusyThresholds":
-        """Return these, and for what they leave open those `below`."""
+        """Return these thresholds, with those of `below` where one is unset."""
 
         def first(own: float | None, other: float | None) -> float | None:
             return other if own is None else own
@@ -51,11 +51,11 @@ NEVER = BusyThresholds()
 
 
 def evolve(state: BusyThresholds, fact: BusyThresholdsSet) -> BusyThresholds:
-    """Absorb what an operator has set: what it leaves open stays. What makes no sense changes nothing: no frontend says it."""
+    """Apply a change by an operator. Thresholds it leaves unset stay; an invalid one changes nothing (no frontend sends it)."""
     try:
-        said = BusyThresholds(
+        new = BusyThresholds(
             fact.active_decode_blocks, fact.active_prefill_tokens, fact.active_prefill_tokens_frac
         )
     except ValueError:
         return state
-    return said.over(state)
+    return new.over(state)

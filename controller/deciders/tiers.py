@@ -1,6 +1,7 @@
-"""Which tiers of requests are there, and which are let go first? A request names its own with `X-Priority`.
+"""The priority tiers of requests, and which are shed first.
 
-The controller's policy has them, so that all frontends read the same ones off the journal.
+A request names its tier with `X-Priority`. The tiers are part of the controller's policy, so that all frontends read the
+same ones from the journal.
 """
 
 from collections.abc import Mapping
@@ -15,36 +16,38 @@ TIER_DEFAULT = "standard"
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of a fleet, best first, and that of requests that name none."""
+    """The tiers of a fleet, best first, and the default tier."""
 
     names: tuple[str, ...] = TIERS
     default: str = TIER_DEFAULT
 
     @classmethod
     def of(cls, policy: Mapping[str, Any] | None) -> "Tiers":
-        """Return those of a policy, as `PolicyAdopted` carries it. Where it says nothing of them, or nobody has
-        adopted one yet, they are the usual ones."""
+        """Return the tiers of a policy in the form of `PolicyAdopted`.
+
+        Where the policy names none, or none has been adopted yet, these are the defaults.
+        """
         degradation = (policy or {}).get("degradation") or {}
         names = tuple(str(name) for name in degradation.get("priority_tiers") or TIERS)
         return cls(names, str(degradation.get("tier_default") or TIER_DEFAULT))
 
     def asked(self, name: str | None) -> tuple[str, bool]:
-        """Return the tier that a request's priority names, and whether the name was known; an unknown one is the lowest."""
-        wanted = (name or "").strip().lower() or self.default
-        return (wanted, True) if wanted in self.names else (self.names[-1], False)
+        """Return the tier for a request's priority, and whether the name was known. An unknown name gives the lowest tier."""
+        tier = (name or "").strip().lower() or self.default
+        return (tier, True) if tier in self.names else (self.names[-1], False)
 
     def rank(self, tier: str) -> int:
-        """Return how urgent a tier is: 0 is the best; one that is none any more comes after all others."""
+        """Return the urgency of a tier: 0 is the best. A tier that no longer exists ranks after all others."""
         return self.names.index(tier) if tier in self.names else len(self.names)
 
     def is_last(self, tier: str) -> bool:
-        """Return whether a tier comes after all others: it is shed, and put off, before them."""
+        """Return whether a tier is the lowest, which is shed and preempted first."""
         return len(self.names) > 1 and self.rank(tier) >= len(self.names) - 1
 
     def sheds(self, knobs: Knobs, tier: str) -> bool:
-        """Return whether these knobs shed a request of this tier: the shed tier, and all below it.
+        """Return whether these knobs shed a request of this tier: the shed tier and all below it.
 
-        A shed tier of which we do not know sheds the lowest: what sheds least, and yet something.
+        An unknown shed tier sheds only the lowest: the least that still sheds something.
         """
         if knobs.shed_tier is None:
             return False

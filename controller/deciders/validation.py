@@ -1,6 +1,6 @@
-"""What a policy must satisfy: a setting that makes no sense is refused where it is made, in one sentence.
+"""Validation of policies: an invalid setting is rejected where it is made, with a one-sentence error.
 
-A policy is a plain dataclass. Where pydantic reads one from the settings, `STRICT` makes it refuse unknown names.
+A policy is a plain dataclass. Where pydantic reads one from the settings, `STRICT` makes it reject unknown names.
 """
 
 from datetime import timedelta
@@ -9,13 +9,13 @@ STRICT = {"extra": "forbid"}  # as `__pydantic_config__`
 
 
 def demand(holds: bool, sentence: str) -> None:
-    """Raise ValueError with `sentence` unless it holds."""
+    """Raise ValueError with `sentence` unless `holds`."""
     if not holds:
         raise ValueError(sentence)
 
 
 def at_least(least: float, **values: float | timedelta | None) -> None:
-    """Raise ValueError for the first of `values` that is below `least` (seconds, for durations) or no number."""
+    """Raise ValueError for the first of `values` that is below `least` (seconds, for durations) or not a number."""
     for name, value in values.items():
         number = value.total_seconds() if isinstance(value, timedelta) else value
         demand(number is None or number >= least, f"{name} is {number}: it must be at least {least:g}")

@@ -1,4 +1,4 @@
-"""One worker as the fleet knows it: its present life, and what all machines say about it."""
+"""One worker of the fleet: its present life, and the state of all its machines."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,35 +31,38 @@ from events.observations import (
 RequestOutcome: TypeAlias = RequestsServed | RequestFailed | RequestPoisonous | RequestSuspected
 CanaryGood: TypeAlias = CanaryPassed | CanarySlow
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
-BY_ITSELF, ENDS_ITSELF = "left: self_initiated", "shutdown: self_initiated"  # reasons: nobody has wished it
-SPARE = "spare"  # of a worker's reasons, where it is kept back
+BY_ITSELF, ENDS_ITSELF = (
+    "left: self_initiated",
+    "shutdown: self_initiated",
+)  # reasons of an exit that was not requested
+SPARE = "spare"  # the entry in `Worker.reasons` of a worker that is kept back
 PASSES_MAX = 64  # canaries remembered per worker
 CONVICTIONS_KEPT = 16  # per worker, over all of its lives
-PAST_MAX = 16  # former instances remembered per worker: a late join of one of them is no new life
+PAST_MAX = 16  # former instances remembered per worker: a late join of one of them starts no new life
 
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class LastCanary:
-    """A worker's last probe."""
+    """The last probe of a worker."""
 
     canary: str
     outcome: str  # passed, slow, failed
     reason: str  # of a failure
     sent_at: datetime
     latency_ms: float
-    at: datetime  # when the journal took it
+    at: datetime  # journal time of the result
 
 
 @dataclass(frozen=True, slots=True)
 class Conviction:
-    """A canary has convicted a life of a worker of wrong answers: everyone whom it served since is exposed."""
+    """A canary's conviction of one life of a worker for wrong answers. Requests that it served since are exposed."""
 
     instance: str
     canary: str
-    since: datetime  # when this canary's last pass here was sent; without one, when this life joined
-    at: datetime  # when the journal took the failure
-    seq: int  # of the failure
+    since: datetime  # send time of this canary's last pass on this worker; without one, when this life joined
+    at: datetime  # journal time of the failure
+    seq: int  # stream sequence of the failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +75,25 @@ class Worker:
     drain: Drain
     budget: Budget
     last_canary: LastCanary | None = None
-    passes: Mapping[str, datetime] = field(default_factory=dict)  # canary → when its last pass here was sent
-    incident: str = ""  # id of the open one, if any
+    passes: Mapping[str, datetime] = field(
+        default_factory=dict
+    )  # canary → send time of its last pass on this worker
+    incident: str = ""  # id of its open incident; empty: none
     past: tuple[str, ...] = ()  # former instances
     joined_at: datetime = LONG_AGO  # by the journal's time
-    convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all lives; nothing undoes them
-    spare: Spare = NO_SPARE  # of all lives as well
+    convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all lives; never removed
+    spare: Spare = NO_SPARE  # its role, also of all lives
 
     @property
     def natural_weight(self) -> float:
-        """The minimum of all reasons but the ejection budget: 0 while the breaker is not closed, it drains, or is a spare."""
+        """The weight without the ejection budget: 0 while the breaker is not closed, while it drains, or as a spare."""
         if self.spare.kept or self.breaker.position != "closed" or self.drain.deadline is not None:
             return 0.0
         return self.health.weight
 
     @property
     def weight(self) -> float:
-        """The share of traffic that it should get, 0…1; 0 when it is not routable."""
+        """The share of traffic that it should get, 0…1; 0 if it is not routable."""
         natural = self.natural_weight
         if natural == 0.0 and self.budget.kept is not None and (self.counts or self.serves_suspect):
             return self.budget.kept
@@ -96,8 +101,10 @@ class Worker:
 
     @property
     def suspect(self) -> bool:
-        """Whether wrong answers to canaries or a new lineage, and nothing else, keep it out of service: it may serve if no other
-        worker does."""
+        """Whether only wrong answers to canaries or a new lineage keep it out of service.
+
+        It may then serve if no other worker of its model does.
+        """
         h = self.health
         leaves = h.status is HealthStatus.DRAINING or h.exit.draining or h.exit.leaving or self.drain.active
         if not self.alive or leaves or self.spare.kept or h.charges.not_finite:
@@ -107,35 +114,35 @@ class Worker:
 
     @property
     def serves_suspect(self) -> bool:
-        """Whether it serves although canaries convict it or its lineage is new, because no other worker of its model does."""
+        """Whether it serves as the last worker of its model, although canaries convict it or its lineage is new."""
         return self.budget.last and self.suspect and self.natural_weight == 0.0
 
     @property
     def budgeted(self) -> bool:
-        """Whether the ejection budget has to look at it."""
+        """Whether the ejection budget has to consider it."""
         return self.budget.kept is not None or self.in_doubt or self.suspect
 
     @property
     def carries(self) -> float:
-        """The share of its capacity that it could carry, 0…1. On the ramp it gets less than that for a while: it is not lost."""
+        """The share of its capacity that it could carry, 0…1. The ramp gives it less for a while, but no capacity is lost."""
         ramping = self.natural_weight > 0.0 and self.health.status is HealthStatus.HEALTHY
         return self.health.limit if ramping else self.weight
 
     @property
     def routable(self) -> bool:
-        """Whether requests may go there, as far as the fleet is concerned."""
+        """Whether the fleet allows requests to it."""
         return self.weight > 0.0
 
     @property
     def expected(self) -> bool:
-        """Whether it is in service, or should be: it has joined, is no spare, and nobody wants it to leave."""
+        """Whether it is in service or should be: it has joined, is no spare, and is not draining or dead."""
         h = self.health
         gone = h.status is HealthStatus.DEAD or h.status is HealthStatus.DRAINING or h.exit.draining
         return not (gone or h.joining or self.drain.active or self.spare.kept)
 
     @property
     def counts(self) -> bool:
-        """Whether it is in service, or would be but for doubt. Never so: dead, draining, silent, faulted, corrupt."""
+        """Whether it is in service, or would be without doubt. Never if dead, draining, silent, faulted or corrupt."""
         return self.expected and not self.health.convicted
 
     @property
@@ -145,7 +152,7 @@ class Worker:
 
     @property
     def corrupt(self) -> bool:
-        """Whether wrong answers have convicted it: nothing it says may be trusted, panic or not."""
+        """Whether wrong answers have convicted it: none of its answers may be trusted, panic or not."""
         return self.health.corrupt
 
     @property
@@ -160,7 +167,7 @@ class Worker:
 
     @property
     def well(self) -> bool:
-        """Whether nothing at all is wrong with it."""
+        """Whether it is completely healthy: full weight, breaker closed, no drain, not kept by the budget."""
         h = self.health
         full = h.status is HealthStatus.HEALTHY and h.weight >= 1.0
         return (
@@ -169,13 +176,13 @@ class Worker:
 
     @property
     def kind(self) -> Kind:
-        """What it serves, and on how many ranks: who has the same can serve in its place."""
+        """The model and shape that it serves. Workers of equal kind can replace one another."""
         joined = self.joined
         return joined.model, joined.revision, joined.tokenizer, joined.dtype, joined.tp, joined.dp
 
     @property
     def lost(self) -> str:
-        """Why it does not come back soon, if at all; empty: it serves, may do so in a moment, or has left in good order."""
+        """Why it will not return soon; empty if it serves, may serve in a moment, or left gracefully."""
         h, status = self.health, self.health.status
         if status is HealthStatus.DEAD:
             drained = h.exit.draining and not h.exit.given_up and h.exit.left != BY_ITSELF
@@ -189,13 +196,16 @@ class Worker:
 
     @property
     def cache_epoch(self) -> int:
-        """When a canary convicted a life of it last, in microseconds; 0: never. What an engine that outlives its worker
-        has cached belongs to the epoch in which it was computed, and is of no use in a later one."""
+        """When a canary last convicted a life of it, in microseconds; 0: never.
+
+        An engine can outlive its worker. What it has cached belongs to the epoch in which it was computed, and is invalid in
+        a later one.
+        """
         return round(self.convictions[-1].at.timestamp() * 1e6) if self.convictions else 0
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it does not get its full share, in a few words each; empty if it does."""
+        """Why it does not get its full share, in a few words each; empty if it does get it."""
         found = []
         h = self.health
         if h.unlimited < 1.0:
@@ -217,11 +227,11 @@ class Worker:
 
 
 def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) -> Worker:
-    """Return a worker in its next life. The same instance again, or a former one, changes nothing.
+    """Return a worker in its next life. A join of the same or a former instance changes nothing.
 
-    The machines are of one life: each begins as it does for a new worker, but for what `health.rejoin` carries over. Of the
-    last life's canaries nothing is remembered; the open incident, the convictions of all lives and its place are the worker's
-    own: only who registers otherwise than his last life did takes or gives up a place by joining.
+    The machines start as for a new worker, except for what `health.rejoin` carries over. Canary passes of the last life are
+    forgotten. The open incident, the convictions of all lives and the role as a spare are kept; a worker changes that role by
+    joining only if it registers with another role than in its last life.
     """
     name, instance = fact.worker, fact.instance
     if previous is not None and (instance == previous.joined.instance or instance in previous.past):
@@ -246,13 +256,13 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
 
 
 def told_otherwise(before: WorkerJoined, now: WorkerJoined) -> bool:
-    """Return whether an engine tells another lineage than it told in the worker's last life."""
+    """Return whether an engine reports another lineage than in the worker's last life."""
     return is_new_lineage(now.canary_key, (before.canary_key,))
 
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
-    """Absorb one fact about this worker and instance: each machine takes what concerns it."""
-    if isinstance(fact, RequestOutcome):  # the hot path: nobody else listens to these
+    """Absorb one fact about this worker and instance with each machine that it concerns."""
+    if isinstance(fact, RequestOutcome):  # the hot path: only the breaker uses these
         moved = breaker.evolve(state.breaker, fact, cause)
         return state if moved is state.breaker else replace(state, breaker=moved)
     if isinstance(fact, CanaryResult):
@@ -267,7 +277,7 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
 
 
 def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker:
-    """Take that an agreed golden was outvoted: what it convicted is tried again at once."""
+    """Apply that an agreed golden was outvoted: the worker's trial is due at once if it is no longer corrupt."""
     moved = health.outvoted(state.health, canary, number, agrees=agrees)
     if moved is state.health:
         return state
@@ -278,7 +288,7 @@ def outvoted(state: Worker, canary: str, number: int, *, agrees: bool) -> Worker
 
 def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:
     passes = state.passes
-    # Of several DP ranks nothing is remembered: no pass of one says anything of another.
+    # With several DP ranks no pass is remembered: a pass of one rank does not prove another.
     if isinstance(fact, CanaryGood) and state.joined.dp <= 1:
         passes = {**passes, fact.canary: fact.sent_at}
         if len(passes) > PASSES_MAX:
@@ -312,11 +322,11 @@ def _outcome(fact: CanaryResult) -> tuple[str, str]:
 
 
 def spare_awaited(lost: Worker, workers: Iterable[Worker]) -> bool:
-    """Return whether a spare is about to take a lost worker's place: one is ready, and the controller has not said so yet."""
+    """Return whether a spare is ready to replace a lost worker, but the controller has not decided it yet."""
     ready = (one for one in workers if one.spare.kept and one.well and one.kind == lost.kind)
     return not lost.spare.kept and any(ready)
 
 
 def replacement(name: str, workers: Iterable[Worker]) -> str:
-    """Return the worker that serves in the place of the one of this name; empty: none."""
+    """Return the worker that replaces the one of this name; empty: none."""
     return next((one.joined.worker for one in workers if one.spare.place == name and one.routable), "")

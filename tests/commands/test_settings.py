@@ -170,7 +170,7 @@ def test_the_seeds_names_of_settings_are_accepted_everywhere() -> None:
         ({"BREAKER": '{"half_open_max_calls": 3}'}, "half_open_max_calls = 3: the value is fixed at 1"),
         ({"BREAKER": '{"failure_threshold": 3, "failures_max": 3}'}, "failures_max is given twice"),
         ({"BREAKER__FAILURE_THRESHOLD": "3", "BREAKER__FAILURES_MAX": "3"}, "failures_max is given twice"),
-        ({"DEGRADATION__PRIORITY_TIERS": "gold,lead"}, "tier_default is 'standard', which is none of"),
+        ({"DEGRADATION__PRIORITY_TIERS": "gold,lead"}, "tier_default is 'standard', which is not one of"),
     ],
 )
 def test_a_seeds_setting_with_an_unsupported_value_is_rejected(
@@ -250,8 +250,8 @@ def test_up_passes_migration_settings_to_its_frontends(tmp_path: Path) -> None:
     [
         (("--spare-threshold", "4"), "--spare-threshold requires --spares auto"),
         (("--spares", "2", "--spare-threshold", "4"), "--spare-threshold requires --spares auto"),
-        (("--priority-tiers", "gold"), "two different ones at least"),
-        (("--tier-default", "gold"), "none of the priority_tiers"),
+        (("--priority-tiers", "gold"), "at least two distinct tiers"),
+        (("--tier-default", "gold"), "not one of the priority_tiers"),
         (("--migration-limit", "-1"), "frontend.migration_limit = '-1'"),
         (("--on-corruption", "hope"), "frontend.on_corruption = 'hope'"),
     ],

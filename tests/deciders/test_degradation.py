@@ -326,11 +326,11 @@ def test_an_old_policy_has_the_usual_tiers() -> None:
 @pytest.mark.parametrize(
     ("tiers", "default", "what"),
     [
-        (("gold",), "gold", "two different ones"),
-        (("gold", "gold"), "gold", "two different ones"),
-        (("Gold", "lead"), "lead", "small letters"),
-        (("gold", ""), "gold", "small letters"),
-        (("gold", "lead"), "standard", "none of the priority_tiers"),
+        (("gold",), "gold", "two distinct tiers"),
+        (("gold", "gold"), "gold", "two distinct tiers"),
+        (("Gold", "lead"), "lead", "lower-case letters"),
+        (("gold", ""), "gold", "lower-case letters"),
+        (("gold", "lead"), "standard", "not one of the priority_tiers"),
     ],
 )
 def test_tiers_that_make_no_sense_are_refused(tiers: tuple[str, ...], default: str, what: str) -> None:

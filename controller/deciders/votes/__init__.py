@@ -1,1 +1,1 @@
-"""Votes on the answers to canaries: which agree, and which are enough."""
+"""Votes on the answers to canaries: grouping equal answers, and counting a quorum."""

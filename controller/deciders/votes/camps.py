@@ -1,4 +1,4 @@
-"""Votes on the answer to a canary, grouped by the answer that they give."""
+"""Votes on the answer to a canary, grouped by answer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,12 @@ class Vote:
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
     cause: str = ""
-    revised: bool = False  # it answers otherwise than it did: it contradicts its own provisional golden
-    passed: bool = (
-        False  # it passed the canary: its answer was compared with the golden one by the canary loop
-    )
+    revised: bool = False  # its answer has changed: it contradicts its own provisional golden
+    passed: bool = False  # it passed the canary: the canary loop compared its answer with the golden
 
 
 def camps(votes: Iterable[Vote], tolerance: float, tie_margin: float = 0.0) -> list[list[Vote]]:
-    """Return the votes grouped by the answer that they give."""
+    """Return the votes grouped by answer."""
     found: list[list[Vote]] = []
     for vote in votes:
         camp = next((camp for camp in found if agrees(camp[0], vote, tolerance, tie_margin)), None)
@@ -34,8 +32,10 @@ def camps(votes: Iterable[Vote], tolerance: float, tie_margin: float = 0.0) -> l
 
 
 def agrees(one: Vote, other: Vote, tolerance: float, tie_margin: float = 0.0) -> bool:
-    """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them. With a
-    `tie_margin` they are also the same if they part at a near tie: what follows cannot be compared."""
+    """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them.
+
+    With a `tie_margin` answers also count as the same if they diverge at a near tie: what follows cannot be compared.
+    """
     place = parting(one.tokens, other.tokens)
     if place is None:
         if len(one.tokens) != len(other.tokens):
@@ -48,12 +48,12 @@ def agrees(one: Vote, other: Vote, tolerance: float, tie_margin: float = 0.0) ->
 
 
 def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first place at which both answers have a token and these differ; None: there is none."""
+    """Return the first position at which both answers have a token and these differ; None if there is none."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
 
 
 def _is_tie(own: Vote, other: Vote, place: int, tie_margin: float) -> bool:
-    """Return whether one worker found the other's token nearly as likely as its own at this place."""
+    """Return whether one worker rated the other's token nearly as likely as its own at this position."""
     if tie_margin <= 0 or place >= len(own.top_k):
         return False
     listed = dict(own.top_k[place])
@@ -62,7 +62,7 @@ def _is_tie(own: Vote, other: Vote, place: int, tie_margin: float) -> bool:
 
 
 def distance(one: Sequence[TopK], other: Sequence[TopK]) -> float:
-    """Return the largest difference of a logprob over the tokens that both list at the same position."""
+    """Return the largest logprob difference over the tokens that both list at the same position."""
     worst = 0.0
     for mine, theirs in zip(one, other, strict=False):
         listed = dict(theirs)
@@ -73,5 +73,5 @@ def distance(one: Sequence[TopK], other: Sequence[TopK]) -> float:
 
 
 def margin(top_k: Sequence[TopK]) -> float:
-    """Return the smallest top-1/top-2 logprob difference over an answer; 0 where a position has no top two."""
+    """Return the smallest top-1/top-2 logprob difference of an answer; 0 if a position has no top two."""
     return min((top[0][1] - top[1][1] if len(top) > 1 else 0.0 for top in top_k), default=0.0)

@@ -1,7 +1,7 @@
-"""When contradictions outvote an agreed golden: independent voices, counted per host and broker account.
+"""The quorum that outvotes an agreed golden: independent voices, counted per host and broker account.
 
-What a reader would get wrong: a voice is no worker. Workers on one server or host, or of one broker account, can be wrong
-together, so they are one voice; a camp has as many voices as it has distinct places or accounts, whichever are fewer.
+A voice is not a worker. Workers on one server or host, or of one broker account, can be wrong together, so they are one
+voice. A camp has as many voices as it has distinct places or distinct accounts, whichever is fewer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,13 +15,13 @@ class Voter:
     """A live worker that has a vote."""
 
     instance: str
-    place: str  # where its answers are computed: a server's address, or a host
+    place: str  # where its answers are computed: the address of a server, or a host
     account: str  # its broker account
-    confirms: bool  # it has passed this canary in this life, and nothing convicts it
+    confirms: bool  # it has passed this canary in this life and is not convicted
 
 
 def voices(workers: Iterable[str], voters: Mapping[str, Voter]) -> int:
-    """Return how many independent voices these workers have."""
+    """Return the number of independent voices of these workers."""
     known = [voters[name] for name in workers if name in voters]
     return min(len({voter.place for voter in known}), len({voter.account for voter in known}))
 
@@ -33,11 +33,10 @@ def outvoters(
     voices_min: int,
     tie_margin: float = 0.0,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the workers that outvote a golden by one and the same other answer, and those that confirm it; nothing of either
-    if it stands.
+    """Return the workers that outvote a golden with one common answer, and those that confirm it; both empty if it stands.
 
-    Only votes of present lives count. They must be at least `voices_min` voices, more than confirm it, and more than
-    contradict it in any other way.
+    Only votes of present lives count. The outvoters need at least `voices_min` voices, more than confirm the golden, and more
+    than give any other contradicting answer.
     """
     votes = [vote for vote in contradictions if _present(vote, voters)]
     against = {vote.worker for vote in votes}

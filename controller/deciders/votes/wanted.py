@@ -1,4 +1,4 @@
-"""What an operator wants of a golden, until a decision has answered."""
+"""An operator's pending request about a golden."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,20 +15,20 @@ class OperatorWish:
 
     act: Literal["approve", "retire", "record"]
     by: str  # the operator
-    vote: Vote | None = None  # approve: the answer that is to be the golden; None: the provisional one
-    answer: GoldenAnswer | None = None  # approve: the question with that answer, where the operator brings it
-    worker: str = ""  # record: whose next answer is the provisional golden
+    vote: Vote | None = None  # approve: the answer to make golden; None: the provisional one
+    answer: GoldenAnswer | None = None  # approve: the prompt with that answer, if the operator supplies it
+    worker: str = ""  # record: the worker that provides the next provisional golden
 
     @property
     def operator(self) -> str:
-        """The operator, as goldens and decisions name it beside workers. No worker has a name with a space."""
+        """The operator's name in goldens and decisions, next to workers' names. No worker's name has a space."""
         return f"{OPERATOR} {self.by}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenMoves:
-    """What has moved a golden, and what is to move it next."""
+    """The last and the next move of a golden that do not follow from votes alone."""
 
-    outvoted_by: int = 0  # number of the decision by which another answer outvoted the one before
-    wanted: OperatorWish | None = None  # what an operator wants, until a decision has answered
-    recorder: str = ""  # the worker whose next answer is the provisional golden, as an operator wants
+    outvoted_by: int = 0  # number of the decision by which another answer last outvoted it
+    wanted: OperatorWish | None = None  # an operator's request, until a decision has reacted
+    recorder: str = ""  # the worker that provides the next provisional golden, by an operator's request
