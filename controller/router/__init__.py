@@ -1,1 +1,1 @@
-"""Which worker a request should go to: the endpoints, what they have cached, how much they have to do."""
+"""Routing: the endpoints, what they have cached, their load, and the choice of a worker for a request."""

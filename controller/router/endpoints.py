@@ -1,7 +1,7 @@
-"""Who could serve a request? The router's table: one endpoint per life of a worker, kept from the fold.
+"""The endpoint table of a router: one endpoint per life of a worker, maintained from the fold.
 
-An endpoint says what the fleet thinks of a worker (weight, health) and what this frontend has in flight there.
-Lineage is what must stay the same over a request's life: the revision of the weights, and the tokenizer.
+An endpoint combines the fleet's view of a worker (weight, health) with what this frontend has in flight there. The lineage
+is what must not change during a request: the revision of the weights, and the tokenizer.
 """
 
 from collections import Counter
@@ -25,40 +25,40 @@ Key = tuple[str, str]  # worker, instance
 Lineage = tuple[str, str]  # revision, tokenizer
 
 _USUAL = Knobs()
-ANY_NUMBER = 1 << 30  # requests, of a worker that does not say how many it can hold
-RANKS_MAX = 1024  # DP ranks of a worker that are looked at, whatever it registers
+ANY_NUMBER = 1 << 30  # requests held by a worker that registers no limit
+RANKS_MAX = 1024  # DP ranks considered per worker, whatever it registers
 
 
 class ConnectedWorkers(Protocol):
-    """What a router is told about workers by what connects it with them. No call waits. Here: all are there, and say nothing."""
+    """The connection layer's view of workers. No call blocks. This default: all are reachable and report no load."""
 
     def reachable(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is connected, and its engine not known to be stuck."""
+        """Return whether this instance is connected, and its engine is not known to be stuck."""
         return True
 
     def recently_heard(self, worker: str, instance: str) -> bool:
-        """Say whether this instance is reachable, and was heard as lately as one that lives is."""
+        """Return whether this instance is reachable and was heard from as recently as a live worker would be."""
         return True
 
     def load(self, worker: str) -> Load | None:
-        """Return the load that the worker reported last; None if it is not connected."""
+        """Return the worker's last reported load; None if it is not connected."""
         return None
 
     def load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
+        """Return the last reported load of each of the worker's DP ranks; empty if it is not connected."""
         return ()
 
     def external_load(self, worker: str) -> Load | None:
-        """Return what requests that are not ours load the worker with; None if it is not connected."""
+        """Return the worker's load from requests that are not this frontend's; None if it is not connected."""
         return None
 
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
-        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
+        """Return the same per DP rank; empty if it has one rank, or does not report per rank."""
         return ()
 
 
 class WorkerRank(NamedTuple):
-    """One DP rank of one life of a worker: what has a KV cache of its own."""
+    """One DP rank of one life of a worker: the unit that has a KV cache of its own."""
 
     worker: str
     instance: str
@@ -66,54 +66,59 @@ class WorkerRank(NamedTuple):
 
 
 class Server(NamedTuple):
-    """One life of a worker, as far as answers depend on it."""
+    """One life of a worker: the properties on which answers depend."""
 
     key: Key
-    exact: bool = True  # takes and gives token ids
+    exact: bool = True  # accepts and returns token ids
     root: str = ""  # weights that it serves
-    generation_config: str = ""  # its defaults for what clients leave out
+    generation_config: str = ""  # its defaults for parameters that clients omit
 
 
 @dataclass(slots=True)
 class KeptRoom:
-    """Room at a worker that is kept for requests which were admitted and not sent yet, as far as what they take is known."""
+    """Room at a worker reserved for requests that are admitted but not sent yet, as far as their size is known."""
 
     requests: int = 0
-    tokens: int = 0  # of their prompts, that have to be read
+    tokens: int = 0  # prompt tokens that have to be read
     blocks: float = 0.0  # of the KV cache
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One life of a worker, where requests can go. Its counters (`active`, `kept`, `tokens`) are only read elsewhere:
-    whoever sends requests there says so with `admit`, `begin` and the like."""
+    """One life of a worker to which requests can be sent.
+
+    Its counters (`active`, `kept`, `tokens`) are changed only by its own methods (`admit`, `begin` and the like), which each
+    sender of requests calls. Other code only reads them.
+    """
 
     joined: WorkerJoined
     weight: float = 0.0
     status: HealthStatus = HealthStatus.SUSPICIOUS
-    corrupt: bool = False  # canaries convict it
-    suspect: str = ""  # why they do, while it serves all the same, as the last worker of its model
+    corrupt: bool = False  # convicted by canaries
+    suspect: str = ""  # why it is convicted, while it serves as the last worker of its model; otherwise empty
     cache_epoch: int = 0
-    expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
+    expected: bool = False  # in service, or should be: it counts when a frontend checks for panic
     active: int = 0  # requests of this frontend in flight there
     kept: KeptRoom = field(default_factory=KeptRoom)
-    tokens: int = 0  # of those in flight: their prompts', and what they may generate
-    refused_at: Load | None = None  # what others had there when it refused a request for want of room
+    tokens: int = 0  # of requests in flight: their prompts, and the most they may generate
+    refused_at: Load | None = (
+        None  # the external load there when it last refused a request because it was full
+    )
     worker: str = field(init=False)
     instance: str = field(init=False)
     model: str = field(init=False)
     ranks: int = field(init=False)
     max_batch: int = field(init=False)
-    holds: int = field(init=False)  # requests that it says it can hold: more are never sent there
-    block_tokens: int = field(init=False)  # 1 of a worker that registers nonsense
+    holds: int = field(init=False)  # requests that it registers it can hold; more are never sent
+    block_tokens: int = field(init=False)  # 1 if it registers an invalid value
     context_tokens: int = field(init=False)  # prompt and answer together; 0: its registration is impossible
     key: Key = field(init=False)
     holders: tuple[WorkerRank, ...] = field(init=False)  # its DP ranks
-    lineage: Lineage = field(init=False)  # what must stay the same over a request's life
+    lineage: Lineage = field(init=False)  # what must not change during a request
     server: Server = field(init=False)
 
     def __post_init__(self) -> None:
-        joined = self.joined  # a life registers once: what each choice asks is read from it once
+        joined = self.joined  # a life registers once, so the values that every choice reads are copied here
         self.worker, self.instance = self.key = joined.worker, joined.instance
         self.model = joined.model
         self.lineage = joined.revision, joined.tokenizer
@@ -128,45 +133,47 @@ class Endpoint:
 
     @property
     def standing(self) -> tuple[object, ...]:
-        """What the fleet thinks of it."""
+        """The fleet's view of it."""
         return self.status, self.corrupt, self.suspect, self.expected, self.weight
 
     @property
     def routable(self) -> bool:
-        """Whether the fleet lets requests go there."""
+        """Whether the fleet allows requests to it."""
         return self.weight > 0.0
 
-    # --- what this frontend has there: the only writers of its counters
+    # --- this frontend's requests there: the only writers of its counters
 
     def admit(self, tokens: int = 0, blocks: float = 0.0) -> None:
-        """Keep room for one request, until `release`. `tokens`: of its prompt, to be read; `blocks`: that it will hold."""
+        """Reserve room for one request until `release`. `tokens`: prompt tokens to be read; `blocks`: KV blocks it will hold."""
         self.kept.requests += 1
         self.kept.tokens += tokens
         self.kept.blocks += blocks
 
     def release(self, tokens: int = 0, blocks: float = 0.0) -> None:
-        """Give the room back that `admit` has kept, with the same `tokens` and `blocks`."""
+        """Release the room that `admit` reserved, with the same `tokens` and `blocks`."""
         self.kept.requests -= 1
         self.kept.tokens -= tokens
         self.kept.blocks = self.kept.blocks - blocks if self.kept.requests else 0.0
 
     def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that are sent there. `tokens`: of all of their prompts, and what they may generate."""
+        """Count requests that are sent there. `tokens`: of all their prompts, and the most they may generate."""
         self.active += requests
         self.tokens += tokens
 
     def end(self, tokens: int = 0, *, requests: int = 1) -> None:
-        """Count requests that have left, with the `tokens` that they began with."""
+        """Count requests that have ended, with the `tokens` that they began with."""
         self.active -= requests
         self.tokens -= tokens
 
     def refuse(self, others: Load | None) -> None:
-        """Take in that it has refused a request for want of room. It has none until it next reports its load: `others` is what
-        it said last."""
+        """Record that it refused a request because it is full. It counts as full until it next reports its load.
+
+        `others`: its last reported external load.
+        """
         self.refused_at = others
 
     def shown(self, reachable: bool) -> dict[str, object]:
-        """Return what a person may want to know of it."""
+        """Return its state for display."""
         return {
             "id": self.worker,
             "instance": self.instance,
@@ -180,14 +187,16 @@ class Endpoint:
 
 
 def usual(claims: Sequence[int]) -> int:
-    """Return the value that most of these have, and of several the largest: each is a vote, so that no single claim sets it."""
+    """Return the most frequent value, and of several the largest. Each value is a vote, so no single claim sets it."""
     counts = Counter(claims)
     return max(counts, key=lambda value: (counts[value], value))
 
 
 def confirmed(claims: Iterable[tuple[int, str]]) -> int:
-    """Return the largest value that workers of two broker accounts have or exceed; of one account alone, its largest. `claims`:
-    each worker's value and account."""
+    """Return the largest value that workers of two broker accounts reach; of a single account, its largest.
+
+    `claims`: each worker's value and account.
+    """
     most: dict[str, int] = {}
     for value, account in claims:
         most[account] = max(value, most.get(account, value))
@@ -195,33 +204,33 @@ def confirmed(claims: Iterable[tuple[int, str]]) -> int:
 
 
 def shown_context(endpoints: Iterable[Endpoint]) -> int:
-    """Return the context that clients are told of some workers: the largest that those of two broker accounts have."""
+    """Return the context length reported to clients: the largest that workers of two broker accounts have."""
     return confirmed((one.context_tokens, one.joined.account or one.worker) for one in endpoints)
 
 
 @dataclass(frozen=True)
 class EndpointGroup:
-    """The workers of one model and lineage, of which there is at least one, and the limits of a request to them.
+    """The workers of one model and lineage (at least one), and the limits of a request to them.
 
     Limits are votes of the workers that may get requests now (of all, if none may): no single claim narrows them.
     """
 
     endpoints: tuple[Endpoint, ...]
     context_tokens: int  # the largest context; a request is only sent to a worker that it fits
-    engine: str  # of most of them
-    text_only: bool  # most of them give text and no tokens
-    block_sizes: tuple[int, ...]  # tokens of their KV blocks, the size of most of them first
-    usual_context: int = 0  # tokens, the context of most of them: for a request that sets no `max_tokens`
-    shown_context: int = 0  # tokens, what clients are told: no single claim raises it
+    engine: str  # the engine of most of them
+    text_only: bool  # most of them return text and no tokens
+    block_sizes: tuple[int, ...]  # tokens per KV block, the most frequent size first
+    usual_context: int = 0  # tokens, the context of most of them: used when a request sets no `max_tokens`
+    shown_context: int = 0  # tokens, as reported to clients: no single claim raises it
 
     @cached_property
     def keys(self) -> frozenset[Key]:
-        """By what they are known."""
+        """The keys of its endpoints."""
         return frozenset(endpoint.key for endpoint in self.endpoints)
 
     @classmethod
     def of(cls, endpoints: Sequence[Endpoint]) -> "EndpointGroup":
-        """Count what the routable ones registered."""
+        """Build a group from the registrations of its routable endpoints."""
         voters = [endpoint for endpoint in endpoints if endpoint.routable] or list(endpoints)
         joined = [endpoint.joined for endpoint in voters]
         sizes = Counter(endpoint.block_tokens for endpoint in endpoints)
@@ -236,17 +245,17 @@ class EndpointGroup:
         )
 
     def answer_room(self, prompt_tokens: int) -> int:
-        """Return how many tokens an answer to this prompt may have when its client sets no limit."""
+        """Return how many tokens an answer to this prompt may have when the client sets no limit."""
         room = self.usual_context - prompt_tokens
         return room if room > 0 else self.context_tokens - prompt_tokens
 
 
 @dataclass(slots=True)
 class TableChange:
-    """What one absorbed state has changed in the table."""
+    """The changes that one absorbed state made to the table."""
 
     updated: list[tuple[Endpoint, Worker]] = field(default_factory=list)
-    moved: bool = False  # one of these may get more or less than before, or what it runs shall go
+    moved: bool = False  # an updated endpoint may get more or fewer requests, or its requests have to move
     joined: int = 0
     left: bool = False
     knobs: bool = False
@@ -259,29 +268,31 @@ class EndpointTable:
     """All endpoints, by key and by model."""
 
     def __init__(self, allows: Callable[[WorkerJoined], bool] = lambda joined: True) -> None:
-        """Begin empty. A worker that `allows` refuses gets no endpoint."""
+        """Create an empty table. A worker that `allows` rejects gets no endpoint."""
         self._allows = allows
         self.endpoints: dict[Key, Endpoint] = {}
         self.models: dict[str, list[Endpoint]] = {}
-        self.further: dict[str, str] = {}  # model by further name, as the servers behind its workers tell
+        self.further: dict[
+            str, str
+        ] = {}  # model by additional name, as registered by the servers behind its workers
         self.number = 0  # of the last decision that this table reflects
         self.known = set[str]()  # every model that a worker of the fleet serves, served, or is awaited with
         self.tiers = Tiers()
         self.thresholds: Mapping[str, BusyThresholds] = {}  # by model, as operators have set them
-        self.unnamed: tuple[str, ...] = ()  # workers that are awaited, it is not known with which model
+        self.unnamed: tuple[str, ...] = ()  # awaited workers of unknown model
         self._known: Mapping[str, Worker] = {}
         self._departed: Mapping[str, Worker] = {}
         self._awaited: Mapping[str, AwaitedWorker] = {}
         self._models: Mapping[str, Degradation] = {}
         self._policy: Mapping[str, Any] | None = None
-        self._slos: dict[str, Slo] = {}  # as that policy promises them, by model
+        self._slos: dict[str, Slo] = {}  # by model, from that policy
         self._thresholds: Mapping[str, BusyThresholds] = {}
         self._knobs: dict[str, Knobs] = {}
         self._group: dict[tuple[str, Lineage], EndpointGroup | None] = {}
         self._limits: dict[str, int | None] = {}
 
     def absorb(self, fleet: Fleet) -> TableChange:
-        """Take the fold's shown state in, and return what has changed by it.
+        """Absorb the fold's current state, and return what it changed.
 
         Workers are compared by identity: a thousand of them cost next to nothing when one has changed.
         """
@@ -298,7 +309,7 @@ class EndpointTable:
         self._departed = fleet.departed
         if fleet.awaited is not self._awaited:
             self._awaited = fleet.awaited
-            self._know(fleet)
+            self._update_models(fleet)
         if fleet.workers is self._known:
             return change
         known, self._known = self._known, fleet.workers
@@ -308,16 +319,16 @@ class EndpointTable:
         if len(fleet.workers) < len(known) + change.joined:
             change.left = True
         if change.left:
-            self._know(fleet)
+            self._update_models(fleet)
         if change.left or change.joined:
             self._replace(endpoint for endpoint in self.endpoints.values() if self._lives(endpoint))
-        elif change.moved:  # other workers are routable now: limits are theirs
+        elif change.moved:  # other workers are routable now, and the limits are their votes
             self._group.clear()
             self._limits.clear()
         return change
 
-    def _know(self, fleet: Fleet) -> None:
-        """See which models there are, or will be."""
+    def _update_models(self, fleet: Fleet) -> None:
+        """Update which models are served or awaited."""
         waiting = fleet.waiting
         self.known = {worker.joined.model for worker in fleet.workers.values()}
         self.known |= {one.model for one in waiting if one.model}
@@ -327,8 +338,11 @@ class EndpointTable:
         self.unnamed = tuple(one.worker for one in waiting if not one.model)
 
     def _update(self, worker: Worker, before: Worker | None, change: TableChange) -> None:
-        """Bring one endpoint up to date. A convicted worker gets nothing from the moment the evidence is seen: the decision
-        that follows is certain, but takes a while, and a controller that lives."""
+        """Bring one endpoint up to date.
+
+        A convicted worker gets no requests from the moment the evidence is seen. The decision that follows is certain, but takes
+        a while and needs a live controller.
+        """
         key = (worker.joined.worker, worker.joined.instance)
         self.known.add(worker.joined.model)
         self.further |= dict.fromkeys(worker.joined.also_served, worker.joined.model)
@@ -357,9 +371,10 @@ class EndpointTable:
         change.updated.append((endpoint, worker))
 
     def _suspect(self, worker: Worker) -> str:
-        """Return why canaries convict a worker that serves all the same, as the last of its model; empty: it does not.
+        """Return why canaries convict a worker that still serves as the last of its model; empty if it does not.
 
-        Between the evidence and the decision this anticipates the decision, so that what runs there need not leave."""
+        Between the evidence and the decision this anticipates the decision, so that its requests need not move.
+        """
         why = worker.health.charges.accused or worker.health.reason
         if worker.serves_suspect:
             return why
@@ -377,8 +392,10 @@ class EndpointTable:
         return bool((self._policy or {}).get("budget", {}).get("keep_last", False))
 
     def stands_in(self, model: str, lineage: Lineage | None = None, without: Collection[Key] = ()) -> bool:
-        """Return whether a worker, none of `without`, is kept out of service by canaries only: it will serve as soon as the
-        controller has seen that no other worker of its model does. To wait for it is worth it."""
+        """Return whether only canaries keep a worker, none of `without`, out of service.
+
+        It will serve as soon as the controller sees that no other worker of its model does, so waiting for it is worthwhile.
+        """
         return self._keeps_last and any(
             worker.joined.model == model
             and worker.suspect
@@ -389,39 +406,39 @@ class EndpointTable:
         )
 
     def worker(self, endpoint: Endpoint) -> Worker | None:
-        """Return what the fold shows of an endpoint's life; None if it is over."""
+        """Return the fold's state of an endpoint's life; None if that life has ended."""
         worker = self._known.get(endpoint.worker)
         same = worker is not None and worker.alive and worker.joined.instance == endpoint.instance
         return worker if same else None
 
     def drains(self, endpoint: Endpoint) -> bool:
-        """Return whether the fleet drains an endpoint's life. The worker may not have been told yet."""
+        """Return whether the fleet drains an endpoint's life. The worker may not have received the drain yet."""
         worker = self.worker(endpoint)
         return worker is not None and worker.drain.active
 
     @property
     def workers(self) -> Iterable[Worker]:
-        """Every worker that the fold knows, the dead and the forgotten ones too."""
+        """Every worker in the fold, including dead and forgotten ones."""
         return (*self._known.values(), *self._departed.values())
 
     def _lives(self, endpoint: Endpoint) -> bool:
         return self.worker(endpoint) is not None
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Heed at once what an operator has set here. The fold brings it back, where there is one, with what others have set."""
+        """Apply at once what an operator has set here. The fold later returns it, merged with changes at other frontends."""
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
 
     def slo(self, model: str) -> Slo:
-        """Return what is promised of a model."""
+        """Return a model's SLO."""
         if (found := self._slos.get(model)) is None:
             found = slo_of(self._policy, model)
-            if model in self.models:  # clients name what they like
+            if model in self.models:  # clients can name any model; cache only known ones
                 self._slos[model] = found
         return found
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
-        """Make the table of workers that were given directly: all of them HEALTHY."""
+        """Fill the table with workers that were given directly: all of them HEALTHY."""
         fresh = []
         for fact in joined:
             endpoint = self.endpoints.get((fact.worker, fact.instance)) or Endpoint(fact)
@@ -439,12 +456,14 @@ class EndpointTable:
         return self.tiers.sheds(self.knobs(model), tier)
 
     def urgency(self, tier: str) -> int:
-        """Return how urgent requests of a tier are: 0 is the best."""
+        """Return the urgency of a tier's requests: 0 is the best."""
         return self.tiers.rank(tier)
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup | None:
-        """Return a model's workers of one lineage; None if there are none. Each request asks several times, before a thousand
-        of them: it is the same one until a worker joins or is gone."""
+        """Return a model's workers of one lineage; None if there are none.
+
+        Each request calls this several times, so the group is cached until a worker joins or leaves.
+        """
         name = (model, lineage)
         group = self._group.get(name)
         if group is None and name not in self._group:
@@ -454,13 +473,13 @@ class EndpointTable:
 
     @property
     def served(self) -> list[str]:
-        """The models that some worker in service serves."""
+        """The models with a worker in service."""
         return sorted(
             model for model, endpoints in self.models.items() if any(one.routable for one in endpoints)
         )
 
     def migration_limit(self, model: str) -> int | None:
-        """Return the limit that most routable workers of this model have registered; None if none has."""
+        """Return the migration limit that most routable workers of this model have registered; None if none has."""
         if model not in self._limits:
             endpoints = self.models.get(model, ())
             voters = [one for one in endpoints if one.routable] or endpoints

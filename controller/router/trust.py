@@ -1,8 +1,8 @@
-"""Whose KV cache may another worker take over?
+"""Trust in a worker's KV cache: whether another worker may receive it.
 
-What a worker computed wrongly is in its KV cache, and would go on being wrong wherever that is sent. So a shipment can
-be asked for with a `TrustedSource` only, and there is none of a worker that is dead, or taken out of service for what it said
-or did, or under suspicion of wrong answers. Draining, throttled, slow, a lost NVLink: those compute rightly.
+What a worker computed wrongly is in its KV cache, and stays wrong wherever it is sent. So a shipment requires a
+`TrustedSource`. None exists for a worker that is dead, was ejected for its answers or actions, or is suspected of wrong
+answers. Workers that drain, are throttled or slow, or lost an NVLink compute correctly and are trusted.
 """
 
 from controller.deciders.fleet import Worker
@@ -15,18 +15,18 @@ FIT = (HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS, HealthStatus.DRAINING)
 
 
 class SourceDistrusted(HoldfastError):
-    """What this worker has computed is not taken over."""
+    """The KV cache of this worker is not trusted."""
 
 
 class TrustedSource:
-    """One life of a worker whose KV cache may be sent on, as the fleet knows it now. Keep none: trust can end."""
+    """One life of a worker with a KV cache that may be sent on now. Do not store it: trust can end."""
 
     __slots__ = ("instance", "worker")
 
     def __init__(self, worker: Worker | None) -> None:
-        """Raise SourceDistrusted unless the fleet's state of the worker speaks for it."""
+        """Raise SourceDistrusted unless the fleet's state of the worker supports trust."""
         if worker is None:
-            raise SourceDistrusted("nothing is known of the source")
+            raise SourceDistrusted("the source is unknown")
         if reason := _doubt(worker):
             raise SourceDistrusted(f"the source is not trusted: {reason}")
         self.worker = worker.joined.worker
@@ -34,7 +34,7 @@ class TrustedSource:
 
     @property
     def key(self) -> Key:
-        """The worker and its instance, as an endpoint is found by."""
+        """The key of its endpoint: worker and instance."""
         return self.worker, self.instance
 
 
@@ -43,9 +43,9 @@ def _doubt(worker: Worker) -> str:
     health = worker.health
     if health.status not in FIT or health.joining:
         return f"it is {health.status.value}"
-    accused, said = health.charges.accused, health.canaries
+    accused, canaries = health.charges.accused, health.canaries
     if health.convicted or accused or health.exit.given_up:
         return accused or next(iter(health.convictions), health.reason)
-    if said.failures and said.failure in CORRUPT_REASONS:
-        return said.failure
+    if canaries.failures and canaries.failure in CORRUPT_REASONS:
+        return canaries.failure
     return "its answers contradict another worker's" if health.disputed else ""

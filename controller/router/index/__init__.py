@@ -1,1 +1,1 @@
-"""Who has which blocks: the KV indexer and what feeds it."""
+"""The KV indexer (which rank holds which blocks) and its event feeds."""

@@ -1,12 +1,12 @@
-"""What do workers have cached that do not say so? What was sent to them lately.
+"""Approximate prefix cache: assumes that what was recently sent to a worker is cached there.
 
-    sent ──▶ all its blocks are taken to be there ── ttl without another such prompt ──▶ forgotten
-                                                  └─ too many blocks in all: the oldest first ──▶ forgotten
+    sent ──▶ all its blocks are assumed cached ── ttl without another such prompt ──▶ forgotten
+                                               └─ too many blocks in total: the oldest first ──▶ forgotten
 
-A prompt that is sent again, or begins another one, is kept as long again. Of what was last sent at the same moment the
-blocks at the end of a prompt go first, so that what is kept is always the beginning of something.
+For workers that do not publish KV events. A prompt that is sent again, or begins another one, is kept for another ttl. Of
+blocks last sent at the same moment those at the end of a prompt are dropped first, so that what is kept is always a prefix.
 
-One tree of pieces for each holder, which has no more nodes than prompts have branched; the look-up is the index's.
+Each holder has one tree of pieces, with no more nodes than its prompts have branches. Look-ups use the index.
 """
 
 from collections import OrderedDict
@@ -17,8 +17,8 @@ from controller.router.index.index import KvIndex, Matches, common
 
 TTL_S = 120.0
 BLOCKS_MAX = 2**20
-_DROPPED = 64  # pieces that are forgotten in one turn: what was sent in a burst ends as one
-_SWEPT = 100  # pieces of the index that are freed in one turn, after a holder has gone
+_DROPPED = 64  # pieces forgotten per call: what was sent in a burst expires as a burst
+_SWEPT = 100  # pieces of the index freed per call after a holder has gone
 
 
 class _SentBlocks:
@@ -37,36 +37,38 @@ class _SentBlocks:
 
 
 class ApproximateCache:
-    """What was sent to which holder, as far as it may still be cached there. Beside a fed index it tells what workers have not
-    said yet: see `KvIndex` and `better`."""
+    """What was recently sent to each holder, and may still be cached there.
+
+    Next to an index with a feed it covers what workers have not reported yet: see `KvIndex` and `better`.
+    """
 
     def __init__(self, *, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX) -> None:
         self._ttl_s = ttl_s
         self._blocks_max = blocks_max
         self._index = KvIndex()
         self._roots: dict[WorkerRank, _SentBlocks] = {}
-        # sent longest ago first, and children before parents
+        # least recently sent first, and children before parents
         self._order: OrderedDict[_SentBlocks, WorkerRank] = OrderedDict()
         self._blocks = 0
-        self._due = float("-inf")  # nothing is old enough to be forgotten before
-        self._unswept = False  # a holder has gone, and its blocks may not be freed yet
+        self._due = float("-inf")  # nothing expires before this time
+        self._unswept = False  # a holder has gone, and its blocks may not all be freed
 
     def __len__(self) -> int:
-        """Return how many blocks are taken to be cached, over all holders."""
+        """Return the number of blocks assumed cached, over all holders."""
         return self._blocks
 
     @property
     def holders(self) -> Collection[WorkerRank]:
-        """All of which anything is taken to be cached."""
+        """All holders with blocks assumed cached."""
         return self._roots.keys()
 
     @property
     def swept(self) -> bool:
-        """Whether nothing is left in memory of those that are gone."""
+        """Whether the blocks of all holders that have gone are freed."""
         return not self._unswept
 
     def sent(self, holder: WorkerRank, blocks: Sequence[int], *, now: float) -> None:
-        """Take in that a prompt with these blocks goes to a holder."""
+        """Record that a prompt with these blocks is sent to a holder."""
         if not blocks:
             return
         root = self._roots.get(holder)
@@ -78,7 +80,7 @@ class ApproximateCache:
             self._order[piece] = holder
             self._order.move_to_end(piece)
         if self._blocks == before:
-            return  # all of them were there: it is only as long again until they are forgotten
+            return  # all of them were known, and only their expiry moves
         self._index.store(holder, None, blocks)
         self.expire(now=now)
         while self._blocks > self._blocks_max:
@@ -86,12 +88,12 @@ class ApproximateCache:
             self._drop(oldest, min(len(oldest.blocks), self._blocks - self._blocks_max))
 
     def find(self, blocks: Sequence[int], *, now: float) -> Matches:
-        """Return how many of a prompt's blocks each holder is taken to have."""
+        """Return how many leading blocks of a prompt each holder is assumed to have."""
         self.expire(now=now)
         return self._index.find(blocks)
 
     def forget(self, holder: WorkerRank) -> None:
-        """Take in that a holder is gone."""
+        """Remove a holder that is gone."""
         root = self._roots.pop(holder, None)
         below = [root] if root is not None else []
         while below:
@@ -106,22 +108,22 @@ class ApproximateCache:
         self._unswept = True
 
     def expire(self, *, now: float) -> None:
-        """Forget what was sent too long ago, and free what those had that are gone; of very much of it only a part, the rest
-        with the next requests, or the next time that it is called."""
+        """Forget what was sent longer ago than the ttl, and free the blocks of holders that are gone.
+
+        Each call does a bounded part. The rest follows with the next requests or calls.
+        """
         if now < self._due and not self._unswept:
-            return  # nearly always
+            return  # the usual case
         self._unswept = self._index.sweep(_SWEPT)
         for _ in range(_DROPPED):
             oldest = next(iter(self._order), None)
-            self._due = (
-                now if oldest is None else oldest.at
-            ) + self._ttl_s  # what is sent later is due later
+            self._due = (now if oldest is None else oldest.at) + self._ttl_s  # later sends expire later
             if oldest is None or self._due > now:
                 return
             self._drop(oldest, len(oldest.blocks))
 
     def _path(self, root: _SentBlocks, blocks: Sequence[int], now: float) -> list[_SentBlocks]:
-        """Return the pieces that make up a prompt; what is not there is made."""
+        """Return the pieces that make up a prompt, creating missing ones."""
         piece, depth = root, 0
         path: list[_SentBlocks] = []
         while depth < len(blocks):
@@ -140,7 +142,7 @@ class ApproximateCache:
 
     @staticmethod
     def _split(tail: _SentBlocks, place: int) -> _SentBlocks:
-        """Return a new piece of the blocks before `place`. The old one keeps the others, and its age."""
+        """Return a new piece with the blocks before `place`. The old piece keeps the rest, and its age."""
         assert tail.parent is not None
         head = _SentBlocks(tail.holder, tail.blocks[:place], tail.parent, tail.at)
         tail.parent.children[head.blocks[0]] = head
@@ -149,7 +151,7 @@ class ApproximateCache:
         return head
 
     def _drop(self, piece: _SentBlocks, size: int) -> None:
-        """Forget the last blocks of a piece that has no children."""
+        """Forget the last `size` blocks of a piece that has no children."""
         assert not piece.children and piece.parent is not None
         first, kept, holder = piece.blocks[0], len(piece.blocks) - size, self._order[piece]
         self._index.remove(holder, piece.blocks[: kept - 1 if kept else None : -1])
@@ -161,12 +163,12 @@ class ApproximateCache:
         del piece.parent.children[first]
         if piece.parent.parent is None and not piece.parent.children:
             del self._roots[holder]
-            self._forget(holder)  # it may never come back
+            self._forget(holder)  # it may never return
 
 
 def better(one: Matches, other: Matches) -> Matches:
     """Return the longer match of the two for each holder, on each tier."""
-    if not other.disk:  # which counts all tiers
+    if not other.disk:  # `disk` counts all tiers
         return one
     if not one.disk:
         return other

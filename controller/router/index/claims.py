@@ -1,7 +1,8 @@
-"""Verification of workers' KV claims: bounded by what they registered, and compared with what requests found cached.
+"""Verification of workers' KV claims against their registration and what requests found cached.
 
-A worker that claims more blocks than it has, or whose claims requests do not find, loses them: it is routed to as if it had
-nothing cached, until its life ends. One stale claim is normal, for blocks are evicted. 12 of 16 that gave less than half are not.
+A worker loses its claims if it claims more blocks than it has, or if requests do not find what it claims. It is then routed
+to as if it had nothing cached, until its life ends. One stale claim is normal, because blocks are evicted. 12 of 16 claims
+of which less than half was found are not.
 """
 
 from collections import deque
@@ -12,27 +13,29 @@ from controller.router.endpoints import Key, WorkerRank
 from controller.router.index.index import KvIndex
 from events.kv import Tier
 
-SLACK = 1.05  # of the registered blocks: events of one step may come in another order
+SLACK = 1.05  # times the registered blocks: events of one step may arrive out of order
 SLACK_BLOCKS = 256
 TIERED_MAX = 256  # times the registered blocks, over all tiers: slower tiers are not registered
-LOOK_AGAIN = 1.25  # growth of what a rank holds until it is counted anew
-CLAIMED_MIN = 64  # tokens: a smaller claim draws no request
-JUDGED = 16  # claims of one life
-WRONG = 12  # of these
+LOOK_AGAIN = 1.25  # growth of a rank's blocks until they are counted again
+CLAIMED_MIN = 64  # tokens; a smaller claim attracts no request
+JUDGED = 16  # last claims of one life that are judged
+WRONG = 12  # wrong ones among these that lose the claims
 
 
 @dataclass(slots=True)
 class KvClaims:
-    """What is known of the claims of each life of a worker."""
+    """The record of claims of each life of a worker."""
 
     lost: Callable[[Key, str], None] = lambda key, why: None  # called when a life loses its claims
     disbelieved: set[Key] = field(default_factory=set)
     _blocks: dict[Key, int] = field(default_factory=dict)  # registered
-    _looked: dict[WorkerRank, float] = field(default_factory=dict)  # how much a rank may hold until the next
+    _looked: dict[WorkerRank, float] = field(
+        default_factory=dict
+    )  # how much a rank may hold until it is counted again
     _wrong: dict[Key, deque[bool]] = field(default_factory=dict)
 
     def know(self, blocks: Mapping[Key, int]) -> None:
-        """Take in the live workers, and how many blocks each has registered."""
+        """Set the live workers and the number of blocks that each has registered."""
         self._blocks = dict(blocks)
         self.disbelieved &= blocks.keys()
         for gone in self._wrong.keys() - blocks.keys():
@@ -41,7 +44,7 @@ class KvClaims:
             del self._looked[holder]
 
     def check(self, holder: WorkerRank, index: KvIndex) -> bool:
-        """Return whether a rank holds no more than it can. Cheap until it holds more than it did."""
+        """Return whether a rank holds no more than it can. Cheap until it holds more than at the last check."""
         held, key = index.count(holder), (holder.worker, holder.instance)
         most = self._blocks.get(key, 0) * SLACK + SLACK_BLOCKS
         if held <= self._looked.get(holder, most):
@@ -54,7 +57,7 @@ class KvClaims:
         return False
 
     def compare(self, key: Key, claimed: int, cached: int) -> None:
-        """Compare how many prompt tokens a worker claimed with how many a request found cached."""
+        """Compare the prompt tokens that a worker claimed with those that a request found cached."""
         if claimed < CLAIMED_MIN or key in self.disbelieved or key not in self._blocks:
             return
         record = self._wrong.setdefault(key, deque(maxlen=JUDGED))

@@ -1,17 +1,17 @@
-"""One rank's KV events: which come next, what is missing, and what to ask for it.
+"""The KV event feed of one rank: orders its events, detects gaps, and requests what is missing.
 
-    restoring ──── a dump, whole ────▶ following ──── an event beyond the next ────▶ catching up
+    restoring ──── a complete dump ───▶ following ──── an event beyond the next ────▶ catching up
        ▲    └── event 0, or cleared ──▶    ▲                                          │  │
-       │                                   └───────────── nothing is missing ─────────┘  │
-       └────────────────────── the worker knows nothing of these ids ────────────────────┘
+       │                                   └──────────── nothing is missing ──────────┘  │
+       └───────────────────── the worker does not know these ids ────────────────────────┘
 
-    live batch   ids below `next` are dropped, those from it on applied, those beyond are kept until what is missing has come
+    live batch   ids below `next` are dropped, those from `next` on applied, those beyond it kept until the gap is closed
     cleared      a fresh start: the rank holds nothing, whatever was missed before. Event 0 is one, too
     events       must reach back to `next`; a dump replaces everything, part by part
 
-What is to be applied is returned as events; `Cleared` among them means that the rank holds nothing now. Only the answer to
-the last question counts: one that was overtaken by a fresh start, or by what was missing, is dropped. No rank is ever given
-up: what is missing is asked for again, less and less often. What does not fit into the buffer is asked for with the rest.
+The events to apply are returned. `Cleared` among them means that the rank holds nothing now. Only the answer to the last
+request counts; it is dropped if a fresh start or the missing events have overtaken it. No rank is ever given up: what is
+missing is requested again, with exponential backoff. Events that do not fit into the buffer are requested with the rest.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ from dataclasses import dataclass, field
 
 from events.kv import Answer, Cleared, Dump, Events, KvBatch, KvEvent, KvRefused, KvRequest, TooNew
 
-AHEAD_MAX = 65_536  # blocks, and events, that wait for what is missing before them
+AHEAD_MAX = 65_536  # blocks and events buffered until the gap before them is closed
 RETRY_S = 0.2
-RETRIES_MAX = 6  # doublings of it: 12.8 s at most
-CLEARED = Cleared()  # that no worker has said: what follows it replaces everything
+RETRIES_MAX = 6  # doublings of RETRY_S: 12.8 s at most
+CLEARED = Cleared()  # not from a worker: what follows replaces everything
 
 
 @dataclass(slots=True)
 class Counts:
-    """What the feeds of a frontend have seen so far."""
+    """Counters of the feeds of a frontend."""
 
-    applied: dict[tuple[str, str], int] = field(default_factory=dict)  # events by kind and how it went
-    gaps: int = 0  # times that events turned out to be missing
-    recovered: int = 0  # gaps that were closed
-    restored: int = 0  # dumps that were taken in
-    failed: int = 0  # questions without a useful answer
+    applied: dict[tuple[str, str], int] = field(default_factory=dict)  # events by kind and result
+    gaps: int = 0  # number of gaps detected
+    recovered: int = 0  # gaps closed
+    restored: int = 0  # dumps applied
+    failed: int = 0  # requests without a useful answer
 
 
 class Feed:
-    """One rank of one life of a worker, for as long as it lives. `due` is when to ask next; None: not now."""
+    """The feed of one rank of one life of a worker. `due`: when to send the next request; None: not now."""
 
     __slots__ = (
         "_ahead", "_asked", "_counts", "_dump", "_gap", "_tries", "_weight", "due", "next", "noted",
@@ -47,24 +47,24 @@ class Feed:
     def __init__(self, rank: int, counts: Counts, due: float) -> None:
         self.rank = rank
         self.due: float | None = due
-        self.noted: float | None = None  # the caller's own: when it means to look at `due`
+        self.noted: float | None = None  # set by the caller: when it will check `due`
         self.next: int | None = None  # the id of the next event; None: restoring
-        self.seen = 0  # the id after the last event that is known to exist
+        self.seen = 0  # one past the highest event id known to exist
         self._counts = counts
-        self._asked: KvRequest | None = None  # the question that is on its way
-        self._dump: tuple[int, int] | None = None  # the dump that is being taken in, and its next part
-        self._ahead: dict[int, Sequence[KvEvent]] = {}  # by the id of the first
+        self._asked: KvRequest | None = None  # the request in flight
+        self._dump: tuple[int, int] | None = None  # the dump being applied, and its next part
+        self._ahead: dict[int, Sequence[KvEvent]] = {}  # buffered events, by the id of the first
         self._weight = 0  # of `_ahead`
-        self._tries = 0  # in a row, without success
+        self._tries = 0  # consecutive failed requests
         self._gap = False
 
     @property
     def complete(self) -> bool:
-        """Whether all events that are known to exist were taken in."""
+        """Whether all events known to exist were applied."""
         return self.next is not None and self.seen <= self.next
 
     def take(self, batch: KvBatch, now: float) -> Sequence[KvEvent]:
-        """Take in what the worker said unasked. Return what is to be applied."""
+        """Accept a live batch from the worker. Return the events to apply."""
         first, events = batch.first, batch.events
         self.seen = max(self.seen, first + len(events))
         fresh = self._fresh(first, events)
@@ -80,19 +80,19 @@ class Feed:
         return self._settled(new, now)
 
     def _fresh(self, first: int, events: Sequence[KvEvent]) -> int | None:
-        """Return from which event of a batch on nothing before it matters; None if there is none."""
+        """Return the event of a batch from which on nothing before it matters; None if there is none."""
         for place in range(len(events) - 1, -1, -1):
             if isinstance(events[place], Cleared) and first + place >= (self.next or 0):
                 return place + 1
         return 0 if self.next is None and first == 0 else None
 
     def doubt(self, due: float) -> None:
-        """Ask then, even if nothing seems to be missing, unless that has turned out until then."""
+        """Send a request at `due` even if nothing seems missing, unless one is in flight."""
         if self._asked is None:
             self.due = due
 
     def ask(self) -> KvRequest:
-        """Return what is to be asked now. `answer` must follow."""
+        """Return the request to send now. `answer` must be called with its result."""
         self.due = None
         if self._dump is not None:
             self._asked = KvRequest(self.rank, dump=self._dump[0], part=self._dump[1])
@@ -101,7 +101,7 @@ class Feed:
         return self._asked
 
     def answer(self, ask: KvRequest, answer: Answer | None, now: float) -> Sequence[KvEvent]:
-        """Take in what came back; None: nothing did. Return what is to be applied."""
+        """Process the response to a request; None: no response. Return the events to apply."""
         if ask is not self._asked:
             return ()
         self._asked = None
@@ -112,7 +112,7 @@ class Feed:
                     return self._advanced(new, now)
             case Dump(part=part) if (answer.next, part) == self._dump or (ask.dump is None and part == 0):
                 return self._take_dump(answer, now)
-            case TooNew(next=newest) if newest == self.next:  # what seemed to be missing does not exist
+            case TooNew(next=newest) if newest == self.next:  # the events that seemed missing do not exist
                 self.seen = newest
                 return self._advanced([], now)
             case None | KvRefused():
@@ -136,12 +136,12 @@ class Feed:
         return self._advanced(new, now)
 
     def _advanced(self, new: list[KvEvent], now: float) -> Sequence[KvEvent]:
-        """Go on after a useful answer: with what was kept, and with what is missing still."""
-        self._tries, self.due = 0, now  # until it is known that nothing is
+        """Continue after a useful response: apply buffered events, and request what is still missing."""
+        self._tries, self.due = 0, now  # reset again if nothing is missing
         return self._settled(new, now)
 
     def _settled(self, new: list[KvEvent], now: float) -> Sequence[KvEvent]:
-        """Add what was kept and comes next by now. See whether something is missing."""
+        """Append the buffered events that are next, and check whether events are missing."""
         if self.next is None:
             return new
         for first in sorted(self._ahead) if self._ahead else ():

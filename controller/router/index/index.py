@@ -1,21 +1,21 @@
-"""Which worker holds which KV blocks, and how much of a prompt does each of them have?
+"""The KV index: which worker holds which KV blocks, and how much of a prompt each of them has.
 
 A radix tree of *runs*, and one map from block to run.
 
     block   the hash of a whole prefix (`events.blocks`): it names the block and every block before it
-    run     consecutive blocks that the same workers hold; a bit mask for each tier says which
+    run     consecutive blocks that the same workers hold; one bit mask per tier records which
     tree    a run's children begin right after its last block
 
-A look-up walks runs, not blocks: if the last block of a run is the prompt's at that depth, so are all before it. A run is
-split where its blocks cease to have the same holders, and joined with its only child where they have them again.
+A look-up walks runs, not blocks: if the last block of a run matches the prompt at that depth, so do all before it. A run is
+split where the holders of its blocks start to differ, and joined with its only child when they are equal again.
 
-Only what is contiguous from the first block on counts. A hole (a block that was removed before those behind it) ends a
-worker's match; what lies behind it counts again when it is filled.
+Only blocks contiguous from the first one count. A hole (a block that was removed before those behind it) ends a worker's
+match; the blocks behind it count again when it is filled.
 
-What a look-up has found is kept as groups: among a thousand workers most have the same, the beginning that all prompts share.
-Holders are named one by one only where they are asked for by name.
+Look-up results are kept as groups: among a thousand workers most have the same match, the beginning that all prompts share.
+Individual holders are enumerated only when a caller reads them by name.
 
-One task owns it: there are no locks, and no call waits.
+One task owns the index: there are no locks, and no call blocks.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -25,13 +25,13 @@ import msgspec
 from controller.router.endpoints import Key, WorkerRank
 from events.kv import Tier
 
-_GROUPS_MAX = 4096  # so many sets of holders are kept as names
-Masks = tuple[int, int, int]  # the holders of the blocks on each tier: a bit for each
+_GROUPS_MAX = 4096  # maximum number of cached holder sets
+Masks = tuple[int, int, int]  # the holders on each tier, one bit per holder
 NO_HOLDERS: Masks = (0, 0, 0)
 
 
 class BlockRun:
-    """Consecutive blocks with the same holders. A run that has been joined to another, or removed, has no blocks."""
+    """Consecutive blocks with the same holders. A run that was removed or joined to another has no blocks."""
 
     __slots__ = ("blocks", "children", "depth", "masks", "parent")
 
@@ -43,7 +43,7 @@ class BlockRun:
         self.children: dict[int, BlockRun] = {}  # by their first block
 
     def place(self, block: int) -> int:
-        """Return where in the run a block of it lies. Most often it is the last."""
+        """Return the position of a block in the run. Usually it is the last."""
         return len(self.blocks) - 1 if self.blocks[-1] == block else self.blocks.index(block)
 
 
@@ -64,12 +64,12 @@ def without_bit(masks: Masks, bit: int, tier: Tier) -> Masks:
 
 
 def only(masks: Masks, kept: int) -> Masks:
-    """Return the masks with no other holders than these."""
+    """Return the masks restricted to the holders in `kept`."""
     return masks[0] & kept, masks[1] & kept, masks[2] & kept
 
 
 def common(own: Sequence[int], first: int, others: Sequence[int], start: int) -> int:
-    """Return how many blocks are the same from two places on. Where one is, so are all before it."""
+    """Return how many blocks are equal from two positions on. If one block is equal, so are all before it."""
     low, high = 0, min(len(own) - first, len(others) - start)
     if high and own[first + high - 1] == others[start + high - 1]:
         return high
@@ -83,7 +83,7 @@ def common(own: Sequence[int], first: int, others: Sequence[int], start: int) ->
 
 
 def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, int]:
-    """Return the first place in a run, and the number, of the blocks that come together from `position` on."""
+    """Return the first position in a run, and the number, of its blocks that are adjacent from `position` on in `blocks`."""
     own, last = run.blocks, len(blocks) - position
     place, size = run.place(blocks[position]), 1
     while size < last and size <= place and blocks[position + size] == own[place - size]:
@@ -96,7 +96,7 @@ def stretch(run: BlockRun, blocks: Sequence[int], position: int) -> tuple[int, i
 
 
 def places(mask: int) -> Iterator[int]:
-    """Yield the numbers of the bits that are set."""
+    """Yield the positions of the set bits."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -104,18 +104,16 @@ def places(mask: int) -> Iterator[int]:
 
 
 class Depths(Mapping[WorkerRank, int]):
-    """How many blocks each holder has; a holder without any is missing. A mapping that is made when it is first looked into."""
+    """The number of blocks of each holder that has any. The mapping is built on first access."""
 
     __slots__ = ("_made", "groups")
 
     def __init__(self, groups: Sequence[tuple[tuple[WorkerRank, ...], int]]) -> None:
-        self.groups = (
-            groups  # how much each has, the deepest last; of a holder that is in several the last one holds
-        )
+        self.groups = groups  # holders and depth, the deepest last; a later group overrides an earlier one
         self._made: dict[WorkerRank, int] | None = None
 
     def named(self) -> dict[WorkerRank, int]:
-        """Return the same as a plain one."""
+        """Return the same as a plain dict."""
         made = self._made
         if made is None:
             groups = self.groups
@@ -125,7 +123,7 @@ class Depths(Mapping[WorkerRank, int]):
         return made
 
     def deepest(self, keys: Container[Key]) -> int:
-        """Return the most that any DP rank of these workers has. No holder is named for it."""
+        """Return the largest depth of any DP rank of these workers, without enumerating holders."""
         for group, depth in reversed(self.groups):
             if any(holder[:2] in keys for holder in group):
                 return depth
@@ -148,10 +146,10 @@ class Depths(Mapping[WorkerRank, int]):
 
 
 class Matches(msgspec.Struct):
-    """How many blocks of a prompt each holder has, from the first on, by how far one is willing to fetch them from.
+    """How many leading blocks of a prompt each holder has, by the slowest tier from which they may be fetched.
 
-    `device` counts what lies on the device; `host` what lies there or in the host's memory, `disk` everything. A holder that has
-    nothing is missing. Without slower tiers all three are the same mapping.
+    `device` counts blocks on the device; `host` those on the device or in host memory; `disk` all. A holder without blocks is
+    missing. Without slower tiers all three are the same mapping.
     """
 
     device: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
@@ -159,58 +157,58 @@ class Matches(msgspec.Struct):
     disk: Mapping[WorkerRank, int] = msgspec.field(default_factory=dict)
 
     def scaled(self, factor: float) -> "Matches":
-        """Return the same in blocks of another size: each counts `factor` of those."""
+        """Return the same in blocks of another size: each block counts as `factor` of those."""
         tiers = (self.device, self.host, self.disk)
         return Matches(*({holder: int(count * factor) for holder, count in tier.items()} for tier in tiers))
 
 
 class Misplaced(ValueError):
-    """Blocks that cannot lie where they were said to: after a block that this holder does not have, or at another depth."""
+    """Blocks that contradict the index: their parent is not held by this holder, or they are at another depth."""
 
 
 class NoParent(Misplaced):
-    """Blocks that were said to lie after a block that this holder does not have."""
+    """Blocks stored after a parent that this holder does not have."""
 
 
 class KvIndex:
-    """Which blocks each holder has. A holder is whatever the caller takes for one: a rank of an instance of a worker."""
+    """The blocks of each holder. A holder is a rank of an instance of a worker."""
 
     def __init__(self) -> None:
         self._root = BlockRun([], 0, None, NO_HOLDERS)
-        self._runs: dict[int, BlockRun] = {}  # by each of their blocks
+        self._runs: dict[int, BlockRun] = {}  # by each block of theirs
         self._all: set[BlockRun] = set()
         self._bits: dict[WorkerRank, int] = {}
-        self._holders: dict[int, WorkerRank] = {}  # by the number of their bit
+        self._holders: dict[int, WorkerRank] = {}  # by bit position
         self._counts: dict[WorkerRank, int] = {}
-        self._live = 0  # the bits that are a holder's
-        self._gone = 0  # the bits that were a holder's, and still lie in masks
+        self._live = 0  # bits of live holders
+        self._gone = 0  # bits of former holders that are still set in masks
         self._sweeping: list[BlockRun] = []
-        self._swept = 0  # the bits that the present sweep wipes out
+        self._swept = 0  # bits that the current sweep clears
         self._tiered = False
         self._groups: dict[int, tuple[WorkerRank, ...]] = {}
 
     def __len__(self) -> int:
-        """Return how many different blocks are held."""
+        """Return the number of distinct blocks held."""
         return len(self._runs)
 
     def count(self, holder: WorkerRank) -> int:
-        """Return how many blocks a holder has; one that lies on two tiers counts twice."""
+        """Return a holder's number of blocks; a block on two tiers counts twice."""
         return self._counts.get(holder, 0)
 
     @property
     def holders(self) -> Iterable[WorkerRank]:
-        """All that have ever stored anything, and were not forgotten."""
+        """All holders that have ever stored a block and were not forgotten."""
         return self._bits.keys()
 
-    # --- what holders say ---------------------------------------------------------------------------------
+    # --- updates from holders ---------------------------------------------------------------------------------
 
     def store(
         self, holder: WorkerRank, parent: int | None, blocks: Sequence[int], tier: Tier = Tier.DEVICE
     ) -> None:
-        """Take in that a holder has these blocks, the first right after `parent` (None: where prompts begin).
+        """Record that a holder has these blocks, the first right after `parent` (None: at the start of prompts).
 
-        Blocks that it has already change nothing. Raise NoParent if it does not have the parent, and change nothing;
-        Misplaced if blocks lie elsewhere than their names say: those before them have been taken in.
+        Blocks that it already has change nothing. Raise NoParent, without a change, if it does not have the parent. Raise
+        Misplaced if blocks contradict their known depth; the blocks before those have been stored.
         """
         bit = self._bit(holder)
         run, depth = self._after(bit, parent)
@@ -232,9 +230,9 @@ class KvIndex:
             run, position, depth = found, position + size, depth + size
 
     def remove(self, holder: WorkerRank, blocks: Sequence[int], tier: Tier = Tier.DEVICE) -> int:
-        """Take in that a holder has these blocks no more. Return how many of them it did not have.
+        """Record that a holder no longer has these blocks. Return how many of them it did not have.
 
-        Neighbours that come in the order of the prompt, or against it, are taken together.
+        Adjacent blocks in prompt order, or in reverse, are removed together.
         """
         bit, missing, position = self._bits.get(holder, 0), 0, 0
         while position < len(blocks):
@@ -255,8 +253,10 @@ class KvIndex:
         return missing
 
     def forget(self, holder: WorkerRank) -> None:
-        """Take in that a holder is gone, or has cleared its cache. It is out of every match at once; `sweep` frees the
-        memory."""
+        """Remove a holder that is gone or has cleared its cache.
+
+        It disappears from every match at once; `sweep` frees the memory.
+        """
         bit = self._bits.pop(holder, 0)
         self._counts.pop(holder, None)
         if bit:
@@ -266,7 +266,7 @@ class KvIndex:
             self._groups.clear()
 
     def sweep(self, limit: int = 1000) -> bool:
-        """Free what holders had that are gone, `limit` runs at a time. Return whether there is more to do."""
+        """Free the blocks of holders that are gone, at most `limit` runs per call. Return whether more remains."""
         if not self._sweeping:
             if not self._gone:
                 return False
@@ -281,10 +281,10 @@ class KvIndex:
             self._swept = 0
         return bool(self._gone)
 
-    # --- what routers ask ---------------------------------------------------------------------------------
+    # --- look-ups ---------------------------------------------------------------------------------
 
     def find(self, blocks: Sequence[int]) -> Matches:
-        """Return how many of a prompt's blocks each holder has."""
+        """Return how many leading blocks of a prompt each holder has."""
         device = self._depths(blocks, 1)
         if not self._tiered:
             return Matches(device, device, device)
@@ -306,11 +306,11 @@ class KvIndex:
             here = alive & mask
             if here != alive:
                 if depth:
-                    # Where most of them end, all are told of: that set is the same for many prompts, and so is its name
-                    # at hand; whoever goes on is told of once more.
+                    # If most holders end here, emit all of them: that set is the same for many prompts, so its group is
+                    # cached. Holders that continue are emitted again with a greater depth.
                     gone = alive ^ here
-                    told = gone if gone.bit_count() * 2 < alive.bit_count() else alive
-                    found.append((self._group(told), depth))
+                    listed = gone if gone.bit_count() * 2 < alive.bit_count() else alive
+                    found.append((self._group(listed), depth))
                 alive = here
                 if not alive:
                     return Depths(found)
@@ -326,7 +326,7 @@ class KvIndex:
         return Depths(found)
 
     def held(self, holder: WorkerRank) -> Iterator[tuple[Tier, int | None, list[int]]]:
-        """Yield what `store` would have to be told for everything that a holder has, in such an order."""
+        """Yield the arguments of the `store` calls that would reproduce a holder's blocks, in a valid order."""
         bit = self._bits.get(holder, 0)
         below = [self._root]
         while below:
@@ -351,7 +351,7 @@ class KvIndex:
         return bit
 
     def _group(self, mask: int) -> tuple[WorkerRank, ...]:
-        """Return the holders of these bits."""
+        """Return the holders with these bits."""
         group = self._groups.get(mask)
         if group is None:
             if len(self._groups) >= _GROUPS_MAX:
@@ -360,7 +360,7 @@ class KvIndex:
         return group
 
     def _after(self, bit: int, parent: int | None) -> tuple[BlockRun, int]:
-        """Return the run that a block lies in, and the depth right after it."""
+        """Return the run that contains the block `parent`, and the depth right after it."""
         if parent is None:
             return self._root, 0
         run = self._runs.get(parent)
@@ -369,7 +369,7 @@ class KvIndex:
         return run, run.depth + run.place(parent) + 1
 
     def _grow(self, run: BlockRun, depth: int, blocks: list[int], tier: Tier, bit: int) -> None:
-        """Add blocks without holders behind the block at `depth` - 1, which lies in `run`."""
+        """Add new blocks after the block at `depth` - 1, which lies in `run`."""
         if not self._runs.keys().isdisjoint(blocks) or len(set(blocks)) < len(blocks):
             raise Misplaced(f"some of the {len(blocks)} blocks after {blocks[0]} lie elsewhere, or twice")
         if run is not self._root and depth < run.depth + len(run.blocks):
@@ -378,7 +378,7 @@ class KvIndex:
         self._join(run, new)
 
     def _mark(self, run: BlockRun, first: int, end: int, tier: Tier, bit: int) -> BlockRun:
-        """Let a holder have some blocks of a run too. Return the run in which the last of them lies then."""
+        """Add a holder to some blocks of a run. Return the run that contains the last of them afterwards."""
         last = run.blocks[end - 1]
         one = self._isolate(run, first, end)
         one.masks = with_bit(one.masks, bit, tier)
@@ -390,18 +390,18 @@ class KvIndex:
         run.parent.children[run.blocks[0]] = run
         self._runs.update(dict.fromkeys(run.blocks, run))
         self._all.add(run)
-        if self._sweeping:  # it may be a part of one that is still to be swept
+        if self._sweeping:  # it may be part of a run that is still to be swept
             self._sweeping.append(run)
         return run
 
     def _isolate(self, run: BlockRun, first: int, end: int) -> BlockRun:
-        """Return a run of exactly these blocks of a run."""
+        """Return a run of exactly these blocks of a run, splitting it if necessary."""
         if end < len(run.blocks):
             run = self._split(run, end)[0]
         return self._split(run, first)[1] if first else run
 
     def _split(self, run: BlockRun, place: int) -> tuple[BlockRun, BlockRun]:
-        """Cut a run in two before one of its blocks. The shorter part becomes a new run."""
+        """Split a run before one of its blocks. The shorter part becomes a new run."""
         parent, masks = run.parent, run.masks
         assert parent is not None
         if place * 2 < len(run.blocks):
@@ -418,7 +418,7 @@ class KvIndex:
         return run, self._add(tail)
 
     def _tidy(self, run: BlockRun) -> None:
-        """See whether a run whose holders have changed is still needed, and whether it can be joined with its neighbours."""
+        """Remove a run that is no longer needed, or join it with its neighbours, after its holders have changed."""
         if run.masks == NO_HOLDERS and not run.children:
             self._cut(run, 0)
             return
@@ -428,7 +428,7 @@ class KvIndex:
             self._join(run.parent, run)
 
     def _cut(self, run: BlockRun, place: int) -> None:
-        """Drop a run's blocks from one on: they have no holders, and nothing comes after them."""
+        """Drop a run's blocks from `place` on, which have no holders and no successors."""
         first = run.blocks[0]
         for block in run.blocks[place:]:
             del self._runs[block]
@@ -437,7 +437,7 @@ class KvIndex:
             self._unlink(run, first)
 
     def _unlink(self, run: BlockRun, first: int) -> None:
-        """Take an empty run, which began with `first`, off the tree."""
+        """Remove an empty run, which began with `first`, from the tree."""
         parent = run.parent
         assert parent is not None
         del parent.children[first]
@@ -446,7 +446,7 @@ class KvIndex:
             self._tidy(parent)
 
     def _join(self, run: BlockRun, child: BlockRun) -> BlockRun:
-        """Make a run and a child one, if the same hold them and it is its only one. Return where the run's blocks lie then."""
+        """Join a run with its only child if both have the same holders. Return the run that contains its blocks afterwards."""
         if run is self._root or run.masks != child.masks or len(run.children) != 1:
             return run
         if len(child.blocks) <= len(run.blocks):

@@ -1,11 +1,11 @@
-"""What one frontend knows of everybody's KV blocks: the index, and a feed for every rank that says what it holds.
+"""The KV view of one frontend: the index, and one feed per rank that reports its blocks.
 
-    absorb   who lives: a new rank is restored, one that is gone is forgotten
-    take     what workers say       ┐
-    answer   what they answer       ├─▶ feed ─▶ events ─▶ index
-    due      whom to ask now        ┘
+    absorb   the live workers: a new rank is restored, one that is gone is forgotten
+    take     workers' live events   ┐
+    answer   their responses        ├─▶ feed ─▶ events ─▶ index
+    due      the next request       ┘
 
-The shell carries messages and tells the time; nothing here waits.
+The shell transports messages and supplies the time. Nothing here blocks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,41 +23,40 @@ from controller.router.index.index import KvIndex, NoParent
 from events.kv import Answer, Cleared, KvBatch, KvEvent, KvRequest, Stored, Tier
 from events.observations import WorkerJoined
 
-# A new rank is asked within so long, at random: frontends that start together do not ask as one.
+# A new rank is queried after a random delay up to this, so that frontends that start together do not query at once.
 FIRST_S = 0.003
-DOUBT_S = 0.5  # the same for all ranks after a broker's return
+DOUBT_S = 0.5  # the same for all ranks after the broker is reachable again
 
 
 @dataclass(frozen=True, slots=True)
 class KvHealth:
-    """How complete the index is."""
+    """The completeness of the index."""
 
-    ranks: int  # that say what they hold
-    complete: int  # of which everything is known that they are known to have said
-    blocks: int  # different ones, over all ranks
+    ranks: int  # ranks that report their blocks
+    complete: int  # ranks with all known events applied
+    blocks: int  # distinct blocks, over all ranks
 
     def __str__(self) -> str:
         return f"{self.blocks} blocks of {self.complete} of {self.ranks} ranks"
 
 
 class KvView:
-    """The index of one frontend, and what keeps it right. One task owns it."""
+    """The index of one frontend, and the feeds that keep it correct. One task owns it."""
 
     def __init__(self, dice: Callable[[], float] = random) -> None:
         self.index = KvIndex()
-        self.find = self.index.find  # how many of these blocks each rank has
+        self.find = self.index.find  # leading blocks of a prompt per rank
         self.counts = Counts()
         self._dice = dice
         self._joined: list[WorkerJoined] = []
         self._feeds: dict[WorkerRank, Feed] = {}
         self.claims = KvClaims()
-        # a heap; a rank that is asked earlier, or no more, stays in it
+        # a heap; an entry stays in it even if its rank was queried earlier or is gone
         self._due: list[tuple[float, int, WorkerRank]] = []
         self._turn = count()
 
     def absorb(self, joined: Iterable[WorkerJoined], now: float) -> None:
-        """Take in who lives: follow exactly the ranks of these workers that say what they hold. Hardly anything where
-        nobody has come or gone."""
+        """Follow exactly the ranks of these live workers that report their blocks. Cheap if no worker has joined or left."""
         joined = list(joined)
         if len(joined) == len(self._joined) and all(map(is_, joined, self._joined)):
             return
@@ -78,33 +77,33 @@ class KvView:
                 self._note(holder, self._feeds[holder])
 
     def compare(self, holder: WorkerRank, claimed: int, cached: int) -> None:
-        """Compare how many prompt tokens a rank claimed with how many a request found cached there."""
+        """Compare the prompt tokens that a rank claimed with those that a request found cached there."""
         key = (holder.worker, holder.instance)
         self.claims.compare(key, claimed, cached)
         if key in self.claims.disbelieved:
             self._disbelieve(key)
 
     def _disbelieve(self, key: Key) -> None:
-        """Follow a life no more, and forget what it has claimed."""
+        """Stop following a life, and forget its claims."""
         for holder in [holder for holder in self._feeds if holder[:2] == key]:
             del self._feeds[holder]
             self.index.forget(holder)
 
     def complete(self, holder: WorkerRank) -> bool:
-        """Return whether everything is known that a rank is known to have said."""
+        """Return whether all events known to exist for a rank are applied."""
         feed = self._feeds.get(holder)
         return feed is not None and feed.complete
 
     @property
     def health(self) -> KvHealth:
-        """How complete the index is now."""
+        """The current completeness of the index."""
         complete = sum(feed.complete for feed in self._feeds.values())
         return KvHealth(len(self._feeds), complete, len(self.index))
 
-    # --- what workers say
+    # --- messages from workers
 
     def take(self, batch: KvBatch, now: float) -> None:
-        """Take in what a worker said unasked. Of one that is not followed it is dropped: it will be asked in time."""
+        """Apply a live batch from a worker. A batch of a rank that is not followed is dropped: it is queried later."""
         holder = WorkerRank(batch.worker, batch.instance, batch.rank)
         feed = self._feeds.get(holder)
         if feed is not None:
@@ -113,17 +112,17 @@ class KvView:
                 self._note(holder, feed)
 
     def answer(self, holder: WorkerRank, ask: KvRequest, answer: Answer | None, now: float) -> None:
-        """Take in what came back for a question; None: nothing did."""
+        """Apply the response to a request; None: no response."""
         feed = self._feeds.get(holder)
         if feed is not None:
             self._apply(holder, feed.answer(ask, answer, now))
             if holder in self._feeds:
                 self._note(holder, feed)
 
-    # --- whom to ask
+    # --- requests to workers
 
     def due(self, now: float) -> tuple[WorkerRank, KvRequest] | None:
-        """Return one question that is due, and whom to ask. `answer` must follow."""
+        """Return one request that is due, and its rank. `answer` must follow."""
         while self._due and self._due[0][0] <= now:
             holder = heappop(self._due)[2]
             feed = self._feeds.get(holder)
@@ -136,11 +135,11 @@ class KvView:
 
     @property
     def due_at(self) -> float:
-        """When to look for what is due; infinity: nothing will be, unless something is said."""
+        """When to call `due` next; infinity: not before something is received."""
         return self._due[0][0] if self._due else inf
 
     def doubt(self, now: float) -> None:
-        """Ask everybody soon: something may have been lost, and nobody would say so."""
+        """Query all ranks soon: events may have been lost without notice."""
         for holder, feed in self._feeds.items():
             feed.doubt(now + self._dice() * DOUBT_S)
             self._note(holder, feed)
@@ -164,8 +163,10 @@ class KvView:
 
 
 def apply(index: KvIndex, holder: WorkerRank, event: KvEvent) -> tuple[str, str]:
-    """Apply one event. Return its kind and how it went: `ok`, `parent_block_not_found`, `block_not_found`, or
-    `invalid_block` for blocks at two depths, and on tiers that nobody knows."""
+    """Apply one event. Return its kind and result.
+
+    The result is `ok`, `parent_block_not_found`, `block_not_found`, or `invalid_block` (blocks at two depths, unknown tiers).
+    """
     if isinstance(event, Cleared):
         index.forget(holder)
         return "cleared", "ok"

@@ -1,1 +1,1 @@
-"""Who has how much to do: running requests by worker and rank."""
+"""Load per worker and rank: running requests, predictions and limits."""

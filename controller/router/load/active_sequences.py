@@ -1,21 +1,21 @@
-"""What has each worker to do that routers know of: blocks in use, prompt tokens not yet read, requests?
+"""Tracks the active requests of each worker: blocks in use, unread prompt tokens, and request counts.
 
     add ──▶ reading its prompt ── first token ──▶ decoding ── free ──▶ gone
      └───────────────────────────── free ───────────────────────────────┘
 
-A router knows when its requests begin and end, so it keeps this itself, and changes it before a request leaves: the next
-choice sees it at once. No other need be asked, and two requests of one moment do not go to the same idle worker.
+A router knows when its requests begin and end, so it keeps these counts itself. It updates them before a request leaves, so
+that the next choice sees it at once. No worker has to be polled, and two simultaneous requests do not go to the same idle worker.
 
-A block is counted once on a worker, however many of its requests begin with it. A prompt that is being read weighs what
-is left of it: all of it until its first token, or, where it is known how long reading takes, less with time (§4.6 of
-Dynamo's rules: the oldest prompt's pace is that of all, if all are known; else only the oldest shrinks). What was sent there
-lately is remembered for some seconds after it has been read.
+A block is counted once per worker, however many of its requests begin with it. A prompt that is being read counts with its
+unread part: all of it until its first token, or, where the reading time is predicted, less as time passes. As in §4.6 of
+Dynamo's rules, the oldest prompt's pace applies to all if all have a prediction; otherwise only the oldest shrinks. Tokens
+that were recently sent count for some seconds after they have been read.
 
-Which prefixes are in use is a tree of pieces: consecutive blocks that the same requests use, with how many of each holder's
-requests begin with them. A use adds one along a path and a drop takes it away, in steps of pieces, not of blocks; a piece that
-no request uses is not there. Only whole prefixes are used, so a holder has no block without those before it.
+The prefixes in use form a tree of pieces: consecutive blocks used by the same requests, with the number of requests per
+holder. A use adds one along a path and a drop subtracts it, in steps of pieces, not blocks. A piece without requests is
+removed. Only whole prefixes are used, so a holder has no block without those before it.
 
-The loads lie in columns, one row for each holder, so that a choice among a thousand takes no longer than a few sums.
+The loads are stored in columns, one row per holder, so that a choice among a thousand takes only a few vector sums.
 """
 
 from collections import OrderedDict
@@ -34,20 +34,20 @@ from controller.router.index.index import common
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 RequestId = int | str | tuple[str, int | str]
-"""What names a request: ours by a number or a name, another frontend's with that one's name before it."""
+"""A request's name: a number or string for this frontend's own; for another frontend's, paired with that frontend's name."""
 
 STALE_S = 3600.0
-"""A request that was added so long ago is forgotten: whoever should have freed it has not."""
-LOOK_S = 30.0  # how often such requests are looked for
+"""Age at which a request is dropped: its owner should have freed it, and has not."""
+LOOK_S = 30.0  # interval between scans for such requests
 RECENT_S = 10.0
-"""A prompt that was sent so long ago counts e times less among those that were sent lately."""
+"""Decay time of recently sent prompt tokens: after this time they count e times less."""
 _PREFILL, _BLOCKS, _REQUESTS, _PACE, _SINCE, _READ_MAX, _RECENT, _LAST = range(8)
-_ROWS = 64  # to begin with
+_ROWS = 64  # initial number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """What a holder has to do: prompt tokens to be read, blocks in use, requests. And what it was given lately to be read."""
+    """The work of a holder: unread prompt tokens, blocks in use, requests, and recently sent prompt tokens."""
 
     prefill_tokens: float = 0.0
     blocks: float = 0.0
@@ -57,30 +57,30 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What many holders have to do, as columns in the order in which they were asked for."""
+    """The work of many holders, as columns in the order in which they were requested."""
 
     prefill_tokens: Floats
     blocks: Floats
     requests: Floats
-    recent_tokens: Floats  # that were sent there to be read, each counting the less the longer ago that was
+    recent_tokens: Floats  # prompt tokens sent recently, with exponentially decaying weight
 
 
 @dataclass(slots=True)
 class RankLoad:
-    """What a holder has to do, as it stands: whoever keeps one sees it change."""
+    """The live load of one holder, updated in place: a caller that keeps it sees it change."""
 
     row: int
     requests: dict[RequestId, None] = field(default_factory=dict)
     blocks: float = 0.0
     reading: "OrderedDict[RequestId, tuple[int, float | None]]" = field(default_factory=OrderedDict)
     reading_tokens: int = 0
-    unpaced: int = 0  # prompts of which it is not known how long reading them takes
-    anchored: float = 0.0  # since when the oldest of them is read
-    recent_tokens: float = 0.0  # as it was when the last prompt was sent
-    last: float = 0.0  # when that was
+    unpaced: int = 0  # prompts without a predicted reading time
+    anchored: float = 0.0  # when reading of the oldest prompt began
+    recent_tokens: float = 0.0  # value when the last prompt was sent
+    last: float = 0.0  # when the last prompt was sent
 
     def sent(self, tokens: int, now: float) -> None:
-        """Remember a prompt that was sent then; of another frontend's one may hear later."""
+        """Count a prompt sent at `now`. Another frontend's prompt can be reported late, so `now` may lie before the last one."""
         since = now - self.last
         if since < 0.0:
             self.recent_tokens += tokens * exp(since / RECENT_S)
@@ -89,18 +89,18 @@ class RankLoad:
             self.last = now
 
     def recent_tokens_at(self, now: float) -> float:
-        """Return how many prompt tokens were sent there lately, each counting the less the longer ago that was."""
+        """Return the recently sent prompt tokens, with exponentially decaying weight."""
         since = now - self.last
         return self.recent_tokens * exp(-since / RECENT_S) if since > 0.0 else self.recent_tokens
 
 
 class Request(msgspec.Struct):
-    """A request in flight, as it was added."""
+    """A request in flight."""
 
     holder: WorkerRank
-    work: RankLoad  # of the holder
+    work: RankLoad  # the holder's load
     blocks: Sequence[int]  # sequence hashes of its prompt's full blocks
-    own_blocks: int  # that no other request can share
+    own_blocks: int  # blocks that no other request can share
     block_tokens: int
     prefill_tokens: int
     expected_s: float | None
@@ -112,24 +112,24 @@ class Request(msgspec.Struct):
 
 
 class SharedBlocks:
-    """Consecutive blocks that the same requests begin with."""
+    """Consecutive blocks shared by the same set of requests."""
 
     __slots__ = ("blocks", "children", "users")
 
     def __init__(self, blocks: Sequence[int], users: dict[int, int]) -> None:
         self.blocks = blocks
-        self.users = users  # how many requests of each
+        self.users = users  # number of requests by user
         self.children: dict[int, SharedBlocks] = {}  # by their first block
 
     def split(self, place: int) -> None:
-        """Keep the blocks before `place`; the others become the only child."""
+        """Keep the blocks before `place`; the rest become the only child."""
         tail = SharedBlocks(self.blocks[place:], self.users.copy())
         tail.children = self.children
         self.blocks = self.blocks[:place]
         self.children = {tail.blocks[0]: tail}
 
     def join(self) -> None:
-        """Take the only child in, if the same requests use it."""
+        """Merge with the only child if the same requests use it."""
         if len(self.children) != 1 or not self.blocks:
             return
         child = next(iter(self.children.values()))
@@ -139,13 +139,13 @@ class SharedBlocks:
 
 
 class Prefixes:
-    """All prefixes in use. `use` and `drop` return by how many the user's different blocks have become more."""
+    """All prefixes in use. `use` and `drop` return the change in the user's number of distinct blocks."""
 
     def __init__(self) -> None:
         self._root = SharedBlocks((), {})
 
     def use(self, user: int, blocks: Sequence[int]) -> int:
-        """One more request of a user begins with these blocks."""
+        """Add a request of a user that begins with these blocks."""
         piece, depth, gained = self._root, 0, 0
         while depth < len(blocks):
             child = piece.children.get(blocks[depth])
@@ -163,7 +163,7 @@ class Prefixes:
         return gained
 
     def drop(self, user: int, blocks: Sequence[int]) -> int:
-        """A request that began with these blocks, by `use`, is over."""
+        """Remove a request that was added by `use` with these blocks."""
         last, depth, lost, length = self._root, 0, 0, len(blocks)
         while depth < length:
             piece = last.children[blocks[depth]]
@@ -171,7 +171,7 @@ class Prefixes:
             count = users[user]
             if count > 1:
                 users[user] = count - 1
-            elif len(users) == 1:  # no other user has it, nor anything below it
+            elif len(users) == 1:  # no other user has it or anything below it
                 del last.children[blocks[depth]]
                 lost += length - depth
                 break
@@ -184,8 +184,10 @@ class Prefixes:
         return -lost
 
     def pieces(self, blocks: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
-        """Return the pieces that these blocks begin with, from the first on: the depth up to which each reaches, or they do in
-        it, and how many requests of each user begin with it. A user of a piece uses all pieces before it."""
+        """Return the pieces at the start of these blocks, in order: a depth, and the number of requests by user.
+
+        The depth is where the piece ends, or where these blocks diverge from it. A user of a piece uses all pieces before it.
+        """
         children, depth = self._root.children, 0
         found: list[tuple[int, dict[int, int]]] = []  # `list[...]()` takes as long as ten of these steps
         while depth < len(blocks) and (child := children.get(blocks[depth])) is not None:
@@ -199,26 +201,26 @@ class Prefixes:
 
 
 class RequestListener(Protocol):
-    """What is told of every request of ours."""
+    """Receives the events of this frontend's own requests."""
 
     def added(self, request: RequestId, entry: Request) -> None:
-        """A request begins."""
+        """Called when a request begins."""
         ...
 
     def read(self, request: RequestId) -> None:
-        """Its prompt has been read."""
+        """Called when its prompt has been read."""
         ...
 
     def freed(self, request: RequestId) -> None:
-        """It is over."""
+        """Called when it has ended."""
         ...
 
 
 class ActiveSequences:
-    """All requests in flight, by holder: whatever has a KV cache of its own. One tracker serves all models of a frontend."""
+    """All requests in flight, by holder (a rank with its own KV cache). One tracker serves all models of a frontend."""
 
     def __init__(self, *, track_output: bool = False, stale_s: float = STALE_S) -> None:
-        """`track_output`: count the blocks of answers too, as `output` tells of them."""
+        """`track_output`: also count the blocks of answers, as reported by `output`."""
         self._track_output = track_output
         self._stale_s = stale_s
         self._looked = float("-inf")
@@ -226,10 +228,12 @@ class ActiveSequences:
         self._requests: dict[RequestId, Request] = {}
         self._active = Prefixes()
         self._columns: Floats = np.zeros((8, _ROWS))
-        self._unwritten: dict[int, RankLoad] = {}  # by row: what the columns say when they are asked next
+        self._unwritten: dict[
+            int, RankLoad
+        ] = {}  # by row: changes to write to the columns before the next read
         self._free_rows = list(range(_ROWS - 1, -1, -1))
-        self.paced = False  # whether what is to be read shrinks with time: then only `loads` says it
-        self.layout = 0  # moves when a row gets another meaning
+        self.paced = False  # whether unread tokens shrink with time; then only `loads` has current values
+        self.layout = 0  # incremented when a row is reassigned
         self._listener: RequestListener | None = None
 
     def __len__(self) -> int:
@@ -239,7 +243,7 @@ class ActiveSequences:
         return request in self._requests
 
     def listen(self, listener: RequestListener) -> None:
-        """Tell this of every request of ours from now on, in the order in which things happen."""
+        """Report every event of this frontend's requests to `listener` from now on, in order."""
         self._listener = listener
 
     # --- the life of a request ----------------------------------------------------------------------------
@@ -257,12 +261,16 @@ class ActiveSequences:
         expected_s: float | None = None,
         owner: str = "",
     ) -> bool:
-        """Take in that a request goes to a holder, before it leaves. False, and nothing happens, if it is there already.
+        """Add a request to a holder, before it is sent. Return False, without effect, if it was already added.
 
-        `blocks` are the sequence hashes of its prompt; `own_blocks` are counted too, and shared with none (prompts
-        without hashes). `prefill_tokens`: those of the prompt that are not in the prefix cache. `expected_s`: so long
-        reading them takes, if that is known. `owner`: the frontend that it belongs to, if it
-        is not ours. A holder that was not heard of begins with nothing to do.
+        Args:
+            blocks: sequence hashes of the prompt.
+            own_blocks: further blocks that cannot be shared (prompts without hashes).
+            prefill_tokens: prompt tokens that are not in the prefix cache.
+            expected_s: predicted reading time in seconds, if known.
+            owner: the frontend that it belongs to, if not this one.
+
+        An unknown holder starts without load.
         """
         if request in self._requests:
             return False
@@ -295,7 +303,7 @@ class ActiveSequences:
         return True
 
     def prefill_done(self, request: RequestId, *, now: float) -> bool:
-        """Take in that a prompt has been read: the first token is here. False, and nothing happens, if that is no news."""
+        """Record that a prompt has been read: its first token has arrived. Return False if that was already known."""
         found = self._requests.get(request)
         if found is None or not found.reading:
             return False
@@ -307,7 +315,7 @@ class ActiveSequences:
         return True
 
     def output(self, request: RequestId, tokens: int) -> None:
-        """Take in that so many more tokens of its answer are here. Each block that they fill is counted as one more."""
+        """Record `tokens` more answer tokens. Each block that they fill is counted."""
         found = self._requests.get(request)
         if not self._track_output or found is None:
             return
@@ -321,7 +329,7 @@ class ActiveSequences:
         self._unwritten[work.row] = work
 
     def free(self, request: RequestId, *, now: float) -> bool:
-        """Take in that a request is over, however it ended. False, and nothing happens, if it was not known."""
+        """Remove a request that has ended, in whatever way. Return False if it was unknown."""
         found = self._requests.pop(request, None)
         if found is None:
             return False
@@ -335,10 +343,10 @@ class ActiveSequences:
             self._listener.freed(request)
         return True
 
-    # --- what is gone --------------------------------------------------------------------------------------
+    # --- removal --------------------------------------------------------------------------------------
 
     def forget(self, holder: WorkerRank, *, now: float) -> None:
-        """Take in that a holder is gone: its requests are over there."""
+        """Remove a holder that is gone, with its requests there."""
         work = self._work.get(holder)
         if work is None:
             return
@@ -351,15 +359,17 @@ class ActiveSequences:
         self.layout += 1
 
     def leave(self, owner: str, *, now: float) -> int:
-        """Take in that another frontend is gone, with its requests. Return how many it had."""
+        """Remove the requests of a frontend that is gone. Return their number."""
         gone = [name for name, one in self._requests.items() if one.owner == owner]
         for request in gone:
             self.free(request, now=now)
         return len(gone)
 
     def expire(self, *, now: float) -> Sequence[RequestId]:
-        """Free what was added too long ago, and return it: the guard against leaks. Looks twice a minute, however often it is
-        called."""
+        """Free and return the requests that were added too long ago: the guard against leaks.
+
+        It scans at most twice a minute, however often it is called.
+        """
         if now - self._looked < LOOK_S:
             return ()
         self._looked = now
@@ -368,20 +378,19 @@ class ActiveSequences:
             self.free(request, now=now)
         return stale
 
-    # --- what there is to do ------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------
 
     @property
     def holders(self) -> Iterable[WorkerRank]:
-        """All that were ever given a request or asked about, and were not forgotten."""
+        """All holders that were ever given a request or queried, and were not forgotten."""
         return self._work.keys()
 
     def requests(self, owner: str = "") -> Iterable[tuple[RequestId, Request]]:
-        """Return a frontend's requests in flight; ours by default."""
+        """Return a frontend's requests in flight; by default this frontend's own."""
         return [(name, one) for name, one in self._requests.items() if one.owner == owner]
 
     def work(self, holder: WorkerRank, *, now: float) -> RankWork:
-        """Return what a holder has to do. Of the columns only where that shrinks with time: a choice among a thousand workers may
-        ask for each."""
+        """Return a holder's work. The columns are read only if it shrinks with time: a choice may call this a thousand times."""
         if (work := self._work.get(holder)) is None:
             return RankWork()
         prefill: float = work.reading_tokens
@@ -390,11 +399,11 @@ class ActiveSequences:
         return RankWork(prefill, work.blocks, len(work.requests), work.recent_tokens_at(now))
 
     def rows(self, holders: Iterable[WorkerRank]) -> Rows:
-        """Return the rows of holders, for `loads`. They hold for as long as `layout` stays what it is now."""
+        """Return the rows of holders, for `loads`. They are valid while `layout` is unchanged."""
         return np.array([self._of(holder).row for holder in holders], dtype=np.intp)
 
     def loads(self, rows: Rows, *, now: float) -> Loads:
-        """Return what the holders in these rows have to do."""
+        """Return the work of the holders in these rows."""
         if self._unwritten:
             for work in self._unwritten.values():
                 self._write(work)
@@ -408,16 +417,15 @@ class ActiveSequences:
         return Loads(prefill, columns[_BLOCKS], columns[_REQUESTS], recent_tokens)
 
     def rank_loads(self, holders: Iterable[WorkerRank]) -> list[RankLoad]:
-        """Return what each holder has to do, to be looked at for as long as `layout` stays what it is now."""
+        """Return the live load of each holder, valid while `layout` is unchanged."""
         return [self._of(holder) for holder in holders]
 
     def pieces(self, blocks: Sequence[int]) -> Sequence[tuple[int, Mapping[int, int]]]:
-        """Return what `shared` does, piece by piece: a depth, and by row how many requests reach it."""
+        """Return the result of `shared` piece by piece: a depth, and by row how many requests reach it."""
         return self._active.pieces(blocks)
 
     def shared(self, blocks: Sequence[int], rows: Rows) -> tuple[Floats, Floats]:
-        """Return how many of a prompt's blocks, from the first on, the holders in these rows have in use already, and how
-        many of their requests have all of those."""
+        """Return, per row, how many leading blocks of a prompt are in use there, and how many requests use all of them."""
         depths, requests = np.zeros((2, self._columns.shape[1]))
         for depth, users in self._active.pieces(blocks):
             used = np.fromiter(users, np.intp, len(users))
@@ -446,7 +454,7 @@ class ActiveSequences:
             work.anchored = now
 
     def _write(self, work: RankLoad) -> None:
-        """Write what a holder has to do into its row."""
+        """Write a holder's load into its row."""
         column = self._columns[:, work.row]
         column[_PREFILL], column[_BLOCKS] = work.reading_tokens, work.blocks
         column[_REQUESTS] = len(work.requests)
@@ -460,7 +468,7 @@ class ActiveSequences:
         if expected_s is None:
             return
         column[_SINCE], column[_READ_MAX] = work.anchored, tokens
-        if expected_s <= 0:  # it is as good as read, and says nothing of the others' pace
+        if expected_s <= 0:  # it counts as read, and gives no pace for the others
             column[_PACE], column[_SINCE] = tokens, work.anchored - 1.0
             return
         column[_PACE] = tokens / expected_s

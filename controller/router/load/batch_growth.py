@@ -1,6 +1,6 @@
-"""How much slower a step may be in a larger batch: latency verdicts compare workers of different load."""
+"""Allowed growth of a step's duration with batch size, to compare latencies under different load."""
 
-PER_DOUBLING = 1.5  # decoding is bound by memory, so a step's time grows more slowly than its batch
+PER_DOUBLING = 1.5  # decoding is memory-bound, so a step's time grows more slowly than its batch
 EXPONENT = 0.585  # log2(PER_DOUBLING)
 
 

@@ -1,10 +1,10 @@
-"""Predicts a worker's time to first token: from what it registered, corrected by what was measured.
+"""Predicts a worker's time to first token from its registered profile, corrected by measurements.
 
     predicted = (tokens ahead of it there + its own) / prefill rate x factor + extra + a step
 
-The factor is learned from prompts that take a while to read, the extra (waiting for the running step, the network) from short
-ones: a factor of a short time would say nothing about long prompts. Both are exponential means, for each worker and for all of a
-pool, which predicts for requests without a worker yet. Each measurement is limited to bounds.
+The factor is learned from prompts that take a while to read. The extra (waiting for the running step, the network) is
+learned from short ones, because a factor from a short time would not predict long prompts. Both are exponential means, kept
+per worker and for the whole pool; the pool's mean predicts for requests without a worker yet. Each measurement is clamped.
 """
 
 from math import exp, log
@@ -13,12 +13,12 @@ import msgspec
 
 LEARNS = 0.1
 FACTOR_MAX = 16.0
-LONG_S = 0.05  # reading time: a shorter one says nothing about the factor
+LONG_S = 0.05  # minimum reading time from which the factor is learned
 EXTRA_MAX_S = 1.0
 
 
 class _Seen(msgspec.Struct):
-    """The measurements of one worker, or of all."""
+    """The measurements of one worker, or of the pool."""
 
     factor_log: float = 0.0
     extra_s: float = 0.0
@@ -27,7 +27,7 @@ class _Seen(msgspec.Struct):
         return reading_s * exp(self.factor_log) + self.extra_s
 
     def learn(self, reading_s: float, took_s: float) -> None:
-        """Count a time to first token without its step, of a prompt that takes `reading_s` to read by the profile."""
+        """Record a time to first token, without its step, of a prompt with a profiled reading time of `reading_s`."""
         if reading_s >= LONG_S:
             factor = max(0.0, took_s - self.extra_s) / reading_s
             bounded = min(FACTOR_MAX, max(1 / FACTOR_MAX, factor))
@@ -38,35 +38,37 @@ class _Seen(msgspec.Struct):
 
 
 class FirstTokens:
-    """The times to first token of one pool's workers."""
+    """Predicts times to first token for one pool's workers."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Seen] = {}
         self._all = _Seen()
-        self._fastest: float | None = None  # the least factor of all, cached: each request needs it
-        self.ahead_s = 0.0  # mean time to read what was ahead of a request when it was sent
+        self._fastest: float | None = (
+            None  # the smallest factor of all workers, cached because each request needs it
+        )
+        self.ahead_s = 0.0  # mean time to read the tokens ahead of a request when it was sent
 
     def predicted_s(self, worker: str, ahead_s: float, own_s: float, step_s: float) -> float:
-        """Return the time to first token of a request that is sent to a worker now. `ahead_s`: to read what is ahead of it."""
+        """Predict the time to first token of a request sent to a worker now. `ahead_s`: time to read the tokens ahead of it."""
         return self._workers.get(worker, self._all).predicted_s(ahead_s + own_s) + step_s
 
     def usual_s(self, own_s: float, step_s: float) -> float:
-        """Return the time to first token at the next worker to be free."""
+        """Predict the time to first token at the next worker that becomes free."""
         return self._all.predicted_s(self.ahead_s + own_s) + step_s
 
     def alone_s(self, own_s: float, step_s: float) -> float:
-        """Return the time to first token at the fastest worker, if it is idle."""
+        """Predict the time to first token at the fastest worker when it is idle."""
         if (fastest := self._fastest) is None:
             factors = (seen.factor_log for seen in self._workers.values())
             fastest = self._fastest = min(factors, default=self._all.factor_log)
         return own_s * exp(fastest) + step_s
 
     def sent(self, ahead_s: float) -> None:
-        """Count a request that was sent. `ahead_s`: to read what was ahead of it."""
+        """Record a sent request. `ahead_s`: time to read the tokens ahead of it."""
         self.ahead_s += LEARNS * (ahead_s - self.ahead_s)
 
     def came(self, worker: str, ahead_s: float, own_s: float, step_s: float, took_s: float) -> None:
-        """Count a first token, `took_s` after its request was sent."""
+        """Record a first token that arrived `took_s` after its request was sent."""
         seen = self._workers.get(worker)
         if seen is None:
             seen = self._workers[worker] = _Seen(self._all.factor_log, self._all.extra_s)
@@ -75,6 +77,6 @@ class FirstTokens:
             one.learn(ahead_s + own_s, took_s - step_s)
 
     def forget(self, workers: set[str]) -> None:
-        """Forget all but these workers."""
+        """Forget all workers except these."""
         self._workers = {name: seen for name, seen in self._workers.items() if name in workers}
         self._fastest = None

@@ -1,13 +1,14 @@
-"""What have the other frontends in flight? Their requests go into our slot tracker, and ours into theirs.
+"""Replicates in-flight requests between frontends: each slot tracker also contains the others'.
 
     ours     tracker ──▶ events ──▶ batches                                      numbered, over one life of a frontend
     theirs   batch, the next one ──▶ tracker
-             batch, beyond the next ──▶ tracker, as far as it goes, and a `Want`    something has escaped us
-             the first of a whole telling ──▶ forget what we had of it ──▶ tracker
-             silence ──▶ forget it, once it is no neighbour any more
+             batch, beyond the next ──▶ tracker, as far as possible, and a `Want`   batches were lost
+             the first of a full state ──▶ forget what we had of it ──▶ tracker
+             silence ──▶ forget it, once it is no longer a peer
 
-A frontend that begins knows of nobody's requests and wants all of them; it knows all within a moment. What nobody frees
-any more, the tracker's own guard does. Pure: the shell (`adapters.slot_sync`) carries messages and tells the time.
+A frontend that starts knows no other's requests and requests all of them; it has them within a moment. Requests that are
+never freed are removed by the tracker's own guard. Pure: the shell (`adapters.slot_sync`) transports messages and supplies
+the time.
 """
 
 from collections import deque
@@ -30,14 +31,14 @@ from events.slots import (
     unpack,
 )
 
-SILENT_S = 3.5  # three of the batches that say only that somebody is there may be lost
-AGAIN_S = 1.0  # everything is asked for, and told, no more often
-WAITING_MAX = 65_536  # events that are not said yet; beyond, everything is told again instead
+SILENT_S = 3.5  # tolerates the loss of three heartbeat batches
+AGAIN_S = 1.0  # minimum interval between full states, and between requests for one
+WAITING_MAX = 65_536  # unsent events; beyond this the full state is sent instead
 
 
 @dataclass(slots=True)
 class _Other:
-    """One life of another frontend, as far as we know it."""
+    """One life of another frontend."""
 
     life: str
     next: int  # number of its next batch
@@ -56,41 +57,41 @@ class Replicas:
         slots: ActiveSequences,
         on_event: Callable[[], None] = lambda: None,
     ) -> None:
-        """Listen to our slot tracker from now on. `on_event`: there is one event more to be said."""
+        """Listen to the slot tracker. `on_event` is called for each new event to send."""
         self._frontend = frontend
         self._life = life
         self._slots = slots
         self._others: dict[str, _Other] = {}
         self._waiting: deque[SlotEvent] = deque()
         self._number = 0
-        self._whole = False  # everything is to be told again
-        self._told = float("-inf")
+        self._whole = False  # the full state is to be sent
+        self._full_sent = float("-inf")
         self._on_event = on_event
-        self.gaps = 0  # times that something of another frontend's was lost on the way
+        self.gaps = 0  # number of times that batches of another frontend were lost
         slots.listen(self)
 
     @property
     def waiting(self) -> int:
-        """How many events are not said yet."""
+        """Number of unsent events."""
         return len(self._waiting)
 
     @property
     def others(self) -> dict[str, bool]:
-        """The other frontends that were heard, and whether everything is known that they have in flight."""
+        """The other frontends, and whether all their in-flight requests are known."""
         return {name: other.complete for name, other in self._others.items()}
 
-    # --- what we have in flight ---------------------------------------------------------------------------
+    # --- this frontend's requests ---------------------------------------------------------------------------
 
     def added(self, request: RequestId, entry: Request) -> None:
-        """One of our requests begins."""
-        self._note(_told(request, entry, entry.since))
+        """Record the start of one of this frontend's requests."""
+        self._note(_added(request, entry, entry.since))
 
     def read(self, request: RequestId) -> None:
-        """Its prompt has been read."""
+        """Record that its prompt has been read."""
         self._note(Read(_name(request)))
 
     def freed(self, request: RequestId) -> None:
-        """It is over."""
+        """Record its end."""
         self._note(Freed(_name(request)))
 
     def _note(self, event: SlotEvent) -> None:
@@ -100,27 +101,27 @@ class Replicas:
         self._on_event()
 
     def lost(self) -> None:
-        """What was to be said cannot be, or was perhaps not heard: everything is told again later, to everybody."""
+        """Handle events that could not be sent or may not have arrived: the full state is sent to all frontends later."""
         self._waiting.clear()
-        self._number += 1  # nobody is in step any more
+        self._number += 1  # no other frontend is in step any more
         self._whole = True
 
     def due(self, now: float) -> bool:
-        """Say whether there is anything to be said but that we are there."""
-        return bool(self._waiting) or (self._whole and now - self._told >= AGAIN_S)
+        """Return whether there is more to send than a heartbeat."""
+        return bool(self._waiting) or (self._whole and now - self._full_sent >= AGAIN_S)
 
     def batches(self, now: float) -> Iterator[SlotBatch]:
-        """Yield what is to be said now; at least one batch, which may have no events."""
+        """Yield the batches to send now: at least one, which may have no events (a heartbeat)."""
         number = self._number
-        while self._waiting:  # first of all: whoever is in step need not forget what we have in flight
+        while self._waiting:  # first, so that frontends in step need not discard their copy
             yield self._batch(False)
-        if self._whole and now - self._told >= AGAIN_S:
-            self._whole, self._told = False, now
-            self._waiting.extend(_told(name, entry, now) for name, entry in self._slots.requests())
+        if self._whole and now - self._full_sent >= AGAIN_S:
+            self._whole, self._full_sent = False, now
+            self._waiting.extend(_added(name, entry, now) for name, entry in self._slots.requests())
             yield self._batch(True)
         while self._waiting:
             yield self._batch(False)
-        if self._number == number:  # nothing has been said
+        if self._number == number:  # nothing was sent: a heartbeat
             yield self._batch(False)
 
     def _batch(self, whole: bool) -> SlotBatch:
@@ -135,10 +136,10 @@ class Replicas:
         self._number += bool(events) or whole
         return SlotBatch(self._frontend, self._life, number, events, whole)
 
-    # --- what the others have -----------------------------------------------------------------------------
+    # --- other frontends' requests -----------------------------------------------------------------------------
 
     def take(self, message: SlotBatch | Want, now: float) -> Want | None:
-        """Take in a frontend's message. Return what we want of it, if something has escaped us."""
+        """Apply a message of another frontend. Return a request for its full state if batches were lost."""
         if message.frontend == self._frontend:  # our own echo
             return None
         if isinstance(message, Want):
@@ -149,7 +150,7 @@ class Replicas:
             self._slots.leave(message.frontend, now=now)
             fresh = message.whole or message.number == 0
             other = self._others[message.frontend] = _Other(message.life, message.number, now, fresh)
-        elif message.number < other.next:  # said twice
+        elif message.number < other.next:  # a duplicate
             return None
         elif message.whole and not (other.complete and message.number == other.next):
             self._slots.leave(message.frontend, now=now)
@@ -186,14 +187,16 @@ class Replicas:
             )
 
     def want_all(self) -> Want:
-        """Return what a frontend says that begins to listen, or does so again."""
+        """Return the request for all full states, sent when this frontend starts to listen, or does so again."""
         for other in self._others.values():
             other.complete = False
         return Want(self._frontend)
 
     def look(self, peers: Collection[str], now: float) -> Iterable[str]:
-        """Forget the frontends that were silent for long and are no neighbours any more, and return them. Only to be asked
-        of one who has listened all that time."""
+        """Forget and return the frontends that were silent for long and are no longer peers.
+
+        Call it only if this frontend has listened all that time.
+        """
         gone = [
             name for name, other in self._others.items() if now - other.heard > SILENT_S and name not in peers
         ]
@@ -204,13 +207,17 @@ class Replicas:
 
 
 def _name(request: RequestId) -> int | str:
-    assert isinstance(request, int | str), "what other frontends are told of has a number or a name"
+    assert isinstance(request, int | str), (
+        "a request reported to other frontends has a number or a string as its name"
+    )
     return request
 
 
-def _told(request: RequestId, entry: Request, now: float) -> Added:
-    """Return how another frontend is told of one of our requests. One with more blocks than a message may have is told of
-    as if nobody could share them."""
+def _added(request: RequestId, entry: Request, now: float) -> Added:
+    """Return the event that reports one of this frontend's requests.
+
+    A request with more blocks than a message may have is reported as if it shared none.
+    """
     small = len(entry.blocks) <= BLOCKS_MAX
     return Added(
         _name(request),

@@ -1,11 +1,10 @@
-"""Estimates the work of a request, in seconds of a worker: its prompt is read, then it has a place in the batch until its answer
-is over.
+"""Estimates the work of a request in worker-seconds: reading its prompt, then its batch share.
 
     work = tokens to be read / prefill rate  +  expected answer x time per token x share of the worker
-    share of the worker = 1 / batch, or what it holds of the KV cache, whichever is more
+    share of the worker = 1 / batch, or its share of the KV cache, whichever is more
 
-A worker does one second of work in a second. `DrainRate` measures the deviation (prompts are read beside answers, answers are
-longer than expected). Work is not a count of requests: ten short ones may be less than one long one.
+A worker does one second of work per second. `DrainRate` measures the deviation (prompts are read alongside answers, answers
+are longer than expected). Work is not a count of requests: ten short ones may be less work than one long one.
 """
 
 from dataclasses import dataclass
@@ -14,22 +13,22 @@ from math import isfinite
 from controller.deciders.capacity import tpot_ms
 from events.observations import Profile
 
-ANSWER_TOKENS = 512.0  # of an answer, before any has ended: the objectives assume it, too
-LEARNS = 0.02  # how much of the next answer goes into the mean
+ANSWER_TOKENS = 512.0  # mean answer length until one has ended; the SLOs assume it too
+LEARNS = 0.02  # weight of the next answer in the mean
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
     """The tokens of one request."""
 
-    unread: float  # of its prompts, cached nowhere
+    unread: float  # of its prompts, not cached anywhere
     prompt: float  # of all of its prompts
     answers: int = 1
-    answer: float = ANSWER_TOKENS  # of each, as expected
+    answer: float = ANSWER_TOKENS  # expected tokens of each
 
 
 def reading_s(tokens: float, profile: Profile) -> float:
-    """Return how long reading so many tokens takes a worker of this profile; 0 if it has no rate."""
+    """Return the seconds that a worker of this profile needs to read `tokens`; 0 if it has no prefill rate."""
     rate = profile.prefill_tokens_per_s
     return tokens / rate if rate > 0 else 0.0
 
@@ -52,14 +51,14 @@ class AnswerLengths:
         self._mean: dict[str, float] = {}
 
     def ended(self, model: str, tokens: int) -> None:
-        """Count an answer that is over."""
+        """Record the length of an answer that has ended."""
         mean = self._mean.get(model)
         self._mean[model] = float(tokens) if mean is None else mean + LEARNS * (tokens - mean)
 
     def expected(self, model: str, most: int) -> float:
-        """Return how many tokens to expect of an answer that may have `most`."""
+        """Return the expected number of tokens of an answer that may have `most`."""
         return min(float(most), self._mean.get(model, ANSWER_TOKENS))
 
     def known(self, model: str) -> float:
-        """Return the mean tokens of its answers; 0: none has ended."""
+        """Return the mean number of tokens of a model's answers; 0 if none has ended."""
         return self._mean.get(model, 0.0)

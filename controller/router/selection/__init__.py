@@ -1,1 +1,1 @@
-"""Filter, score, pick."""
+"""The choice of a worker: filter, score, pick."""

@@ -1,12 +1,12 @@
-"""Which workers may take a request? The stages of a choice are filter, score and pick; this is the first.
+"""Filters the workers that may take a request. Filter, score and pick are the stages of a choice.
 
-    filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, room, which
-             is for all frontends together (`Headroom`); if any of those that are left was heard lately, only such
-    score    here, without regard to what is cached: (requests in flight + 1, and tokens) / weight: lower is better
-    pick     the lowest; among equals the one that was picked longest ago
+    filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, room
+             shared by all frontends (`Headroom`); if any that remain were heard from recently, only those
+    score    here without cached prefixes: (requests in flight + 1, and tokens) / weight; lower is better
+    pick     the lowest; among equals the one picked longest ago
 
-Each way to find no worker is an error of its own, because the client is told different things. `selector` scores and picks with
-regard to what is cached, and in other ways.
+Each reason for finding no worker is a separate error, because clients get different responses. `selector` scores and picks
+with cached prefixes, and in other modes.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -20,14 +20,14 @@ from controller.router.load.monitor import LoadMonitor
 from events.errors import HoldfastError
 from events.wire import Load
 
-ROOM_LOOKS = 8  # at endpoints, for room, before all are looked at
-WEIGHT_MIN = 1e-6  # an endpoint that may get nothing costs no more than what this does
-TOKENS_PER_REQUEST = 4096  # so many tokens in flight weigh as much as one more request
-MANY = 1 << 30  # frontends: none may have more than one request beyond what is free of a worker
+ROOM_LOOKS = 8  # endpoints checked for room before all are
+WEIGHT_MIN = 1e-6  # an endpoint of weight 0 costs as much as one of this weight
+TOKENS_PER_REQUEST = 4096  # tokens in flight that weigh as much as one more request
+MANY = 1 << 30  # frontends: each may have at most one request beyond a worker's free room
 
 
 class NoWorker(HoldfastError):
-    """No worker can take this request."""
+    """No worker can serve this request."""
 
     code = "no_worker"
 
@@ -57,52 +57,59 @@ class AllTried(NoWorker):
 
 
 class AllBusy(NoWorker):
-    """Every worker of this model has as many requests in flight as it may have."""
+    """Every worker of this model is at its limit of requests in flight."""
 
     code = "all_workers_busy"
 
 
 class AllClosed(NoWorker):
-    """The servers behind all workers of this model have too much to do, and said when to retry."""
+    """The servers behind all workers of this model are overloaded, and reported when to retry."""
 
     code = "upstream_overloaded"
 
     def __init__(self, wait_s: float, reopens_s: float | None = None) -> None:
-        """`wait_s`: until the first of them takes requests again. `reopens_s`: until the first does to which this request
-        may still be sent, inf where each has declined it; None: the same."""
+        """Initialize the error with its retry times.
+
+        Args:
+            wait_s: seconds until the first of them accepts requests again.
+            reopens_s: seconds until the first one to which this request may still be sent does; inf if each has declined
+                it; None: the same as `wait_s`.
+        """
         super().__init__()
         self.wait_s = wait_s
         self.reopens_s = wait_s if reopens_s is None else reopens_s
 
 
 class Headroom(Enum):
-    """How much room must there be at a worker for one request more?"""
+    """The room that a worker must have for one more request."""
 
-    FRESH = "fresh"  # for one that begins: below the frontends' cap, too
-    HELD = "held"  # for one that has begun: below what the worker says it can hold
-    NONE = "none"  # however full it is: nothing is sent
+    FRESH = "fresh"  # a new request: below the frontends' cap as well
+    HELD = "held"  # a request that has begun: below what the worker registered it can hold
+    NONE = "none"  # none: nothing is sent
 
 
-_HELD, _NONE = Headroom.HELD, Headroom.NONE  # to look a member of an enum up takes as long as a call
+_HELD, _NONE = Headroom.HELD, Headroom.NONE  # looking up an enum member takes as long as a call
 
 
 @dataclass(slots=True)
 class Rules:
-    """What the filter and the score know about endpoints: values of this moment, and what lies below them."""
+    """The current inputs of filter and score: connections, load and limits."""
 
     plane: ConnectedWorkers
     load: LoadMonitor
-    barred: Container[Key] = ()  # endpoints to which this frontend's own breakers let nothing go
-    frontends: int = 1  # that serve now, this one included; `MANY`: none waits for another one's share
-    contenders: Mapping[str, int] = field(default_factory=dict)  # by model, frontends whose requests wait
+    barred: Container[Key] = ()  # endpoints that this frontend's own breakers reject
+    frontends: int = (
+        1  # frontends that serve now, including this one; `MANY`: no frontend waits for another's share
+    )
+    contenders: Mapping[str, int] = field(default_factory=dict)  # by model, frontends with waiting requests
 
 
 class Picker:
-    """Picks endpoints. Remembers only which one's turn it is."""
+    """Picks endpoints. Its only state is when each was last picked."""
 
     def __init__(self) -> None:
         self._turn = 0
-        self._looked_at = 0  # of the first endpoint that was looked at last for room
+        self._looked_at = 0  # index of the first endpoint that was last checked for room
         self._last: dict[Key, int] = {}
 
     def pick(
@@ -112,43 +119,47 @@ class Picker:
         tried: Collection[Key] = (),
         room: Headroom = Headroom.FRESH,
     ) -> Endpoint:
-        """Return the best endpoint. Raise what `Filter.left` does."""
+        """Return the best endpoint. Raise the errors of `Filter.left`."""
         left = Filter(endpoints, rules, tried, room).left()
-        return self._taken(left[min(self._ranked(left, rules))[2]])
+        return self._record(left[min(self._ranked(left, rules))[2]])
 
     def room(self, endpoints: Sequence[Endpoint], rules: Rules) -> Endpoint:
-        """Return an endpoint with room for one request more: the best of a few that are next in turn, and of all only where none
-        of these has room. Raise what `pick` raises."""
+        """Return an endpoint with room for one more request. Raise the errors of `pick`.
+
+        It is the best of the next few in rotation. All are considered only if none of these has room.
+        """
         among, size, few = Filter(endpoints, rules), len(endpoints), endpoints
         if size > ROOM_LOOKS:
             self._looked_at = (self._looked_at + ROOM_LOOKS) % size
             few = [endpoints[(self._looked_at + n) % size] for n in range(ROOM_LOOKS)]
         for _, _, index in sorted(self._ranked(few, rules)):
-            if among.fits(few[index]):  # most often the first: no other is looked at
-                return self._taken(few[index])
+            if among.fits(few[index]):  # usually the first; then no other is checked
+                return self._record(few[index])
         return self.pick(endpoints, rules)
 
     def _ranked(self, endpoints: Sequence[Endpoint], rules: Rules) -> list[tuple[float, int, int]]:
-        """Return the cost of each endpoint, when it was picked last, and its index."""
+        """Return each endpoint's cost, last turn and index."""
         last, external_load, ranked = self._last, rules.plane.external_load, []
         for index, endpoint in enumerate(endpoints):
             ranked.append((cost(endpoint, external_load(endpoint.worker)), last.get(endpoint.key, 0), index))
         return ranked
 
-    def _taken(self, endpoint: Endpoint) -> Endpoint:
-        """Remember that it was this one's turn."""
+    def _record(self, endpoint: Endpoint) -> Endpoint:
+        """Record that this endpoint was picked."""
         self._turn += 1
         self._last[endpoint.key] = self._turn
         return endpoint
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the memory of endpoints that are gone; keep `keys`."""
+        """Forget all endpoints except `keys`."""
         self._last = {key: turn for key, turn in self._last.items() if key in keys}
 
 
 class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
-    """Which of a model's endpoints may take one request? Together, or one by one: where the best is known before, one look at it
-    is enough."""
+    """Decides which of a model's endpoints may take one request: all at once, or one at a time.
+
+    If the best endpoint is already known, a single check is enough.
+    """
 
     all: Sequence[Endpoint]
     rules: Rules
@@ -157,8 +168,10 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
     tokens: int = 0  # of the prompt and the longest answer: a worker's context must hold them
 
     def left(self) -> list[Endpoint]:
-        """Return all that are left, at least one. Raise NotServed, NoneRoutable, NoneReachable, AllTried, AllBusy or
-        AllClosed."""
+        """Return the endpoints that remain, at least one.
+
+        Raise NotServed, NoneRoutable, NoneReachable, AllTried, AllBusy or AllClosed.
+        """
         plane = self.rules.plane
         reachable = [
             one for one in self.all if one.weight > 0.0 and plane.reachable(one.worker, one.instance)
@@ -179,7 +192,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         return [one for one in free if plane.recently_heard(one.worker, one.instance)] or free
 
     def fits(self, endpoint: Endpoint) -> bool:
-        """Say whether an endpoint would be left, also if others are better."""
+        """Return whether an endpoint may take the request, even if others are better."""
         rules, key = self.rules, endpoint.key
         return (
             endpoint.weight > 0.0
@@ -191,12 +204,12 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         )
 
     def has_room(self, endpoint: Endpoint) -> bool:
-        """Say whether there is room for one request more.
+        """Return whether there is room for one more request.
 
-        What the worker can hold is never passed. Below that each frontend may always fill its own share of the cap, and where
-        others' requests wait, too, none takes more than its share of the worker: one that came late would else wait for the
-        others, which see first that something has ended. Whether so few are enough is asked last: in an overload nearly all are
-        full by the counts, and a look at each one's KV blocks would take most of a frontend's time.
+        The worker's own limit is never exceeded. Below it, each frontend may always fill its share of the cap. If requests wait
+        at several frontends, none takes more than its share of the worker: otherwise a frontend that came late would wait for
+        those that notice freed room first. The load check comes last: in an overload nearly all workers are full by the counts,
+        and checking the KV blocks of each would take most of a frontend's time.
         """
         own, rules, holds = endpoint.active + endpoint.kept.requests, self.rules, endpoint.holds
         external = rules.plane.external_load(endpoint.worker)
@@ -216,7 +229,7 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
         return not (load.decides and load.has_enough(endpoint))
 
     def _why_none(self, reachable: Sequence[Endpoint]) -> NoWorker:
-        """Return what is in the way of the last of them: so far they would have come."""
+        """Return the error for the last stage that left any endpoint."""
         if not self.all:
             return NotServed()
         if not reachable:
@@ -225,10 +238,10 @@ class Filter(msgspec.Struct, eq=False):  # a struct: each request makes two
 
 
 def cost(endpoint: Endpoint, external: Load | None) -> float:
-    """Return how much a request would wait there: behind ours, which we know to the moment, and behind others'.
+    """Return how long a request would wait there: behind this frontend's requests, which it knows exactly, and behind others'.
 
-    The worker's report of everything is not simply compared with ours: it is older, and all frontends
-    would send to the worker whose last report happens to be the oldest.
+    The worker's own report of everything is not compared between workers. It is delayed, and all frontends would send to the
+    worker with the oldest report.
     """
     active, tokens = endpoint.active + endpoint.kept.requests, endpoint.tokens
     if external is not None:

@@ -1,24 +1,25 @@
-"""Which of the workers that may serve a request gets it? Score and pick, in five modes.
+"""Selects the worker for a request among those that may serve it: score and pick, in five modes.
 
-    kv             the lowest cost: what is cached there against what there is to do (`score`); the default
-    least-loaded   the fewest requests and tokens in flight for its weight; among equals the one that was picked longest ago
+    kv             the lowest cost, which weighs cached blocks against load (`score`); the default
+    least-loaded   the fewest requests and tokens in flight for its weight; among equals the one picked longest ago
     power-of-two   of two that are drawn, the one with fewer requests in flight for its weight
     round-robin    one after another, in proportion to the weights
     random         drawn, in proportion to the weights
 
-A candidate is a DP rank of a worker. Nothing in here draws lots or reads a clock: the caller gives a random number and the time,
-so that the same history makes the same choices.
+A candidate is a DP rank of a worker. This module draws no random numbers and reads no clock: the caller supplies both, so
+that the same history leads to the same choices.
 
     among = Filter(endpoints, rules, tried, room)
     choice = chooser.choose(among, prompt, mode=…, pricing=…, now=…, draw=…, others=…)              # raises the filter's errors
     slots.add(request, choice.holder, prompt.blocks, prefill_tokens=choice.prefill_tokens, now=…)   # before it leaves
 
-Which endpoints the filter leaves is asked of the best few only: to ask about all of them takes longer than to choose. Where none
-of the first few does, the choice is made again among those that are left. What is asked of the same endpoints again and again
-(their holders, the rows of their loads) is kept from one request to the next, which saves half of the 25 µs that a choice of
-eight takes otherwise, and 12 ms among a thousand; what others have there, as workers report it, is kept for a moment. The costs
-of a handful of candidates are computed one after another, by the same formula: a dozen sums over columns take longer. A choice of
-eight takes 12 µs so, and 46 by columns (`python -m benchmarks choice`).
+The filter is applied only to the best few candidates, because filtering all takes longer than choosing. If none of these
+passes, the choice is repeated among the endpoints that pass.
+
+Values that depend only on the endpoints (holders, rows of their loads) are cached between requests. This saves half of the
+25 µs that a choice of eight takes otherwise, and 12 ms among a thousand. Reported loads of others are cached for a moment.
+The costs of a handful of candidates are computed one by one with the same formula: a dozen sums over columns take longer.
+A choice of eight takes 12 µs this way, and 46 by columns (`python -m benchmarks choice`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -45,15 +46,15 @@ from controller.router.selection.score import (
     score,
 )
 
-REPORTS_S = 0.02  # what workers report of others is as good as new for so long: they do it every 100 ms
-WEIGHTS_S = 0.02  # and the fleet's weights: whether the chosen worker may be used, its filter asks then
+REPORTS_S = 0.02  # cache time of reported external load; workers report every 100 ms
+WEIGHTS_S = 0.02  # cache time of the fleet's weights; the filter checks the chosen worker's current weight
 KEPT_MAX = 64
-FEW = 16  # candidates whose costs are computed one by one
-SMALL = 16  # holders of a group that is looked up each time; to keep larger ones saves 250 of 400 µs among a thousand
-LOOKS = 8  # at the best ones, before all are filtered
-PAIRS = 2  # that are drawn before; a random number has digits for no more
+FEW = 16  # maximum candidates with costs computed one by one
+SMALL = 16  # largest group that is not cached; caching larger ones saves 250 of 400 µs among a thousand
+LOOKS = 8  # best candidates checked before all are filtered
+PAIRS = 2  # pairs drawn before all are filtered; a random number has digits for no more
 DRAWS = 4
-_MIXED = 1_000_000_007  # times a random number, less its whole part: another one
+_MIXED = 1_000_000_007  # multiplier that derives another random number in 0…1 from one
 
 
 class Mode(StrEnum):
@@ -66,23 +67,23 @@ class Mode(StrEnum):
     POWER_OF_TWO = "power-of-two"
 
 
-_KV = Mode.KV  # an attribute of an enum takes 0.3 µs to look up, of the 12 that a choice of eight takes
+_KV = Mode.KV  # looking up an enum attribute takes 0.3 µs of the 12 µs of a choice of eight
 
 
 @dataclass(slots=True)
 class Candidates:
-    """Every rank of some endpoints, in their order, and what was gathered lately of what others have there."""
+    """Every rank of some endpoints, in their order, and the recently gathered external load."""
 
     endpoints: tuple[Endpoint, ...]  # each once
     endpoint: Sequence[Endpoint]  # of each candidate
     holders: Sequence[WorkerRank]
-    loads: Sequence[RankLoad]  # what there is to do in each, as the slot tracker keeps it
-    few: Sequence[tuple[Endpoint, WorkerRank, RankLoad]]  # the same of each, where there are only a few
+    loads: Sequence[RankLoad]  # live load of each, from the slot tracker
+    few: Sequence[tuple[Endpoint, WorkerRank, RankLoad]]  # the same as tuples, if there are only a few
     rows: Rows  # of the slot tracker
     layout: int  # of the slot tracker's rows
-    at: Mapping[WorkerRank, int]
-    ranks: Floats  # of each candidate's worker
-    caching: Floats  # 1: it has a prefix cache, and says what is in it
+    at: Mapping[WorkerRank, int]  # index of each holder
+    ranks: Floats  # number of ranks of each candidate's worker
+    caching: Floats  # 1: it has a prefix cache, and reports its content
     groups: dict[int, tuple[tuple[WorkerRank, ...], Rows]] = field(default_factory=dict)
     reported_at: float = -inf
     external_requests: Floats = field(default_factory=lambda: np.zeros(0))
@@ -95,7 +96,7 @@ class Candidates:
 
     @classmethod
     def of(cls, endpoints: tuple[Endpoint, ...], slots: ActiveSequences) -> "Candidates":
-        """Return the ranks of these endpoints."""
+        """Return the candidates of these endpoints."""
         each = [(endpoint, holder) for endpoint in endpoints for holder in endpoint.holders]
         holders = [holder for _, holder in each]
         loads = slots.rank_loads(holders)
@@ -114,7 +115,7 @@ class Candidates:
         )
 
     def column(self, found: Mapping[WorkerRank, int]) -> Floats:
-        """Return how much each candidate has, 0 where nothing is said of it."""
+        """Return the value of each candidate as a column, 0 if missing."""
         values = np.zeros(len(self))
         if isinstance(found, Depths):
             for group, depth in found.groups:
@@ -126,7 +127,7 @@ class Candidates:
         return values
 
     def _of(self, group: tuple[WorkerRank, ...]) -> Rows | list[int]:
-        """Return the candidates of a group. Those of a large one are kept: the index gives the same for many prompts."""
+        """Return the candidates of a group. Those of a large one are cached: the index returns it for many prompts."""
         if len(group) <= SMALL:
             return [self.at[holder] for holder in group if holder in self.at]
         kept = self.groups.get(id(group))
@@ -140,8 +141,8 @@ class Candidates:
 
 class ScoringRequest(
     msgspec.Struct, eq=False
-):  # each request makes one: a dataclass takes three times as long
-    """One request, and those that may serve it, at one moment."""
+):  # each request creates one; a dataclass takes three times as long
+    """One request with its candidates, at one moment."""
 
     candidates: Candidates
     prompt: ScoredPrompt
@@ -149,23 +150,23 @@ class ScoringRequest(
     slots: ActiveSequences
     others: (
         ConnectedWorkers | None
-    )  # says what is in flight there that is not in the tracker; None: nothing is
+    )  # source of external load, which is not in the tracker; None: there is none
     now: float
     draw: float
-    among: Filter | None = None  # which leaves some of the candidates; None: all of them fit
-    device: Sequence[float] | None = (
-        None  # blocks on each one's device, where the costs of a few were computed
-    )
-    columns: tuple[Terms, Floats] | None = None  # the terms and costs of all, once they were asked for
+    among: Filter | None = None  # the filter to apply; None: all candidates fit
+    device: Sequence[float] | None = None  # blocks on each candidate's device, set by `costs_of_few`
+    columns: tuple[Terms, Floats] | None = None  # the terms and costs of all, once computed
 
     def fits(self, index: int) -> bool:
-        """Say whether the filter leaves a candidate's endpoint."""
+        """Return whether a candidate's endpoint passes the filter."""
         return self.among is None or self.among.fits(self.candidates.endpoint[index])
 
     def costs_of_few(self) -> list[float] | None:
-        """Return what the request costs at each candidate, in their order: the same as `costs`, one after another. None: the
-        columns must say it, of more than a handful, of blocks on slower tiers, of prompts that shrink with time, of a credit
-        that decays."""
+        """Return the cost at each candidate, computed one by one; None if the columns are required.
+
+        They are required for more than a handful of candidates, blocks on slower tiers, prompts that shrink with time, and a
+        credit that decays.
+        """
         candidates, prompt, pricing, slots = self.candidates, self.prompt, self.pricing, self.slots
         found = prompt.matches
         if not candidates.few or found.disk is not found.device or pricing.credit_decay:
@@ -174,7 +175,7 @@ class ScoringRequest(
             return None
         external_load = None if self.others is None else self.others.external_load
         now, size = self.now, prompt.block_tokens
-        loads: list[CandidateLoad] = []  # `list[...]()` takes as long as the costs of a candidate
+        loads: list[CandidateLoad] = []  # `list[...]()` takes as long as the cost of one candidate
         device: list[float] = []
         used = slots.pieces(prompt.blocks) if prompt.blocks else ()
         cached_at = (found.device.named() if type(found.device) is Depths else found.device).get
@@ -190,8 +191,8 @@ class ScoringRequest(
             others = 0.0
             if endpoint.ranks > 1:
                 others = self.external_at(len(device))[1] / size
-            elif external_load is not None and (said := external_load(endpoint.worker)) is not None:
-                others = said.active_tokens / size
+            elif external_load is not None and (external := external_load(endpoint.worker)) is not None:
+                others = external.active_tokens / size
             loads.append((
                 load.reading_tokens, load.blocks, len(load.requests), load.recent_tokens_at(now), has, shared, sharers,
                 others, endpoint.weight,
@@ -202,19 +203,19 @@ class ScoringRequest(
 
     @property
     def terms(self) -> Terms:
-        """What the costs of all candidates are made of."""
+        """The terms of the costs of all candidates."""
         return (self.columns or self._score())[0]
 
     @property
     def costs(self) -> Floats:
-        """What the request costs at each candidate: computed once, however much changes meanwhile."""
+        """The cost at each candidate: computed once, even if the load changes meanwhile."""
         return (self.columns or self._score())[1]
 
     def _score(self) -> tuple[Terms, Floats]:
-        """Compute what the request costs at each candidate.
+        """Compute the cost at each candidate.
 
-        What is in use where prefixes are cached counts as cached there already: it will be by the time this prompt is read,
-        and requests that begin alike stay together before any event says so.
+        If prefixes are cached, blocks in use count as already cached. They will be by the time this prompt is read, and so
+        requests with the same beginning stay together before an event reports it.
         """
         candidates, prompt = self.candidates, self.prompt
         found, (shared, sharers) = prompt.matches, self.slots.shared(prompt.blocks, candidates.rows)
@@ -242,7 +243,7 @@ class ScoringRequest(
 
     @property
     def weights(self) -> Floats:
-        """What the fleet thought of each candidate's worker a moment ago."""
+        """The fleet's weight of each candidate's worker, at most `WEIGHTS_S` old."""
         candidates = self.candidates
         if not 0.0 <= self.now - candidates.weighed_at < WEIGHTS_S:
             weights = [endpoint.weight for endpoint in candidates.endpoint]
@@ -250,11 +251,11 @@ class ScoringRequest(
         return candidates.weights
 
     def weight(self, index: int) -> float:
-        """Return what the fleet thinks of a candidate's worker now: above 0, or the filter would not leave it."""
+        """Return the fleet's current weight of a candidate's worker: above 0, or the filter would reject it."""
         return max(self.candidates.endpoint[index].weight, WEIGHT_MIN)
 
     def external(self) -> tuple[Floats, Floats]:
-        """Return how many requests and tokens others had at each candidate a moment ago."""
+        """Return the external requests and tokens at each candidate, at most `REPORTS_S` old."""
         candidates = self.candidates
         if self.others is None:
             return np.zeros(len(candidates)), np.zeros(len(candidates))
@@ -265,7 +266,7 @@ class ScoringRequest(
         return candidates.external_requests, candidates.external_tokens
 
     def external_at(self, index: int) -> tuple[float, float]:
-        """Return how many requests and tokens others have at a candidate: as its worker says of it, or an equal part."""
+        """Return the external requests and tokens at a candidate: as reported for its rank, or an equal share of the worker's."""
         if self.others is None:
             return 0.0, 0.0
         endpoint, ranks = self.candidates.endpoint[index], self.candidates.endpoint[index].ranks
@@ -278,39 +279,40 @@ class ScoringRequest(
         return (whole.running + whole.waiting) / ranks, whole.active_tokens / ranks
 
     def in_flight(self, index: int) -> float:
-        """Return how many requests are in flight at a candidate. Those that were only let in for its worker so far are shared
-        among its ranks."""
+        """Return the requests in flight at a candidate, with its share of those admitted for its worker but not sent."""
         endpoint, load = self.candidates.endpoint[index], self.candidates.loads[index]
         return len(load.requests) + endpoint.kept.requests / endpoint.ranks + self.external_at(index)[0]
 
 
 class Selection(msgspec.Struct, eq=False):
-    """Where a request goes, and what is known of it there. Keep none: it holds the costs of all candidates."""
+    """The chosen candidate, and what is known of the request there. Do not store it: it holds the costs of all candidates."""
 
     endpoint: Endpoint
     holder: WorkerRank
     mode: Mode
     request: ScoringRequest
-    overlap_blocks: float  # of its prompt, cached there; those on slower tiers count in part
+    overlap_blocks: float  # blocks of its prompt cached there; those on slower tiers count in part
     index: int
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that need not be computed."""
+        """Prompt tokens that are cached and need not be computed."""
         prompt = self.request.prompt
         return min(int(self.overlap_blocks * prompt.block_tokens), prompt.tokens)
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that must be read: for `ActiveSequences.add`. 0 where prompts are not tracked."""
+        """Prompt tokens that must be read, for `ActiveSequences.add`; 0 if prompts are not tracked."""
         prompt = self.request.prompt
         left = prompt.tokens - int(self.overlap_blocks * prompt.block_tokens)
         return left if left > 0 and self.request.pricing.track_prefill else 0
 
     def explain(self) -> list[tuple[WorkerRank, Terms]]:
-        """Return each candidate and what the request costs there, the lowest first. To be asked before anything is added to the
-        tracker, of a choice among endpoints: those that a `Filter` would not leave are in it too. In modes other than kv the
-        costs are what kv would have gone by."""
+        """Return each candidate with its cost terms, the lowest cost first.
+
+        Call it before anything is added to the tracker. It includes endpoints that a `Filter` would reject. In modes other
+        than kv the costs are those that kv would have used.
+        """
         terms, holders = self.request.terms, self.request.candidates.holders
         order = np.argsort(self.request.costs, kind="stable").tolist()
         return [(holders[n], terms.at(n)) for n in order]
@@ -321,12 +323,12 @@ class Chooser:
 
     def __init__(self, slots: ActiveSequences) -> None:
         self._slots = slots
-        self._kept: dict[
-            tuple[str, Lineage, int], Candidates
-        ] = {}  # of endpoints that were asked for recently
-        self._turn = 0  # of least-loaded
-        self._last: Floats = np.zeros(0)  # turn, by the tracker's rows; a new holder of a row may inherit it
-        self._due_now = 0.0  # of round-robin
+        self._kept: dict[tuple[str, Lineage, int], Candidates] = {}  # candidates of recent requests
+        self._turn = 0  # turn counter of least-loaded
+        self._last: Floats = np.zeros(
+            0
+        )  # last turn by the tracker's rows; a new holder of a row may inherit it
+        self._due_now = 0.0  # virtual time of round-robin
         self._due: dict[WorkerRank, float] = {}
 
     def choose(
@@ -340,11 +342,15 @@ class Chooser:
         pricing: Pricing = USUAL,
         others: ConnectedWorkers | None = None,
     ) -> Selection:
-        """Return where a request goes: to one of the endpoints that a filter leaves, or of these, at least one.
+        """Select a candidate for a request: one that passes the filter, or one of these endpoints (at least one).
 
-        `now` is the slot tracker's time, `draw` a random number from 0 to below 1. `others` says what is in flight there that the
-        tracker knows nothing of; None where no other frontend sends there, or the others tell our tracker. Raise
-        ValueError for an empty prompt, and what the filter raises.
+        Args:
+            among: a filter, or endpoints that all may be used.
+            now: the slot tracker's time.
+            draw: a random number, at least 0 and below 1.
+            others: source of the external load; None if no other frontend sends there, or the others report to our tracker.
+
+        Raise ValueError for an empty prompt, and the errors of the filter.
         """
         endpoints: Sequence[Endpoint]
         if isinstance(among, Filter):
@@ -354,7 +360,7 @@ class Chooser:
                 request = ScoringRequest(candidates, prompt, pricing, self._slots, others, now, draw, among)
                 if (index := self._pick(request, mode)) is not None:
                     return _chosen(request, mode, index)
-                draw = draw * _MIXED % 1.0  # those that were drawn with the first digits of it do not fit
+                draw = draw * _MIXED % 1.0  # its first digits have drawn candidates that do not fit
             endpoints = among.left()
         else:
             endpoints = among
@@ -364,8 +370,7 @@ class Chooser:
         return _chosen(request, mode, index)
 
     def candidates(self, endpoints: Sequence[Endpoint]) -> Candidates:
-        """Return the candidates of these endpoints, of which there is at least one. They are kept: of each model and lineage,
-        and of each number of them."""
+        """Return the candidates of these endpoints (at least one), cached by model, lineage and their number."""
         endpoints = tuple(endpoints)
         name = (endpoints[0].model, endpoints[0].lineage, len(endpoints))
         kept = self._kept.get(name)
@@ -377,16 +382,16 @@ class Chooser:
         return kept
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Drop the memory of endpoints that are gone; keep `keys`."""
+        """Forget all endpoints except `keys`."""
         self._due = {holder: due for holder, due in self._due.items() if holder[:2] in keys}
         self._kept.clear()
 
-    # --- the modes: the index of the candidate that is picked, or None if the first few that it would be do not fit -------
+    # --- the modes: each returns the picked candidate's index, or None if its first few choices do not fit -------
 
     def _pick(self, request: ScoringRequest, mode: Mode) -> int | None:
         if mode is _KV:
             pricing = request.pricing
-            if pricing.temperature > 0.0:  # a dearer one too, of candidates that all fit
+            if pricing.temperature > 0.0:  # may pick a higher cost too; all candidates fit
                 return pick_lowest(request.costs, pricing.temperature, request.draw)
             few = request.costs_of_few() if request.among is not None else None
             return _lowest(request.costs.copy() if few is None else few, request)
@@ -417,10 +422,10 @@ class Chooser:
         return None
 
     def _next_in_turn(self, request: ScoringRequest) -> int | None:
-        """Each pick puts a candidate off by the inverse of its weight; the one that is due first is next."""
+        """Return the candidate that is due first. Each pick delays a candidate by the inverse of its weight."""
         holders, now, get = request.candidates.holders, self._due_now, self._due.get
         dues = [get(holder, now) for holder in holders]
-        # one that was away has missed its turns
+        # a candidate that was away does not catch up on its missed turns
         turns = np.where(request.weights > 0, np.maximum(dues, now), inf)
         for _ in range(min(LOOKS, len(turns))):
             index = int(turns.argmin())
@@ -433,7 +438,7 @@ class Chooser:
 
 
 def _lowest(costs: Floats | list[float], request: ScoringRequest) -> int | None:
-    """Return the index of the lowest cost that fits. A draw among equals goes on with the digits that are left of it."""
+    """Return the index of the lowest cost that fits. Ties are drawn with the remaining digits of the random number."""
     draw = request.draw
     for _ in range(min(LOOKS, len(costs))):
         ties: Sequence[int] | Rows = ()
@@ -455,7 +460,7 @@ def _lowest(costs: Floats | list[float], request: ScoringRequest) -> int | None:
 
 
 def _less_loaded_of_two(request: ScoringRequest) -> int | None:
-    """Return the index of the better one of two that are drawn, both of which fit; the first, if they have the same."""
+    """Return the index of the less loaded of two drawn candidates that both fit; the first if they are equal."""
     size, draw = len(request.candidates), request.draw
     if size == 1:
         return 0 if request.fits(0) else None
@@ -469,9 +474,9 @@ def _less_loaded_of_two(request: ScoringRequest) -> int | None:
 
 
 def _drawn(request: ScoringRequest) -> int | None:
-    """Return the index of one that is drawn in proportion to the weights, and fits."""
+    """Return the index of a candidate that fits, drawn in proportion to the weights."""
     sums, draw = np.cumsum(request.weights), request.draw
-    if sums[-1] <= 0.0:  # all came into service in this moment
+    if sums[-1] <= 0.0:  # the cached weights are all 0: all workers came into service just now
         sums = np.arange(1.0, len(sums) + 1)
     for _ in range(DRAWS):
         at = draw * sums[-1]
